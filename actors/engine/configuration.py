@@ -8,12 +8,14 @@ import msgspec
 
 from actors.options import Arguments
 from actors.scheduling.config import PlannerConfig
+from actors.text.served_model import ServedModel
 from actors.workers.placement import Placement
 from kernels.contract.config import RunnerConfig
+from kernels.contract.grammar import GrammarSettings
 from kernels.contract.speculation import SpeculativeSettings
 from telemetry.metrics.options import MetricOptions, token_buckets
 
-__all__ = ["chunk_size", "metric_options", "planner_config", "runner_config"]
+__all__ = ["chunk_size", "grammar_settings", "metric_options", "planner_config", "runner_config"]
 
 
 OP_TIMEOUT = 200.0
@@ -66,6 +68,7 @@ def runner_config(
     context_length: int,
     placement: Placement,
     speculation: SpeculativeSettings | None = None,
+    grammar: GrammarSettings | None = None,
 ) -> RunnerConfig:
     a = arguments
     return RunnerConfig(
@@ -104,7 +107,22 @@ def runner_config(
         kv_cache_scales=a.quantization_param_path or "",
         window_pages=not a.disable_hybrid_swa_memory,
         fp32_head=a.enable_fp32_lm_head,
+        grammar=grammar,
         invariant=a.enable_deterministic_inference,
+    )
+
+
+def grammar_settings(arguments: Arguments, served: ServedModel) -> GrammarSettings | None:
+    """None: requests cannot have grammars."""
+    a = arguments
+    if a.grammar_backend == "none" or served.codec is None or not served.eos_ids:
+        return None
+    return GrammarSettings(
+        backend="llguidance" if a.grammar_backend == "auto" else a.grammar_backend,
+        tokenizer=served.codec.source,
+        eos_ids=served.eos_ids,
+        whitespace=a.constrained_json_whitespace_pattern,
+        compact=a.constrained_json_disable_any_whitespace,
     )
 
 

@@ -452,6 +452,17 @@ class Engine:
         return codec is not None and codec.template is not None
 
     @property
+    def chat_template(self) -> str | None:
+        """The source of the model's chat template; None without one and before the model's files are read."""
+        codec = None if self._model is None else self._model.codec
+        return None if codec is None else codec.template
+
+    @property
+    def architecture(self) -> str:
+        """The first of config.json's ``architectures``; empty before the model's files are read."""
+        return self._model.files.architecture if self._model is not None else ""
+
+    @property
     def generation_defaults(self) -> dict[str, Any]:
         """Default sampling parameters of requests: the model's and the server's."""
         return self._model.generation_defaults if self._model is not None else {}

@@ -11,7 +11,7 @@ import msgspec
 from actors.boards.health_board import HealthBoard
 from actors.boards.journal import Journal
 from actors.caching.cache_manager import CacheManager
-from actors.engine.configuration import planner_config, runner_config
+from actors.engine.configuration import grammar_settings, planner_config, runner_config
 from actors.engine.opening import OpenedModel
 from actors.faults import FaultInjector
 from actors.options import Arguments
@@ -104,7 +104,7 @@ class Replica:
 
     @property
     def route(self) -> Route:
-        return Route(self.scheduler, self.journal, self.board)
+        return Route(self.scheduler, self.journal, self.board, tuple(self.workers))
 
     async def start_workers(self) -> None:
         """Start the worker processes. They load the model while the other actors start."""
@@ -157,6 +157,7 @@ class Replica:
             setup.context_length,
             setup.placement,
             setup.opened.speculation,
+            grammar_settings(setup.arguments, setup.opened.served),
         )
         return WorkerConfig(
             runner=msgspec.structs.replace(runner, tp_rank=worker.rank.tp),

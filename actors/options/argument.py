@@ -25,6 +25,7 @@ Group: TypeAlias = Literal[
     "Runtime",
     "Devices and kernels",
     "Quantization",
+    "Grammar",
     "Speculative decoding",
     "Metrics",
     "Logging",

@@ -60,7 +60,8 @@ _DEFAULTS = {argument.field: argument.default for argument in ARGUMENTS}
 _OF_TEXTS = (
     *("tokenizer_path", "tokenizer_mode", "tokenizer_worker_num", "enable_dynamic_batch_tokenizer"),
     *("enable_tokenizer_batch_encode", "chat_template", "trust_request_chat_template", "completion_template"),
-    "tool_call_parser",
+    *("tool_call_parser", "reasoning_parser"),
+    *("constrained_json_whitespace_pattern", "constrained_json_disable_any_whitespace"),
 )
 """Arguments that need a tokenizer."""
 
@@ -85,6 +86,11 @@ def _needs(arguments: Arguments) -> Iterator[str]:
     for field in ("api_key", "admin_api_key"):
         if getattr(arguments, f"{field}_file") is not None and getattr(arguments, field) is None:
             yield f"{field}_file is read by Arguments.from_keywords and on the command line only; use one of them"
+    if arguments.constrained_json_whitespace_pattern is not None:
+        if arguments.grammar_backend in ("xgrammar", "none"):
+            yield "constrained_json_whitespace_pattern needs grammar_backend llguidance"
+        if arguments.constrained_json_disable_any_whitespace:
+            yield "constrained_json_whitespace_pattern contradicts constrained_json_disable_any_whitespace"
     if not arguments.enable_priority_scheduling:
         if arguments.schedule_low_priority_values_first:
             yield "schedule_low_priority_values_first needs enable_priority_scheduling"

@@ -210,6 +210,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
         Option(
             group="Devices and kernels",
             help="Make outputs bitwise reproducible on one device of any kind: independent of the batch, of the "
-            "chunks of prompts, of draft tokens and of restarts. Slower; quantized weights are dequantized.",
+            "chunks of prompts, of draft tokens and of restarts. Slower, but on a CPU where native operators serve the "
+            "model; weights without native operators are dequantized.",
         ),
     ] = False

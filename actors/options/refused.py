@@ -101,10 +101,15 @@ _TABLE: tuple[Refused, ...] = (
     ),
     Refused(
         group="API",
-        reason="reasoning parsers are not built yet",
-        remedy="leave it out; reasoning stays in the answer's text",
-        flags=("enable-reasoning",),
-        unset=("reasoning-parser", "reasoning-config"),
+        reason="the marks of thoughts are those of --reasoning-parser",
+        remedy="leave it out",
+        unset=("reasoning-config",),
+    ),
+    Refused(
+        group="API",
+        reason="thoughts are always recognized",
+        remedy="leave it out, or use --reasoning-parser off to leave them in the text",
+        always=("enable-reasoning",),
     ),
     Refused(
         group="API",
@@ -132,17 +137,14 @@ _TABLE: tuple[Refused, ...] = (
     ),
     Refused(
         group="Grammar",
-        reason="constrained decoding by a grammar is not built yet",
+        reason="there is one library for grammars, which --grammar-backend names",
         remedy="leave it out",
         flags=(
-            "constrained-json-disable-any-whitespace",
             "disable-outlines-disk-cache",
             "guided-decoding-disable-fallback",
-            "guided-decoding-disable-any-whitespace",
             "guided-decoding-disable-additional-properties",
         ),
-        unset=("constrained-json-whitespace-pattern", "structured-outputs-config"),
-        values={"grammar-backend": "none", "guided-decoding-backend": "auto"},
+        unset=("structured-outputs-config",),
     ),
     Refused(
         group="Speculative decoding",

@@ -9,11 +9,56 @@ from actors.options.model import ModelArguments
 
 __all__ = ["ServingArguments"]
 
-_OTHER_PARSERS = dict.fromkeys(
-    ("llama", "llama3", "llama3_json", "llama4_pythonic", "pythonic", "mistral", "deepseekv3", "deepseekv31",
-     "deepseek_v3", "kimi_k2", "glm", "glm45", "gpt-oss", "openai", "qwen3_coder", "qwen3_xml", "minimax-m2",
-     "step3", "granite", "xlam"),
-    "this format of tool calls is not supported; use hermes for models that write JSON in <tool_call> blocks, else off",
+_TOOL_NAMES = {
+    **dict.fromkeys(("qwen", "qwen25", "qwen3", "granite4", "ernie45"), "hermes"),
+    **dict.fromkeys(("qwen_coder", "qwen3_xml", "step3p5", "mimo", "nemotron", "nemotron_v3"), "qwen3_coder"),
+    **dict.fromkeys(("llama", "llama3", "llama4_json"), "llama3_json"),
+    "llama4_pythonic": "llama4",
+    **dict.fromkeys(("deepseek", "deepseek_v3"), "deepseekv3"),
+    "deepseek_v31": "deepseekv31",
+    "deepseek_v32": "deepseekv32",
+    "deepseekv4": "deepseek_v4",
+    **dict.fromkeys(("kimik2", "kimi"), "kimi_k2"),
+    **dict.fromkeys(("glm", "glm47", "glm4_moe", "glm45_moe", "glm47_moe"), "glm45"),
+    **dict.fromkeys(("openai", "gpt_oss", "harmony"), "gpt-oss"),
+    **dict.fromkeys(("minimax_m2", "minimax"), "minimax-m2"),
+    **dict.fromkeys(("internlm2", "interns1"), "internlm"),
+    **dict.fromkeys(("phi4_mini_json", "phi4mini"), "phi4"),
+    **dict.fromkeys(("command", "cohere_command3", "cohere_command4"), "cohere"),
+    "none": "off",
+}
+"""Names of SGLang, TokenSpeed and vLLM -> ours."""
+
+_OTHER_TOOL_NAMES = dict.fromkeys(
+    ("apertus", "apertus2509", "dots", "functiongemma", "gemma4", "gigachat3", "gigachat35", "granite-20b-fc",
+     "hunyuan", "hunyuan_a13b", "hy_v3", "inkling", "jamba", "k2_horizon", "kimi_k3", "lfm2", "ling3", "longcat",
+     "minicpm5", "minimax-m3", "minimax_m3", "muse", "olmo3", "poolside_v1", "seed_oss", "solar_open2", "spark25",
+     "trinity", "xlam"),
+    "this format of tool calls is not supported; use passthrough, which leaves them in the text",
+)  # fmt: skip
+
+_THOUGHT_NAMES = {
+    "deepseek_r1": "deepseek-r1",
+    **dict.fromkeys(("deepseek_v3", "deepseek_v31", "deepseek-v31", "deepseek-v4", "deepseek_v4"), "deepseek-v3"),
+    **dict.fromkeys(("mimo", "interns1", "holo2"), "qwen3"),
+    "qwen3_thinking": "qwen3-thinking",
+    "glm47": "glm45",
+    **dict.fromkeys(("kimi_k25", "kimi-k2"), "kimi_k2"),
+    **dict.fromkeys(("gpt_oss", "openai_gptoss", "harmony"), "gpt-oss"),
+    **dict.fromkeys(("minimax_m2", "minimax-m2"), "minimax"),
+    "step3p5": "step3",
+    "gemma4": "gemma",
+    **dict.fromkeys(("nemotron_v3", "nemotron_3", "nano_v3"), "nemotron"),
+    **dict.fromkeys(("cohere_cmd", "cohere_command3", "cohere_command4"), "cohere"),
+    **dict.fromkeys(("basic", "olmo3"), "base"),
+    **dict.fromkeys(("none", "passthrough", "identity"), "off"),
+}
+"""Names of SGLang, TokenSpeed and vLLM -> ours."""
+
+_OTHER_THOUGHT_NAMES = dict.fromkeys(
+    ("ernie45", "granite", "hunyuan", "hunyuan_a13b", "hy_v3", "inkling", "kimi_k3", "minimax-append-think",
+     "minimax_m2_append_think", "minimax_m3", "minimax-m3", "poolside_v1", "seed_oss", "solar_open2"),
+    "this format of thoughts is not supported; use off, which leaves them in the text",
 )  # fmt: skip
 
 
@@ -274,18 +319,40 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
     ] = "model"
 
     tool_call_parser: Annotated[
-        Literal["hermes", "off"] | None,
+        Literal[
+            "auto", "off", "hermes", "qwen3_coder", "llama3_json", "llama4", "pythonic", "mistral", "deepseekv3",
+            "deepseekv31", "deepseekv32", "deepseek_v4", "kimi_k2", "glm45", "gpt-oss", "minimax-m2", "step3",
+            "granite", "internlm", "phi4", "cohere", "json", "passthrough",
+        ]
+        | None,
         Option(
             group="API",
-            default_text="hermes",
-            synonyms={"qwen": "hermes", "qwen25": "hermes", "qwen3": "hermes"},
-            unbuilt_choices=_OTHER_PARSERS,
+            default_text="auto",
+            synonyms=_TOOL_NAMES,
+            unbuilt_choices=_OTHER_TOOL_NAMES,
             metavar="FORM",
-            help="The model's format of tool calls. hermes (also qwen, qwen25): JSON in <tool_call> blocks, returned "
-            "as tool_calls; the markers of calls and reasoning then stay in the text even if they are special "
-            "tokens, unless a request sets skip_special_tokens. off: what it writes stays text.",
+            help="The model's format of tool calls, which are returned as tool_calls. auto: by the chat template, then "
+            "the family. passthrough or off: what it writes stays text. Names of SGLang, TokenSpeed and vLLM are "
+            "aliases.",
         ),
-    ] = None
+    ] = None  # fmt: skip
+
+    reasoning_parser: Annotated[
+        Literal[
+            "auto", "off", "base", "deepseek-r1", "deepseek-v3", "qwen3", "qwen3-thinking", "glm45", "kimi", "kimi_k2",
+            "gpt-oss", "minimax", "mistral", "step3", "gemma", "nemotron", "cohere",
+        ]
+        | None,
+        Option(
+            group="API",
+            default_text="auto",
+            synonyms=_THOUGHT_NAMES,
+            unbuilt_choices=_OTHER_THOUGHT_NAMES,
+            metavar="FORM",
+            help="The model's format of thoughts, which are returned as reasoning_content. auto: by the chat template, "
+            "then the family. off: they stay in the text. Names of SGLang, TokenSpeed and vLLM are aliases.",
+        ),
+    ] = None  # fmt: skip
 
     stream_interval: Annotated[
         int,

@@ -8,7 +8,7 @@ import msgspec
 
 from actors.options.argument import Group
 from actors.options.declaration import Option
-from actors.options.quantization import QuantizationArguments
+from actors.options.grammar import GrammarArguments
 
 __all__ = ["SpeculativeArguments"]
 
@@ -17,7 +17,7 @@ _NOT_HERE = "this algorithm is not built; use EAGLE, EAGLE3, MTP, DFLASH, STANDA
 _OTHER_DEVICES = "attention kernels can be chosen on NPUs only (ascend or torch_native); leave it out"
 
 
-class SpeculativeArguments(QuantizationArguments, frozen=True, kw_only=True):
+class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
     """The arguments of speculative decoding. Names are SGLang's and TokenSpeed's."""
 
     speculative_config: Annotated[

@@ -18,6 +18,7 @@ Messages. One module of this package for each actor holds every message that the
     Engine ── Render ──> Renderer         a child process: chat templates run under limits
     Engine ── Encode, Decode, DecodeTokens ──> Tokenizer
     Engine ── Submit, Abort, Flush ──> Scheduler
+    Engine ── CompileGrammar ──> Worker
     Scheduler ── OpenSequence, CacheTurn, PeekPrefixes, ResetCache, FlushCache ──> CacheManager
     Scheduler ── Step ──> Worker          a child process for each device
     Scheduler ── Emit, Fence ──> Detokenizer
@@ -103,6 +104,7 @@ from actors.protocol.tokenizer import (
     TokenizerProtocol,
 )
 from actors.protocol.worker import (
+    CompileGrammar,
     Load,
     LoadProgress,
     LoadRefused,
@@ -120,6 +122,7 @@ __all__ = [
     "CacheTurnDone",
     "CacheUsage",
     "Commit",
+    "CompileGrammar",
     "Decode",
     "DecodeTokens",
     "DetokenizerProtocol",

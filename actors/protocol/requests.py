@@ -7,6 +7,8 @@ from typing import Any, Literal
 import msgspec
 
 from actors.runtime import RequestError
+from kernels.contract.grammar import Grammar
+from kernels.contract.step import ThoughtBudget
 from kernels.contract.tasks import TaskResult
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "EngineFailed",
     "EngineNotReady",
     "FinishReason",
+    "Grammar",
     "InvalidRequest",
     "Limits",
     "QueueFull",
@@ -25,6 +28,8 @@ __all__ = [
     "RequestFailed",
     "RequestTimeout",
     "SamplingParams",
+    "Thought",
+    "ThoughtBudget",
     "TokenLogprob",
     "Usage",
 ]
@@ -55,6 +60,10 @@ class Limits(msgspec.Struct, frozen=True):
     cache_salt_chars: int = 256
     template_chars: int = 65536  # of a request's own chat template
     template_kwargs_bytes: int = 65536  # as JSON
+    grammar_bytes: int = 65536  # of a grammar's text
+    grammar_depth: int = 64  # of its brackets
+    grammar_choices: int = 1024
+    grammar_seconds: float = 10.0  # to compile it
     schema_bytes: int = 65536  # of one tool's parameters, as JSON
     tools_bytes: int = 1 << 20  # of all tools, and of all tool calls in a conversation, as JSON
     text_requests: int = 64  # tokenizing, detokenizing and the like at a time, which take no ticket
@@ -65,6 +74,18 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 LIMITS = Limits()
+
+
+class Thought(msgspec.Struct, frozen=True, kw_only=True):
+    """The marks around a model's thought, which no grammar constrains.
+
+    ``always``: the answer begins in a thought unless the prompt has ended it; otherwise only where the prompt ends with
+    ``begin``, or the model starts with it.
+    """
+
+    begin: str
+    end: str
+    always: bool = False
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +107,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
+    thought_budget: ThoughtBudget | None = None  # the output tokens after which a thought is ended
     seed: int | None = None  # None: drawn once per request
     n: int = 1
     stop: tuple[str, ...] = ()
@@ -98,6 +120,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
+    grammar: Grammar | None = None  # what the text must match
+    thought: Thought | None = None  # the grammar begins behind it
     speculative: bool = True  # whether tokens may be drafted ahead, where the engine does; the output is the same
     speculative_num_draft_tokens: int | None = None  # verified in one pass, the last known one among them; None: all
 

@@ -8,11 +8,13 @@ import msgspec
 
 from actors.runtime import Message
 from kernels.contract.config import RunnerConfig
+from kernels.contract.grammar import Grammar
 from kernels.contract.info import ModelInfo
 from kernels.contract.step import StepBatch, StepResult
 from kernels.contract.topology import WorkerId
 
 __all__ = [
+    "CompileGrammar",
     "Load",
     "LoadProgress",
     "LoadRefused",
@@ -46,6 +48,16 @@ class Step(Message[WorkerProtocol, StepResult], frozen=True):
 
     batch: StepBatch
     epoch: int
+
+
+class CompileGrammar(Message[WorkerProtocol, str], frozen=True):
+    """Compile a grammar before a request with it is submitted. The reply is empty, or says why there is none.
+
+    ``timeout``: seconds.
+    """
+
+    grammar: Grammar
+    timeout: float
 
 
 class WorkerEventsProtocol:

@@ -14,7 +14,8 @@ import itertools
 import random
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -24,14 +25,16 @@ from actors.boards.stream_buffer import StreamBuffer
 from actors.boards.wake_limiter import WakeLimiter
 from actors.faults import FaultInjector
 from actors.options import Arguments
-from actors.protocol import Abort, SequenceSpec, Submit
+from actors.protocol import Abort, CompileGrammar, SequenceSpec, Submit
 from actors.protocol.requests import (
     LIMITS,
     Chat,
+    Grammar,
     InvalidRequest,
     RequestAborted,
     RequestTimeout,
     SamplingParams,
+    Thought,
 )
 from actors.requests.admission import Ticket, TicketOffice
 from actors.requests.router import Route, Router
@@ -43,7 +46,7 @@ from actors.text.served_model import ServedModel
 from kernels.contract.tasks import Classify, Embed, Generate, Score, Task
 from telemetry.timeline import Outcome, RequestTimeline, Timelines, Value
 
-__all__ = ["GENERATE", "Intake", "Prompt", "RequestOptions"]
+__all__ = ["GENERATE", "Intake", "Prompt", "RequestOptions", "grammar_start"]
 
 Prompt = str | Sequence[int] | Chat
 
@@ -62,6 +65,11 @@ _READERS_A_TURN = 32
 """Streams that are woken in one turn of the loop: each may cost its reader a write to a socket."""
 
 _MAX_TOKENS = 2**31
+
+_COMPILED = 128
+"""Grammars known to be compiled; fewer than a worker keeps."""
+_COMPILE_TIMEOUT = 60.0
+"""Seconds. A worker answers sooner, but it may have to load the model first."""
 
 _CHOICES_PER_CONTEXT = 16
 """One request's choices together may ask for this many contexts of tokens."""
@@ -129,6 +137,7 @@ class Intake:
         self._timelines = timelines
         self._requests: dict[str, _Request] = {}
         self._numbers = itertools.count(1)
+        self._compiled: OrderedDict[tuple[int, int | None, Grammar], None] = OrderedDict()  # by route and epoch
         self._readers = WakeLimiter(_READERS_A_TURN)
         # With --random-seed the same requests in the same order sample the same tokens after a new start.
         seed = arguments.random_seed
@@ -210,6 +219,8 @@ class Intake:
             model.check_ids(prompt)
         if params.stop and model.codec is None:
             raise InvalidRequest("stop strings need a tokenizer: use stop_token_ids.", param="stop")
+        if params.grammar is not None:
+            self._check_grammar()
         if params.n * (params.max_tokens or 1) > _CHOICES_PER_CONTEXT * model.context_length:
             most = _CHOICES_PER_CONTEXT * model.context_length
             raise InvalidRequest(
@@ -233,6 +244,21 @@ class Intake:
         if options.timeout is not None and not 0 < options.timeout <= _MAX_TIMEOUT:
             raise InvalidRequest(f"timeout must be more than 0 and at most {_MAX_TIMEOUT:g} seconds.", param="timeout")
 
+    def _check_grammar(self) -> None:
+        if self._arguments.grammar_backend == "none":
+            reason = "the server runs with --grammar-backend none"
+        elif self._model.codec is None:
+            reason = "the server runs without a tokenizer (--skip-tokenizer-init)"
+        elif not self._model.eos_ids:
+            reason = "this model has no end-of-text token"
+        else:
+            return
+        raise InvalidRequest(
+            f"grammar: {reason}, so answers cannot be constrained. Leave it out.",
+            param="grammar",
+            code="unsupported_parameter",
+        )
+
     # -- submission
 
     async def _admit(self, buffer: StreamBuffer) -> Sequence[int]:
@@ -253,6 +279,9 @@ class Intake:
             ids = await encoding.tokenize(prompt, request.timeline, request.ticket.tenant)
         else:
             ids = list(prompt)
+        route = self._router.choose()
+        if params.grammar is not None:
+            await self._compile(params.grammar, route)
         bad_words = [ids for word in params.bad_words for ids in await encoding.spellings(word)]
         self._wanted(buffer)
         given = len(ids)
@@ -266,10 +295,33 @@ class Intake:
             )
         self.tickets.correct(request.ticket, _ticket_tokens(len(ids), max_tokens, params))
         request.prompt_tokens = request.timeline.prompt_tokens = len(ids)
-        request.route = route = self._router.choose()
+        request.route = route
         specs = self._write_down(request, route.journal, ids, max_tokens, tuple(bad_words))
         await route.scheduler.tell(Submit(sequences=specs))
         return ids
+
+    async def _compile(self, grammar: Grammar, route: Route) -> None:
+        """Let the workers compile the grammar, so that no step waits for it. Raises InvalidRequest for a wrong one.
+
+        Where a worker does not answer, the request goes on: its next incarnation compiles at the admission.
+        """
+        epoch = None if route.board.worker is None else route.board.worker[1]
+        key = (id(route), epoch, grammar)
+        if epoch is not None and key in self._compiled:
+            self._compiled.move_to_end(key)
+            return
+        message = CompileGrammar(grammar=grammar, timeout=LIMITS.grammar_seconds)
+        asked = [worker.ask(message, timeout=_COMPILE_TIMEOUT) for worker in route.workers]
+        for answer in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(answer, str) and answer:
+                raise InvalidRequest(f"grammar: {answer.rstrip('.')}.", param="grammar", code="invalid_grammar")
+            if isinstance(answer, BaseException):
+                if not isinstance(answer, Exception):
+                    raise answer
+                return
+        self._compiled[key] = None
+        if len(self._compiled) > _COMPILED:
+            self._compiled.popitem(last=False)
 
     def _wanted(self, buffer: StreamBuffer) -> _Request:
         """The request, or what ended it: it was aborted, the engine has ended, or its stream was closed."""
@@ -311,8 +363,12 @@ class Intake:
         params, now = request.params, time.monotonic()
         packed = np.asarray(ids, dtype=np.int32).tobytes()
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        eos_ids = () if params.ignore_eos else self._model.eos_ids
+        # A text that is complete by its grammar ends, whatever else the request asks for.
+        eos_ids = () if params.ignore_eos and params.grammar is None else self._model.eos_ids
         stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
+        start: tuple[tuple[int, ...], int] = ((), -1)
+        if params.grammar is not None and params.thought is not None and self._model.codec is not None:
+            start = grammar_start(params.thought, ids, self._model.codec.mark)
         # The first choice scores the prompt for all; the others wait for its pages in the prefix cache.
         unscored = msgspec.structs.replace(params, prompt_logprobs=None)
         specs = tuple(
@@ -320,10 +376,15 @@ class Intake:
                 sequence=next(self._numbers),
                 prompt=packed,
                 sampling=slot_sampling(
-                    unscored if index else params, index=index, seed=seed, stop_ids=stop_ids, bad_words=bad_words
+                    unscored if index else params,
+                    index=index,
+                    seed=seed,
+                    stop_ids=stop_ids,
+                    bad_words=bad_words,
+                    grammar_start=start,
                 ),
                 max_tokens=max_tokens,
-                min_tokens=params.min_tokens,
+                min_tokens=params.min_tokens if params.grammar is None else 0,
                 stop_ids=stop_ids,
                 priority=request.priority if self._arguments.enable_priority_scheduling else 0,
                 arrival=request.arrival,
@@ -426,6 +487,30 @@ class Intake:
         message = "The reader left before the end." if reader_left else str(buffer.error or "")
         reasons = tuple(given or reason for given in buffer.finish_reasons) if request.sequences else ()
         self._timelines.close(request.timeline, Outcome(finish_reasons=reasons, error_type=error, message=message))
+
+
+_PROMPT_END = 16
+"""Tokens of a prompt in which a mark is searched: white space and an empty thought may follow it."""
+
+
+def grammar_start(
+    thought: Thought, prompt: Sequence[int], encode: Callable[[str], tuple[int, ...]]
+) -> tuple[tuple[int, ...], int]:
+    """Where a grammar begins: SlotSampling's grammar_after and grammar_opens."""
+    begin, end = encode(thought.begin), encode(thought.end)
+    tail = tuple(prompt[-_PROMPT_END:])
+    opened, closed = _last(tail, begin), _last(tail, end)
+    if closed > opened:
+        return (), -1
+    if opened >= 0 or thought.always:
+        return end, -1
+    return (end, begin[0]) if len(begin) == 1 else ((), -1)
+
+
+def _last(tokens: tuple[int, ...], part: tuple[int, ...]) -> int:
+    """Where ``part`` stands last in ``tokens``; -1: nowhere."""
+    found = [at for at in range(len(tokens) - len(part) + 1) if part and tokens[at : at + len(part)] == part]
+    return found[-1] if found else -1
 
 
 def _abort(route: Route, sequences: Sequence[int]) -> None:

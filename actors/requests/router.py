@@ -8,18 +8,20 @@ import msgspec
 
 from actors.boards.health_board import HealthBoard
 from actors.boards.journal import Journal
-from actors.protocol import SchedulerProtocol
+from actors.protocol import SchedulerProtocol, WorkerProtocol
 from actors.runtime import ActorRef
 
 __all__ = ["Route", "Router"]
 
 
 class Route(msgspec.Struct, frozen=True, eq=False):
-    """What a request needs of its replica: the journal that it is written to and the scheduler that runs it."""
+    """What a request needs of its replica: the journal that it is written to, the scheduler that runs it, and the
+    workers that compile its grammar."""
 
     scheduler: ActorRef[SchedulerProtocol]
     journal: Journal
     board: HealthBoard
+    workers: tuple[ActorRef[WorkerProtocol], ...] = ()  # rank 0 first
 
 
 class Router:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_args
 
 import msgspec
 
 from actors.protocol.requests import LIMITS, InvalidRequest, Limits, SamplingParams
+from kernels.contract.grammar import Grammar, GrammarKind
 from kernels.contract.step import SlotSampling
 
 __all__ = ["resolve", "slot_sampling", "validate"]
@@ -65,6 +66,14 @@ def validate(params: SamplingParams, *, vocab_size: int | None = None, limits: L
         _check_ids("allowed_token_ids", params.allowed_token_ids, limits.allowed_token_ids, vocab_size)
         if not params.allowed_token_ids:
             raise _invalid("allowed_token_ids", "allowed_token_ids is empty: nothing could be sampled. Leave it out.")
+    if params.grammar is not None:
+        _check_grammar(params.grammar, limits)
+    if params.thought is not None:
+        _check_strings("thought", (params.thought.begin, params.thought.end), 2, limits.stop_string_chars)
+    if params.thought_budget is not None:
+        budget = params.thought_budget
+        _check_integer("thought_budget", budget.tokens, 0, _INT32_MAX, "It counts tokens; leave it out for no limit.")
+        _check_ids("thought_budget", (budget.end, max(0, budget.begin)), 2, vocab_size)
     if params.logit_bias is not None:
         _check_bias(params.logit_bias, limits, vocab_size)
 
@@ -94,6 +103,7 @@ def slot_sampling(
     seed: int,
     stop_ids: Sequence[int] = (),
     bad_words: Sequence[Sequence[int]] = (),
+    grammar_start: tuple[tuple[int, ...], int] = ((), -1),
     limits: Limits = LIMITS,
 ) -> SlotSampling:
     """What a worker's slot needs of validated and resolved `params`, for the choice number `index`.
@@ -101,7 +111,8 @@ def slot_sampling(
     seed: the request's, given or drawn. The first choice samples with the seed itself, exactly as a request with
     ``n=1`` does; choice ``i`` with ``seed + i * step`` modulo 2**64 for a fixed odd step, so the choices of a request
     differ and each can be repeated. stop_ids: end-of-sequence and stop tokens, held back by min_tokens. bad_words:
-    their token sequences. Raises :class:`InvalidRequest` when these have too many tokens.
+    their token sequences. grammar_start: SlotSampling's
+    grammar_after and grammar_opens. Raises :class:`InvalidRequest` when these have too many tokens.
     """
     total = sum(len(word) for word in bad_words)
     if total > limits.bad_words_tokens:
@@ -126,14 +137,18 @@ def slot_sampling(
         bias_values=tuple(float(value) for value in bias.values()),
         allowed_ids=tuple(params.allowed_token_ids or ()),
         bad_words=tuple(tuple(word) for word in bad_words),
+        thought_budget=params.thought_budget,
         logprobs=-1 if params.logprobs is None else params.logprobs,
         prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         max_drafts=_max_drafts(params),
+        grammar=params.grammar,
+        grammar_after=grammar_start[0],
+        grammar_opens=grammar_start[1],
     )
 
 
 def _max_drafts(params: SamplingParams) -> int:
-    if not params.speculative:
+    if not params.speculative or params.grammar is not None:  # draft tokens are not checked by grammars
         return 0
     return -1 if params.speculative_num_draft_tokens is None else params.speculative_num_draft_tokens - 1
 
@@ -270,3 +285,45 @@ def _check_bias(bias: object, limits: Limits, vocab_size: int | None) -> None:
         _check_id(name, token, vocab_size)
         if not _is_number(value) or not -_BIAS <= value <= _BIAS:
             raise _invalid(name, f"{name} of token {token} must be a finite number from {-_BIAS:g} to {_BIAS:g}.")
+
+
+def _check_grammar(grammar: Grammar, limits: Limits) -> None:
+    """Size and depth, before any library reads it: these recurse."""
+    name = "grammar"
+    if not isinstance(grammar, Grammar) or grammar.kind not in get_args(GrammarKind):
+        raise _invalid(name, f"{name} must be a Grammar of one of the kinds {', '.join(get_args(GrammarKind))}.")
+    for text in (grammar.text, grammar.whitespace or ""):
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError:
+            raise _invalid(name, f"{name} holds half a surrogate pair, which no text contains. Send UTF-8.") from None
+        if size > limits.grammar_bytes:
+            raise _invalid(name, f"{name} has {size} bytes; at most {limits.grammar_bytes} are allowed. Shorten it.")
+        if _depth(text) > limits.grammar_depth:
+            raise _invalid(
+                name, f"{name} has brackets more than {limits.grammar_depth} deep. Divide it into rules, or flatten it."
+            )
+    if grammar.kind == "choice":
+        _check_choices(grammar.text, limits)
+
+
+def _check_choices(text: str, limits: Limits) -> None:
+    name = "grammar"
+    try:
+        choices = msgspec.json.decode(text, type=list[str])
+    except msgspec.DecodeError:
+        raise _invalid(name, f"{name} of kind choice must be a JSON list of strings.") from None
+    if not 0 < len(choices) <= limits.grammar_choices or "" in choices:
+        raise _invalid(name, f"{name} must have 1 to {limits.grammar_choices} choices, none of them empty. Send fewer.")
+
+
+def _depth(text: str) -> int:
+    """How deep brackets of any kind may be nested in a text, at most; signs in strings count too."""
+    depth = deepest = 0
+    for sign in text:
+        if sign in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif sign in ")]}":
+            depth = max(0, depth - 1)
+    return deepest

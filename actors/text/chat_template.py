@@ -8,6 +8,7 @@ are possible even during compilation (Jinja evaluates constant expressions). So 
 from __future__ import annotations
 
 import datetime
+import re
 from typing import Any
 
 import jinja2
@@ -28,6 +29,9 @@ _MAX_OUTPUT_CHARS = 12 << 20
 """At four bytes each, still less than the frame limit between two processes."""
 
 _MAX_SOURCE_CHARS = 1 << 20
+
+_NULL_CONTENT = re.compile(r"content['\"\]]* is (not )?none", re.IGNORECASE)
+"""In templates that render the calls of a message only if its content is null."""
 
 _MAX_REFUSAL_CHARS = 512
 """Most characters of a template's own error message that are reported; a template may compute any length."""
@@ -79,6 +83,26 @@ def _spaced(compact: str) -> str:
     return "".join(out)
 
 
+class _CallArguments(dict[str, Any]):
+    """An object that a template may also join to text, which gives its JSON."""
+
+    def __str__(self) -> str:
+        return _tojson(self)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
+def _suited(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    return call | {"function": function | {"arguments": _CallArguments(function["arguments"])}}
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _tojson
@@ -117,6 +141,7 @@ class ChatTemplate:
         except Exception as error:  # constant expressions may raise any exception
             raise ValueError(f"The chat template does not compile: {type(error).__name__}.") from error
         self._variables = variables
+        self._null_content = _NULL_CONTENT.search(source) is not None
 
     def render(self, chat: Chat) -> str:
         """The prompt as text. Raises InvalidRequest if the template refuses the conversation, and MemoryError."""
@@ -136,7 +161,7 @@ class ChatTemplate:
             for piece in self._template.generate(
                 **self._variables,
                 **chat.template_kwargs,
-                messages=chat.messages,
+                messages=self._messages(chat.messages),
                 tools=chat.tools,
                 add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
             ):
@@ -168,6 +193,21 @@ class ChatTemplate:
                 )
             text = text[: end + len(final_text)]
         return text
+
+    def _messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Messages whose tool calls suit templates that expect the arguments as an object, and those that expect text.
+
+        A message with calls and without text has null content if the template asks for it.
+        """
+        suited: list[dict[str, Any]] = []
+        for message in messages:
+            calls = message.get("tool_calls")
+            if calls:
+                message = message | {"tool_calls": [_suited(call) for call in calls]}
+                if self._null_content and not message.get("content"):
+                    message["content"] = None
+            suited.append(message)
+        return suited
 
     @staticmethod
     def _final_text(chat: Chat) -> str:

@@ -103,6 +103,8 @@ class TextCodec:
 
     def __init__(self, files: ModelFiles, *, mode: str = "auto", chat_template: str | None = None) -> None:
         self.tokenizer = load_tokenizer(files.tokenizer_path, mode)
+        file = files.tokenizer_path / "tokenizer.json"
+        self._file = file if mode != "slow" and file.is_file() else None
         self.pieces = TokenPieces(self.tokenizer)
         self._longest_token = max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self.special_tokens = self._special_tokens(files.tokenizer_config)
@@ -124,6 +126,11 @@ class TextCodec:
                 found[name] = value
         return found
 
+    @property
+    def source(self) -> str:
+        """The path of tokenizer.json, or its text where there is no such file."""
+        return self.tokenizer.to_str() if self._file is None else str(self._file.resolve())
+
     def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises InvalidRequest."""
         try:
@@ -136,6 +143,11 @@ class TextCodec:
         except TypeError:  # the library's error for lone surrogates
             raise InvalidRequest("The prompt contains a lone surrogate. Send UTF-8.", param="prompt") from None
         return ids
+
+    def mark(self, text: str) -> tuple[int, ...]:
+        """The tokens of a mark: its own, if it has one."""
+        found = self.tokenizer.token_to_id(text)
+        return tuple(self.encode(text, add_special_tokens=False)) if found is None else (int(found),)
 
     def most_chars(self, tokens: int) -> int:
         """Most characters that a text of ``tokens`` tokens can have."""

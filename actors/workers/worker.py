@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from functools import partial
 
 import msgspec
 
 from actors.faults import FaultInjector
-from actors.protocol import Load, LoadProgress, LoadRefused, Step, WorkerConfig, WorkerLoaded, WorkerProtocol
+from actors.protocol import (
+    CompileGrammar,
+    Load,
+    LoadProgress,
+    LoadRefused,
+    Step,
+    WorkerConfig,
+    WorkerLoaded,
+    WorkerProtocol,
+)
 from actors.runtime import Actor, Answered, Later, RequestError, handles_in_thread
 from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import CacheSizeError, ConfigError, LoadError, UnsupportedError
@@ -126,6 +136,30 @@ class Worker(Actor[WorkerProtocol]):
             return Answered(result, partial(self._run_idle_work, step.idle_work) if result.drafted else step.idle_work)
         return self._waiting.submit(self._finish, step, batch.traces, sent, begun, waited)
 
+    @handles_in_thread
+    def compile_grammar(self, message: CompileGrammar, sent: float) -> str | Later[str]:
+        """Compile in another thread; steps go on."""
+        if self._runner is None or self._epoch is None:
+            return ""  # the load was refused
+        try:
+            compiled = self._runner.compile_grammar(message.grammar)
+        except UnsupportedError as error:
+            return str(error)
+        answer: Later[str] = Future()
+        limit = threading.Timer(
+            message.timeout, _answer, (answer, f"it takes more than {message.timeout:g} s to compile; simplify it")
+        )
+        limit.daemon = True
+        limit.start()
+
+        def done(found: Future[object]) -> None:
+            limit.cancel()
+            error = found.exception()
+            _answer(answer, "" if error is None else str(error))
+
+        compiled.add_done_callback(done)
+        return answer
+
     def _run_idle_work(self, work: Callable[[], None]) -> None:
         begun = time.monotonic()
         work()
@@ -163,6 +197,12 @@ class Worker(Actor[WorkerProtocol]):
         if result.drafted:
             spans += _draft_token_spans(spans, result)
         return msgspec.structs.replace(result, spans=spans)
+
+
+def _answer(answer: Later[str], text: str) -> None:
+    """The first answer counts."""
+    with contextlib.suppress(InvalidStateError):
+        answer.set_result(text)
 
 
 def _draft_token_spans(spans: tuple[WorkerSpan, ...], result: StepResult) -> tuple[WorkerSpan, ...]:

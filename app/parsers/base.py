@@ -1,110 +1,603 @@
-"""The base class of all formats: it reads the text of one choice once, as it arrives, and finds marks in it."""
+"""The base class of all formats: it reads the text of one choice once, as it arrives.
+
+A format is written as a generator that reads like its grammar: ``yield from self.until(mark)`` passes text on and
+returns behind the mark, whatever pieces the text comes in. So a stream and a whole answer give the same result.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection
+import logging
+import re
+from collections.abc import Callable, Generator, Mapping
 from secrets import token_hex
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
-__all__ = ["CalledFunction", "StreamingParser", "ToolCall"]
+from app.parsers.reasoning.thoughts import Thoughts
 
-_PIECE = 1024
+__all__ = [
+    "CallDelta",
+    "CalledFunction",
+    "Cut",
+    "FunctionDelta",
+    "Malformed",
+    "Parsed",
+    "Reading",
+    "Sink",
+    "StreamingParser",
+    "ToolCall",
+]
+
+_log = logging.getLogger("troupe.parsers")
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+"""Reads text and returns a T; it yields when it needs more text."""
+
+Sink = Callable[[str], None]
+
+_SPACE = re.compile(r"\s*")
+_STRING_RUN = re.compile(r'[^"\\\x00-\x1f]*')
+_SCALAR_RUN = re.compile(r"[-+.\w]*")
+_SCALAR = re.compile(r"true|false|null|-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
+_DEPTH = 64
+_LONGEST_NAME = 256
+_PIECE = 4096
+
+
+class FunctionDelta(msgspec.Struct):
+    """``name`` comes with the first delta of a call; ``arguments``, joined over all deltas, are a JSON object."""
+
+    arguments: str
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class CallDelta(msgspec.Struct):
+    """A piece of a call in the form of OpenAI's streams. ``index``: the call's position among those of its choice."""
+
+    index: int
+    function: FunctionDelta
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CalledFunction(msgspec.Struct):
     name: str
-    arguments: str  # a JSON object, as the model wrote it
+    arguments: str
 
 
 class ToolCall(msgspec.Struct):
-    """A call in the form of OpenAI's API. ``index``: its position among the calls of its choice, set in streams."""
+    """A whole call in the form of OpenAI's answers."""
 
     id: str
     function: CalledFunction
     type: Literal["function"] = "function"
-    index: int | msgspec.UnsetType = msgspec.UNSET
 
 
-class StreamingParser(ABC):
-    """Splits the text of one choice into text and tool calls.
+class Parsed(msgspec.Struct):
+    """What a piece of text added to a choice."""
 
-    A format declares its marks, says which of them it expects next, and handles the text before and behind them. No
-    pattern is searched and nothing is evaluated: the cost is linear in the length of the text.
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = []
 
-    ``names``: the tools that may be called. Calls of other tools stay text. Unless ``parallel``, only the first call is
-    returned. ``thinking``: the prompt has begun a thought.
+
+class Malformed(Exception):
+    """The text is not what the format says. What was read of it since the last mark becomes content."""
+
+
+class Cut(Malformed):
+    """The text ends in the middle of a call."""
+
+    def __init__(self) -> None:
+        super().__init__("it is not complete")
+
+
+class _Written(msgspec.Struct):
+    """What is known of a call that is written as JSON. ``begun``: its arguments were passed on."""
+
+    name: str = ""
+    arguments: str | None = None
+    id: str | None = None
+    begun: bool = False
+
+
+class StreamingParser:
+    """Splits the text of one choice into thought, content and tool calls.
+
+    A format declares its marks and overrides :meth:`block`, which reads one block of calls behind a mark of ``OPEN``.
+    Marks never become content. A block that is no call of a given tool becomes content without its marks, and a warning
+    is logged. Nothing is evaluated; the cost is linear in the length of the text.
+
+    ``tools``: the parameters of the tools that may be called, by name; calls of other tools are content. None: no call
+    is looked for. Unless ``parallel``, only the first call is returned. ``thoughts``: the format of the thought before
+    the answer, None for none. ``thinking``: whether the prompt has begun the thought (True) or ended it (False); None
+    if it says nothing. Unless ``separate``, the thought becomes content with its marks. ``stream_thought`` False
+    returns the thought at its end only.
     """
 
-    MARKS: ClassVar[tuple[str, ...]]
-    """All marks of the format. Tokenizers may have them as special tokens."""
+    OPEN: ClassVar[tuple[str, ...]] = ()
+    """Marks that begin a block of calls."""
 
-    def __init__(self, names: Collection[str], *, parallel: bool = True, thinking: bool = False) -> None:
+    MARKS: ClassVar[tuple[str, ...]] = ()
+    """Marks that are dropped from content. Tokenizers may have them, and those of ``OPEN``, as special tokens."""
+
+    TOKENS: ClassVar[tuple[str, ...]] = ()
+    """Special tokens that are parts of the format's syntax."""
+
+    TAKES_IDS: ClassVar[bool] = False
+    """Whether an ``id`` that the model writes in a call becomes the call's id."""
+
+    def __init__(
+        self,
+        tools: Mapping[str, dict[str, Any]] | None,
+        *,
+        parallel: bool = True,
+        thoughts: Thoughts | None = None,
+        thinking: bool | None = None,
+        separate: bool = True,
+        stream_thought: bool = True,
+    ) -> None:
         self.calls = 0
-        self._names = names
+        self.thought = False  # whether a thought has begun
+        self.thought_chars = self.chars = 0
+        self._tools = tools
         self._parallel = parallel
-        self._thinking = thinking
-        self._held = ""  # may be the beginning of a mark
-        self._text: list[str] = []
-        self._complete: list[ToolCall] = []
+        self._thoughts = thoughts
+        self._separate = separate
+        self._stream_thought = stream_thought
+        self._text = ""  # not read yet
+        self._ended = False
+        self._read: list[str] | None = None  # read since the last mark, if it may become content again
+        self._parsed = Parsed(calls=[])
+        self._space = ""  # at the end of the thought, unless more of it follows
+        self._held_thought: list[str] = []
+        self._called = False  # the current block has a call
+        self._suppressed = False  # the current call is not returned
+        self._run = self._everything(thinking)
+        next(self._run)
 
-    def read(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Add a piece of the choice; return the text and the calls that are complete with it."""
-        for at in range(0, len(text), _PIECE):  # a mark costs at most a piece, for any length of the text
-            self._held += text[at : at + _PIECE]
-            while self._step():
-                pass
-        return self._take()
+    # -- for the caller
 
-    def end(self) -> tuple[str, list[ToolCall]]:
-        """The rest of the choice. A call without its end mark may still be a call."""
-        held, self._held = self._held, ""
-        self.on_end(held)
-        return self._take()
+    def read(self, text: str) -> Parsed:
+        """Add a piece of the choice; returns what is certain with it."""
+        self.chars += len(text)
+        for at in range(0, len(text), _PIECE):  # so that joining what is held stays linear
+            self._text += text[at : at + _PIECE]
+            self._resume()
+        return self._take_parsed()
 
-    def add_text(self, text: str) -> None:
-        self._text.append(text)
+    def end(self) -> Parsed:
+        """The rest of the choice. A call without its end is returned as far as it was made."""
+        self._ended = True
+        self._resume()
+        return self._take_parsed()
 
-    def add_call(self, function: CalledFunction) -> None:
-        """Add a call with an id, unless the choice may have one call only and has it."""
-        if self._parallel or not self.calls:
-            self._complete.append(ToolCall(f"call_{token_hex(12)}", function, index=self.calls))
+    def reasoning_tokens(self, token_ids: int) -> int:
+        """An estimate by characters of how many of so many tokens are the thought's."""
+        return round(token_ids * self.thought_chars / self.chars) if self.chars else 0
+
+    def _resume(self) -> None:
+        try:
+            next(self._run)
+        except StopIteration:
+            self._text = ""
+
+    def _take_parsed(self) -> Parsed:
+        parsed, self._parsed = self._parsed, Parsed(calls=[])
+        return parsed
+
+    # -- what formats override
+
+    def block(self, mark: str) -> Reading[None]:
+        """Read the calls behind ``mark``, which is one of ``OPEN``. Raises Malformed."""
+        raise NotImplementedError
+        yield
+
+    def at_start(self) -> Reading[None]:
+        """Read calls that begin the answer without a mark, in formats that have such. Raises Malformed."""
+        return
+        yield
+
+    def answer(self) -> Reading[None]:
+        """Read everything behind the thought."""
+        yield from self.attempt(self.at_start(), expected=False)
+        marks = (*self.OPEN, *self.MARKS)
+        while mark := (yield from self.until(marks, self.add_content)):
+            if mark in self.OPEN:
+                yield from self.attempt(self.block(mark))
+            else:
+                yield from self.space()
+
+    @classmethod
+    def new_id(cls, name: str, number: int) -> str:
+        """The id of a call that has none in the text; ``number`` counts the calls of the choice."""
+        del name, number
+        return f"call_{token_hex(12)}"
+
+    @classmethod
+    def history_id(cls, given: str | None, name: str, number: int) -> str | None:
+        """The id of an earlier call as the template wants it; ``number`` counts the calls of the conversation."""
+        del name, number
+        return given
+
+    # -- the thought
+
+    def _everything(self, thinking: bool | None) -> Reading[None]:
+        yield  # until the first text
+        if self._thoughts is not None:
+            yield from self._think(self._thoughts, thinking)
+        if self._tools is None:
+            yield from self.until((), self.add_content)
+        else:
+            yield from self.answer()
+
+    def _think(self, thoughts: Thoughts, thinking: bool | None) -> Reading[None]:
+        self._read = []
+        yield from self.space()
+        begun = thoughts.begin + thoughts.label
+        has_begin = yield from self.skip(begun)
+        if not has_begin and not (thinking or (thoughts.always and thinking is None)):
+            self.give_up()
+            return
+        self.thought = True
+        before, self._read = self._read, None
+        if self._separate:
+            yield from self.space()
+        else:
+            self.add_content("".join(before) + has_begin)
+        mark = yield from self.until((thoughts.end, *thoughts.interrupted_by), self._think_aloud)
+        self.end_thought()
+        if mark and mark != thoughts.end:
+            self._text = mark + self._text
+        elif mark and not self._separate:
+            self.add_content(mark)
+        if mark and self._separate:
+            yield from self.space()
+
+    def _think_aloud(self, text: str) -> None:
+        self.thought_chars += len(text)
+        if self._separate:
+            self.add_thought(text)
+        else:
+            self.add_content(text)
+
+    def add_thought(self, text: str) -> None:
+        """Add to the thought; white space at its end is dropped."""
+        said = self._space + text
+        kept = said.rstrip()
+        self._space = said[len(kept) :]
+        if kept and self._stream_thought:
+            self._parsed.reasoning += kept
+        elif kept:
+            self._held_thought.append(kept)
+
+    def end_thought(self) -> None:
+        self._parsed.reasoning += "".join(self._held_thought)
+        self._held_thought, self._space = [], ""
+
+    # -- content and calls
+
+    def add_content(self, text: str) -> None:
+        self._parsed.content += text
+
+    def give_up(self) -> None:
+        """Make what was read since the last mark the next text again."""
+        self._text = "".join(self._read or ()) + self._text
+        self._read = None
+
+    def attempt(self, reading: Reading[None], *, expected: bool = True) -> Reading[None]:
+        """Read calls, or make them content if they are malformed. White space behind a call is dropped.
+
+        ``expected``: a mark says that there is a call.
+        """
+        self._read, self._called = [], False
+        try:
+            yield from reading
+        except Malformed as error:
+            if self._called or (expected and not isinstance(error, Cut)):
+                _log.warning("The model wrote a tool call that cannot be read: %s. The rest of it stays text.", error)
+            self.give_up()
+        self._read = None
+        if self._called:
+            yield from self.space()
+
+    def begin_call(self, name: str, identity: str | None = None) -> None:
+        """Begin a call; raises Malformed if there is no such tool. Its arguments follow."""
+        name = name.strip()
+        if self._tools is None or name not in self._tools:
+            raise Malformed(f"no tool {name[:64]!r}")
+        self._read, self._called = None, True
+        self._suppressed = not self._parallel and self.calls > 0
+        if not self._suppressed:
+            identity = identity or self.new_id(name, self.calls)
+            self._parsed.calls.append(CallDelta(self.calls, FunctionDelta("", name), identity, "function"))
             self.calls += 1
 
-    @abstractmethod
-    def expected(self, held: str) -> tuple[str, tuple[str, ...]]:
-        """The held text without what the format skips, and the marks to look for in it."""
+    def add_arguments(self, text: str) -> None:
+        """Add to the arguments of the call that began last."""
+        if self._suppressed or not text:
+            return
+        last = self._parsed.calls[-1] if self._parsed.calls else None
+        if last is not None and last.index == self.calls - 1:
+            last.function.arguments += text
+        else:
+            self._parsed.calls.append(CallDelta(self.calls - 1, FunctionDelta(text)))
 
-    @abstractmethod
-    def on_text(self, text: str) -> None:
-        """Text before the next mark."""
+    def parameters(self, name: str) -> dict[str, Any]:
+        """The JSON Schema of a tool's parameters."""
+        return (self._tools or {}).get(name.strip()) or {}
 
-    @abstractmethod
-    def on_mark(self, mark: str) -> None:
-        """A mark behind that text."""
+    # -- reading
 
-    @abstractmethod
-    def on_end(self, held: str) -> None:
-        """The end of the choice. ``held``: the last characters, which are no complete mark."""
+    def more(self) -> Reading[bool]:
+        """Wait for more text; False at the end."""
+        if self._ended:
+            return False
+        yield
+        return True
 
-    def _step(self) -> bool:
-        """Advance behind the next mark; False if it has not arrived."""
-        self._held, marks = self.expected(self._held)
-        at, mark = min(((at, mark) for mark in marks if (at := self._held.find(mark)) >= 0), default=(-1, ""))
+    def take(self, count: int, *, mark: bool = False) -> str:
+        """Read characters that have arrived. A ``mark`` never becomes content again."""
+        text, self._text = self._text[:count], self._text[count:]
+        if self._read is not None and not mark:
+            self._read.append(text)
+        return text
+
+    def put_back(self, text: str) -> None:
+        """Make what was read last the next text again."""
+        self._text = text + self._text
+        if self._read:
+            self._read[-1] = self._read[-1].removesuffix(text)
+
+    def peek(self) -> Reading[str]:
+        """The next character; raises Malformed at the end."""
+        while not self._text:
+            if not (yield from self.more()):
+                raise Cut
+        return self._text[0]
+
+    def run(self, pattern: re.Pattern[str], sink: Sink | None = None) -> Reading[None]:
+        """Read as long as the pattern, which matches any number of characters, does."""
+        while True:
+            match = pattern.match(self._text)
+            assert match is not None
+            text = self.take(match.end())
+            if sink is not None and text:
+                sink(text)
+            if self._text or not (yield from self.more()):
+                return
+
+    def space(self) -> Reading[None]:
+        yield from self.run(_SPACE)
+
+    def until(self, marks: tuple[str, ...], sink: Sink) -> Reading[str]:
+        """Pass text on up to the next mark and read the mark; returns it, or "" at the end."""
+        while True:
+            at, mark = min(((at, mark) for mark in marks if (at := self._text.find(mark)) >= 0), default=(-1, ""))
+            if mark:
+                if at:
+                    sink(self.take(at))
+                return self.take(len(mark), mark=True)
+            keep = 0 if self._ended else max((_begun(self._text, mark) for mark in marks), default=0)
+            if len(self._text) > keep:
+                sink(self.take(len(self._text) - keep))
+            if not (yield from self.more()):
+                return ""
+
+    def name_until(self, *marks: str) -> Reading[tuple[str, str]]:
+        """A short text before one of the marks, and the mark; raises Malformed if there is none."""
+        parts: list[str] = []
+
+        def sink(text: str) -> None:
+            parts.append(text)
+            if sum(map(len, parts)) > _LONGEST_NAME:
+                raise Malformed("a name is too long")
+
+        mark = yield from self.until(marks, sink)
         if not mark:
-            at = len(self._held) - max(_begun(self._held, mark) for mark in marks)
-        text, self._held = self._held[:at], self._held[at + len(mark) :]
-        self.on_text(text)
-        if mark:
-            self.on_mark(mark)
-        return bool(mark)
+            raise Cut
+        return "".join(parts), mark
 
-    def _take(self) -> tuple[str, list[ToolCall]]:
-        text, self._text = "".join(self._text), []
-        calls, self._complete = self._complete, []
-        return text, calls
+    def skip(self, *words: str) -> Reading[str]:
+        """Read the one of the words that comes next; returns it, or "" if none does."""
+        while True:
+            for word in words:
+                if self._text.startswith(word):
+                    return self.take(len(word), mark=True)
+            if not any(word.startswith(self._text) for word in words) or not (yield from self.more()):
+                return ""
+
+    def expect(self, *words: str) -> Reading[str]:
+        """Read white space and one of the words; raises Malformed if something else follows."""
+        yield from self.space()
+        word = yield from self.skip(*words)
+        if not word:
+            raise Malformed(f"expected {' or '.join(words)}") if self._text else Cut
+        return word
+
+    def symbol(self, *symbols: str) -> Reading[str]:
+        """Read white space and one of these characters, which become content again if the call is none."""
+        yield from self.space()
+        symbol = yield from self.peek()
+        if symbol not in symbols:
+            raise Malformed(f"expected {' or '.join(symbols)}")
+        return self.take(1)
+
+    # -- JSON
+
+    def json_value(self, sink: Sink, depth: int = 0) -> Reading[None]:
+        """Pass a JSON value on as it arrives; raises Malformed where it ends to be one.
+
+        Raw control characters and unknown escapes in strings, which models write, are escaped.
+        """
+        yield from self.space()
+        first = yield from self.peek()
+        if depth > _DEPTH:
+            raise Malformed("it is nested too deeply")
+        if first == '"':
+            yield from self.json_string(sink)
+        elif first in "{[":
+            yield from self._json_container(sink, depth)
+        else:
+            yield from self._json_scalar(sink)
+
+    def json_string(self, sink: Sink) -> Reading[None]:
+        sink((yield from self.symbol('"')))
+        while True:
+            yield from self.run(_STRING_RUN, sink)
+            char = yield from self.peek()
+            if char == "\\":
+                yield from self._json_escape(sink)
+            else:
+                self.take(1)
+                sink(char if char == '"' else f"\\u{ord(char):04x}")
+                if char == '"':
+                    return
+
+    def text_string(self) -> Reading[str]:
+        """A JSON string, decoded; raises Malformed."""
+        parts: list[str] = []
+        yield from self.json_string(parts.append)
+        return decoded("".join(parts), str)
+
+    def _json_escape(self, sink: Sink) -> Reading[None]:
+        while len(self._text) < (6 if self._text.startswith("\\u") else 2):
+            if not (yield from self.more()):
+                break
+        escape = re.match(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})', self._text)
+        if escape is not None:
+            sink(self.take(escape.end()))
+        elif len(self._text) > 1:
+            self.take(1)
+            sink("\\\\")
+        else:
+            self.take(1)  # cut in the middle
+
+    def _json_container(self, sink: Sink, depth: int) -> Reading[None]:
+        opening = self.take(1)
+        closing = "}" if opening == "{" else "]"
+        sink(opening)
+        yield from self._json_space(sink)
+        if (yield from self.peek()) == closing:
+            sink(self.take(1))
+            return
+        while True:
+            if opening == "{":
+                yield from self.json_string(sink)
+                yield from self._json_space(sink)
+                sink((yield from self.symbol(":")))
+                yield from self._json_space(sink)
+            yield from self.json_value(sink, depth + 1)
+            yield from self._json_space(sink)
+            symbol = yield from self.symbol(",", closing)
+            sink(symbol)
+            if symbol == closing:
+                return
+            yield from self._json_space(sink)
+
+    def _json_space(self, sink: Sink) -> Reading[None]:
+        yield from self.run(_SPACE, sink)
+
+    def _json_scalar(self, sink: Sink) -> Reading[None]:
+        parts: list[str] = []
+        yield from self.run(_SCALAR_RUN, parts.append)
+        text = "".join(parts)
+        if _SCALAR.fullmatch(text) is None:
+            raise Malformed(f"{text[:32]!r} is no JSON value")
+        sink(text)
+
+    def named_call(self, name: str, identity: str | None = None) -> Reading[None]:
+        """Read the arguments of a call whose name is known: a JSON object, or a string that contains one."""
+        name = name.strip()
+        try:
+            yield from self.space()
+            first = yield from self.peek()
+            if first == "{":
+                self.begin_call(name, identity)
+                yield from self.json_value(self.add_arguments)
+            else:
+                self._call_with(name, (yield from self._whole()), identity)
+        except Cut:
+            if not self._called:
+                self.begin_call(name, identity)
+            raise
+        self._read = []
+
+    def _whole(self) -> Reading[str]:
+        parts: list[str] = []
+        yield from self.json_value(parts.append)
+        return "".join(parts)
+
+    def json_call(self, name_key: str = "name", *argument_keys: str) -> Reading[None]:
+        """Read a call as a JSON object with the tool's name and its arguments. Other keys are skipped."""
+        written = _Written()
+        try:
+            yield from self._json_members(written, name_key, argument_keys or ("arguments", "parameters"))
+        except Cut:
+            if written.name and not written.begun:
+                self.begin_call(written.name, written.id)
+            raise
+        if not written.name:
+            raise Malformed("it has no name")
+        if not written.begun:
+            self._call_with(written.name, written.arguments, written.id)
+        self._read = []  # another call may follow
+
+    def _json_members(self, written: _Written, name_key: str, argument_keys: tuple[str, ...]) -> Reading[None]:
+        yield from self.symbol("{")
+        while True:
+            key = yield from self.text_string()
+            yield from self.symbol(":")
+            if key == name_key:
+                written.name = yield from self.text_string()
+                if self._tools is None or written.name not in self._tools:
+                    raise Malformed(f"no tool {written.name[:64]!r}")
+            elif key in argument_keys and written.name and not written.begun:
+                written.begun = True
+                yield from self.named_call(written.name, written.id)
+            elif key in argument_keys:
+                written.arguments = yield from self._whole()
+            elif key == "id" and self.TAKES_IDS:
+                written.id = yield from self.text_string()
+            else:
+                yield from self._whole()
+            if (yield from self.symbol(",", "}")) == "}":
+                return
+
+    def _call_with(self, name: str, raw: str | None, identity: str | None) -> None:
+        arguments = "{}" if raw is None or raw == "null" else raw
+        if arguments.startswith('"'):
+            arguments = decoded(arguments, str)
+        arguments = _object(arguments)
+        self.begin_call(name, identity)
+        self.add_arguments(arguments)
+
+    def json_calls(self, name_key: str = "name", *argument_keys: str) -> Reading[None]:
+        """One call as JSON, or a list of them."""
+        yield from self.space()
+        if (yield from self.peek()) != "[":
+            yield from self.json_call(name_key, *argument_keys)
+            return
+        yield from self.symbol("[")
+        while True:
+            yield from self.json_call(name_key, *argument_keys)
+            if (yield from self.symbol(",", "]")) == "]":
+                return
+
+
+def decoded(text: str, kind: type[T]) -> T:
+    """The value of a JSON text; raises Malformed."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        raise Malformed(str(error)) from None
+
+
+def _object(text: str) -> str:
+    decoded(text, dict[str, Any])
+    return text
 
 
 def _begun(text: str, mark: str) -> int:

@@ -1,19 +1,146 @@
-"""The formats of tool calls by the names of ``--tool-call-parser``."""
+"""The formats by the names of ``--tool-call-parser`` and ``--reasoning-parser``, and the choice of ``auto``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from app.parsers.base import StreamingParser
+from app.parsers.harmony import HarmonyParser
+from app.parsers.reasoning.thoughts import THOUGHTS, Thoughts
+from app.parsers.tools.cohere import CohereParser
+from app.parsers.tools.deepseekv3 import DeepSeekV3Parser, DeepSeekV31Parser
+from app.parsers.tools.deepseekv32 import DeepSeekV4Parser, DeepSeekV32Parser
+from app.parsers.tools.glm45 import Glm45Parser
+from app.parsers.tools.granite import GraniteParser
 from app.parsers.tools.hermes import HermesParser
+from app.parsers.tools.internlm import InternLMParser
+from app.parsers.tools.json_calls import JsonParser
+from app.parsers.tools.kimi_k2 import KimiK2Parser
+from app.parsers.tools.llama3 import Llama3Parser
+from app.parsers.tools.minimax_m2 import MiniMaxM2Parser
+from app.parsers.tools.mistral import MistralParser
+from app.parsers.tools.passthrough import PassthroughParser
+from app.parsers.tools.phi4 import Phi4Parser
+from app.parsers.tools.pythonic import Llama4Parser, PythonicParser
+from app.parsers.tools.qwen3_coder import Qwen3CoderParser
+from app.parsers.tools.step3 import Step3Parser
 
-__all__ = ["OFF", "TOOL_PARSERS", "tool_parser"]
+__all__ = ["AUTO", "OFF", "TOOL_PARSERS", "OutputFormat", "output_format"]
 
-OFF = "off"
-TOOL_PARSERS: Mapping[str, type[StreamingParser]] = {"hermes": HermesParser}
-_DEFAULT = "hermes"
+AUTO, OFF, HARMONY = "auto", "off", "gpt-oss"
+
+TOOL_PARSERS: Mapping[str, type[StreamingParser]] = {
+    "hermes": HermesParser,
+    "qwen3_coder": Qwen3CoderParser,
+    "llama3_json": Llama3Parser,
+    "llama4": Llama4Parser,
+    "pythonic": PythonicParser,
+    "mistral": MistralParser,
+    "deepseekv3": DeepSeekV3Parser,
+    "deepseekv31": DeepSeekV31Parser,
+    "deepseekv32": DeepSeekV32Parser,
+    "deepseek_v4": DeepSeekV4Parser,
+    "kimi_k2": KimiK2Parser,
+    "glm45": Glm45Parser,
+    HARMONY: HarmonyParser,
+    "minimax-m2": MiniMaxM2Parser,
+    "step3": Step3Parser,
+    "granite": GraniteParser,
+    "internlm": InternLMParser,
+    "phi4": Phi4Parser,
+    "cohere": CohereParser,
+    "json": JsonParser,
+    "passthrough": PassthroughParser,
+}
+
+_TOOL_SIGNS: tuple[tuple[str, str], ...] = (
+    ("<｜DSML｜tool_calls>", "deepseek_v4"),
+    ("<｜DSML｜", "deepseekv32"),
+    ("<minimax:tool_call>", "minimax-m2"),
+    ("<steptml:", "step3"),
+    ("<|tool_call_begin|>", "kimi_k2"),
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+    ("<｜tool▁sep｜>", "deepseekv31"),
+    ("<|START_ACTION|>", "cohere"),
+    ("<|action_start|>", "internlm"),
+    ("<|constrain|>", HARMONY),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_start|>", "llama4"),
+    ("<|python_tag|>", "llama3_json"),
+    ("Environment: ipython", "llama3_json"),
+    ("<|/tool_call|>", "phi4"),
+    ("<|tool_call|>", "granite"),
+    ("<tool_call>", "hermes"),
+)
+"""Texts in a chat template and the format that they tell; the first that is there decides."""
+
+_THOUGHT_SIGNS: tuple[tuple[str, str], ...] = (
+    ("◁think▷", "kimi"),
+    ("[THINK]", "mistral"),
+    ("<|START_THINKING|>", "cohere"),
+    ("<|channel>", "gemma"),
+    ("<|channel|>", HARMONY),
+)
+
+_FAMILIES: Mapping[str, tuple[str, str]] = {
+    "GptOssForCausalLM": (HARMONY, HARMONY),
+    "DeepseekV32ForCausalLM": ("deepseekv32", "deepseek-v3"),
+    "DeepseekV4ForCausalLM": ("deepseek_v4", "deepseek-v3"),
+    "MistralForCausalLM": ("mistral", OFF),
+    "MixtralForCausalLM": ("mistral", OFF),
+}
+"""``architectures`` of config.json -> formats of tool calls and thoughts, where the template tells none."""
 
 
-def tool_parser(name: str | None) -> type[StreamingParser] | None:
-    """The parser of this name; the default for None, and None for ``off``."""
-    return None if name == OFF else TOOL_PARSERS[name or _DEFAULT]
+class OutputFormat(msgspec.Struct, frozen=True):
+    """How a model writes: the parser of its tool calls, and its thoughts. None: these stay text."""
+
+    tools: type[StreamingParser] | None
+    thoughts: Thoughts | None
+    harmony: bool = False
+
+    def parser(self, with_tools: bool) -> type[StreamingParser] | None:
+        """The class that reads an answer; None where all of it is content."""
+        if self.harmony:
+            return HarmonyParser
+        if with_tools and self.tools is not None:
+            return self.tools
+        return StreamingParser if self.thoughts is not None else None
+
+    def special_tokens(self, with_tools: bool) -> tuple[str, ...]:
+        """Special tokens that must not be dropped from the text before it is read."""
+        parser = self.parser(with_tools)
+        marks = () if parser is None else (*parser.OPEN, *parser.MARKS, *parser.TOKENS)
+        return (*marks, *(self.thoughts.marks if self.thoughts is not None and not self.harmony else ()))
+
+
+def output_format(tools: str | None, thoughts: str | None, template: str | None, architecture: str) -> OutputFormat:
+    """The formats of these names; None and ``auto`` ask the chat template, then the model's family."""
+    family = _FAMILIES.get(architecture, ("hermes", OFF))
+    if tools is None or tools == AUTO:
+        tools = _tools_of(template or "") or family[0]
+    if thoughts is None or thoughts == AUTO:
+        thoughts = _thoughts_of(template or "", tools) or family[1]
+    harmony = HARMONY in (tools, thoughts)
+    return OutputFormat(
+        tools=None if tools == OFF else TOOL_PARSERS[tools],
+        thoughts=None if thoughts == OFF else THOUGHTS["base" if thoughts == HARMONY else thoughts],
+        harmony=harmony,
+    )
+
+
+def _tools_of(template: str) -> str | None:
+    name = next((name for sign, name in _TOOL_SIGNS if sign in template), None)
+    if name == "deepseekv31" and "```json" in template:
+        return "deepseekv3"
+    return name
+
+
+def _thoughts_of(template: str, tools: str) -> str | None:
+    name = next((name for sign, name in _THOUGHT_SIGNS if sign in template), None)
+    if name is None and "</think>" in template:
+        name = {"minimax-m2": "minimax"}.get(tools, tools if tools in ("kimi_k2", "step3", "glm45") else "base")
+    return name

@@ -33,10 +33,6 @@ def _is_off(value: object) -> bool:
     return value is None or value is False
 
 
-def _is_text_format(value: object) -> bool:
-    return is_empty(value) or (isinstance(value, dict) and value.get("type") == "text")
-
-
 def _is_text_only(value: object) -> bool:
     return is_empty(value) or value == ["text"]
 
@@ -71,10 +67,11 @@ def _each(reason: str, *names: str, neutral: tuple[object, ...] = ()) -> dict[st
 
 
 _LATER = "is not available in this version; leave it out"
-_GRAMMAR = "asks for constrained output, which is not available in this version; leave it out"
+_FORM = "use response_format, e.g. {'type': 'json_schema', 'json_schema': {'schema': {...}}}"
 _CODE = "code from requests is never run; leave it out"
 _ROLE = "put it into the conversation, as a message"
 _THINKING = "use chat_template_kwargs, e.g. {'enable_thinking': false}"
+_CHATS = "limits the thoughts of a chat; use /v1/chat/completions"
 _SAMPLER = "this sampler is not available; use temperature, top_p, top_k or min_p"
 _BEAMS = "beam search is not available; leave it out"
 _NATIVE_ONLY = "belongs to another API; its fields go into the body itself, under the names of GET /openapi.json"
@@ -108,31 +105,10 @@ KNOWN: dict[str, Known] = {
     **_use("inputs", "input", "input_text", "query", field="prompt"),
     **_use("cache_key", field="cache_salt"),
     # constrained output
-    "response_format": _refused_unless(_is_text_format, "only {'type': 'text'} is available in this version"),
-    "format": _refused_unless(_is_left_out, _GRAMMAR),
-    "output_format": _refused_unless(_is_left_out, _GRAMMAR),
-    "output_config": _refused_unless(_is_left_out, _GRAMMAR),
-    "structured_outputs": _refused_unless(_is_left_out, _GRAMMAR),
-    "json_schema": _refused_unless(_is_left_out, _GRAMMAR),
-    "guided_json": _refused_unless(_is_left_out, _GRAMMAR),
-    **_each(
-        _GRAMMAR,
-        "structural_tag",
-        "regex",
-        "ebnf",
-        "grammar",
-        "grammar_lazy",
-        "grammar_triggers",
-        "grammar_string",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "guided_json_object",
-        "guided_decoding_backend",
-        "guided_whitespace_pattern",
-        "response_schema",
-        "json_object",
-    ),
+    **{name: _refused_unless(_is_left_out, _FORM) for name in ("format", "output_format", "output_config")},
+    **_each(_FORM, "response_schema", "json_object", "grammar_string"),
+    **_each("the grammar applies from the first token; leave it out", "grammar_lazy", "grammar_triggers"),
+    "guided_decoding_backend": _refused("start the server with --grammar-backend", "auto"),
     # search
     "best_of": _refused("only 1 is available; use n for several choices", 1),
     "length_penalty": _refused(_BEAMS, 1),
@@ -224,8 +200,7 @@ KNOWN: dict[str, Known] = {
     **_each(_THINKING, "reasoning", "thinking", "require_reasoning", "reasoning_format", neutral=("none", "auto")),
     **{name: _refused_unless(_is_null, _THINKING) for name in ("think", "enable_thinking", "reasoning_budget")},
     "include_reasoning": _refused_unless(lambda value: value in (None, True), _THINKING),
-    **_each(_LATER, "thinking_token_budget", "thinking_budget"),
-    "max_thinking_tokens": _refused(_LATER, 0),
+    **_each(_CHATS, "thinking_token_budget", "thinking_budget", "max_thinking_tokens"),
     # not supported
     **_each(
         _LATER,

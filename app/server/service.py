@@ -19,6 +19,7 @@ from actors.protocol.requests import LIMITS, Chat, InvalidRequest, QueueFull, Sa
 from actors.requests.admission import TicketOffice, most_for_one
 from actors.requests.streams import RequestStream
 from app.live.feed.frames import Feed
+from app.parsers.registry import OutputFormat, output_format
 from app.server.auth import Keyring, may_access, sees_all
 from app.server.decoding import decode, shallow_objects
 from app.server.errors import ApiError, invalid, shutting_down, to_api_error
@@ -65,6 +66,7 @@ class Service:
             max_sequences=LIMITS.text_requests, max_tokens=None, tenants=max(1, len(arguments.api_keys))
         )
         self._screen = FieldScreen(table.routes, engine.metrics.count_unknown_field)
+        self._mark_tokens: dict[str, int | None] = {}
         self.warm = arguments.skip_server_warmup  # whether the warm-up requests are done
 
     # -- model names ---------------------------------------------------------------------------------
@@ -100,6 +102,23 @@ class Service:
             param="model",
             code="model_not_found",
         )
+
+    @functools.cached_property
+    def output_format(self) -> OutputFormat:
+        """The formats of the model's tool calls and thoughts; ask when the engine is ready."""
+        return output_format(
+            self.arguments.tool_call_parser,
+            self.arguments.reasoning_parser,
+            self.engine.chat_template,
+            self.engine.architecture,
+        )
+
+    async def mark_token(self, mark: str) -> int | None:
+        """The id of the token that a mark is; None if it is several."""
+        if mark not in self._mark_tokens:
+            ids = await self.engine.tokenize(mark, add_special_tokens=False)
+            self._mark_tokens[mark] = ids[0] if len(ids) == 1 else None
+        return self._mark_tokens[mark]
 
     # -- state ------------------------------------------------------------------------------------------------------
 

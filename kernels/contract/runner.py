@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from importlib import import_module
 from typing import Protocol, cast
 
 from kernels.contract.config import RunnerConfig
+from kernels.contract.grammar import Grammar
 from kernels.contract.info import ModelInfo
 from kernels.contract.step import StepBatch, StepResult
 
@@ -62,6 +64,13 @@ class Runner(Protocol):
 
     def run(self, batch: StepBatch) -> StepResult:
         """Start a step and wait for it."""
+        ...
+
+    def compile_grammar(self, grammar: Grammar) -> Future[object]:
+        """Compile in another thread, so that an admission with the grammar finds it ready.
+
+        The future raises GrammarError, or UnsupportedError where the backend cannot be used.
+        """
         ...
 
     def close(self) -> None:

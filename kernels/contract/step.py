@@ -24,6 +24,7 @@ from __future__ import annotations
 import msgspec
 
 from kernels.contract.caches import PageGrants, PageRun
+from kernels.contract.grammar import Grammar
 from kernels.contract.tasks import Generate, Task
 from telemetry.traces.worker_spans import TracedRow, WorkerSpan
 
@@ -34,7 +35,19 @@ __all__ = [
     "StepBatch",
     "StepResult",
     "StepTiming",
+    "ThoughtBudget",
 ]
+
+
+class ThoughtBudget(msgspec.Struct, frozen=True, array_like=True):
+    """A thought of at most ``tokens`` output tokens: then the token ``end`` is sampled, unless the thought has ended.
+
+    ``begin``: the token that begins a thought, in the output or among the prompt's last; -1: there always is a thought.
+    """
+
+    tokens: int
+    begin: int
+    end: int
 
 
 class SlotSampling(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
@@ -55,9 +68,13 @@ class SlotSampling(msgspec.Struct, frozen=True, omit_defaults=True, array_like=T
     bias_values: tuple[float, ...] = ()
     allowed_ids: tuple[int, ...] = ()  # non-empty: nothing else is sampled
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences never completed
+    thought_budget: ThoughtBudget | None = None
     logprobs: int = -1  # -1: none; 0: the sampled token's; k: and the k most likely
     prompt_logprobs: int = -1  # the same for each prompt token
     max_drafts: int = -1  # draft tokens that a step verifies of this request; -1: as many as the runner does
+    grammar: Grammar | None = None  # what the output must match
+    grammar_after: tuple[int, ...] = ()  # tokens behind which the grammar begins; empty: with the first
+    grammar_opens: int = -1  # the first token that lets it begin only behind these; -1: it always does
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):

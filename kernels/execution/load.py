@@ -28,6 +28,7 @@ from kernels.execution.captures import Passes
 from kernels.execution.layer_groups import LayerGroups, check_groups
 from kernels.execution.outputs import StepOutputs
 from kernels.execution.warmup import WarmUp
+from kernels.grammar.slots import GrammarSlots
 from kernels.models.config import ModelConfig, local_config
 from kernels.models.decoder import Decoder
 from kernels.models.kinds import one_of_each_kind
@@ -108,6 +109,7 @@ class LoadedModel:
     speculator: Speculator | None
     outputs: StepOutputs
     info: ModelInfo
+    grammars: GrammarSlots | None = None
 
     def agree(self, could: bool) -> bool:
         """Whether every rank of the group passed True. All ranks must call it."""
@@ -248,10 +250,13 @@ def load_model(
     slots = SlotTable(
         device, config.max_slots, context, config.page_size, pages, part.vocab_size, max_drafts, groups.bounded
     )
+    grammars: GrammarSlots | None = None
+    if config.grammar is not None:
+        grammars = GrammarSlots(config.grammar, part.vocab_size, device.memory, slots.here)
     speculator: Speculator | None = None
     if drafter is not None and speculation is not None:
         speculator = Speculator(drafter, speculation, device, sampler, slots)
-    outputs = StepOutputs(device, model, sampler, slots, groups.caches, speculator)
+    outputs = StepOutputs(device, model, sampler, slots, groups.caches, speculator, grammars)
     clock.end("cache")
     progress("cache", 0.92)
     _make_warm_up(config, device, model, sampler, windows, groups).warm_up(groups.caches, slots)
@@ -295,6 +300,7 @@ def load_model(
         speculator,
         outputs,
         info,
+        grammars,
     )
 
 

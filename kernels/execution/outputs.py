@@ -10,9 +10,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.contract.step import RowError
 from kernels.devices.base import Device
 from kernels.devices.prepared import PassFound, StepFound
 from kernels.execution.result_builder import PromptScores, ResultBuilder
+from kernels.grammar.slots import NO_MASKS, GrammarSlots, StepMasks
 from kernels.models.decoder import Decoder
 from kernels.sampling.sampler import Sampled, Sampler
 from kernels.speculation.early_draft import Followed
@@ -24,12 +26,14 @@ from kernels.state.step_rows import StepRows
 __all__ = ["StepOutputs"]
 
 Bools = npt.NDArray[np.bool_]
+Longs = npt.NDArray[np.int64]
 
 SCORE_ROWS = 64  # prompt positions whose logits exist at a time
 
 
 class StepOutputs:
-    """Computes the outputs of one runner's steps. ``caches``: the model's, in which accepted draft tokens are moved."""
+    """Computes the outputs of one runner's steps. ``caches``: the model's, in which accepted draft tokens are moved.
+    ``grammars``: of the slots; None: requests have none."""
 
     def __init__(
         self,
@@ -39,6 +43,7 @@ class StepOutputs:
         slots: SlotTable,
         caches: list[Any],
         speculator: Speculator | None,
+        grammars: GrammarSlots | None = None,
     ) -> None:
         self._device = device
         self._model = model
@@ -46,6 +51,7 @@ class StepOutputs:
         self._slots = slots
         self._caches = caches
         self._speculator = speculator
+        self._grammars = grammars
 
     def is_all_greedy(self, step: StepRows, grows: Bools) -> bool:
         """Whether every row needs the argmax or no token, and nothing else. ``grows`` [rows]: whether a row reaches its
@@ -146,16 +152,34 @@ class StepOutputs:
         if len(wanted) < len(chosen):
             chosen = chosen.index_select(0, self._device.memory.put(wanted))
         at_slots, at = self._device.memory.put(slots), self._device.memory.put(lengths)
+        found, named = self._model.logits(chosen) if logits is None else chosen, slots.tolist()
+        allowed = self._allowed(slots, lengths)
         sampled = self._sampler.sample(
-            self._model.logits(chosen) if logits is None else chosen,
+            found,
             at_slots,
             at,
             state.tokens,
-            host_slots=slots.tolist(),
+            host_slots=named,
             longest=int(lengths.max()),
+            masks=allowed.masks,
         )
         state.append(slots, at_slots, at, sampled.tokens)
+        if allowed.masks is not None:
+            self._follow(named, sampled.tokens, allowed, builder)
         builder.sampled, builder.sampled_rows = sampled, step.rows[reached]
+
+    def _allowed(self, slots: Longs, lengths: Longs) -> StepMasks:
+        """What the grammars of ``slots`` allow after so many tokens. Call it when the pass is launched."""
+        if self._grammars is None:
+            return NO_MASKS
+        return self._grammars.masks(slots.tolist(), lengths.tolist())
+
+    def _follow(self, slots: list[int], tokens: Tensor, allowed: StepMasks, builder: ResultBuilder) -> None:
+        """Pass the sampled ``tokens`` to the grammars, and fail the rows whose grammar cannot go on."""
+        assert self._grammars is not None
+        self._grammars.sampled(slots, tokens)
+        for slot, message in allowed.errors.items():
+            builder.failed.append(RowError(slot, int(self._slots.generation[slot]), message))
 
     @staticmethod
     def _places(step: StepRows, hidden: Tensor) -> npt.NDArray[np.int64]:
@@ -181,13 +205,16 @@ class StepOutputs:
             verified = speculator.early_drafts.take_accepted(found)
         else:
             samples = Samples.of(step, self._slots.known)
+            allowed = self._allowed(samples.slots, samples.lengths)
             if found.head is not None and len(samples.tokens) == len(hidden):
                 logits, *greedy = found.head
-                verified = speculator.sample(step, samples, logits, Sampled(*greedy))
+                verified = speculator.sample(step, samples, logits, Sampled(*greedy), allowed.masks)
             else:
                 every = len(samples.tokens) == len(hidden)
                 chosen = hidden if every else hidden[self._device.memory.put(samples.tokens)]
-                verified = speculator.sample(step, samples, self._model.logits(chosen))
+                verified = speculator.sample(step, samples, self._model.logits(chosen), masks=allowed.masks)
+            if allowed.masks is not None:
+                self._follow(step.slots[verified.rows].tolist(), verified.sampled.tokens, allowed, builder)
             speculator.verifier.move(step, found.index, verified.outcome, self._caches)
         if verified is not None:
             self._report(step, verified, builder)

@@ -46,6 +46,7 @@ class StepContext:
             loaded.groups.clear_bounded,
             renew,
             loaded.model.rows,
+            loaded.grammars,
         )
         self.ended = 0.0
         """``time.perf_counter`` of the last result."""

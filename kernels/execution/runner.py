@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from concurrent.futures import Future
+from typing import cast
 
 import msgspec
 import torch
 
 from kernels.contract.config import RunnerConfig
+from kernels.contract.errors import UnsupportedError
+from kernels.contract.grammar import Grammar
 from kernels.contract.info import ModelInfo
 from kernels.contract.runner import Progress, RunningStep
 from kernels.contract.step import StepBatch, StepResult
@@ -104,9 +108,20 @@ class ModelRunner:
             raise explained from error
         raise AssertionError("the last executor takes every step")
 
+    def compile_grammar(self, grammar: Grammar) -> Future[object]:
+        """Compile in another thread, so that an admission with the grammar finds it ready.
+
+        The future raises GrammarError, or UnsupportedError where the backend cannot be used.
+        """
+        if self._loaded.grammars is None:
+            raise UnsupportedError("this runner has no grammar backend")
+        return cast("Future[object]", self._loaded.grammars.compiler.compile(grammar))
+
     def close(self) -> None:
         """Drop the model and the cache. The runner is of no further use."""
         self._executors = ()
+        if "_loaded" in self.__dict__ and self._loaded.grammars is not None:
+            self._loaded.grammars.compiler.close()
         for name in ("_context", "_loaded"):
             self.__dict__.pop(name, None)
         self._group.close()

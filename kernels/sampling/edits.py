@@ -1,4 +1,4 @@
-"""Edits of single logits: allowed tokens, bans, bad words, min_tokens, logit_bias.
+"""Edits of single logits: allowed tokens, bans, bad words, min_tokens, logit_bias, budgets of thoughts.
 
 A slot's lists are flattened once, at admission (``SlotEdits``); those of a batch are laid end to end once for each
 composition of the batch (``BatchEdits``), so a step runs the same few operations for any number of sequences.
@@ -18,6 +18,9 @@ Put = Callable[[np.ndarray], Tensor]
 
 __all__ = ["BatchEdits", "SlotEdits"]
 
+_PROMPT_END = 6
+"""Tokens at the end of a prompt in which a template begins or ends the thought."""
+
 
 class SlotEdits:
     """The sparse part of a slot's sampling, as arrays; ids outside the vocabulary are dropped."""
@@ -30,10 +33,11 @@ class SlotEdits:
             or sampling.ban_ids
             or sampling.bad_words
             or sampling.bias_ids
+            or sampling.thought_budget
             or (sampling.min_tokens > 0 and sampling.stop_ids)
         )
 
-    def __init__(self, sampling: SlotSampling, vocab_size: int) -> None:
+    def __init__(self, sampling: SlotSampling, vocab_size: int, prompt_length: int) -> None:
         words = [word for word in sampling.bad_words if word]
         self.allowed = _ids(sampling.allowed_ids, vocab_size)
         self.banned = _ids((*sampling.ban_ids, *(word[0] for word in words if len(word) == 1)), vocab_size)
@@ -42,11 +46,19 @@ class SlotEdits:
         self.bias_ids = _ids(tuple(bias), vocab_size)
         self.bias_values = np.array([bias[i] for i in self.bias_ids.tolist()], dtype=np.float32)
         self.words = [word for word in words if len(word) > 1 and 0 <= word[-1] < vocab_size]
+        budget = sampling.thought_budget
+        self.budget = budget if budget is not None and 0 <= budget.end < vocab_size else None
+        self.prompt_length = prompt_length
 
     @property
     def masks(self) -> bool:
         """Whether some token may be masked."""
-        return bool(len(self.allowed) or len(self.banned) or len(self.held) or self.words)
+        return bool(len(self.allowed) or len(self.banned) or len(self.held) or self.reads_history)
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether the masks depend on tokens of the history."""
+        return bool(self.words) or self.budget is not None
 
     def __bool__(self) -> bool:
         return self.masks or len(self.bias_ids) > 0
@@ -77,6 +89,11 @@ class BatchEdits:
             before[index, longest - len(word) :] = word[:-1]
         self._word_heads = put(before)
         self._word_ends = _pairs([(row, np.array(word[-1:], dtype=np.int64)) for row, word in words], put)
+
+        budgets = [(row, edits.prompt_length, edits.budget) for row, edits in slots if edits.budget is not None]
+        numbers = [(row, start, each.tokens, each.begin, each.end) for row, start, each in budgets]
+        self._budgets = put(np.array(numbers, dtype=np.int64).reshape(-1, 5))
+        self._longest_thought = max((each.tokens for _, _, each in budgets), default=0)
 
     def allow(self, logits: Tensor) -> None:
         """Mask all but the allowed tokens, in rows with such a list."""
@@ -110,6 +127,24 @@ class BatchEdits:
             tail = history[slots[rows, None], index.clamp(min=0)].long()
             matches = ((tail == self._word_heads) & (index >= 0)) | (self._word_heads < 0)
             flat.index_add_(0, rows * vocab + ids, _ruled_out(matches.all(-1)))
+        if len(self._budgets):
+            self._end_thoughts(logits, slots, positions, history)
+
+    def _end_thoughts(self, logits: Tensor, slots: Tensor, positions: Tensor, history: Tensor) -> None:
+        """Leave the end token only where a thought has spent its budget."""
+        rows, start, tokens, begin, end = self._budgets.unbind(1)
+        at = positions[rows]
+        longest = min(self._longest_thought, history.shape[1])
+        index = start[:, None] + torch.arange(-_PROMPT_END, longest + 2, device=logits.device)
+        known = (index >= 0) & (index < at[:, None])
+        said = history[slots[rows, None], index.clamp(0, history.shape[1] - 1)].long()
+        in_time = known & (index <= (start + tokens)[:, None])  # so that its end is seen when it comes
+        begun = (begin < 0) | ((said == begin[:, None]) & in_time).any(-1)
+        ended = ((said == end[:, None]) & known).any(-1)
+        due = (at >= start + tokens) & begun & ~ended
+        kept = logits[rows, end]
+        logits[rows] = logits[rows].masked_fill(due[:, None], -torch.inf)
+        logits[rows, end] = kept
 
 
 def _ruled_out(where: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Sampling: from a step's logits to one token a row, on the device, batched over the rows.
 
-The order of the transforms: allowed tokens, bans, bad words, min_tokens and logit_bias (``edits``), penalties
+The order of the transforms: masks of grammars (``masks``), allowed tokens, bans, bad words, min_tokens and logit_bias
+(``edits``), penalties
 (``penalties``), temperature, top-k, top-p (``nucleus``), min-p, then the race of the noise's clocks (``noise``).
 Log-probabilities are those of the raw logits, before all transforms and at temperature 1. Ties are broken by the lowest
 id. A row's token depends only on its own logits, history, position and parameters.
@@ -21,6 +22,7 @@ from kernels.core.logit_blocks import argmax, block_maxima, log_normalizer, top
 from kernels.core.noise import keys_at, race, race_over_all, seed_key, uniform
 from kernels.core.operators import DRAWS, Draw, Draws, Greedy, TopKTopP
 from kernels.sampling.edits import BatchEdits, Put, SlotEdits
+from kernels.sampling.masks import RowMasks
 from kernels.sampling.nucleus import cut, outside
 from kernels.sampling.penalties import apply_penalties
 
@@ -79,6 +81,7 @@ class _Slots:
         self.raced = np.ones(
             count, dtype=bool
         )  # whether the logits have no edits and no log-probabilities are requested
+        self.masked = np.zeros(count, dtype=bool)  # whether a grammar masks the logits
 
     def put(self, slot: int, sampling: SlotSampling, prompt_length: int, vocab_size: int) -> None:
         greedy = sampling.temperature < _GREEDY_BELOW or sampling.top_k == 1
@@ -95,10 +98,11 @@ class _Slots:
         self.logprobs[slot] = sampling.logprobs
         self.edits.pop(slot, None)
         if SlotEdits.any(sampling):
-            edits = SlotEdits(sampling, vocab_size)
+            edits = SlotEdits(sampling, vocab_size, prompt_length)
             if edits:
                 self.edits[slot] = edits
         penalized = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (1, 0, 0)
+        self.masked[slot] = sampling.grammar is not None
         self.raced[slot] = not (penalized or sampling.logprobs >= 0 or slot in self.edits)
 
     def draws(self, at: npt.NDArray[np.int64]) -> Draws:
@@ -164,6 +168,7 @@ class _Plan:
         self.most = int(logprobs.max(initial=0))
         raced = bool(state.raced[at].all())
         self.plain = raced and not len(sampled)
+        self.masked = bool(state.masked[at].any())
         self.draws: Draws | None = state.draws(at) if raced and len(sampled) else None
 
 
@@ -218,7 +223,7 @@ class Sampler:
         state, at = self._slots, np.array(slots, dtype=np.int64)
         if np.any(state.repetition[at] != 1) or np.any(state.frequency[at]) or np.any(state.presence[at]):
             return True
-        return bool(state.edits) and any(slot in state.edits and bool(state.edits[slot].words) for slot in set(slots))
+        return bool(state.edits) and any(slot in state.edits and state.edits[slot].reads_history for slot in set(slots))
 
     @staticmethod
     def chances(keys: Tensor, positions: Tensor) -> Tensor:
@@ -229,15 +234,22 @@ class Sampler:
         """Whether all of them need only the argmax."""
         plan, at = self._plans.get(slots), list(slots)
         if plan is not None:
-            return plan.plain
-        return bool(self._slots.raced[at].all()) and not self._slots.temperature[at].any()
+            return plan.plain and not plan.masked
+        state = self._slots
+        return bool((state.raced[at] & ~state.masked[at]).all()) and not state.temperature[at].any()
 
     def raced(self, slots: tuple[int, ...]) -> bool:
-        """Whether none of them has logit edits or requests log-probabilities."""
-        return bool(self._slots.raced[list(slots)].all())
+        """Whether none of them has logit edits or a grammar, or requests log-probabilities."""
+        at = list(slots)
+        return bool((self._slots.raced[at] & ~self._slots.masked[at]).all())
+
+    def masked(self, slots: tuple[int, ...]) -> bool:
+        """Whether a grammar masks one of them, and none has logit edits or requests log-probabilities."""
+        state, at = self._slots, list(slots)
+        return bool(state.masked[at].any() and state.raced[at].all())
 
     def draws(self, slots: tuple[int, ...]) -> Draws | None:
-        """The draws of slots that are ``raced``; None if all are greedy."""
+        """The draws of slots that are ``raced`` or ``masked``; None if all are greedy."""
         at = np.array(slots, dtype=np.int64)
         return self._slots.draws(at) if self._slots.temperature[at].any() else None
 
@@ -250,6 +262,7 @@ class Sampler:
         *,
         host_slots: Sequence[int] | None = None,
         longest: int | None = None,
+        masks: RowMasks | None = None,
     ) -> Sampled:
         """One token for each row.
 
@@ -258,15 +271,19 @@ class Sampler:
         number of tokens known before. history: int [max_slots, context], token ids by slot; the first ``positions`` of
         a row's slot are read. host_slots (the slots) and longest (at least the largest position), avoid a wait for the
         device, if the caller knows them. With host_slots, slots may be rows of a history that is not by slot.
+        masks: tokens that rows may sample; the logits of the others may be overwritten, whatever their dtype.
 
         A row with a NaN, +inf or only -inf fails alone (``Sampled.broken``). If bans leave no token, the most likely
-        allowed token is taken, or else the most likely of all.
+        allowed token is taken, or else the most likely of all; in rows with a mask the most likely that it allows.
         """
         plan = self._plan(tuple(slots.tolist() if host_slots is None else host_slots))
+        if self._apart and len(logits) > 1 and (masks is not None or not plan.plain):
+            return self._sample_apart(plan, logits, slots, positions, history, host_slots, masks)
+        if masks is not None and (plan.plain or plan.draws is not None):
+            masks.apply(logits)  # nothing needs the raw logits
+            masks = None
         if self._own_greedy is not None and plan.plain:
             return Sampled(*self._own_greedy(logits))
-        if self._apart and len(logits) > 1 and not plan.plain:
-            return self._sample_apart(plan, logits, slots, positions, history, host_slots)
         if self._own_draw is not None and plan.draws is not None:
             drawn = self._own_draw(logits, plan.draws, positions, None, self.vocab_size)
             if drawn is not None:
@@ -278,9 +295,11 @@ class Sampler:
         broken = ~raw_max.isfinite()
 
         work, blocks, row_max = raw, raw_blocks, raw_max
-        if plan.edits is not None or plan.penalized is not None:
-            if plan.scored is not None or (plan.edits is not None and plan.edits.masks):
+        if plan.edits is not None or plan.penalized is not None or masks is not None:
+            if plan.scored is not None or masks is not None or (plan.edits is not None and plan.edits.masks):
                 work = raw.clone()
+            if masks is not None:
+                masks.apply(work)
             if plan.edits is not None:
                 plan.edits.apply(work, slots, positions, plan.held_until, history)
             if plan.penalized is not None:
@@ -297,8 +316,8 @@ class Sampler:
             tokens = argmax(work, rows, blocks)
             some = plan.sampled
             tokens[some] = self._draw(plan, work, blocks[some], row_max[some], positions[some])
-        if plan.edits is not None and plan.edits.masks:
-            self._fall_back(plan.edits, tokens, row_max == -torch.inf, raw)
+        if masks is not None or (plan.edits is not None and plan.edits.masks):
+            self._fall_back(plan.edits, masks, tokens, row_max == -torch.inf, raw)
         tokens.masked_fill_(broken, 0)
 
         if plan.scored is None:
@@ -313,6 +332,7 @@ class Sampler:
         positions: Tensor,
         history: Tensor,
         host_slots: Sequence[int] | None,
+        masks: RowMasks | None,
     ) -> Sampled:
         given = slots.tolist() if host_slots is None else host_slots
         found = [
@@ -322,6 +342,7 @@ class Sampler:
                 positions[row : row + 1],
                 history,
                 host_slots=given[row : row + 1],
+                masks=None if masks is None else masks.of_row(row),
             )
             for row in range(len(logits))
         ]
@@ -420,12 +441,20 @@ class Sampler:
         return tokens
 
     @staticmethod
-    def _fall_back(edits: BatchEdits, tokens: Tensor, exhausted: Tensor, raw: Tensor) -> None:
+    def _fall_back(
+        edits: BatchEdits | None, masks: RowMasks | None, tokens: Tensor, exhausted: Tensor, raw: Tensor
+    ) -> None:
         if raw.device.type != "cpu" or bool(exhausted.any()):  # reading it on an accelerator would synchronize
             spare = raw.clamp(
                 min=torch.finfo(torch.float32).min
             )  # prefer an allowed token with -inf to a forbidden one
-            edits.allow(spare)
+            if masks is not None:  # a grammar wins over a request's lists
+                raw = spare.clone()
+            if edits is not None:
+                edits.allow(spare)
+            if masks is not None:
+                masks.restore(spare, raw)
+                masks.apply(spare)
             torch.where(exhausted, spare.argmax(-1), tokens, out=tokens)
 
     @staticmethod

@@ -19,6 +19,7 @@ from kernels.core.arrays import ragged
 from kernels.core.tree import Drafts
 from kernels.devices.base import Device
 from kernels.devices.memory import Fetched
+from kernels.sampling.masks import RowMasks
 from kernels.sampling.sampler import Sampled, Sampler
 from kernels.speculation.drafter import Drafter, DraftRows
 from kernels.speculation.early_draft import EarlyDrafts, rows_of
@@ -298,9 +299,16 @@ class Speculator:
 
     # -- after the model ----------------------------------------------------------------------------------------------
 
-    def sample(self, step: StepRows, samples: Samples, logits: Tensor, argmax: Sampled | None = None) -> Verified:
+    def sample(
+        self,
+        step: StepRows,
+        samples: Samples,
+        logits: Tensor,
+        argmax: Sampled | None = None,
+        masks: RowMasks | None = None,
+    ) -> Verified:
         """Sample and verify: see ``Verifier.sample``."""
-        verified, tokens = self.verifier.sample(step, samples, logits, argmax)
+        verified, tokens = self.verifier.sample(step, samples, logits, argmax, masks)
         self.early_drafts.set_outcome(verified.outcome, tokens)
         return verified
 

@@ -24,6 +24,7 @@ from kernels.core.arrays import ragged
 from kernels.core.operators import Acceptance
 from kernels.core.tree import DraftTree, chain, unpack_bits
 from kernels.devices.base import Device
+from kernels.sampling.masks import RowMasks
 from kernels.sampling.sampler import Sampled, Sampler
 from kernels.state.slots import SlotTable
 from kernels.state.step_rows import StepRows
@@ -348,10 +349,15 @@ class Verifier:
         return nodes.reshape(-1).index_select(0, self._device.memory.put(_places(counts, width)))
 
     def sample(
-        self, step: StepRows, samples: Samples, logits: Tensor, argmax: Sampled | None = None
+        self,
+        step: StepRows,
+        samples: Samples,
+        logits: Tensor,
+        argmax: Sampled | None = None,
+        masks: RowMasks | None = None,
     ) -> tuple[Verified, Tensor]:
         """Sample after every node, walk, and append the tokens to the slots' table. ``logits`` [samples, vocab];
-        ``argmax``: their argmax tokens if they were already computed.
+        ``argmax``: their argmax tokens if they were already computed. ``masks``: see ``Sampler.sample``.
 
         Returns the result, and the token after each accepted node, int64 [verified rows, levels].
         """
@@ -377,7 +383,7 @@ class Verifier:
             history, rows = self._histories(step, samples, longest)
         leniency_logits = logits[part].float().clone() if self._lenient else None
         if sampled is None:
-            sampled = self._sampler.sample(logits, rows, at, history, host_slots=slots, longest=longest)
+            sampled = self._sampler.sample(logits, rows, at, history, host_slots=slots, longest=longest, masks=masks)
 
         width = tree.tokens.shape[1]
         flat = sampled.tokens[part]

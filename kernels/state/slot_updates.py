@@ -10,6 +10,7 @@ import numpy as np
 from kernels.contract.step import Admission, RowError, StepBatch
 from kernels.core.arrays import Ints, unpack_ints
 from kernels.core.layer_context import LayerContext
+from kernels.grammar.slots import GrammarSlots
 from kernels.sampling.sampler import Sampler
 from kernels.state.in_flight_writes import InFlightWrites
 from kernels.state.slots import SlotError, SlotTable
@@ -35,7 +36,7 @@ class SlotUpdates:
     observer: notified of admissions and releases; None: no other state by slot. clear_pages: overwrites pages of every
     cache with zeros. clear_bounded: the same of a bounded cache group. renew: called before an admission while no
     request holds a slot: the runner may then change its operators. rows: learns which pages belong to which adapter;
-    None: the model has no adapters.
+    None: the model has no adapters. grammars: the slots' grammars; None: requests have none.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class SlotUpdates:
         clear_bounded: Callable[[int, list[int]], None],
         renew: Callable[[], None],
         rows: LayerContext | None = None,
+        grammars: GrammarSlots | None = None,
     ) -> None:
         self._slots, self._sampler, self._in_flight_writes = slots, sampler, in_flight_writes
-        self._observer, self._renew = observer, renew
+        self._observer, self._renew, self._grammars = observer, renew, grammars
         self._clear_pages, self._clear_bounded = clear_pages, clear_bounded
         self._rows, self._adapters = rows, [0] * len(slots.known)
 
@@ -70,6 +72,10 @@ class SlotUpdates:
                 if self._rows is not None:
                     self._adapters[admission.slot] = admission.adapter
                     self._rows.assign(unpack_ints(admission.pages), admission.adapter)
+                if self._grammars is not None:
+                    self._grammars.admit(admission)
+                elif admission.sampling.grammar is not None:
+                    raise SlotError("this runner has no grammar backend; see --grammar-backend")
                 self._sampler.admit(admission.slot, admission.sampling, admission.prompt_length)
                 if self._observer is not None:
                     self._observer.admit(admission)
@@ -140,5 +146,7 @@ class SlotUpdates:
         if 0 < slot < len(self._slots.known):
             self._slots.release(slot)
             self._sampler.release(slot)
+            if self._grammars is not None:
+                self._grammars.release(slot)
             if self._observer is not None:
                 self._observer.release(slot)

@@ -164,6 +164,8 @@ class FakeEngine:
         self.context_length = 4096
         self.vocab_size = 0x110000
         self.chats = True
+        self.chat_template: str | None = None
+        self.architecture = "FakeForCausalLM"
         self.generation_defaults: dict[str, Any] = {}
         self.registry = CollectorRegistry()
         self.timelines = Timelines()

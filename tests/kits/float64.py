@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -43,9 +44,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[CpuDevice]:
 
 
 def proof(examples: int) -> Callable[..., object]:
-    """Settings of a test over random shapes: the same examples in each run."""
+    """Settings of a test over random shapes: the same examples in each run, or one of ``TROUPE_PROOF_SHARE``."""
     return settings(
-        max_examples=examples,
+        max_examples=max(1, examples // int(os.environ.get("TROUPE_PROOF_SHARE", "1"))),
         deadline=None,
         derandomize=True,
         database=None,

@@ -37,15 +37,16 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Verified draft tokens that were accepted or rejected."""
+    """Tokens of thoughts, and verified draft tokens that were accepted or rejected."""
 
+    reasoning_tokens: int = 0
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
 
 
 class UsageAnswer(msgspec.Struct):
-    """Tokens of a request: the prompt once, the completions of all choices. The details are present if draft tokens
-    were verified."""
+    """Tokens of a request: the prompt once, the completions of all choices. The details are present if the model
+    thought, or draft tokens were verified."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -102,6 +103,8 @@ class ChatMessageAnswer(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -129,7 +132,11 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
 
 
 def usage_answer(
-    usages: Iterable[Iterable[Usage]], *, cache_report: bool, count_completions: bool = True
+    usages: Iterable[Iterable[Usage]],
+    *,
+    cache_report: bool,
+    count_completions: bool = True,
+    reasoning_tokens: int = 0,
 ) -> UsageAnswer:
     """``usages``: per prompt, per choice. ``count_completions`` is False if the one generated token is omitted."""
     prompt = completion = cached = drafted = accepted = 0
@@ -147,7 +154,11 @@ def usage_answer(
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptTokensDetails(cached) if cache_report else None,
-        completion_tokens_details=CompletionTokensDetails(accepted, drafted - accepted) if drafted else msgspec.UNSET,
+        completion_tokens_details=(
+            CompletionTokensDetails(reasoning_tokens, accepted, drafted - accepted)
+            if drafted or reasoning_tokens
+            else msgspec.UNSET
+        ),
     )
 
 

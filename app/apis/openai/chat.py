@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from quart import Response
 
+from actors.protocol.requests import Thought, ThoughtBudget
 from app.apis.collecting import Collected, collect
 from app.apis.openai.answers import (
     ChatAnswer,
@@ -18,12 +19,13 @@ from app.apis.openai.answers import (
     prompt_logprobs,
     usage_answer,
 )
+from app.apis.openai.choice_reader import ChoiceReader
 from app.apis.openai.chunks import ChatChunks, UsageReport
 from app.apis.openai.parameters import chat_names, chat_params, chat_prompt, label_of, salt_of
 from app.apis.openai.requests import ChatRequest
-from app.parsers.base import StreamingParser
-from app.parsers.reasoning.think import ends_in_thought
-from app.parsers.registry import tool_parser
+from app.parsers.base import CalledFunction, ToolCall
+from app.parsers.registry import OutputFormat
+from app.server.errors import invalid
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
 from app.server.sse import sse_response
@@ -36,12 +38,17 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
     model = service.check_model(body.model)
     params = chat_params(body)
     names = chat_names(body)
-    parser = _parser(service, body)
-    if parser is not None and body.skip_special_tokens is None:
-        params = msgspec.structs.replace(params, shown_special_tokens=parser.MARKS)
+    form = service.output_format
+    calls_tools = bool(body.tools) and body.tool_choice != "none"
+    if body.skip_special_tokens is None and (marks := form.special_tokens(calls_tools)):
+        params = msgspec.structs.replace(params, shown_special_tokens=marks)
+    if params.grammar is not None and (thought := _thought(form)) is not None:
+        params = msgspec.structs.replace(params, thought=thought)
+    if (budget := await _thought_budget(service, body, form)) is not None:
+        params = msgspec.structs.replace(params, thought_budget=budget)
     stream = service.submit(
         exchange,
-        chat_prompt(body, service.arguments),
+        chat_prompt(body, service.arguments, form.tools),
         params,
         priority=body.priority,
         cache_salt=salt_of(body),
@@ -49,7 +56,7 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
         rename=names,
     )
     await service.accepted([stream], names)
-    reader = None if parser is None else await _reader(service, body, parser, stream.prompt_end)
+    reader = await _reader(service, body, form, stream.prompt_end)
     created = int(time.time())
     if body.stream:
         usage = UsageReport(
@@ -69,21 +76,66 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
     return json_response(_answer(service, exchange, body, collected, created, reader))
 
 
-def _parser(service: Service, body: ChatRequest) -> type[StreamingParser] | None:
-    """The format of the tool calls that the answer may have; None for none."""
-    if not body.tools or body.tool_choice == "none":
+def _thought(form: OutputFormat) -> Thought | None:
+    """What comes before an answer that a grammar constrains."""
+    if form.harmony:
+        return Thought(begin="<|channel|>analysis<|message|>", end="<|channel|>final<|message|>", always=True)
+    thoughts = form.thoughts
+    return None if thoughts is None else Thought(begin=thoughts.begin, end=thoughts.end, always=thoughts.always)
+
+
+async def _thought_budget(service: Service, body: ChatRequest, form: OutputFormat) -> ThoughtBudget | None:
+    """The limit of thoughts that a body asks for. Raises 400 where none can be kept."""
+    given = {name: getattr(body, name) for name in ("thinking_budget", "max_thinking_tokens", "thinking_token_budget")}
+    if body.reasoning is not None:
+        given["reasoning.max_tokens"] = body.reasoning.max_tokens
+    found = [(name, tokens) for name, tokens in given.items() if tokens is not None]
+    if not found:
         return None
-    return tool_parser(service.arguments.tool_call_parser)
+    name, tokens = found[0]
+    thoughts = form.thoughts
+    if thoughts is None or form.harmony:
+        raise invalid(
+            f"{name}: this server knows no end mark of this model's thoughts; leave it out, or start the server with "
+            "--reasoning-parser.",
+            param=name,
+            code="unsupported_parameter",
+        )
+    begin, end = await service.mark_token(thoughts.begin), await service.mark_token(thoughts.end)
+    if end is None or (begin is None and not thoughts.always):
+        raise invalid(
+            f"{name}: the marks of this model's thoughts are several tokens; leave it out.",
+            param=name,
+            code="unsupported_parameter",
+        )
+    return ThoughtBudget(tokens, -1 if thoughts.always or begin is None else begin, end)
 
 
 async def _reader(
-    service: Service, body: ChatRequest, parser: type[StreamingParser], prompt_end: Sequence[int]
-) -> Callable[[], StreamingParser]:
-    """Creates the parser of a choice. ``prompt_end``: the last tokens of the prompt."""
-    names = {tool.function.name for tool in body.tools or ()}
-    parallel = body.parallel_tool_calls is not False
-    thinking = ends_in_thought(await service.engine.detokenize(prompt_end, skip_special_tokens=False))
-    return lambda: parser(names, parallel=parallel, thinking=thinking)
+    service: Service, body: ChatRequest, form: OutputFormat, prompt_end: Sequence[int]
+) -> Callable[[], ChoiceReader] | None:
+    """Creates the reader of a choice; None if all text is content. ``prompt_end``: the last tokens of the prompt."""
+    tools = None
+    if body.tools and body.tool_choice != "none" and form.tools is not None:
+        tools = {tool.function.name: tool.function.parameters or {} for tool in body.tools}
+    kind = form.parser(with_tools=tools is not None)
+    if kind is None:
+        return None
+    thinking, end = None, None
+    thoughts = form.thoughts
+    if thoughts is not None and not form.harmony:
+        thinking = thoughts.in_prompt(await service.engine.detokenize(prompt_end, skip_special_tokens=False))
+        if thinking is False and tools is None:
+            return None
+        end = await service.mark_token(thoughts.end)
+    options: dict[str, Any] = {
+        "parallel": body.parallel_tool_calls is not False,
+        "thoughts": thoughts,
+        "thinking": thinking,
+        "separate": body.separate_reasoning is not False,
+        "stream_thought": body.stream_reasoning is not False,
+    }
+    return lambda: ChoiceReader(kind(tools, **options), end)
 
 
 def _answer(
@@ -92,9 +144,19 @@ def _answer(
     body: ChatRequest,
     collected: list[Collected],
     created: int,
-    reader: Callable[[], StreamingParser] | None,
+    reader: Callable[[], ChoiceReader] | None,
 ) -> ChatAnswer:
-    usage = usage_answer([[choice.usage for choice in collected]], cache_report=service.arguments.enable_cache_report)
+    messages: list[ChatMessageAnswer] = []
+    reasoning_tokens = 0
+    for choice in collected:
+        message, tokens = _message(choice, reader, shown=body.include_reasoning is not False)
+        messages.append(message)
+        reasoning_tokens += tokens
+    usage = usage_answer(
+        [[choice.usage for choice in collected]],
+        cache_report=service.arguments.enable_cache_report,
+        reasoning_tokens=reasoning_tokens,
+    )
     exchange.tokens = (usage.prompt_tokens, usage.completion_tokens)
     as_ids = bool(body.return_tokens_as_token_ids)
     first = collected[0]
@@ -106,14 +168,14 @@ def _answer(
         choices=[
             ChatChoice(
                 index=index,
-                message=(message := _message("".join(choice.text), reader)),
+                message=message,
                 finish_reason=_finish_reason(choice, message),
                 logprobs=chat_logprobs(choice.logprobs, as_ids=as_ids) if body.logprobs else None,
                 stop_reason=choice.matched_stop,
                 matched_stop=choice.matched_stop,
                 token_ids=choice.token_ids if body.return_token_ids else msgspec.UNSET,
             )
-            for index, choice in enumerate(collected)
+            for index, (choice, message) in enumerate(zip(collected, messages, strict=True))
         ],
         usage=usage,
         metadata={"weight_version": service.arguments.weight_version},
@@ -126,16 +188,29 @@ def _answer(
     )
 
 
-def _message(text: str, reader: Callable[[], StreamingParser] | None) -> ChatMessageAnswer:
+def _message(
+    choice: Collected, reader: Callable[[], ChoiceReader] | None, *, shown: bool
+) -> tuple[ChatMessageAnswer, int]:
+    """The message of a choice, and the tokens of its thought. ``shown``: whether the thought is returned."""
+    text = "".join(choice.text)
     if reader is None:
-        return ChatMessageAnswer(content=text)
+        return ChatMessageAnswer(content=text), 0
     reading = reader()
-    (content, calls), (rest, last) = reading.read(text), reading.end()
-    if not (calls := calls + last):
-        return ChatMessageAnswer(content=text)
-    for call in calls:
-        call.index = msgspec.UNSET
-    return ChatMessageAnswer(content=(content + rest) or None, tool_calls=calls)
+    first, last = reading.read(text, choice.token_ids), reading.end()
+    content, reasoning = first.content + last.content, first.reasoning + last.reasoning
+    message = ChatMessageAnswer(content=content)
+    if reasoning and shown:
+        message.reasoning_content = message.reasoning = reasoning
+    for delta in (*first.calls, *last.calls):
+        if message.tool_calls is msgspec.UNSET:
+            message.tool_calls = []
+            message.content = content or None
+        if delta.id is not msgspec.UNSET and delta.function.name is not msgspec.UNSET:
+            called = CalledFunction(delta.function.name, delta.function.arguments)
+            message.tool_calls.append(ToolCall(delta.id, called))
+        else:
+            message.tool_calls[-1].function.arguments += delta.function.arguments
+    return message, reading.reasoning_tokens
 
 
 def _finish_reason(choice: Collected, message: ChatMessageAnswer) -> Literal["stop", "length", "tool_calls"]:

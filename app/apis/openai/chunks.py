@@ -8,8 +8,9 @@ import msgspec
 
 from actors.protocol.requests import Delta, Usage
 from app.apis.openai.answers import UsageAnswer, characters, chat_logprobs, completion_logprobs, usage_answer
+from app.apis.openai.choice_reader import ChoiceReader
 from app.apis.openai.requests import ChatRequest, CompletionRequest, StreamOptions
-from app.parsers.base import StreamingParser, ToolCall
+from app.parsers.base import Parsed
 from app.server.exchange import Exchange
 
 __all__ = ["ChatChunks", "CompletionChunks", "UsageReport"]
@@ -39,6 +40,7 @@ class UsageReport:
         self._cache_report = cache_report
         self._count_completions = count_completions
         self._usages: dict[int, Usage] = {}
+        self.reasoning_tokens: dict[int, int] = {}  # by choice
 
     def note(self, delta: Delta) -> bytes:
         """Add a delta's counts. Returns the part of its chunk behind the choices."""
@@ -52,7 +54,10 @@ class UsageReport:
         for index, usage in self._usages.items():
             prompts.setdefault(index // self._choices, []).append(usage)
         return usage_answer(
-            prompts.values(), cache_report=self._cache_report, count_completions=self._count_completions
+            prompts.values(),
+            cache_report=self._cache_report,
+            count_completions=self._count_completions,
+            reasoning_tokens=sum(self.reasoning_tokens.values()),
         )
 
     def last_chunk(self, head: bytes) -> bytes:
@@ -93,9 +98,10 @@ def _token_ids(delta: Delta, wanted: bool) -> bytes:
 
 
 class ChatChunks:
-    """``chat.completion.chunk`` events. Each choice begins with a chunk that has its role.
+    """``chat.completion.chunk`` events. Each choice begins with a chunk that has its role. Thought, content and calls
+    are in chunks of their own.
 
-    ``reader``: creates the parser of tool calls of a choice; None where there are none.
+    ``reader``: creates the reader of a choice; None where all text is content.
     """
 
     def __init__(
@@ -107,75 +113,74 @@ class ChatChunks:
         created: int,
         model: str,
         fingerprint: str,
-        reader: Callable[[], StreamingParser] | None = None,
+        reader: Callable[[], ChoiceReader] | None = None,
     ) -> None:
         self._head = _head(identity, b"chat.completion.chunk", created, model, fingerprint)
         self._usage = usage
         self._logprobs = bool(body.logprobs)
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._ids = bool(body.return_token_ids)
+        self._shows_thoughts = body.include_reasoning is not False
         self._reader = reader
-        self._readers: dict[int, StreamingParser] = {}
-        self._plain = not (self._logprobs or self._ids or reader)
+        self._readers: dict[int, ChoiceReader] = {}
+        self._plain = not (self._logprobs or self._ids)
         self._begun: set[int] = set()
 
     def chunk(self, delta: Delta) -> bytes:
+        parsed, finish = self._read(delta)
         tail = self._usage.note(delta)
-        if self._plain and delta.index in self._begun and delta.text and delta.finish_reason is None:
+        begins, ends = delta.index not in self._begun, delta.finish_reason is not None
+        if self._plain and not (begins or ends or parsed.calls or parsed.reasoning) and parsed.content:
             return b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b' % (
                 self._head,
                 delta.index,
-                _encode(delta.text),
+                _encode(parsed.content),
                 tail,
             )
-        index = str(delta.index).encode()
         pieces: list[bytes] = []
-        if delta.index not in self._begun:
+        if begins:
             self._begun.add(delta.index)
-            pieces += (
-                self._head,
-                b'{"index":',
-                index,
-                b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}',
-                tail,
-            )
-        logprobs = b"null"
-        if self._logprobs and delta.logprobs:
-            logprobs = _encode(chat_logprobs(delta.logprobs, as_ids=self._as_ids))
-        text, calls, finish = self._read(delta)
-        if calls:  # in a separate chunk: clients expect no calls in the last chunk of a choice
-            pieces += (
-                self._head,
-                b'{"index":',
-                index,
-                b',"delta":{"tool_calls":' + _encode(calls) + b'},"logprobs":null,"finish_reason":null}',
-                tail,
-            )
-        pieces += (
-            self._head,
-            b'{"index":',
-            index,
-            b',"delta":{"content":' + _encode(text) + b"}" if text else b',"delta":{}',
-            b',"logprobs":',
-            logprobs,
-            _token_ids(delta, self._ids),
-            finish,
-            tail,
-        )
+            pieces.append(self._part(delta, b'"role":"assistant","content":""', tail))
+        if parsed.reasoning:
+            thought = _encode(parsed.reasoning)
+            pieces.append(self._part(delta, b'"reasoning_content":%b,"reasoning":%b' % (thought, thought), tail))
+        text = b'"content":' + _encode(parsed.content) if parsed.content else b""
+        if parsed.calls:  # before the last chunk of a choice, in which clients expect no calls
+            if text:
+                pieces.append(self._part(delta, text, tail))
+                text = b""
+            pieces += [self._part(delta, b'"tool_calls":' + _encode([call]), tail) for call in parsed.calls]
+        if text or ends or not self._plain or not pieces:
+            logprobs = b"null"
+            if self._logprobs and delta.logprobs:
+                logprobs = _encode(chat_logprobs(delta.logprobs, as_ids=self._as_ids))
+            end = b',"logprobs":' + logprobs + _token_ids(delta, self._ids) + finish
+            pieces.append(self._part(delta, text, tail, end))
         return b"".join(pieces)
 
-    def _read(self, delta: Delta) -> tuple[str, list[ToolCall], bytes]:
-        """The delta's text without its calls, the calls, and the end of the choice."""
+    def _part(
+        self, delta: Delta, fields: bytes, tail: bytes, end: bytes = b',"logprobs":null,"finish_reason":null}'
+    ) -> bytes:
+        return b'%b{"index":%d,"delta":{%b}%b%b' % (self._head, delta.index, fields, end, tail)
+
+    def _read(self, delta: Delta) -> tuple[Parsed, bytes]:
+        """What the delta adds to its choice, and the end of the choice."""
         if self._reader is None:
-            return delta.text, [], _finish(delta)
+            return Parsed(delta.text), _finish(delta)
         if (reader := self._readers.get(delta.index)) is None:
             reader = self._readers[delta.index] = self._reader()
-        text, calls = reader.read(delta.text)
-        if delta.finish_reason is None:
-            return text, calls, _finish(delta)
-        rest, last = reader.end()
-        finish = "tool_calls" if reader.calls and delta.finish_reason == "stop" else delta.finish_reason
-        return text + rest, calls + last, _finish(delta, finish)
+        parsed = reader.read(delta.text, delta.token_ids)
+        reason = None
+        if delta.finish_reason is not None:
+            rest = reader.end()
+            parsed.content += rest.content
+            parsed.reasoning += rest.reasoning
+            parsed.calls += rest.calls
+            reason = "tool_calls" if reader.calls and delta.finish_reason == "stop" else None
+        if not self._shows_thoughts:
+            parsed.reasoning = ""
+        self._usage.reasoning_tokens[delta.index] = reader.reasoning_tokens
+        return parsed, _finish(delta, reason)
 
     def end(self) -> bytes:
         return self._usage.last_chunk(self._head)

@@ -14,7 +14,7 @@ from app.apis.collecting import Collected, Merged, collect
 from app.apis.openai.answers import Choice, CompletionAnswer, completion_logprobs, prompt_logprobs, usage_answer
 from app.apis.openai.chunks import CompletionChunks, UsageReport
 from app.apis.openai.infill import fill_in
-from app.apis.openai.parameters import completion_params, label_of, salt_of
+from app.apis.openai.parameters import completion_names, completion_params, label_of, salt_of
 from app.apis.openai.requests import CompletionRequest
 from app.server.errors import invalid
 from app.server.exchange import Exchange
@@ -32,7 +32,7 @@ async def completions(service: Service, exchange: Exchange, body: CompletionRequ
     prompts = prompts_of(body.prompt)
     if body.suffix:
         prompts = [fill_in(service, prompt, body.suffix) for prompt in prompts]
-    params = completion_params(body)
+    params, names = completion_params(body), completion_names(body)
     service.check_size(len(prompts), params.n, "prompt")
     streams = [
         service.submit(
@@ -42,10 +42,11 @@ async def completions(service: Service, exchange: Exchange, body: CompletionRequ
             priority=body.priority,
             cache_salt=salt_of(body),
             label=label_of(body),
+            rename=names,
         )
         for prompt in prompts
     ]
-    await service.accepted(streams)
+    await service.accepted(streams, names)
     echoes = [await _echo(service, prompt) if body.echo else "" for prompt in prompts]
     created = int(time.time())
     if body.stream:

@@ -9,8 +9,10 @@ import msgspec
 
 from actors.options import Arguments
 from actors.protocol.requests import LIMITS, Chat, SamplingParams
+from app.apis.grammars import grammar_of
 from app.apis.openai.requests import ChatMessage, ChatRequest, CompletionRequest, MessageToolCall, SamplingFields, Tool
 from app.apis.openai.tool_schemas import find_schema_error
+from app.parsers.base import StreamingParser
 from app.server.decoding import check_depth, check_size
 from app.server.errors import invalid
 
@@ -18,6 +20,7 @@ __all__ = [
     "chat_names",
     "chat_params",
     "chat_prompt",
+    "completion_names",
     "completion_params",
     "label_of",
     "messages",
@@ -52,6 +55,9 @@ _RESERVED_TEMPLATE_KEYS = frozenset(
 )
 
 
+_SWITCHES = frozenset({"enable_thinking", "thinking"})
+"""Templates that know no effort have a switch for thoughts by one of these names."""
+
 _TOOL_NAME = re.compile(f"[a-zA-Z0-9_-]{{1,{LIMITS.tool_name_chars}}}")
 
 
@@ -82,6 +88,7 @@ def _params(body: SamplingFields, *, max_tokens: int | None, logprobs: int | Non
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         speculative=body.speculative is not False,
         speculative_num_draft_tokens=body.speculative_num_draft_tokens,
+        grammar=grammar_of(body)[0],
     )
 
 
@@ -111,9 +118,14 @@ def chat_params(body: ChatRequest) -> SamplingParams:
     return _params(body, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
 
 
+def completion_names(body: CompletionRequest) -> dict[str, str]:
+    """The engine's parameter names -> the fields of this body."""
+    return {"grammar": grammar_of(body)[1]}
+
+
 def chat_names(body: ChatRequest) -> dict[str, str]:
     """The engine's parameter names -> the fields of this body."""
-    names = {"logprobs": "top_logprobs", "prompt": "messages"}
+    names = {"logprobs": "top_logprobs", "prompt": "messages", "grammar": grammar_of(body)[1]}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     return names
@@ -143,14 +155,17 @@ def own_template(given: str | None, arguments: Arguments) -> str | None:
     return given or None
 
 
-def chat_prompt(body: ChatRequest, arguments: Arguments) -> Chat:
-    """The conversation for the chat template. Raises 400 if it cannot be rendered."""
+def chat_prompt(body: ChatRequest, arguments: Arguments, form: type[StreamingParser] | None = None) -> Chat:
+    """The conversation for the chat template. ``form``: the model's format of tool calls. Raises 400 if it cannot be
+    rendered."""
     kwargs = template_kwargs(body.chat_template_kwargs)
     effort = body.reasoning_effort
     if effort is None and body.reasoning is not None:
         effort = body.reasoning.effort
     if effort is not None:
         kwargs.setdefault("reasoning_effort", effort)
+    if effort not in (None, "minimal") and not _SWITCHES & kwargs.keys():
+        kwargs |= dict.fromkeys(_SWITCHES, effort != "none")
     add = body.add_generation_prompt
     go_on = bool(body.continue_final_message)
     if go_on and add:
@@ -159,7 +174,7 @@ def chat_prompt(body: ChatRequest, arguments: Arguments) -> Chat:
             param="continue_final_message",
         )
     return Chat(
-        messages=messages(body.messages),
+        messages=messages(body.messages, form),
         tools=_tools(body),
         template_kwargs=kwargs,
         add_generation_prompt=not go_on if add is None else add,
@@ -230,11 +245,29 @@ def _check_tool_name(name: str, param: str) -> None:
         )
 
 
-def messages(given: list[ChatMessage]) -> list[dict[str, Any]]:
+def messages(given: list[ChatMessage], form: type[StreamingParser] | None = None) -> list[dict[str, Any]]:
+    """Messages as templates expect them. ``form``: the model's format of tool calls, which decides the ids of calls."""
     check_size(
         [message.tool_calls for message in given if message.tool_calls], "messages[].tool_calls", LIMITS.tools_bytes
     )
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+    rendered = [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+    _name_calls(rendered, form or StreamingParser)
+    return rendered
+
+
+def _name_calls(rendered: list[dict[str, Any]], form: type[StreamingParser]) -> None:
+    """Give calls the ids that the model knows, and their answers the same ids and the tools' names."""
+    names: dict[str | None, tuple[str | None, str]] = {}
+    number = 0
+    for message in rendered:
+        for call in message.get("tool_calls", ()):
+            given, name = call["id"], call["function"]["name"]
+            call["id"] = form.history_id(given, name, number)
+            names[given] = (call["id"], name)
+            number += 1
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            message["tool_call_id"], name = names[message["tool_call_id"]]
+            message.setdefault("name", name)
 
 
 def _message(message: ChatMessage, at: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from actors.protocol.requests import LIMITS
+from app.apis.grammars import GrammarFields
 
 __all__ = [
     "Alternatives",
@@ -89,8 +90,8 @@ def _no_effect(what: str) -> Meta:
     return Meta(description=f"Checked, and without effect here: {what}.")
 
 
-class Labels(msgspec.Struct, kw_only=True):
-    """Fields that change no token of an answer."""
+class Labels(GrammarFields, kw_only=True):
+    """Fields that change no token of an answer, beside those that constrain it."""
 
     user: Annotated[Name, _no_effect("no answer depends on it")] | None = None
     metadata: (
@@ -110,8 +111,6 @@ class Labels(msgspec.Struct, kw_only=True):
     store: Annotated[bool, _no_effect("no answer is stored")] | None = None
     service_tier: Annotated[ServiceTier, _no_effect("all requests have the same tier")] | None = None
     verbosity: Annotated[Literal["low", "medium", "high"], _no_effect("ask for it in the conversation")] | None = None
-    separate_reasoning: Annotated[bool, _no_effect("thoughts stay in the text")] | None = None
-    stream_reasoning: Annotated[bool, _no_effect("thoughts stay in the text")] | None = None
 
 
 class SamplingFields(Labels, kw_only=True):
@@ -218,13 +217,19 @@ class Tool(msgspec.Struct, kw_only=True):
 
 
 class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Another spelling of ``reasoning_effort``; limits on thinking are not supported."""
+    """Another spelling of ``reasoning_effort`` and ``thinking_budget``."""
 
     effort: Effort | None = None
+    max_tokens: Least | None = None
 
 
 class ChatRequest(SamplingFields, kw_only=True):
-    """``POST /v1/chat/completions``."""
+    """``POST /v1/chat/completions``.
+
+    ``separate_reasoning`` false leaves the thought in the content, ``stream_reasoning`` false sends it as a whole when
+    it ends, ``include_reasoning`` false leaves it out of the answer. ``thinking_budget`` (also
+    ``max_thinking_tokens``, ``thinking_token_budget``): tokens after which a thought is ended.
+    """
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=LIMITS.messages)]
     max_completion_tokens: Count | None = None
@@ -235,6 +240,12 @@ class ChatRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    include_reasoning: bool | None = None
+    thinking_budget: Least | None = None
+    max_thinking_tokens: Least | None = None
+    thinking_token_budget: Least | None = None
     chat_template: OwnTemplate | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=32)] | None = None
     add_generation_prompt: bool | None = None

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from actors.protocol.requests import LIMITS, SamplingParams
+from app.apis.grammars import NativeGrammarFields, grammar_of
 from app.apis.openai.requests import (
     Alternatives,
     Choices,
@@ -63,7 +64,7 @@ _NEW_TOKENS = 128
 _MANY = Meta(max_length=LIMITS.prompts)
 
 
-class NativeSampling(msgspec.Struct, kw_only=True):
+class NativeSampling(NativeGrammarFields, kw_only=True):
     """SGLang's ``sampling_params``."""
 
     max_new_tokens: Count | None = None
@@ -139,7 +140,9 @@ class Batch(msgspec.Struct, kw_only=True):
 
 def native_names(body: GenerateRequest) -> dict[str, str]:
     """The engine's parameter names -> the fields of this body."""
-    return {**_NAMES, "prompt": _prompt_field(body)}
+    some = body.sampling_params[0] if isinstance(body.sampling_params, list) else body.sampling_params
+    field = grammar_of(some, "sampling_params.")[1] if some else "grammar"
+    return {**_NAMES, "prompt": _prompt_field(body), "grammar": field}
 
 
 def _prompt_field(body: GenerateRequest) -> str:
@@ -233,5 +236,6 @@ def _item(
             prompt_logprobs=top if logprobs and start is not None else None,
             speculative=sampling.speculative is not False,
             speculative_num_draft_tokens=sampling.speculative_num_draft_tokens,
+            grammar=grammar_of(sampling, "sampling_params.")[0],
         ),
     )

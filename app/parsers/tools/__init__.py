@@ -1,1 +1,1 @@
-"""Formats of tool calls, one file each."""
+"""Formats of tool calls, one file each. ``app.parsers.registry`` has them by name."""

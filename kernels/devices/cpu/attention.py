@@ -13,11 +13,12 @@ from kernels.devices.cpu.narrow_cache import NarrowPages, NarrowPlan
 from kernels.devices.cpu.native_operators import NativeOperators
 from kernels.devices.cpu.norm import CpuNorm
 from kernels.devices.cpu.operators import Native
-from kernels.devices.cpu.paged_attention import AttentionPlan, native_attention, paged_attention
+from kernels.devices.cpu.paged_attention import AttentionPlan, in_drafts, native_attention, paged_attention
+from kernels.devices.invariant.attention import InvariantPlan
 
 __all__ = ["CpuAttention", "CpuPlan"]
 
-CpuPlan = AttentionPlan | NarrowPlan
+CpuPlan = AttentionPlan | NarrowPlan | InvariantPlan
 
 
 class CpuAttention(Attention[CpuCache, CpuPlan]):
@@ -32,7 +33,7 @@ class CpuAttention(Attention[CpuCache, CpuPlan]):
         assert planner is not None, "KvCaches.make comes first"
         native = self._native.current is not None and self._caches.fits_native
         if self._caches.dtype is None or native:
-            return planner.plan(rows, window, native)
+            return planner.plan(in_drafts(rows) if native and self._native.alike else rows, window, native)
         return NarrowPlan(planner, rows, window)
 
     def attend(self, queries: Tensor, cache: CpuCache, plan: CpuPlan, scale: float) -> Tensor:
@@ -41,6 +42,7 @@ class CpuAttention(Attention[CpuCache, CpuPlan]):
             assert isinstance(cache, NarrowPages)
             over_pages, pages = plan.over_pages
             return paged_attention(queries, cache.widened(pages, queries.dtype), over_pages, scale)
+        assert isinstance(plan, AttentionPlan)
         if native is None:
             assert isinstance(cache, Tensor)
             return paged_attention(queries, cache, plan, scale)
@@ -49,9 +51,9 @@ class CpuAttention(Attention[CpuCache, CpuPlan]):
         return native_attention(queries, kept, plan, scale, native)
 
     def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        native = self._native.current
-        if native is not None and native.recording:
-            return native.angles(frequencies, scale, len(positions))
+        native = self._fitting(dtype, True)
+        if native is not None:  # also without a program, whose numbers are the same then
+            return native.angles(positions, frequencies, scale)
         return super().angles(positions, frequencies, scale, dtype)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:

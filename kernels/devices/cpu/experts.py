@@ -11,8 +11,9 @@ from kernels.core.operators import Linear
 from kernels.devices.cpu.dense_linear import CpuLinear
 from kernels.devices.cpu.linear import CpuLinearLayers
 from kernels.devices.cpu.native_experts import ExpertProduct, ExpertTable
+from kernels.devices.cpu.native_int8 import NativeInt8
 from kernels.devices.cpu.native_operators import NativeOperators
-from kernels.devices.cpu.operators import Native
+from kernels.devices.cpu.operators import Native, NativeWeight
 from kernels.devices.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, CpuInt8Linear
 from kernels.devices.cpu.recording import NotNative
 from kernels.devices.experts import ExpertLayers, ExpertsInTurn, ExpertWeights
@@ -22,6 +23,8 @@ from kernels.devices.linear import ClippedLinear, ConcatenatedLinear, FakeQuanti
 __all__ = ["CpuExpertLayers", "CpuExperts"]
 
 _NATIVE = (CpuLinear, CpuInt8Linear, CpuGroupedLinear, CpuBlocksLinear)
+_ALIKE = (NativeWeight, NativeInt8)
+"""Weights with which any number of rows is multiplied in one way, however many of them an expert has."""
 
 
 class CpuExperts:
@@ -61,6 +64,8 @@ class CpuExperts:
         for up, down in self._linears:
             first, second = _products(up, True), _products(down, False)
             if first is None or second is None:
+                return None
+            if self._native.alike and not all(isinstance(one.weight, _ALIKE) for one in (*first, *second)):
                 return None
             found.append((first, second))
         return ExpertTable(found)

@@ -1,36 +1,131 @@
-"""A CPU whose results for a token do not depend on what else a step runs."""
+"""A CPU whose results for a token do not depend on what else a step runs.
+
+Native operators have this property: each row is computed by itself, or its sums are added up in one order whatever rows
+are beside it. Three of them have it in a mode of their own, ``alike``: products with weights of few bits multiply no
+more rows at a time than they treat in one way, attention treats a prompt as drafts, and experts of few bits run in
+turn. Whatever has no native operator is computed as in ``kernels.devices.invariant``; which of both serves a layer
+depends on its dtype and sizes alone.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
+import torch
+from torch import Tensor
+
 from kernels.contract.config import RunnerConfig
-from kernels.devices.capture import Capture
+from kernels.core.attention_rows import AttentionRows
+from kernels.core.operators import Linear, Lookup, Norm
+from kernels.devices.cpu.attention import CpuAttention, CpuPlan
+from kernels.devices.cpu.cache import CpuCache, CpuCaches
+from kernels.devices.cpu.capture import CpuCapture
 from kernels.devices.cpu.device import CpuDevice
+from kernels.devices.cpu.elementwise import CpuElementwise
+from kernels.devices.cpu.experts import CpuExpertLayers
+from kernels.devices.cpu.linear import CpuLinearLayers, fits_native
+from kernels.devices.cpu.native_operators import NativeOperators
+from kernels.devices.cpu.operators import Native
 from kernels.devices.fallbacks import Fallbacks
-from kernels.devices.invariant.capabilities import (
-    InvariantAttention,
-    InvariantElementwise,
-    InvariantExpertLayers,
-    InvariantLinearLayers,
-    refuse_ranks,
-)
+from kernels.devices.invariant.attention import InvariantPlan, Put
+from kernels.devices.invariant.capabilities import InvariantAttention, InvariantElementwise, refuse_ranks
+from kernels.devices.invariant.norm import InvariantNorm
+from kernels.devices.invariant.products import TiledLinear
+from kernels.devices.linear import LinearLayers
+from kernels.weights.quantization.weights import QuantizedWeight
 
 __all__ = ["InvariantCpuDevice"]
 
 
 class InvariantCpuDevice(CpuDevice):
-    """Like ``CpuDevice``, with the operators of ``kernels.devices.invariant`` on any processor, and without native
-    ones, which use other kernels for few tokens than for many. Quantized weights are dequantized, experts run in turn.
+    """Like ``CpuDevice``. Native operators are compiled before the model is loaded, so that all steps use them.
+    Quantized weights without native products are dequantized.
     """
 
     def __init__(self, config: RunnerConfig) -> None:
         refuse_ranks(config, "ranks", "with --tensor-parallel-size 1")
-        super().__init__(config.threads, native=False)
+        super().__init__(config.threads, alike=True)
         self.traits = dataclasses.replace(self.traits, samples_apart=True)
-        fallbacks, caches = Fallbacks(), self.cache
-        self.elementwise = InvariantElementwise(self.torch_device)
-        self.linear = InvariantLinearLayers(self.elementwise, fallbacks, self.linear)
-        self.experts = InvariantExpertLayers(self.linear, fallbacks)
-        self.attention = InvariantAttention(caches, caches, self.memory.put)
-        self.capture = Capture()
+        fallbacks = Fallbacks()
+        self.elementwise = _Elementwise(self.native)
+        self.linear = linear = _LinearLayers(self.elementwise, fallbacks, self.native)
+        self.experts = CpuExpertLayers(linear, fallbacks, self.native)
+        self.attention = attention = _Attention(self.cache, self.native, self.memory.put)
+        self.capture = CpuCapture(self.native, attention, ranks=1)
+
+    def select_dtype(self, requested: str, stored: str | None) -> torch.dtype:
+        found = super().select_dtype(requested, stored)
+        self.native.wait()
+        return found
+
+
+class _Norm(InvariantNorm):
+    def __init__(self, weight: Tensor, eps: float, native: NativeOperators) -> None:
+        super().__init__(weight, eps)
+        self._native = native
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._native.refuse("a norm's shape")
+        return super().__call__(x)
+
+
+class _Elementwise(CpuElementwise, InvariantElementwise):
+    """``CpuElementwise`` falls back to ``InvariantElementwise``."""
+
+    def make_norm(self, weight: Tensor, eps: float) -> Norm:
+        if self._native.current is not None and Native.fits_norm(weight):
+            return super().make_norm(weight, eps)
+        return _Norm(weight, eps, self._native)
+
+
+class _LinearLayers(CpuLinearLayers):
+    """Products of torch are in tiles of one size."""
+
+    def _serves(self, weight: Tensor) -> bool:
+        return self._native.current is not None and weight.dtype == torch.bfloat16 and Native.fits_linear(weight)
+
+    def make_dense(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
+        linear = super().make_dense(weight, bias, shared)
+        return linear if self._serves(weight) else TiledLinear(linear, weight.shape[1], weight)
+
+    def make_tied(self, table: Tensor | QuantizedWeight) -> tuple[Lookup, Linear]:
+        if isinstance(table, Tensor) and not self._serves(table):
+            return LinearLayers.make_tied(self, table)
+        return super().make_tied(table)
+
+    def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        if self._native.current is not None and fits_native(weight):
+            return super().make_quantized(weight, bias)
+        reason = "--enable-deterministic-inference has products of floats alone where there are no native ones"
+        return self.make_dequantized(weight, bias, reason)
+
+    def make_float_linear(self, weight: Tensor) -> Linear:
+        linear = self.make_dense(weight, None)
+        return lambda x: linear(x.float())
+
+
+class _Attention(CpuAttention):
+    def __init__(self, caches: CpuCaches, native: NativeOperators, put: Put) -> None:
+        super().__init__(caches, native)
+        self._plain: InvariantAttention[CpuCache] = InvariantAttention(caches, caches, put)
+
+    def plan(self, rows: AttentionRows, window: int) -> CpuPlan:
+        if self._native.current is not None and self._caches.fits_native:
+            return super().plan(rows, window)
+        return self._plain.plan(rows, window)
+
+    def attend(self, queries: Tensor, cache: CpuCache, plan: CpuPlan, scale: float) -> Tensor:
+        if not isinstance(plan, InvariantPlan):
+            return super().attend(queries, cache, plan, scale)
+        self._native.refuse("attention to heads of such sizes")
+        return self._plain.attend(queries, cache, plan, scale)
+
+    def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if self._fitting(dtype, True) is None:
+            return self._plain.angles(positions, frequencies, scale, dtype)
+        return super().angles(positions, frequencies, scale, dtype)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+        if self._fitting(x.dtype, Native.fits_rotary(x)) is None:
+            return self._plain.rotate(x, cos, sin, out)
+        super().rotate(x, cos, sin, out)

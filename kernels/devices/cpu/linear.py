@@ -11,6 +11,7 @@ from kernels.devices.cpu.native.library import NEEDED_ISA
 from kernels.devices.cpu.native_blocks import NativeBlocks
 from kernels.devices.cpu.native_fp8 import NativeFp8
 from kernels.devices.cpu.native_grouped import NativeGrouped
+from kernels.devices.cpu.native_int8 import NativeInt8
 from kernels.devices.cpu.native_operators import NativeOperators
 from kernels.devices.cpu.operators import Native
 from kernels.devices.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, CpuInt8Linear
@@ -20,10 +21,21 @@ from kernels.devices.linear import LinearLayers
 from kernels.weights.quantization.gguf_weight import GgufWeight
 from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
 
-__all__ = ["CpuLinearLayers"]
+__all__ = ["CpuLinearLayers", "fits_native"]
 
 _GATED = (CpuLinear, CpuInt8Linear, CpuGroupedLinear, CpuBlocksLinear)
 """Layers that may have products with gates."""
+
+
+def fits_native(weight: QuantizedWeight) -> bool:
+    """Whether there are native products with ``weight``."""
+    if isinstance(weight, Int8Weight):
+        return NativeInt8.fits(weight) if weight.activation is not None else fits_native(weight.grouped())
+    if isinstance(weight, GroupedWeight):
+        return NativeGrouped.fits(weight)
+    if isinstance(weight, Fp8Weight):
+        return NativeFp8.fits(weight)
+    return isinstance(weight, GgufWeight) and NativeBlocks.fits(weight)
 
 
 class CpuLinearLayers(LinearLayers):
@@ -57,13 +69,7 @@ class CpuLinearLayers(LinearLayers):
             self.dequantized_bytes += linear.extra_bytes
             return linear
         found = weight.grouped() if isinstance(weight, Int8Weight) else weight
-        if isinstance(found, GroupedWeight):
-            fits = NativeGrouped.fits(found)
-        elif isinstance(found, Fp8Weight):
-            fits = NativeFp8.fits(found)
-        else:
-            fits = isinstance(found, GgufWeight) and NativeBlocks.fits(found)
-        if not fits:
+        if not fits_native(found):
             return super().make_quantized(weight, bias)
         native = self._native.wait()
         if native is None:

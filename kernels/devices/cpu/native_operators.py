@@ -26,13 +26,13 @@ class _Adopts(Protocol):
 
 class NativeOperators:
     """``current``: the operators; None while there are none. ``isa``: the instruction set that they may use.
-    ``threads``: of each operator. ``enabled``: whether to load them at all.
+    ``threads``: of each operator. ``alike``: whether a row's result must depend on no other.
     """
 
-    def __init__(self, isa: CpuIsa, threads: int, enabled: bool = True) -> None:
+    def __init__(self, isa: CpuIsa, threads: int, alike: bool = False) -> None:
         self.isa = isa
         self.threads = threads
-        self.enabled = enabled
+        self.alike = alike
         self.current: Native | None = None
         self.building: subprocess.Popen[bytes] | Awaited | None = None
         self._adopting: weakref.WeakSet[_Adopts] = weakref.WeakSet()
@@ -52,11 +52,11 @@ class NativeOperators:
     def open(self) -> None:
         """Load the operators, or start to compile them for later."""
         source = OPERATORS.get(self.isa)
-        if not self.enabled or self.current is not None or source is None or not bf16_is_fast():
+        if self.current is not None or source is None or not bf16_is_fast():
             return
         library = open_library(source)
         if library is not None:
-            self.current = Native(library, self.threads)
+            self.current = Native(library, self.threads, self.alike)
         elif built(source) is None:
             self.building = start_build(source)
 
@@ -68,7 +68,7 @@ class NativeOperators:
         library = open_library(OPERATORS[self.isa])
         if library is None:
             return False
-        self.current = Native(library, self.threads)
+        self.current = Native(library, self.threads, self.alike)
         for layer in self._adopting:
             layer.adopt(self.current)
         return True
@@ -76,7 +76,7 @@ class NativeOperators:
     def wait(self) -> Native | None:
         """The operators, once they are compiled: without them a weight would have to be kept as floats as well."""
         if self.current is None and self.building is not None:
-            _log.info("the native operators are compiled, once on this machine, before weights can stay quantized")
+            _log.info("the native operators are compiled, once on this machine, before the model is loaded")
             self.building.wait()
             self.renew()
         return self.current

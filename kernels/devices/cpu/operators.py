@@ -69,12 +69,12 @@ class Native(Engine):
         self._call(op, Step(rows, given.data_ptr()), weight.memory)
         return out
 
-    def angles(self, frequencies: Tensor, scale: float, rows: int) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines of the step's positions. Only while recording."""
-        dim = len(frequencies)
+    def angles(self, positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines of ``positions`` int64 [rows]; while recording, of the step's."""
+        rows, dim, at = len(positions), len(frequencies), positions.contiguous()
         cos, sin = self._empty(rows, dim), self._empty(rows, dim)
         op = Op(kind=_ANGLES, a=frequencies.data_ptr(), b=sin.data_ptr(), out=cos.data_ptr(), i0=dim, f0=scale)
-        self._call(op, Step(rows), frequencies)
+        self._call(op, Step(rows, positions=at.data_ptr()), frequencies)
         return cos.view(rows, 1, dim), sin.view(rows, 1, dim)
 
     @staticmethod
@@ -135,6 +135,7 @@ class Native(Engine):
         for op, first, kept in found:
             op.a, op.stride_a = x.data_ptr(), x.stride(0)
             op.out, op.stride_out = out[:, first:].data_ptr(), width
+            op.narrow = self.alike
             self._call(op, Step(len(x)), *kept)
         return out
 

@@ -22,7 +22,15 @@ from kernels.devices.cpu.program import step_of
 
 Longs = npt.NDArray[np.int64]
 
-__all__ = ["SHORT", "AttentionPlan", "AttentionPlanner", "native_attention", "paged_attention", "with_short"]
+__all__ = [
+    "SHORT",
+    "AttentionPlan",
+    "AttentionPlanner",
+    "in_drafts",
+    "native_attention",
+    "paged_attention",
+    "with_short",
+]
 
 QUERY_BLOCK = 256  # queries of a prefill row in one call
 GATHER_TOKENS = 1 << 15  # cached tokens copied for one decode call, at most
@@ -195,13 +203,40 @@ def with_short(rows: AttentionRows) -> AttentionRows:
         return rows
     longer = np.flatnonzero(rows.counts[first:] > SHORT)
     short = int(longer[0]) if len(longer) else len(rows.starts) - first
+    return replace(rows, verifies=rows.verifies + short, tree=_with_chains(rows, rows.counts[first : first + short]))
+
+
+def in_drafts(rows: AttentionRows) -> AttentionRows:
+    """Each prompt as rows of up to 64 tokens, which are drafts: a query then finds the same bits in a prompt's chunk of
+    any size as in a decode.
+    """
+    first = rows.decodes + rows.verifies
+    if first == len(rows.starts):
+        return rows
+    parts = -(-rows.counts[first:] // MOST_NODES)
+    row = np.repeat(np.arange(first, len(rows.starts)), parts)
+    begin = (np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts)) * MOST_NODES
+    starts, counts = rows.starts[row] + begin, np.minimum(rows.counts[row] - begin, MOST_NODES)
+    return AttentionRows(
+        np.concatenate((rows.starts[:first], starts)),
+        np.concatenate((rows.counts[:first], counts)),
+        np.concatenate((rows.pages[:first], rows.pages[row])),
+        rows.decodes,
+        verifies=rows.verifies + len(row),
+        tree=_with_chains(rows, counts),
+        roots=None if rows.roots is None else np.concatenate((rows.roots, starts)),
+    )
+
+
+def _with_chains(rows: AttentionRows, counts: Longs) -> Tensor | None:
+    """The tree of ``rows``, and behind it chains of ``counts`` tokens: those of prompts do not depend on other rows."""
     tree = rows.tree
-    if tree is not None:  # so that a prompt's tokens do not depend on other rows
-        nodes = max(tree.shape[1], int(rows.counts[first : first + short].max()))
-        chains = chain_bits(nodes, tree.device).repeat(rows.verifies + short, 1)
-        chains[: rows.verifies, : tree.shape[1]] = tree[: rows.verifies]
-        tree = chains
-    return replace(rows, verifies=rows.verifies + short, tree=tree)
+    if tree is None:
+        return None
+    nodes = max(tree.shape[1], int(counts.max()))
+    chains = chain_bits(nodes, tree.device).repeat(rows.verifies + len(counts), 1)
+    chains[: rows.verifies, : tree.shape[1]] = tree[: rows.verifies]
+    return chains
 
 
 def paged_attention(queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:

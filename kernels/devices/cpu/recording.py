@@ -30,10 +30,13 @@ class NotNative(RuntimeError):
 
 
 class Engine:
-    """Runs native operators on ``threads`` threads, or records them."""
+    """Runs native operators on ``threads`` threads, or records them. ``alike``: products with weights of few bits treat
+    few rows as they treat many, so that a row's result depends on no other.
+    """
 
-    def __init__(self, library: Library, threads: int) -> None:
+    def __init__(self, library: Library, threads: int, alike: bool = False) -> None:
         self.library = library
+        self.alike = alike
         engine = library.open(threads)
         if engine is None:
             raise RuntimeError(f"the system did not start {threads} threads for native operators; lower --cpu-threads")

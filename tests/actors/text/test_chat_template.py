@@ -96,3 +96,24 @@ def test_other_template_kwargs_reach_the_template() -> None:
 def test_a_broken_template_names_the_place() -> None:
     with pytest.raises(ValueError, match="line 2"):
         ChatTemplate("ok\n{% if %}", {})
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"city": 'Os"lo', "n": [1]}}}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["arguments | tojson", "'' + arguments", "arguments + ''", "arguments ~ ''", "arguments"],
+)
+def test_a_template_may_take_arguments_as_object_or_as_text(arguments: str) -> None:
+    source = "{% for m in messages %}{% for call in m.tool_calls %}{% set arguments = call.function.arguments %}"
+    source += "{{ " + arguments + " }} {{ arguments.city }} {{ arguments is mapping }}{% endfor %}{% endfor %}"
+    chat = Chat(messages=[{"role": "assistant", "content": "", "tool_calls": [CALL]}])
+    assert ChatTemplate(source, {}).render(chat) == '{"city": "Os\\"lo", "n": [1]} Os"lo True'
+
+
+def test_content_is_null_where_the_template_asks_for_it() -> None:
+    chat = Chat(messages=[{"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "user", "content": ""}])
+    source = "{% for m in messages %}{{ 'calls' if m['content'] is none else 'text' }} {% endfor %}"
+    assert ChatTemplate(source, {}).render(chat) == "calls text "
+    assert ChatTemplate("{{ messages[0].content + 'x' }}", {}).render(chat) == "x"

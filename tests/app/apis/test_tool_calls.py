@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -41,21 +40,6 @@ async def test_an_answer_holds_the_calls(application, engine) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_template_may_begin_the_thought(stream: bool, application, engine) -> None:
-    detokenize, engine.answer = engine.detokenize, pieces(OSLO, "</think>")
-
-    async def without_special_tokens(ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        text: str = await detokenize(ids)
-        return text.replace("<think>", "") if skip_special_tokens else text
-
-    engine.detokenize = without_special_tokens
-    for said, count in (("Hello! <think>\n", 0), ("<think></think>", 1)):  # the fake engine's prompts end with it
-        body = {"messages": [{"role": "user", "content": said}], "tools": TOOLS, "stream": stream}
-        _, data = await post(application, body)
-        assert data.count(b'"name":"get_weather"') == count
-
-
-@pytest.mark.parametrize("stream", [False, True])
 async def test_tools_need_not_be_called(stream: bool, application, engine) -> None:
     engine.answer = pieces("No need. ", "<tool_call>what?</tool_call>")
     _, data = await post(application, {**BODY, "tools": TOOLS, "stream": stream})
@@ -67,11 +51,11 @@ async def test_tools_need_not_be_called(stream: bool, application, engine) -> No
         [choice] = msgspec.json.decode(data)["choices"]
         assert "tool_calls" not in choice["message"]
         text, end = choice["message"]["content"], choice["finish_reason"]
-    assert (text, end) == ("No need. <tool_call>what?</tool_call>", "stop")
+    assert (text, end) == ("No need. what?", "stop")
 
 
 async def test_marks_are_read_where_they_are_special_tokens(application, engine) -> None:
-    marks = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    marks = ("<tool_call>", "</tool_call>")
     asked = ({}, marks), ({"skip_special_tokens": True}, ()), ({"tool_choice": "none"}, ()), ({"tools": []}, ())
     for fields, shown in asked:
         await post(application, {**BODY, "tools": TOOLS, **fields})

@@ -102,7 +102,9 @@ async def test_wrong_values_are_refused_in_plain_words(application: Any, route: 
         error = told["error"]
         assert error["param"], where
         assert error["message"].isprintable(), where
-        words = re.sub(r"'[^']*'|\"[^\"]*\"|\([^)]*\)", "", error["message"])  # less what the client sent
+        words = re.sub(
+            r"'[^']*'|\"[^\"]*\"|\([^)]*\)", "", error["message"].replace(error["param"], "")
+        )  # less what the client sent
         assert not INTERNAL.search(words), where
         assert not any(name in words for name in TYPE_NAMES), where
         assert len(error["message"]) < 800, where

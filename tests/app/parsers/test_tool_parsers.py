@@ -2,110 +2,257 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.options import ARGUMENTS
-from app.parsers.registry import OFF, TOOL_PARSERS, tool_parser
-from app.parsers.tools.hermes import HermesParser
+from app.parsers.base import StreamingParser
+from app.parsers.registry import AUTO, OFF, TOOL_PARSERS, output_format
+from tests.kits.tool_formats import ADD, OSLO, TOOLS, written
 
-NAMES = ("get_weather", "add")
-OSLO = '<tool_call>\n{"name": "get_weather", "arguments": {"city":  "Oslo"}}\n</tool_call>'
-SUM = '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>'
-CALLS = {re.sub("</?tool_call>", "", text).strip() for text in (OSLO, SUM, '{"name": "add"}')}
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in NAMES]
-
-
-def pieces(*texts: str, size: int = 7) -> list[str]:
-    return [text[at : at + size] for text in texts for at in range(0, len(text), size)]
-
+FORMATS = sorted(set(TOOL_PARSERS) - {"passthrough"})
+AT_START = {"json", "pythonic"}  # formats without marks
+NOW: tuple[str, dict[str, Any]] = ("now", {})
 
 Read = tuple[str, list[tuple[str, str]]]
 
-TEXTS: dict[str, Read] = {
+
+def read(pieces: list[str], name: str = "hermes", **keywords: Any) -> Read:
+    """Content, and the calls with their arguments as text."""
+    reader = TOOL_PARSERS[name](TOOLS, **keywords)
+    content, calls = "", []
+    for parsed in (*map(reader.read, pieces), reader.end()):
+        content += parsed.content
+        for call in parsed.calls:
+            if call.id is not msgspec.UNSET:
+                assert (call.index, call.type) == (len(calls), "function")
+                calls.append([call.function.name, call.function.arguments, call.id])
+            else:
+                assert call.function.name is msgspec.UNSET
+                calls[call.index][1] += call.function.arguments
+    assert len({call[2] for call in calls}) == len(calls) == reader.calls
+    return content, [(called, arguments) for called, arguments, _ in calls]
+
+
+def values(calls: list[tuple[str, str]]) -> list[tuple[str, Any]]:
+    return [(name, msgspec.json.decode(arguments)) for name, arguments in calls]
+
+
+def splits(text: str) -> st.SearchStrategy[list[str]]:
+    cuts = st.lists(st.integers(0, len(text)), max_size=12).map(sorted)
+    return cuts.map(lambda at: [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_are_read_in_any_pieces(name: str) -> None:
+    text = written(name, OSLO, NOW, ADD)
+    for size in (len(text), 1, 2, 3, 7):
+        content, calls = read([text[at : at + size] for at in range(0, len(text), size)], name)
+        assert (content, values(calls)) == ("", [OSLO, NOW, ADD])
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - AT_START))
+def test_text_around_calls_stays(name: str) -> None:
+    before, after = ("Let me look. ", "So be it.")
+    end = "<|start|>assistant<|channel|>final<|message|>" if name == "gpt-oss" else " "
+    if name == "gpt-oss":
+        before = f"<|channel|>commentary<|message|>{before}<|end|>"
+    content, calls = read(list(before + written(name, ADD) + end + after), name)
+    assert (content, values(calls)) == ("Let me look. So be it.", [ADD])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_chunking_of_any_text_gives_the_same(name: str, data: st.DataObject) -> None:
+    whole = written(name, OSLO, ADD)
+    parser = TOOL_PARSERS[name]
+    parts = st.sampled_from(
+        [*re.findall(r"\W{1,8}|\w{1,8}", whole), *parser.OPEN, *parser.MARKS, whole, written(name, NOW), "x", "\n", "é"]
+    )
+    text = data.draw(st.one_of(st.integers(0, len(whole)).map(lambda cut: whole[:cut]), st.lists(parts).map("".join)))
+    content, calls = read([text], name)
+    assert read(data.draw(splits(text)), name) == (content, calls)
+    marks = [mark for mark in (*parser.OPEN, *parser.MARKS) if mark != "functools["]
+    without = re.sub("|".join(map(re.escape, marks)), "", text) if marks else text
+    if not any(mark in without for mark in marks):  # else the rest of the text makes new ones
+        assert not any(mark in content for mark in marks)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_cut_call_keeps_what_it_has(name: str) -> None:
+    text = written(name, OSLO)
+    whole = read([text], name)[1][0][1]
+    at = text.index("Oslo") + 3
+    content, calls = read(list(text[:at]), name)
+    assert content == ""
+    assert [called for called, _ in calls] == ["get_weather"]
+    assert whole.startswith(calls[0][1])
+    assert calls[0][1].endswith("Osl")
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - AT_START))
+def test_a_call_of_no_given_tool_is_text(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "troupe.parsers"):
+        content, calls = read(list(written(name, ("rm", {"a": "x"}), ADD)), name)
+    assert "rm" in content or name == "gpt-oss"
+    assert not any(mark in content for mark in (*TOOL_PARSERS[name].OPEN, *TOOL_PARSERS[name].MARKS))
+    assert "no tool 'rm'" in caplog.text
+    assert [called for called, _ in calls] in (["add"], [])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_only_the_first_call_where_there_may_be_one(name: str) -> None:
+    assert values(read([written(name, ADD, OSLO)], name, parallel=False)[1]) == [ADD]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_arguments_arrive_while_they_are_made(name: str) -> None:
+    text = written(name, OSLO)
+    reader = TOOL_PARSERS[name](TOOLS)
+    reader.read(text[: text.index("Oslo")])
+    [delta] = reader.read("Oslo ").calls
+    assert delta.function.arguments.rstrip() == "Oslo"
+
+
+HERMES: dict[str, Read] = {
     "": ("", []),
-    "a < b </tool_call> <tool_cal <think": ("a < b </tool_call> <tool_cal <think", []),
-    OSLO: ("", [("get_weather", '{"city":  "Oslo"}')]),
-    f"Let me look. {OSLO}\n{SUM}\n": ("Let me look. ", [("get_weather", '{"city":  "Oslo"}'), ("add", '{"a": 1}')]),
-    f"{SUM}  so <b>": ("so <b>", [("add", '{"a": 1}')]),
+    "a < b <tool_cal <think": ("a < b <tool_cal <think", []),
     '<tool_call>{"name": "add"}</tool_call>': ("", [("add", "{}")]),
-    f"<think>\nI say {OSLO} </think>\n\n{SUM}": (f"<think>\nI say {OSLO} </think>\n\n", [("add", '{"a": 1}')]),
-    OSLO.removesuffix("</tool_call>"): ("", [("get_weather", '{"city":  "Oslo"}')]),
-    f"<think>{OSLO}": (f"<think>{OSLO}", []),
-    f" \n<think>{OSLO}</think><think>{SUM}": (f" \n<think>{OSLO}</think><think>", [("add", '{"a": 1}')]),
-    f"I <think> so. {SUM}": ("I <think> so. ", [("add", '{"a": 1}')]),
-    f"{SUM}<think>{SUM}": ("<think>", [("add", '{"a": 1}')] * 2),
-    **{
-        text: (text, [])
-        for text in (
-            '<tool_call>{"name": "rm", "arguments": {}}</tool_call> x',
-            '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
-            '<tool_call>{"name": "add", "arguments": "[1]"}</tool_call>',
-            '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
-            '<tool_call>{"name": "add", "arguments": {"a": ',
-            "<tool_call>__import__('os')</tool_call>\n",
-            f'<tool_call>{{"name": "add", "arguments": {"[" * 5000}</tool_call>',
-        )
-    },
+    '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>  so': ("so", [("add", '{"a": 1}')]),
+    '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>': ("", [("add", '{"a": 1}')]),
+    '<tool_call>{"name": "add", "arguments": {"a":  1}}': ("", [("add", '{"a":  1}')]),
+    '<tool_call>{"name": "add", "arguments": {"a": ': ("", [("add", '{"a": ')]),
+    '<tool_call>{"name": "add", "argu': ("", [("add", "")]),
+    '<tool_call>{"name": "add", "arguments": {"a": "b\n\\d"}}': ("", [("add", '{"a": "b\\u000a\\\\d"}')]),
+    '<tool_call>{"name": "rm", "arguments": {}}</tool_call> x': ('{"name": "rm", "arguments": {}}x', []),
+    '<tool_call>{"name": "add", "arguments": [1]}</tool_call>': ('{"name": "add", "arguments": [1]}', []),
+    '<tool_call>{"name": "add", "arguments": "[1]"}</tool_call>': ('{"name": "add", "arguments": "[1]"}', []),
+    '<tool_call>{"name": 5, "arguments": {}}</tool_call>': ('{"name": 5, "arguments": {}}', []),
+    "<tool_call>__import__('os')</tool_call>": ("__import__('os')", []),
+    '<tool_call>{"name": "add", "arguments": {"a": 01}}</tool_call>': ("}}", [("add", '{"a": ')]),
 }
 
 
-def read(pieces: list[str], **keywords: Any) -> Read:
-    reader = HermesParser(NAMES, **keywords)
-    told = [*map(reader.read, pieces), reader.end()]
-    calls = [call for _, some in told for call in some]
-    assert [call.index for call in calls] == list(range(reader.calls))
-    assert len({call.id for call in calls}) == len(calls)
-    return "".join(text for text, _ in told), [(call.function.name, call.function.arguments) for call in calls]
+@pytest.mark.parametrize("text", HERMES, ids=lambda text: repr(text[:60]))
+def test_what_cannot_be_read_is_text(text: str) -> None:
+    assert read([text]) == HERMES[text]
+    assert read(list(text)) == HERMES[text]
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=lambda text: repr(text[:60]))
-def test_a_text_is_taken_apart_however_it_comes(text: str) -> None:
-    for size in (len(text) + 1, 1, 2, 5, 11):
-        assert read(pieces(text, size=size)) == TEXTS[text]
+def test_deep_nesting_ends_a_call() -> None:
+    content, [(called, arguments)] = read([f'<tool_call>{{"name": "add", "arguments": {{"a": {"[" * 5000}'])
+    assert (called, arguments.count("["), content.count("[")) == ("add", 64, 4936)
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.sampled_from([*TEXTS, "<tool_call>", "</tool_call>", "<think>", "</think>", "\n", "é"]), max_size=6))
-def test_nothing_but_calls_is_lost(parts: list[str]) -> None:
-    text = "".join(parts)
-    whole = read([text])
-    assert read(list(text)) == whole
-    thought = re.match(r"\s*<think>.*?(?:</think>|\Z)|", text, re.DOTALL)[0]
-    assert whole[0] == thought + re.sub(
-        r"<tool_call>(.*?)(?:</tool_call>|\Z)\s*", left, text[len(thought) :], flags=re.DOTALL
-    )
+def test_python_values_become_json() -> None:
+    text = "[add(a='it\\'s', b=[1, -2.5e3, (True, None), {\"k\": 'v\\n'}], c=\"\\x41\\u00e9\",), now()]"
+    [(_, first), second] = values(read(list(text), "pythonic")[1])
+    assert first == {"a": "it's", "b": [1, -2500.0, [True, None], {"k": "v\n"}], "c": "Aé"}
+    assert second == NOW
+    for wrong in ("[add(a=open('x'))]", "[add(a=1+1)]", "[1, 2]", "[x for x in y]"):
+        assert not any(re.search(r"open|\+", arguments) for _, arguments in read([wrong], "pythonic")[1])
 
 
-def left(block: re.Match[str]) -> str:
-    """Nothing of a call, all of another block."""
-    return "" if block[1].strip() in CALLS else block[0]
+def test_values_take_the_types_of_the_schema() -> None:
+    tools = {
+        "f": {
+            "properties": {
+                "text": {"type": "string"},
+                "either": {"type": ["string", "null"]},
+                "some": {"anyOf": [{"type": "string"}, {"type": "object"}]},
+                "flag": {"type": "boolean"},
+                "wrong": {"type": "integer"},
+                "choice": {"enum": ["1", "2"]},
+            }
+        }
+    }
+    given = {
+        "text": "1",
+        "either": "null",
+        "some": '{"a": 1}',
+        "flag": "True",
+        "wrong": "two",
+        "choice": "1",
+        "free": "[1]",
+    }
+    body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
+    reader = TOOL_PARSERS["qwen3_coder"](tools)
+    [call] = reader.read(f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>").calls
+    assert msgspec.json.decode(call.function.arguments) == {
+        "text": "1", "either": None, "some": {"a": 1}, "flag": True, "wrong": "two", "choice": "1", "free": [1],
+    }  # fmt: skip
 
 
-def test_a_thought_may_have_begun_in_the_prompt() -> None:
-    text = f"I say {OSLO}<think> </think>{SUM}"
-    assert read(list(text), thinking=True) == (text.removesuffix(SUM), [("add", '{"a": 1}')])
-    assert read([OSLO], thinking=True) == (OSLO, [])
+def test_ids_are_those_that_the_models_know() -> None:
+    def ids(name: str, text: str) -> list[str]:
+        return [call.id for call in TOOL_PARSERS[name](TOOLS).read(text).calls]
+
+    assert ids("kimi_k2", written("kimi_k2", NOW, ADD)) == ["functions.now:0", "functions.add:1"]
+    assert ids("mistral", '[TOOL_CALLS][{"name": "now", "id": "abcdefghi", "arguments": {}}]') == ["abcdefghi"]
+    assert ids("mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghj[ARGS]{}") == ["abcdefghj"]
+    [made] = ids("mistral", written("mistral", NOW))
+    assert re.fullmatch("[a-z0-9]{9}", made)
+    mistral, kimi = TOOL_PARSERS["mistral"], TOOL_PARSERS["kimi_k2"]
+    assert mistral.history_id("abcdefghi", "now", 0) == "abcdefghi"
+    assert re.fullmatch("[a-z0-9]{9}", mistral.history_id("call_1", "now", 0))
+    assert kimi.history_id("call_1", "now", 3) == "functions.now:3"
+    assert kimi.history_id("functions.now:7", "now", 3) == "functions.now:7"
+
+
+def test_calls_in_other_spellings() -> None:
+    assert values(read(['[TOOL_CALLS] [{"name": "now", "arguments": {}}]'], "mistral")[1]) == [NOW]
+    assert values(read(['{"name": "now", "parameters": {}}'], "llama3_json")[1]) == [NOW]
+    assert values(read(["functools[" + written("json", NOW)[1:]], "phi4")[1]) == [NOW]
+    assert values(read([written("pythonic", NOW)], "llama4")[1]) == [NOW]
+    assert values(read(["<function=now>\n</function>\n</tool_call>"], "qwen3_coder")[1]) == [NOW]
+    assert values(read(["<tool_call>now</tool_call>"], "glm45")[1]) == [NOW]
+    to = "<|start|>assistant to=functions.now<|channel|>commentary<|message|>{}"
+    assert values(read([to], "gpt-oss")[1]) == [NOW]
+    assert read(['{"a": 1} is JSON'], "llama3_json") == ('{"a": 1} is JSON', [])
 
 
 def test_text_is_returned_as_soon_as_it_cannot_be_a_call() -> None:
-    reader = HermesParser(NAMES)
-    told = [reader.read(piece)[0] for piece in ("Hel", "lo <", "b> <tool", "_box>")]
-    assert told == ["Hel", "lo ", "<b> ", "<tool_box>"]
+    reader = TOOL_PARSERS["hermes"](TOOLS)
+    assert [reader.read(piece).content for piece in ("Hel", "lo <", "b> <tool", "_box>")] == [
+        "Hel", "lo ", "<b> ", "<tool_box>",
+    ]  # fmt: skip
 
 
-def test_only_the_first_call_where_there_may_be_one() -> None:
-    assert read([f"x {OSLO}{SUM} y"], parallel=False) == ("x y", [("get_weather", '{"city":  "Oslo"}')])
-
-
-def test_every_choice_of_the_option_is_a_registered_format() -> None:
+def test_every_choice_of_the_options_is_a_registered_format() -> None:
     (option,) = (argument for argument in ARGUMENTS if argument.name == "tool-call-parser")
-    assert set(option.choices) == {*TOOL_PARSERS, OFF}
-    assert tool_parser(OFF) is None
-    assert tool_parser(None) is TOOL_PARSERS[option.default_text]
-    for parser in TOOL_PARSERS.values():
-        assert all(parser.MARKS)
+    assert set(option.choices) == {*TOOL_PARSERS, OFF, AUTO}
+    assert set(option.synonyms.values()) <= set(option.choices)
+
+
+TEMPLATES = {
+    "hermes": "<tool_call>\n{{ tool_call }}</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=' + name + '>",
+    "glm45": "<tool_call>{{ name }}<arg_key>",
+    "deepseekv3": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + name + '\\n```json",
+    "deepseekv31": "<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>",
+    "llama3_json": "Environment: ipython",
+    "gpt-oss": "<|channel|>commentary json <|constrain|>",
+    "granite": "<|tool_call|>",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_auto_reads_the_format_off_the_template(name: str) -> None:
+    for option in (None, AUTO):
+        assert output_format(option, None, TEMPLATES[name], "").tools is TOOL_PARSERS[name]
+
+
+def test_auto_falls_back_on_the_family() -> None:
+    assert output_format(None, None, None, "GptOssForCausalLM").harmony
+    assert output_format(None, None, None, "MistralForCausalLM").tools is TOOL_PARSERS["mistral"]
+    assert output_format(None, None, None, "").tools is TOOL_PARSERS["hermes"]
+    assert output_format(None, None, None, "").parser(False) is None
+    assert output_format(OFF, OFF, TEMPLATES["hermes"], "").parser(True) is None
+    assert output_format(OFF, "base", None, "").parser(True) is StreamingParser

@@ -25,6 +25,13 @@ def deep(levels: int) -> object:
     return value
 
 
+def deep_object(levels: int) -> object:
+    value: object = 0
+    for _ in range(levels):
+        value = {"anyOf": [value]}
+    return value
+
+
 def strings(count: int) -> list[str]:
     return ["x"] * count
 
@@ -59,6 +66,19 @@ SAMPLING: dict[str, list[Any]] = {
     "no_stop_trim": [1],
     "speculative": ["yes", 2],
     "speculative_num_draft_tokens": [0, -1, 65, HUGE, 1.5],
+    "json_schema": [5, "{", "x" * 70_000, {"type": "nope"}, deep_object(100)],
+    "regex": [5, "(", "(" * 500, "x" * 70_000],
+    "ebnf": [5, "root ::= (", "(" * 500, "x" * 70_000],
+    "structural_tag": [5, "{", {"structures": []}, {"structures": [5], "triggers": ["<"]}, deep_object(100)],
+}
+FORMS: dict[str, list[Any]] = {
+    "json": [5, "{", {"type": "nope"}],
+    "regex": [5, "("],
+    "choice": [5, strings(LIMITS.grammar_choices + 1)],
+    "grammar": [5, "root ::= ("],
+    "structural_tag": [5, "{"],
+    "whitespace": [5],
+    "whitespace_pattern": [5],
 }
 OPENAI: dict[str, list[Any]] = SAMPLING | {
     "model": [OVER_NAME, 5],
@@ -84,8 +104,20 @@ OPENAI: dict[str, list[Any]] = SAMPLING | {
     "store": [5],
     "service_tier": ["banana", 5],
     "verbosity": ["banana"],
-    "separate_reasoning": [5],
-    "stream_reasoning": [5],
+    "response_format": [5, {"type": "xml"}, {"type": "json_schema"}, {"type": "structural_tag"}],
+    "structured_outputs": [5, {"regex": "a", "choice": ["a"]}],
+    **{
+        f"structured_outputs.{name}": [({name: value}, f"structured_outputs.{name}", {}) for value in values]
+        for name, values in FORMS.items()
+    },
+    "structured_outputs.json_object": [({"json_object": 5}, "structured_outputs.json_object", {})],
+    "structured_outputs.disable_any_whitespace": [
+        ({"disable_any_whitespace": 5}, "structured_outputs.disable_any_whitespace", {})
+    ],
+    "grammar": ["root ::= (", 5],
+    **{f"guided_{name}": values for name, values in FORMS.items() if name in ("json", "regex", "choice", "grammar")},
+    "guided_json_object": [5],
+    "guided_whitespace_pattern": [5, ("(", "guided_json_object", {"guided_json_object": True})],
 }
 MESSAGE = {"role": "user", "content": "hi"}
 
@@ -208,6 +240,13 @@ TABLE: dict[str, dict[str, list[Any]]] = {
         "tool_choice": [OVER_NAME, "required", {"type": "function"}, deep(100)],
         "parallel_tool_calls": [5],
         "reasoning_effort": ["banana", "", 5],
+        "separate_reasoning": [5],
+        "stream_reasoning": [5],
+        "include_reasoning": [5],
+        "thinking_budget": [-1, 2**31, 1.5],
+        "max_thinking_tokens": [-1, 2**31],
+        "thinking_token_budget": [-1, 2**31],
+        "reasoning.max_tokens": [({"max_tokens": -1}, "reasoning.max_tokens", {})],
         "reasoning": [{"max_tokens": 5}, {"effort": "x" * 33}],
         "reasoning.effort": [({"effort": "x" * 33}, "reasoning.effort", {})],
     },
@@ -251,6 +290,10 @@ TABLE: dict[str, dict[str, list[Any]]] = {
                 "logit_bias",
                 "speculative",
                 "speculative_num_draft_tokens",
+                "json_schema",
+                "regex",
+                "ebnf",
+                "structural_tag",
             )
         },
         "rid": [OVER_LABEL, strings(LIMITS.prompts + 1)],

@@ -271,7 +271,7 @@ def test_of_a_field_given_twice_every_part_sees_the_same(target: Target) -> None
     assert last.json()["usage"]["completion_tokens"] == 1
     first = target.post("/v1/completions", b'{"prompt": "x", "max_tokens": 1, "max_tokens": 99999}')
     assert first.json()["error"]["param"] == "max_tokens"
-    refused = target.post("/v1/completions", b'{"prompt": "x", "regex": null, "regex": "a+"}')
+    refused = target.post("/v1/completions", b'{"prompt": "x", "regex": null, "regex": "(a"}')
     assert refused.json()["error"]["param"] == "regex"
 
 

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.contract.config import RunnerConfig
+from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
 from kernels.devices.invariant.capabilities import InvariantAttention, InvariantElementwise
 from kernels.devices.invariant.elementwise import by_lines, pairwise_sum
@@ -16,6 +17,8 @@ from kernels.devices.invariant.norm import InvariantNorm
 from kernels.devices.invariant.products import TILE, TiledLinear
 from kernels.devices.select import select_device
 from tests.kits.driver import VOCAB
+from tests.kits.gguf_writer import write_gguf
+from tests.kits.native import require_native
 
 LENGTH = 150  # more than a block of keys
 SAMPLED = SlotSampling(temperature=0.8, top_p=0.9, seed=5, logprobs=3)
@@ -138,16 +141,42 @@ MODELS = {
     "int8": ("qwen3", {"dtype": "bfloat16", "quantization": "int8"}),
     "kv-int8": ("qwen3", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
     "kv-fp8": ("qwen3", {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}),
+    "native": ("native-qwen3", {"dtype": "bfloat16", "threads": 3}),
+    "native-window": ("native-mistral", {"dtype": "bfloat16"}),
+    "native-experts": ("native-moe", {"dtype": "bfloat16"}),
+    "native-int8": ("native-qwen3", {"dtype": "bfloat16", "quantization": "int8"}),
+    "native-fp8": ("native-qwen3", {"dtype": "bfloat16", "quantization": "fp8"}),
+    "native-experts-fp8": ("native-moe", {"dtype": "bfloat16", "quantization": "fp8"}),
+    "native-kv-int8": ("native-qwen3", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
+    "native-kv-fp8": ("native-qwen3", {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}),
+    "Q4_0": ("native-qwen3", {"dtype": "bfloat16"}),
+    "Q4_1": ("native-qwen3", {"dtype": "bfloat16"}),
+    "Q8_0": ("native-qwen3", {"dtype": "bfloat16"}),
 }
+"""The native ones are for levels with native operators; the last ones are GGUF files of these types."""
+
+
+def model_of(name, reference, drive, tmp_path_factory, **more):
+    native = name.startswith(("native", "Q"))
+    if native:
+        require_native()
+    family, options = MODELS[name]
+    path = reference(family).path
+    if name.startswith("Q"):
+        path = write_gguf(path, tmp_path_factory.mktemp("gguf") / "model.gguf", name)
+    driver = drive(path, invariant=True, max_slots=8, **options | more)
+    if native:  # decodes are a program, but where experts run in turn
+        assert bool(driver.info.graph_rows) == (name != "native-experts-fp8")
+        assert driver.info.cpu_operators in ("wheel", "compiled")
+    return driver
 
 
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_token_is_the_same_in_any_batch(name, reference, drive, words, data):
+def test_a_token_is_the_same_in_any_batch(name, reference, drive, words, tmp_path_factory, data):
     """In steps of any rows, chunks of any sizes, behind shared pages, and after its sequence was begun again."""
-    family, options = MODELS[name]
-    held = words(name, lambda: drive(reference(family).path, invariant=True, max_slots=8, **options))
+    held = words(name, lambda: model_of(name, reference, drive, tmp_path_factory))
     driver = held.driver
     chosen = data.draw(st.lists(st.integers(0, 11), min_size=1, max_size=6, unique=True))
     expected = {number: held.expected(number) for number in chosen}
@@ -199,3 +228,45 @@ def test_a_token_is_the_same_in_any_batch(name, reference, drive, words, data):
             driver.release(slot)
         driver.free.extend(kept)
         driver.step([])
+
+
+@pytest.mark.parametrize("name", ["bf16", "native", "native-experts", "native-kv-int8", "Q4_0"])
+def test_answers_are_the_same_with_draft_tokens_and_company(name, reference, drive, tmp_path_factory, prompts):
+    """Of requests that want tokens alone, whose decodes are native calls where the level has them: alone, together with
+    others that come and go, and with draft tokens."""
+    texts = prompts(70, 3, 130, 20)
+    hows = [SlotSampling(temperature=0.0), *(SlotSampling(temperature=0.8, top_p=0.9, seed=seed) for seed in (1, 2, 3))]
+    together = SlotSampling(temperature=0.7, seed=5, logprobs=2)
+
+    def answers(company, drafts):
+        speculation = SpeculativeSettings("NGRAM", num_draft_tokens=5) if drafts else None
+        driver = model_of(name, reference, drive, tmp_path_factory, speculation=speculation)
+        found = []
+        for text, how in () if company else zip(texts, hows, strict=True):
+            driver.admit(1, text, sampling=how)
+            driver.step([(1, len(text))])
+            while len(driver.tokens[1]) < len(text) + 30:
+                driver.step([(1, 1)], {1: 4} if drafts else None)
+            found.append(driver.tokens[1][len(text) : len(text) + 30])
+            driver.release(1)
+        if not company:
+            return found
+        for slot, (text, how) in enumerate(zip(texts, hows, strict=True), 1):
+            driver.admit(slot, text, sampling=how)
+            driver.step([(slot, min(len(text), 40 * slot)), *((other, 1) for other in range(1, slot))])
+            while driver.pending(slot) > 1:
+                driver.step([(slot, min(driver.pending(slot), 33)), *((other, 1) for other in range(1, slot))])
+        for turn in range(40):
+            if turn == 10:  # whose log-probabilities keep the others from native calls
+                driver.admit(6, texts[0], sampling=together)
+                driver.step([(6, len(texts[0])), (1, 1), (3, 1)])
+            if turn == 20:
+                driver.release(6)
+            rows = [(slot, 1) for slot in ((1, 2, 3, 4, 6) if 10 <= turn < 20 else (1, 2, 3, 4))]
+            driver.step(rows, dict.fromkeys((slot for slot, _ in rows), 4) if drafts else None)
+        return [driver.tokens[slot][len(text) : len(text) + 30] for slot, text in enumerate(texts, 1)]
+
+    alone = answers(False, False)
+    assert answers(True, False) == alone
+    assert answers(False, True) == alone
+    assert answers(True, True) == alone

@@ -41,7 +41,7 @@ class PlainDevice(Device):
         self.elementwise = Elementwise(self.torch_device)
         self.linear = LinearLayers(self.elementwise, fallbacks)
         self.experts = ExpertLayers(self.linear, fallbacks)
-        self.cache = CpuCaches(NativeOperators(CpuDevice(1).native.isa, 1, enabled=False))
+        self.cache = CpuCaches(NativeOperators(CpuDevice(1).native.isa, 1))
         self.attention = InvariantAttention(self.cache, self.cache, self.memory.put)
         self.sampling = SamplingKernels()
         self.capture = Capture()

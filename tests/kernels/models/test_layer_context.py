@@ -22,6 +22,7 @@ def test_rows_use_their_adapters_in_every_linear_layer(name, reference, drive, p
 
 
 @needs_native
+@pytest.mark.usefixtures("compiled")
 def test_native_operators_run_beside_adapters(drive, prompts, tmp_path):
     """Steps are not made into programs, which hold no operators of torch; a model without adapters still is."""
     path = make_tiny_model(tmp_path / "model", hidden_size=64, head_dim=32, intermediate_size=128)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.contract.step import SlotSampling
+from kernels.contract.step import SlotSampling, ThoughtBudget
 from kernels.sampling.penalties import apply_penalties
 from kernels.sampling.sampler import Sampler
 
@@ -204,3 +204,35 @@ def test_the_transforms_come_in_their_order():
     logits[0, 0], logits[0, 1] = 1.0, 4.0
     assert greedy(logits, [[0]], [1], bias_ids=[(0,)], bias_values=[(5.0,)]) == [0]
     assert greedy(logits, [[0]], [1], bias_ids=[(0,)], bias_values=[(5.0,)], repetition_penalty=[2.0]) == [1]
+
+
+def test_a_thought_ends_when_its_budget_is_spent():
+    begin, end = 50, 51
+    budget = ThoughtBudget(3, begin, end)
+    histories = [
+        [begin, 9, 9, 9],  # begun by the prompt, 3 output tokens: due
+        [begin, 9, 9],  # not yet
+        [begin, 9, end, 9],  # ended by itself
+        [9, begin, 9, 9],  # begun by the output
+        [9, 9, 9, 9],  # no thought
+        [begin, 9, 9, 9, 9],  # past it, as after a restart
+        [begin, end, 9, 9, 9],  # ended by the prompt, whose length is 2
+    ]
+    prompts = [1, 1, 1, 1, 1, 1, 2]
+    expected = [end, 0, 0, end, 0, end, 0]
+    assert greedy(falling(7), histories, prompts, thought_budget=[budget] * 7) == expected
+    always = ThoughtBudget(3, -1, end)
+    assert greedy(falling(), [[9, 9, 9, 9]], [1], thought_budget=[always]) == [end]
+    assert greedy(falling(), [[9]], [1], thought_budget=[ThoughtBudget(0, -1, end)]) == [end]
+    assert greedy(falling(), [[9]], [1], thought_budget=[ThoughtBudget(0, -1, VOCAB)]) == [0]
+    none = ThoughtBudget(0, begin, end)
+    histories = [[9, begin], [9, begin, end], [9, begin, end, 9], [9, 9, begin]]
+    assert greedy(falling(4), histories, [1] * 4, thought_budget=[none] * 4) == [end, 0, 0, 0]
+
+
+def test_a_budget_of_a_thought_reads_the_history():
+    sampler = Sampler(VOCAB, 2)
+    sampler.admit(0, SlotSampling(thought_budget=ThoughtBudget(3, 1, 2)), 1)
+    sampler.admit(1, SlotSampling(ban_ids=(1,)), 1)
+    assert sampler.needs_history([0, 1])
+    assert not sampler.needs_history([1])

@@ -5,7 +5,7 @@ They need AMX, or AVX-512 with BF16, VNNI and VBMI, and a C++ compiler when they
 `kernels.contract.cpu_isa` has a library of its own, from the same source. Where something is missing, and until the
 library is compiled, the CPU device does the same with PyTorch's operators.
 
-A wheel brings compiled libraries (setup.py). One is used if it was made of the sources and flags that are installed
+A wheel brings compiled libraries (wheel.py). One is used if it was made of the sources and flags that are installed
 beside it and if it can be loaded; else the log says so once, and the library is compiled here. The variable
 ``TROUPE_NATIVE_FLAGS`` adds flags for the compiler; with it no library of a wheel is used.
 """

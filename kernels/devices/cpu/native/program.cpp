@@ -240,7 +240,23 @@ Operands operands(Engine& engine, const Op& op, const Step& step, int64_t bytes)
             op.gated != 0, &engine.panels};
 }
 
+// The most rows that a product with weights of few bits treats in one way; any other: 0.
+int64_t alike(const Op& op) {
+    if (op.kind == FP8) return std::min(WIDE, op.i2 / 2);
+    return op.kind == GROUPED || op.kind == BLOCKS ? FEWEST : 0;
+}
+
 void run(Engine& engine, const Op& op, const Step& step) {
+    if (const int64_t most = op.narrow ? alike(op) : 0; most && step.rows > most) {
+        Op part = op;
+        Step some = step;
+        for (int64_t row = 0; row < step.rows; row += most) {
+            part.a = at<bf16>(op.a, row, op.stride_a), part.out = at<bf16>(op.out, row, op.stride_out);
+            some.rows = std::min(most, step.rows - row);
+            run(engine, part, some);
+        }
+        return;
+    }
     Rows rows = {&op, &step, nullptr, 8};  // fewer are not worth a claim
     switch (op.kind) {
         case LINEAR: return multiply(engine.team, Product{operands(engine, op, step, sizeof(bf16))});

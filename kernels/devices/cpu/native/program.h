@@ -18,6 +18,7 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //              order int64 [i0], 0: as they come; f0: whether zeros are others than the middle
 //   FP8        as LINEAR with b a weight of e4m3 (fp8.h); i2 inputs that have a scale of their own
 //   BLOCKS     as LINEAR with b a weight in blocks (blocks.h)
+//              Where `narrow` is set, a row of GROUPED, FP8 and BLOCKS finds the same bits whatever rows are beside it.
 //   ROTARY     a x, b cosines, c sines -> out; i0 dim, i1 heads
 //   PLACE      a queries, keys and values: NORM and ROTARY of the first two, in one pass, and WRITE; b cosines, c sines, out
 //              cache; i0 dim, i1 heads of queries and keys, i2 kv heads, i4 address of the norm's weight or 0, f0 eps

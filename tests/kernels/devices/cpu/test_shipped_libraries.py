@@ -141,7 +141,7 @@ def test_a_wheel_has_what_was_compiled_and_is_named_for_it(compiler, tmp_path, m
     """With a compiler that writes a word, in the place of the real one."""
     project = tmp_path / "project"
     project.mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, project)
     for name in ("kernels", "telemetry", "actors"):
         shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))

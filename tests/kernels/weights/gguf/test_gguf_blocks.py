@@ -152,6 +152,7 @@ def test_rows_are_looked_up_in_blocks(name, platform):
 
 
 @needs_native
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("tied", [True, False])
 def test_decodes_run_as_one_program(tied, drive, monkeypatch, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32, "tie_word_embeddings": tied}

@@ -20,8 +20,10 @@ from kernels.weights.tensors import Part
 from tests.kits.declared import declared, open_gguf
 from tests.kits.gguf_checkpoints import floats, greedy
 from tests.kits.gguf_writer import kind_of, write_gguf
-from tests.kits.native import needs_native
+from tests.kits.native import compiled, needs_native
 from tests.kits.tiny_model import make_tiny_model
+
+__all__ = ["compiled"]
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +210,7 @@ def test_experts_stay_quantized(kind, reference, drive, tmp_path):
 
 
 @needs_native
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_1"])
 def test_quantized_experts_take_less_memory_than_floats(kind, reference, drive, tmp_path):
     file = write_gguf(reference("parallel-moe").path, tmp_path / "model.gguf", kind)

@@ -1,4 +1,4 @@
-"""Wheels with compiled native libraries; everything else is in pyproject.toml.
+"""Build commands of a wheel with compiled native libraries; pyproject.toml names them.
 
 `pip wheel .` compiles the CPU's operators for each instruction set of this machine's architecture, and the tries of
 NGRAM drafts. Without a C++ compiler, or on another system, the wheel has sources alone and is the same everywhere. An
@@ -14,11 +14,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-ROOT = Path(__file__).parent
+__all__ = ["BuildNative", "NativeWheel"]
+
+ROOT = Path(__file__).parents[4]
 FOLDER = "kernels/devices/cpu/native/compiled"
 LEVELS = {"x86_64": ("amx", "avx512", "avx2"), "aarch64": ("neon",)}
 # The wheel needs no C++ library of the system, and none of another extension is mistaken for it.
@@ -74,6 +75,3 @@ def compile_all(folder: Path) -> None:
 
     with ThreadPoolExecutor(len(sources) + 1) as pool:
         list(pool.map(one, (*sources, SOURCE)))
-
-
-setup(cmdclass={"build_py": BuildNative, "bdist_wheel": NativeWheel})

@@ -1,0 +1,30 @@
+"""Tool calls as DeepSeek-V3.2 and V4 write them, in tags of their language DSML:
+
+<｜DSML｜function_calls>
+<｜DSML｜invoke name="get_weather">
+<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>
+</｜DSML｜invoke>
+</｜DSML｜function_calls>
+
+V4 says ``tool_calls`` for ``function_calls``.
+"""
+
+from __future__ import annotations
+
+from app.parsers.tools.invoke import InvokeParser
+
+__all__ = ["DeepSeekV4Parser", "DeepSeekV32Parser"]
+
+
+class DeepSeekV32Parser(InvokeParser):
+    PREFIX = "｜DSML｜"
+    OPEN = ("<｜DSML｜function_calls>",)
+    CLOSE = "</｜DSML｜function_calls>"
+    MARKS = (CLOSE,)
+    TOKENS = (PREFIX,)
+
+
+class DeepSeekV4Parser(DeepSeekV32Parser):
+    OPEN = ("<｜DSML｜tool_calls>",)
+    CLOSE = "</｜DSML｜tool_calls>"
+    MARKS = (CLOSE,)

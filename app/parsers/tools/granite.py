@@ -1,0 +1,20 @@
+"""Tool calls as Granite 3 writes them: a mark and a list of JSON,
+
+<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]
+"""
+
+from __future__ import annotations
+
+from app.parsers.base import Reading, StreamingParser
+
+__all__ = ["GraniteParser"]
+
+
+class GraniteParser(StreamingParser):
+    """Granite 3.0 writes ``<|tool_call|>``, later ones ``<tool_call>``."""
+
+    OPEN = ("<|tool_call|>", "<tool_call>")
+    MARKS = ("</tool_call>",)
+
+    def block(self, mark: str) -> Reading[None]:
+        yield from self.json_calls()

@@ -1,0 +1,21 @@
+"""Tool calls as InternLM 2 and Intern-S1 write them:
+
+<|action_start|><|plugin|>
+{"name": "get_weather", "parameters": {"city": "Oslo"}}<|action_end|>
+"""
+
+from __future__ import annotations
+
+from app.parsers.base import Reading, StreamingParser
+
+__all__ = ["InternLMParser"]
+
+
+class InternLMParser(StreamingParser):
+    OPEN = ("<|action_start|>",)
+    MARKS = ("<|plugin|>", "<|action_end|>")
+
+    def block(self, mark: str) -> Reading[None]:
+        yield from self.space()
+        yield from self.skip("<|plugin|>")
+        yield from self.json_calls()

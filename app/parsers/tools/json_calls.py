@@ -1,0 +1,15 @@
+"""Tool calls as bare JSON, one call or a list of them, which begin the answer:
+
+[{"name": "get_weather", "arguments": {"city": "Oslo"}}]
+"""
+
+from __future__ import annotations
+
+from app.parsers.base import Reading, StreamingParser
+
+__all__ = ["JsonParser"]
+
+
+class JsonParser(StreamingParser):
+    def at_start(self) -> Reading[None]:
+        yield from self.json_calls()

@@ -1,0 +1,22 @@
+"""Tool calls as Phi-4-mini writes them: a list of JSON,
+
+<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]<|/tool_call|>
+
+or behind the word ``functools``.
+"""
+
+from __future__ import annotations
+
+from app.parsers.base import Reading, StreamingParser
+
+__all__ = ["Phi4Parser"]
+
+
+class Phi4Parser(StreamingParser):
+    OPEN = ("<|tool_call|>", "functools[")
+    MARKS = ("<|/tool_call|>",)
+
+    def block(self, mark: str) -> Reading[None]:
+        if mark == "functools[":
+            self.put_back("[")
+        yield from self.json_calls()

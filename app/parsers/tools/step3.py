@@ -1,0 +1,26 @@
+"""Tool calls as Step-3 writes them:
+
+<｜tool_calls_begin｜>
+<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">
+<steptml:parameter name="city">Oslo</steptml:parameter>
+</steptml:invoke><｜tool_call_end｜>
+<｜tool_calls_end｜>
+"""
+
+from __future__ import annotations
+
+from app.parsers.base import Reading
+from app.parsers.tools.invoke import InvokeParser
+
+__all__ = ["Step3Parser"]
+
+
+class Step3Parser(InvokeParser):
+    PREFIX = "steptml:"
+    OPEN = ("<｜tool_call_begin｜>",)
+    CLOSE = "<｜tool_call_end｜>"
+    MARKS = (CLOSE, "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>", "<｜tool_sep｜>")
+
+    def block(self, mark: str) -> Reading[None]:
+        yield from self.name_until("<｜tool_sep｜>")
+        yield from super().block(mark)

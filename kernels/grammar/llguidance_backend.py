@@ -1,0 +1,95 @@
+"""Grammars by llguidance (github.com/guidance-ai/llguidance): derivatives of regular expressions and an Earley parser.
+
+Almost nothing is computed at compile time, so that a new schema costs a millisecond.
+"""
+
+from __future__ import annotations
+
+import json
+
+import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
+
+from kernels.contract.grammar import Grammar, GrammarError, GrammarSettings
+from kernels.grammar.backend import MOST_WHITESPACE, Bits, Compiled, read_tags, tokenizer_json
+
+__all__ = ["LlGuidance"]
+
+
+class LlGuidance:
+    """See ``GrammarBackend``."""
+
+    def __init__(self, settings: GrammarSettings, vocab_size: int) -> None:
+        self._settings = settings
+        self._tokenizer = llguidance.LLTokenizer(
+            tokenizer_json(settings), n_vocab=vocab_size, eos_token=list(settings.eos_ids)
+        )
+        # Defaults bound the work of a step; messages must not print the parser's state.
+        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        try:
+            text = self._translate(grammar)
+        except GrammarError:
+            raise
+        except Exception as error:  # the library's converters raise bare exceptions
+            raise GrammarError(str(error)) from error
+        first = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        if first.is_error():
+            raise GrammarError(_first_lines(first.get_error()))
+        return lambda: LlMatcher(first.deep_copy())
+
+    def _translate(self, grammar: Grammar) -> str:
+        """The grammar in the library's own form."""
+        text, library = grammar.text, llguidance.LLMatcher
+        if grammar.kind == "regex":
+            return library.grammar_from_regex(text)
+        if grammar.kind == "ebnf":
+            return library.grammar_from_lark(any_to_lark(text))
+        if grammar.kind == "choice":
+            return library.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in json.loads(text)))
+        if grammar.kind == "structural_tag":
+            return self._tags(text)
+        return library.grammar_from_json_schema(text or '{"type": "object"}', overrides=self._json(grammar))
+
+    def _json(self, grammar: Grammar) -> llguidance._lib.JsonCompileOptions:
+        whitespace = self._settings.whitespace if grammar.whitespace is None else grammar.whitespace
+        if whitespace == "" or (whitespace is None and self._settings.compact):
+            return {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+        return {"whitespace_pattern": whitespace or rf"[\x20\x0A\x0D\x09]{{0,{MOST_WHITESPACE}}}"}
+
+    def _tags(self, text: str) -> str:
+        tags = read_tags(text)
+        options = self._json(Grammar("json_schema"))
+        found = [
+            llguidance.StructTag(
+                trigger=next(trigger for trigger in tags.triggers if trigger and tag.begin.startswith(trigger)),
+                begin=tag.begin,
+                grammar=(tag.schema if isinstance(tag.schema, dict) else {}) | {"x-guidance": options},
+                end=tag.end,
+            )
+            for tag in tags.structures
+        ]
+        return llguidance.StructTag.to_grammar(found, assume_special=False)
+
+
+class LlMatcher:
+    """See ``Matcher``."""
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
+
+    def accept(self, token: int) -> bool:
+        return self._matcher.consume_token(token)
+
+    def rollback(self, tokens: int) -> None:
+        self._matcher.rollback(tokens)
+
+    def fill(self, row: Bits) -> None:
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._matcher.is_error():
+            raise GrammarError(_first_lines(self._matcher.get_error()))
+
+
+def _first_lines(message: str) -> str:
+    return message.split("<state>")[0].strip()

@@ -1,0 +1,178 @@
+"""The state of each slot's grammar, and the masks of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from kernels.contract.grammar import GrammarError, GrammarSettings
+from kernels.contract.step import Admission, SlotSampling
+from kernels.devices.memory import DeviceMemory, Fetched
+from kernels.grammar.backend import Bits, Compiled, Matcher
+from kernels.grammar.compiler import GrammarCompiler
+from kernels.sampling.masks import RowMasks
+
+__all__ = ["NO_MASKS", "GrammarSlots", "StepMasks"]
+
+Longs = npt.NDArray[np.int64]
+
+_BITS: Bits = (1 << np.arange(32, dtype=np.int64)).astype(np.uint32).view(np.int32)
+_ALL = -1  # a word of bits: every token is allowed
+
+
+@dataclass(frozen=True)
+class StepMasks:
+    """``masks``: of the rows with a grammar; None where there are none. ``errors``: by slot, why its grammar cannot go
+    on."""
+
+    masks: RowMasks | None = None
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+NO_MASKS = StepMasks()
+
+
+class GrammarSlots:
+    """The texts with a grammar that one runner generates, by slot.
+
+    A text follows the tokens of its slot: the scheduler plans a step before it knows what the step before samples, so
+    only the runner can. Tokens that came with the admission, from before a restart, count too.
+
+    ``table``: the tokens by slot, int32 [slots, tokens], where the device is the host. Elsewhere sampled tokens arrive
+    with a copy (``sampled``), for which ``masks`` of the next step waits, while the device runs that step's pass.
+    """
+
+    def __init__(
+        self,
+        settings: GrammarSettings,
+        vocab_size: int,
+        memory: DeviceMemory,
+        table: npt.NDArray[np.int32] | None,
+    ) -> None:
+        self.compiler = GrammarCompiler(settings, vocab_size)
+        self._eos = frozenset(settings.eos_ids)
+        self._memory, self._table = memory, table
+        self._texts: dict[int, _Text] = {}
+        self._arriving: list[tuple[Fetched, list[tuple[int, _Text]]]] = []
+        self._thought: Bits = np.full(-(-vocab_size // 32), _ALL, dtype=np.int32)
+        for token in self._eos:
+            self._thought[token // 32] &= ~_bit(token)
+
+    def admit(self, admission: Admission) -> None:
+        """A request has taken a slot. Raises GrammarError for a grammar that is known to be wrong."""
+        sampling = admission.sampling
+        if sampling.grammar is None:
+            return
+        compiled = self.compiler.compile(sampling.grammar)
+        if compiled.done():
+            compiled.result()
+        output = np.frombuffer(admission.tokens, dtype=np.int32)[admission.prompt_length :].tolist()
+        text = _Text(compiled, sampling, self._eos, admission.prompt_length)
+        if self._table is None:
+            text.arrived = output
+        self._texts[admission.slot] = text
+
+    def release(self, slot: int) -> None:
+        """Forget the slot's text."""
+        self._texts.pop(slot, None)
+
+    def masks(self, slots: Sequence[int], lengths: Sequence[int]) -> StepMasks:
+        """What each row may sample after the first ``lengths`` tokens of its slot. Call it when the pass runs."""
+        if not self._texts:
+            self._arriving.clear()
+            return NO_MASKS
+        rows = [row for row, slot in enumerate(slots) if slot in self._texts]
+        if not rows:
+            return NO_MASKS
+        self._take_arrived()
+        bits = np.empty((len(rows), len(self._thought)), dtype=np.int32)
+        errors: dict[int, str] = {}
+        for place, row in enumerate(rows):
+            text = self._texts[slots[row]]
+            try:
+                text.follow(self._tokens(text, slots[row], lengths[row]))
+                text.fill(bits[place], self._thought)
+            except Exception as error:  # of one text: others go on
+                bits[place] = _ALL
+                errors[slots[row]] = f"the grammar cannot go on: {error}"
+        return StepMasks(RowMasks(np.array(rows, dtype=np.int64), bits, self._memory.put), errors)
+
+    def sampled(self, slots: Sequence[int], tokens: Tensor) -> None:
+        """``tokens`` int64 [rows] follow in these slots."""
+        if self._table is not None or not self._texts:
+            return
+        texts = [(row, self._texts[slot]) for row, slot in enumerate(slots) if slot in self._texts]
+        if texts:
+            self._arriving.append((self._memory.fetch([tokens]), texts))
+
+    def _take_arrived(self) -> None:
+        for fetched, texts in self._arriving:
+            tokens = fetched()[0].tolist()
+            for row, text in texts:
+                text.arrived.append(tokens[row])
+        self._arriving.clear()
+
+    def _tokens(self, text: _Text, slot: int, length: int) -> list[int]:
+        if self._table is not None:
+            found: list[int] = self._table[slot, text.position : length].tolist()
+            return found
+        arrived, text.arrived = text.arrived, []
+        return arrived
+
+
+def _bit(token: int) -> Any:
+    return _BITS[token % 32]
+
+
+class _Text:
+    """One text. ``position``: in the slot's tokens, of the next one to follow."""
+
+    def __init__(self, compiled: Future[Compiled], sampling: SlotSampling, eos: frozenset[int], position: int) -> None:
+        self._compiled, self._after, self._eos = compiled, sampling.grammar_after, eos
+        self._opens = sampling.grammar_opens
+        self._matcher: Matcher | None = None
+        self._tail: tuple[int, ...] = ()
+        self._ended = False
+        self.position = position
+        self.arrived: list[int] = []
+
+    def follow(self, tokens: list[int]) -> None:
+        """Raises GrammarError for a token that the grammar does not allow."""
+        for token in tokens:
+            self.position += 1
+            if self._ended:
+                continue  # steps that were sent before the end was known
+            opens, self._opens = self._opens, -1
+            if opens >= 0 and token != opens:
+                self._after = ()  # no thought
+            if self._after:
+                self._tail = (*self._tail, token)[-len(self._after) :]
+                if self._tail == self._after:
+                    self._after = ()
+            elif token in self._eos:
+                self._ended = True
+            elif not self._started().accept(token):
+                raise GrammarError(f"token {token} does not match it")
+
+    def fill(self, row: Bits, thought: Bits) -> None:
+        """Write the allowed tokens. ``thought``: those of a text before its grammar."""
+        if self._ended:
+            row[:] = _ALL
+        elif self._opens >= 0:
+            self._started().fill(row)
+            row[self._opens // 32] |= _bit(self._opens)
+        elif self._after:
+            row[:] = thought
+        else:
+            self._started().fill(row)
+
+    def _started(self) -> Matcher:
+        if self._matcher is None:
+            self._matcher = self._compiled.result()()
+        return self._matcher

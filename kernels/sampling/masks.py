@@ -1,0 +1,56 @@
+"""Masks of tokens: which tokens some rows of a batch may sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+__all__ = ["RowMasks"]
+
+_POWERS = (1 << np.arange(32, dtype=np.int64)).astype(np.uint32).view(np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class RowMasks:
+    """Allowed tokens of the rows ``rows`` int64 [n], ascending: ``bits`` int32 [n, words], a bit a token, the lowest
+    first. Other rows may sample every token. ``put``: copies an array to the device."""
+
+    rows: npt.NDArray[np.int64]
+    bits: npt.NDArray[np.int32]
+    put: Callable[[npt.NDArray[Any]], Tensor]
+
+    def apply(self, logits: Tensor) -> None:
+        """Set the logits of forbidden tokens to -inf, in ``logits`` [all rows, vocab] of any floating dtype."""
+        forbidden = self._forbidden(logits)
+        if len(self.rows) == len(logits):
+            logits.masked_fill_(forbidden, -torch.inf)
+        else:
+            rows = self.put(self.rows)
+            logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
+
+    def restore(self, logits: Tensor, source: Tensor) -> None:
+        """Copy the rows from ``source``."""
+        rows = self.put(self.rows)
+        logits.index_copy_(0, rows, source.index_select(0, rows))
+
+    def of_row(self, row: int) -> RowMasks | None:
+        """The mask of one row, as a batch of its own."""
+        at = int(np.searchsorted(self.rows, row))
+        if at == len(self.rows) or self.rows[at] != row:
+            return None
+        return RowMasks(np.zeros(1, dtype=np.int64), self.bits[at : at + 1], self.put)
+
+    def _forbidden(self, logits: Tensor) -> Tensor:
+        """bool [n, vocab]."""
+        vocab = logits.shape[1]
+        if logits.device.type == "cpu":
+            bits = np.unpackbits((~self.bits).view(np.uint8), axis=1, count=vocab, bitorder="little")
+            return torch.from_numpy(bits.view(np.bool_))
+        words, powers = self.put(self.bits), self.put(_POWERS)
+        return ((words.unsqueeze(-1) & powers) == 0).flatten(1)[:, :vocab]

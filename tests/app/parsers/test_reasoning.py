@@ -1,0 +1,168 @@
+"""Thoughts: the text of a choice, divided into thought and answer as it arrives."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.options import ARGUMENTS
+from app.parsers.base import StreamingParser
+from app.parsers.harmony import HarmonyParser
+from app.parsers.reasoning.thoughts import THOUGHTS
+from app.parsers.registry import AUTO, OFF, output_format
+from tests.kits.tool_formats import ADD, TOOLS, written
+
+Read = tuple[str, str, int]
+
+BASE = THOUGHTS["base"]
+
+
+def read(pieces: list[str], kind: type[StreamingParser] = StreamingParser, **keywords: Any) -> Read:
+    """Thought, content and the number of calls."""
+    reader = kind(keywords.pop("tools", None), **{"thoughts": BASE, **keywords})
+    parsed = [*map(reader.read, pieces), reader.end()]
+    return "".join(each.reasoning for each in parsed), "".join(each.content for each in parsed), reader.calls
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_a_thought_is_separated_in_any_pieces(name: str) -> None:
+    form = THOUGHTS[name]
+    text = f"{form.begin}{form.label}\nHm, a < b.\n\nYes \n{form.end}\n\nIt is."
+    for size in (len(text), 1, 2, 3, 7):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        assert read(pieces, thoughts=form) == ("Hm, a < b.\n\nYes", "It is.", 0)
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_a_thought_may_begin_in_the_prompt(name: str) -> None:
+    form = THOUGHTS[name]
+    text = f"Hm{form.end}It is."
+    thinking = form.in_prompt(f"<|assistant|>{form.begin}{form.label}\n")
+    assert thinking is True
+    assert read([text], thoughts=form, thinking=thinking) == ("Hm", "It is.", 0)
+    assert form.in_prompt(f"{form.begin}\n\n{form.end}\n\n") is False
+    assert form.in_prompt("<|assistant|>") is None
+    assert read(["It is."], thoughts=form, thinking=False) == ("", "It is.", 0)
+
+
+def test_some_models_think_without_a_mark() -> None:
+    for name, form in THOUGHTS.items():
+        expected = ("Hm", "It is.", 0) if form.always else ("", f"Hm{form.end}It is.", 0)
+        assert read([f"Hm{form.end}It is."], thoughts=form) == expected, name
+
+
+def test_a_thought_that_does_not_end_is_all_thought() -> None:
+    assert read(list("<think>Hm, so </thi")) == ("Hm, so </thi", "", 0)
+
+
+def test_without_a_thought_all_is_content() -> None:
+    assert read(list(" \nIt <think> is</think>.")) == ("", " \nIt <think> is</think>.", 0)
+
+
+def test_a_thought_may_stay_in_the_content() -> None:
+    text = "<think>\nHm\n</think>\n\nIt is."
+    assert read(list(text), separate=False) == ("", text, 0)
+    assert read(list(text), OutputKind, separate=False, tools=TOOLS) == ("", text, 0)
+
+
+def test_a_thought_may_come_as_a_whole() -> None:
+    reader = StreamingParser(None, thoughts=BASE, stream_thought=False)
+    said = [reader.read(piece).reasoning for piece in ("<think>", "Hm", ", so", "</think>", "x")]
+    assert said == ["", "", "", "Hm, so", ""]
+
+
+def test_calls_in_a_thought_are_thought() -> None:
+    call = written("hermes", ADD)
+    kind = output_format("hermes", "base", None, "").parser(True)
+    assert kind is not None
+    thought, content, calls = read(list(f"<think>I say {call}</think>\n{call}"), kind, tools=TOOLS)
+    assert (thought, content, calls) == (f"I say {call}", "", 1)
+
+
+def test_kimi_calls_tools_in_the_middle_of_a_thought() -> None:
+    form = output_format("kimi_k2", "kimi_k2", None, "")
+    kind = form.parser(True)
+    assert kind is not None
+    text = "<think>Hm" + written("kimi_k2", ADD)
+    assert read(list(text), kind, thoughts=form.thoughts, tools=TOOLS) == ("Hm", "", 1)
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>Hm, <b>.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    + written("gpt-oss", ADD)
+    + "<|start|>assistant<|channel|>analysis<|message|>So.<|end|>"
+    + "<|start|>assistant<|channel|>commentary to=python code<|message|>1+1<|call|>"
+    + "<|start|>assistant<|channel|>final<|message|> It is.<|return|>"
+)
+
+
+def test_harmony_channels_become_fields() -> None:
+    for size in (len(HARMONY), 1, 2, 3, 7):
+        pieces = [HARMONY[at : at + size] for at in range(0, len(HARMONY), size)]
+        assert read(pieces, HarmonyParser, tools=TOOLS) == ("Hm, <b>.\nSo.\n1+1", "I look. It is.", 1)
+    assert read([HARMONY], HarmonyParser)[2] == 0
+    assert read(["Just text."], HarmonyParser) == ("", "Just text.", 0)
+    assert read([HARMONY], HarmonyParser, separate=False)[:2] == (
+        "", 'Hm, <b>.I look.{"a":-1.5,"b":null}So.1+1 It is.',
+    )  # fmt: skip
+
+
+OutputKind = output_format("hermes", "base", None, "").parser(True) or StreamingParser
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+@pytest.mark.parametrize("name", [*THOUGHTS, "gpt-oss"])
+def test_any_chunking_of_any_text_gives_the_same(name: str, data: st.DataObject) -> None:
+    form = output_format("hermes", name, None, "")
+    kind = form.parser(True)
+    assert kind is not None
+    marks = [
+        *form.special_tokens(True),
+        form.thoughts.label if form.thoughts else "",
+        "<think",
+        "\n",
+        " ",
+        "a",
+        HARMONY,
+    ]
+    text = data.draw(st.lists(st.sampled_from(marks)).map("".join))
+    keywords = {
+        "thoughts": form.thoughts,
+        "thinking": data.draw(st.sampled_from([None, True, False])),
+        "separate": data.draw(st.booleans()),
+        "stream_thought": data.draw(st.booleans()),
+        "tools": data.draw(st.sampled_from([None, TOOLS])),
+    }
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(pieces, kind, **dict(keywords)) == read([text], kind, **dict(keywords))
+
+
+TEMPLATES = {
+    "base": "{{ message.content.split('</think>')[-1] }}",
+    "kimi": "◁think▷",
+    "mistral": "[THINK]",
+    "gemma": "<|channel>thought",
+    "cohere": "<|START_THINKING|>",
+    "minimax": "<minimax:tool_call> <think> </think>",
+    "kimi_k2": "<|tool_call_begin|> <think></think>",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_auto_reads_the_format_off_the_template(name: str) -> None:
+    for option in (None, AUTO):
+        assert output_format(None, option, TEMPLATES[name], "").thoughts == THOUGHTS[name]
+    assert output_format(None, None, "{{ messages }}", "").thoughts is None
+
+
+def test_every_choice_of_the_option_is_a_format() -> None:
+    (option,) = (argument for argument in ARGUMENTS if argument.name == "reasoning-parser")
+    assert set(option.choices) == {*THOUGHTS, "gpt-oss", OFF, AUTO}
+    assert set(option.synonyms.values()) <= set(option.choices)
+    assert not any(re.search("[A-Z]", name) for name in option.synonyms)

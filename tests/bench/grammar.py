@@ -1,0 +1,120 @@
+"""What a grammar costs: tokens a second and time to the first token with a JSON schema, against none.
+
+    python -m tests.bench grammar                                  # its own server, the model in the box
+    python -m tests.bench grammar --points 1:32:128,32:32:128 -- --grammar-backend xgrammar
+
+A point is ``concurrency:input tokens:output tokens``. Each round runs it three times, one after the other: without a
+grammar, with one schema of ten fields for all requests, and with a new schema in every request. The fields are texts
+long enough that no answer is complete before its last token, so all runs have the same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import uvloop
+
+from tests.bench._options import server_command_line
+from tests.bench._record import record
+from tests.bench.serving import Client, OwnServer, Point, Sample
+
+__all__ = ["main"]
+
+FIELDS = 10
+NONE, SAME, NEW = "no grammar", "one schema", "a new schema each"
+
+
+def schema(number: int) -> dict[str, object]:
+    """A schema of ten texts of 100 characters; its fields' names differ by ``number``."""
+    names = [f"field_{number}_{field}" for field in range(FIELDS)]
+    texts = {"type": "string", "minLength": 100, "maxLength": 200}
+    return {
+        "type": "object",
+        "properties": dict.fromkeys(names, texts),
+        "required": names,
+        "additionalProperties": False,
+    }
+
+
+async def run(url: str, model: str, point: Point, form: Callable[[], object], requests: int, seed: str) -> list[float]:
+    """Tokens a second, and the median seconds to the first token."""
+    rng = random.Random(seed)
+    clients = [Client(url) for _ in range(point.concurrency)]
+
+    async def work(client: Client) -> list[Sample]:
+        found = []
+        for _ in range(requests):
+            body: dict[str, object] = {
+                "model": model,
+                "prompt": [rng.randrange(300, 3000) for _ in range(point.input_len)],
+                "max_tokens": point.output_len,
+                "temperature": 0.8,
+                "seed": rng.randrange(1 << 30),
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "ignore_eos": True,
+                "guided_json": form(),
+            }
+            found.append(await client.complete(body, point.output_len))
+        return found
+
+    begun = time.perf_counter()
+    samples = [one for many in await asyncio.gather(*map(work, clients)) for one in many]
+    seconds = time.perf_counter() - begun
+    for client in clients:
+        await client.close()
+    if errors := [sample.error for sample in samples if sample.error]:
+        raise SystemExit(f"{len(errors)} requests failed: {errors[0]}")
+    return [sum(sample.tokens for sample in samples) / seconds, statistics.median(sample.ttft for sample in samples)]
+
+
+async def measure(points: list[Point], model: str | None, url: str | None, options: object) -> None:
+    numbers = itertools.count(1)
+    forms: dict[str, Callable[[], object]] = {
+        NONE: lambda: None,
+        SAME: lambda: schema(0),
+        NEW: lambda: schema(next(numbers)),
+    }
+    server = None if url else OwnServer(model, options.server_args)  # type: ignore[attr-defined]
+    try:
+        if server is not None:
+            await server.wait_ready(options.start_limit)  # type: ignore[attr-defined]
+        address = url or server.url  # type: ignore[union-attr]
+        client = Client(address)
+        _, models = await client.json("GET", "/v1/models")
+        name = models["data"][0]["id"]  # type: ignore[index]
+        await client.close()
+        print(f"| point | form | tokens/s | of none | first token ms |\n|{'---|' * 5}")
+        for point in points:
+            found: dict[str, list[list[float]]] = {form: [] for form in forms}
+            for form, make in forms.items():
+                await run(address, name, point, make, 1, f"warm {form}")
+            for number in range(options.rounds):  # type: ignore[attr-defined]
+                for form, make in forms.items():
+                    seed = f"{number} {form} {point}"
+                    found[form].append(await run(address, name, point, make, options.requests, seed))  # type: ignore[attr-defined]
+            for form, rounds in found.items():
+                speeds, firsts = ([each[place] for each in rounds] for place in (0, 1))
+                ratios = [speed / none for speed, (none, _) in zip(speeds, found[NONE], strict=True)]
+                row = (statistics.median(each) for each in (speeds, ratios, firsts))
+                speed, ratio, first = row
+                print(f"| {point} | {form} | {speed:.0f} | {ratio:.2f} | {1e3 * first:.2f} |", flush=True)
+                record(f"{point}, {form}", "tokens/s", speeds, "")
+                record(f"{point}, {form}", "of the speed without", ratios, "")
+                record(f"{point}, {form}", "time to first token", [1e3 * each for each in firsts], "ms")
+    finally:
+        if server is not None:
+            server.stop()
+
+
+def main(argv: list[str]) -> int:
+    parser = server_command_line(__name__, __doc__, "1:32:128,32:32:128", 5)
+    options = parser.parse_args(argv)
+    points = [Point.parse(text) for text in options.points.split(",")]
+    uvloop.run(measure(points, options.model, options.url, options))
+    return 0
