@@ -27,7 +27,8 @@ class RowMasks:
 
     def apply(self, logits: Tensor) -> None:
         """Set the logits of forbidden tokens to -inf, in ``logits`` [all rows, vocab] of any floating dtype."""
-        forbidden = self._forbidden(logits)
+        vocab, here = logits.shape[1], logits.device.type == "cpu"
+        forbidden = self.unpack(vocab) if here else self.unpack_on_device(vocab)
         if len(self.rows) == len(logits):
             logits.masked_fill_(forbidden, -torch.inf)
         else:
@@ -46,11 +47,12 @@ class RowMasks:
             return None
         return RowMasks(np.zeros(1, dtype=np.int64), self.bits[at : at + 1], self.put)
 
-    def _forbidden(self, logits: Tensor) -> Tensor:
-        """bool [n, vocab]."""
-        vocab = logits.shape[1]
-        if logits.device.type == "cpu":
-            bits = np.unpackbits((~self.bits).view(np.uint8), axis=1, count=vocab, bitorder="little")
-            return torch.from_numpy(bits.view(np.bool_))
+    def unpack(self, vocab: int) -> Tensor:
+        """Which tokens are forbidden, bool [n, vocab], in the host's memory."""
+        bits = np.unpackbits((~self.bits).view(np.uint8), axis=1, count=vocab, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
+
+    def unpack_on_device(self, vocab: int) -> Tensor:
+        """The same on the device, to which the packed bits are copied."""
         words, powers = self.put(self.bits), self.put(_POWERS)
         return ((words.unsqueeze(-1) & powers) == 0).flatten(1)[:, :vocab]

@@ -15,9 +15,9 @@ from kernels.contract.grammar import Grammar, GrammarSettings
 from kernels.grammar.backend import Matcher
 from kernels.grammar.compiler import GrammarCompiler
 
-__all__ = ["BACKENDS", "EOS", "VOCAB", "Sampled", "allowed", "compiler", "sample", "tokenizer"]
+__all__ = ["BACKENDS", "EOS", "FILE", "VOCAB", "Sampled", "allowed", "compiler", "sample", "tokenizer"]
 
-_FILE = Path(__file__).parents[2] / "app" / "understudy" / "model" / "tokenizer.json"
+FILE = Path(__file__).parents[2] / "app" / "understudy" / "model" / "tokenizer.json"
 
 VOCAB = 4096 + 7
 """Wider than the tokenizer, as many models' logits are."""
@@ -31,12 +31,12 @@ BACKENDS = [
 
 @cache
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(_FILE))
+    return Tokenizer.from_file(str(FILE))
 
 
 @cache
 def compiler(backend: str, whitespace: str | None = None, compact: bool = False) -> GrammarCompiler:
-    return GrammarCompiler(GrammarSettings(backend, str(_FILE), (EOS, 0), whitespace, compact), VOCAB)
+    return GrammarCompiler(GrammarSettings(backend, str(FILE), (EOS, 0), whitespace, compact), VOCAB)
 
 
 def allowed(matcher: Matcher) -> list[int]:
