@@ -105,6 +105,7 @@ def runner_config(
         kv_cache_dtype="" if a.kv_cache_dtype == "auto" else a.kv_cache_dtype,
         kv_cache_quant_method="" if a.kv_cache_quant_method == "auto" else a.kv_cache_quant_method,
         kv_cache_scales=a.quantization_param_path or "",
+        window_pages=not a.disable_hybrid_swa_memory,
         fp32_head=a.enable_fp32_lm_head,
         grammar=grammar,
         invariant=a.enable_deterministic_inference,

@@ -140,6 +140,15 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = {}
 
+    disable_hybrid_swa_memory: Annotated[
+        bool,
+        Option(
+            group="Model and tokenizer",
+            help="Keep all tokens in layers that see a sliding window. Else they keep the window alone, where that "
+            "halves the cache of a sequence of the full context length at least, and decode steps are not captured.",
+        ),
+    ] = False
+
     preferred_sampling_params: Annotated[
         dict[str, Any],
         Option(

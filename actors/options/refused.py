@@ -426,9 +426,8 @@ _TABLE: tuple[Refused, ...] = (
     ),
     Refused(
         group="Cache tiers",
-        reason="a separate cache for sliding windows is not built yet",
+        reason="the caches of sliding windows have a fixed share of the memory",
         remedy="leave it out",
-        flags=("disable-hybrid-swa-memory",),
         unset=("hybrid-kvcache-ratio",),
         values={"swa-full-tokens-ratio": 0.8},
     ),

@@ -126,6 +126,9 @@ class StreamingParser:
     TOKENS: ClassVar[tuple[str, ...]] = ()
     """Special tokens that are parts of the format's syntax."""
 
+    SECTION: ClassVar[tuple[str, str]] = ("", "")
+    """Marks around all calls of an answer."""
+
     TAKES_IDS: ClassVar[bool] = False
     """Whether an ``id`` that the model writes in a call becomes the call's id."""
 
@@ -215,6 +218,13 @@ class StreamingParser:
         """The id of a call that has none in the text; ``number`` counts the calls of the choice."""
         del name, number
         return f"call_{token_hex(12)}"
+
+    @classmethod
+    def frame(cls, name: str) -> tuple[str, str] | None:
+        """What stands before and behind the JSON arguments of a call; it begins with the first mark of ``OPEN``. None
+        if arguments are no JSON, or the text before them varies."""
+        del name
+        return None
 
     @classmethod
     def history_id(cls, given: str | None, name: str, number: int) -> str | None:

@@ -11,7 +11,7 @@ import re
 
 from app.parsers.base import Reading, StreamingParser
 
-__all__ = ["HarmonyParser"]
+__all__ = ["ForcedHarmonyParser", "HarmonyParser"]
 
 _HEADER = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
 _END = ("<|end|>", "<|return|>", "<|call|>")
@@ -62,3 +62,13 @@ class HarmonyParser(StreamingParser):
         self.put_back(mark)
         if not self._stream_thought or not mark:
             self.end_thought()
+
+
+class ForcedHarmonyParser(HarmonyParser):
+    """Calls that a grammar forces are JSON on the channel ``final``."""
+
+    def _message(self, header: str) -> Reading[None]:
+        if "<|channel|>final" in header:
+            yield from self.attempt(self.json_calls())
+        else:
+            yield from super()._message(header)

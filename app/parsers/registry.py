@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from app.parsers.base import StreamingParser
-from app.parsers.harmony import HarmonyParser
+from app.parsers.harmony import ForcedHarmonyParser, HarmonyParser
 from app.parsers.reasoning.thoughts import THOUGHTS, Thoughts
 from app.parsers.tools.cohere import CohereParser
 from app.parsers.tools.deepseekv3 import DeepSeekV3Parser, DeepSeekV31Parser
@@ -109,6 +109,10 @@ class OutputFormat(msgspec.Struct, frozen=True):
         if with_tools and self.tools is not None:
             return self.tools
         return StreamingParser if self.thoughts is not None else None
+
+    def json_parser(self) -> type[StreamingParser]:
+        """The class that reads an answer that a grammar makes calls as JSON."""
+        return ForcedHarmonyParser if self.harmony else JsonParser
 
     def special_tokens(self, with_tools: bool) -> tuple[str, ...]:
         """Special tokens that must not be dropped from the text before it is read."""

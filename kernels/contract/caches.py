@@ -36,6 +36,7 @@ __all__ = [
     "State",
     "Window",
     "is_plain",
+    "keep_all",
 ]
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -118,6 +119,15 @@ class CacheGroup(msgspec.Struct, frozen=True):
 
     spec: CacheSpec
     layers: tuple[int, ...]
+
+
+def keep_all(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
+    """The groups of layers that keep all tokens where they need only a window of them."""
+    layers: dict[CacheSpec, list[int]] = {}
+    for group in groups:
+        spec = group.spec.paged if isinstance(group.spec, Window) else group.spec
+        layers.setdefault(spec, []).extend(group.layers)
+    return tuple(CacheGroup(spec, tuple(sorted(found))) for spec, found in layers.items())
 
 
 def is_plain(groups: Sequence[CacheGroup]) -> bool:

@@ -50,5 +50,6 @@ class RunnerConfig(msgspec.Struct, frozen=True):
     kv_cache_quant_method: str = ""  # none | per_token_head; empty: by scales where there are some
     kv_cache_scales: str = ""  # a JSON file of them
     fp32_head: bool = False  # logits in float32
+    window_pages: bool = False  # give back pages outside of layers' windows, where that saves half of a long sequence
     grammar: GrammarSettings | None = None  # None: requests have no grammars
     invariant: bool = False  # a token's results do not depend on what else a step runs

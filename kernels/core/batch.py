@@ -38,8 +38,8 @@ class ForwardBatch:
 
     ``plans``: the device's attention plan for each window length that the model's layers have (0: all tokens).
     ``states`` [tokens, width]: what a draft model starts from beside its tokens; None for a whole model.
-    ``rows`` and ``bounded``, of models that keep more than keys and values of all tokens: the rows on the host, and
-    those of each bounded cache group, by its spec.
+    ``rows``: the rows on the host; None where a pass is captured. ``bounded``: those of each bounded cache group, by
+    its spec.
     """
 
     token_ids: Tensor  # int [tokens]
@@ -54,4 +54,5 @@ class ForwardBatch:
         """The batch as the layers of a window group see it: attention over the group's own pages."""
         rows = self.bounded[spec]
         assert rows.cache_index is not None
-        return replace(self, cache_index=rows.cache_index, plans={spec.tokens: rows.plan})
+        own = AttentionRows(rows.starts, rows.counts, rows.pages, 0)
+        return replace(self, cache_index=rows.cache_index, plans={spec.tokens: rows.plan}, rows=own)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.operators import Norm, PendingResidual
 from kernels.devices.cache import KvCaches
+from kernels.devices.capped_attention import attend_capped
 from kernels.devices.linear import NormThenLinear
 
 __all__ = ["Attention", "ProjectedHeads"]
@@ -61,6 +62,15 @@ class Attention(ABC, Generic[Cache, Plan]):
 
         The keys and values of the queries' own tokens are already in the cache.
         """
+
+    def attend_capped(
+        self, queries: Tensor, cache: Cache, rows: AttentionRows, window: int, scale: float, cap: float
+    ) -> Tensor:
+        """As ``attend``, with scores of ``cap * tanh(score / cap)``. It reads ``rows`` on the host: no pass with it is
+        captured."""
+        caches = self.caches
+        gather = lambda places: caches.gather(cache, places)  # noqa: E731 - of this layer
+        return attend_capped(queries, gather, rows, caches.page_size, window, scale, cap)
 
     def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``scale`` times cos and sin of ``positions`` int64 [tokens] times ``frequencies`` float32 [dim], each

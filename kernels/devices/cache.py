@@ -20,10 +20,11 @@ class KvCaches(ABC, Generic[Cache]):
     """Makes and writes caches.
 
     ``dtype``: what keys and values are kept in from now on; None: the model's dtype. ``scale_dtype``: the dtype of a
-    token's scale in a cache of 8 bits.
+    token's scale in a cache of 8 bits. ``page_size``: tokens of a page, once caches are made.
     """
 
     scale_dtype: torch.dtype = SCALE
+    page_size: int = 0
 
     def __init__(self) -> None:
         self.dtype: torch.dtype | None = None
@@ -58,6 +59,10 @@ class KvCaches(ABC, Generic[Cache]):
         """Copy keys and values from ``source`` to ``target`` int64 [tokens] (page * page_size + offset), as if all
         were read before any is written. Targets differ, but for those that are their own source.
         """
+
+    def gather(self, cache: Cache, places: Tensor) -> Tensor:
+        """The contents of ``places`` int64 [n] of a cache that is not narrow: [n, 2, kv_heads, dim]."""
+        raise NotImplementedError(f"{type(self).__name__} has no places that can be read")
 
     def move_all(self, caches: Sequence[Cache], source: Tensor, target: Tensor, each: int) -> None:
         """``move`` in every layer. ``each``: tokens of a row, whose places no other row reads or writes."""

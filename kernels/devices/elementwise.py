@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Linear, Norm, PendingResidual
 
-__all__ = ["BiasedNorm", "Elementwise", "PositionAngles", "TokenEmbedding", "TorchNorm"]
+__all__ = ["BiasedNorm", "Elementwise", "LayerNorm", "PositionAngles", "TokenEmbedding", "TorchNorm"]
 
 
 class TokenEmbedding(Protocol):
@@ -55,8 +56,42 @@ class TorchNorm:
         return self(residual), residual
 
 
+class LayerNorm:
+    """``weight * (x - mean(x)) / sqrt(var(x) + eps) + bias`` over the last dimension, in float32 (Ba et al., arXiv
+    1607.06450). ``weight``, ``bias``: [dim], or [heads, dim]; without a bias nothing is added."""
+
+    def __init__(self, elementwise: Elementwise, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        self.weight, self.bias, self.eps = weight.float(), None if bias is None else bias.float(), eps
+        self._run = elementwise.compose(self._normed, lambda x: x)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """As ``Norm``."""
+        return self._run(x)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``Norm.add``."""
+        total = residual.add_(x)
+        return self._run(total), total
+
+    def _normed(self, x: Tensor) -> Tensor:
+        normed = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps) * self.weight
+        return (normed if self.bias is None else normed + self.bias).to(x.dtype)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square_(),
+}
+
+
 class Elementwise:
-    """Operators on each token by itself, in plain torch; a device replaces those that it has kernels for."""
+    """Operators on each token by itself, in plain torch; a device replaces those that it has kernels for.
+
+    ``float_weights``: whether a norm's weight may be float32 in a model of another dtype.
+    """
+
+    float_weights: bool = True
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
@@ -72,6 +107,22 @@ class Elementwise:
         """``silu(gate) * up`` of ``x`` [tokens, 2 * n] = gate | up -> [tokens, n]. May overwrite ``x``."""
         half = x.shape[-1] // 2
         return F.silu(x[:, :half]).mul_(x[:, half:])
+
+    def activate(self, linear: Linear, activation: str) -> Linear:
+        """``linear``, then an ``activation``: silu, gelu_tanh (Hendrycks and Gimpel, arXiv 1606.08415) or relu2 (So et
+        al., arXiv 2109.08668)."""
+        function = _ACTIVATIONS[activation]
+        return self.compose(lambda x: function(linear(x)), lambda x: x)
+
+    def activate_and_mul(self, linear: Linear, activation: str) -> Linear:
+        """``activation(gate) * up`` of what ``linear`` gives, gate | up."""
+        function = _ACTIVATIONS[activation]
+
+        def gated(x: Tensor) -> Tensor:
+            gate, up = linear(x).chunk(2, -1)
+            return function(gate) * up
+
+        return self.compose(gated, lambda x: x)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         """The rows ``ids`` int [tokens] of ``table`` [vocab, hidden]."""

@@ -31,7 +31,7 @@ def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[in
     Every rank of the group must call it. Call it again once the device has better operators.
     """
     loaded = context.loaded
-    if not loaded.groups.is_plain:  # captures read one page table only
+    if not loaded.groups.is_plain or loaded.model.reads_rows:  # captures read one page table only, on the device
         return (NoRows(), EagerPass(context)), ()
     max_rows = loaded.config.max_slots - 1
     passes = Passes(

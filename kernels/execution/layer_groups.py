@@ -60,7 +60,8 @@ class LayerGroups:
 
     def windows(self, windows: frozenset[int]) -> frozenset[int]:
         """The ``windows`` of the model that need a plan over the main pages."""
-        return windows if any(isinstance(group.group.spec, Paged) for group in self.groups) else frozenset()
+        own = {group.group.spec.tokens for group in self.bounded if isinstance(group.group.spec, Window)}
+        return windows - own if any(isinstance(group.group.spec, Paged) for group in self.groups) else frozenset()
 
     def place(
         self, batch: ForwardBatch, rows: AttentionRows, slots: Longs, tables: Sequence[BoundedTable]

@@ -139,14 +139,28 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
     )
     cache = choose_cache(config, whole, dtype, device)
     device.cache.dtype = cache.dtype
-    groups = _open_groups(config, part, cache)
+    groups = _open_groups(config, part, cache, context)
     return OpenModel(whole, part, dtype, context, captures, weights, cache, groups)
 
 
-def _open_groups(config: RunnerConfig, part: ModelConfig, cache: CacheChoice) -> tuple[CacheGroup, ...]:
+_WINDOW_SHARE = 0.5
+"""Layers keep their windows alone if the longest sequence then takes less than this share of memory: graphs, drafts and
+narrow caches know one page table."""
+
+
+def _open_groups(config: RunnerConfig, part: ModelConfig, cache: CacheChoice, context: int) -> tuple[CacheGroup, ...]:
     """The cache groups of a rank's layers. Raises ConfigError for options that only plain pages support."""
-    groups = caches(part)
+    kept = sum(min(context, window or context) for window in part.windows)
+    plain_only = config.speculation is not None or cache.dtype is not None
+    share = 1.0 if part.attention_cap else _WINDOW_SHARE  # of which nothing is captured anyway
+    saves = kept < share * context * part.layers
+    groups = caches(part, windows=config.window_pages and saves and not plain_only)
     check_groups(groups, part.layers)
+    if part.attention_cap and plain_only:
+        raise ConfigError(
+            f"attn_logit_softcapping of {part.architecture} is neither for speculative decoding nor for a cache in "
+            "fewer bits; leave --speculative-algorithm and --kv-cache-dtype out"
+        )
     if is_plain(groups):
         return groups
     kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))
@@ -350,7 +364,8 @@ def _step_memory(
             target = TargetParts(device, some, part, opened.dtype, own, make_slots())
             precompile_drafts(config, drafter, target)
 
-    if group.size == 1 and groups.is_plain:  # several ranks would deadlock in passes that only some of them can run
+    # Several ranks would deadlock in passes that only some of them can run.
+    if group.size == 1 and groups.is_plain and not model.reads_rows:
         device.capture.precompile(passes)
     draft_caches.clear()  # the drafter holds the same list
     return device.memory.measure_step(largest)

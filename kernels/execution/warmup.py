@@ -87,7 +87,7 @@ class WarmUp:
         decodes = len(counts) if tokens == len(counts) else 0
         rows = AttentionRows(np.zeros_like(counts), counts, pages, decodes)
         plans = {window: device.attention.plan(rows, window) for window in self._windows}
-        batch = ForwardBatch(ids, positions, device.memory.put(places), plans)
+        batch = ForwardBatch(ids, positions, device.memory.put(places), plans, rows=rows)
         if self._groups is not None:
             batch = self._groups.place_null(batch, rows)
         hidden = model.forward(batch, caches)

@@ -9,20 +9,30 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kernels.contract.errors import ConfigError
 from kernels.contract.limits import MAX_EXPERTS, MAX_EXPERTS_OF_MODEL, MAX_LAYERS, MAX_SIZE
 
-__all__ = ["ConfigReader", "ExpertsConfig", "ModelConfig", "RopeConfig", "local_config"]
+__all__ = ["ACTIVATIONS", "ConfigReader", "ExpertsConfig", "ModelConfig", "RopeConfig", "local_config"]
+
+
+ACTIVATIONS = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_tanh"),
+    "relu2": ("relu2",),
+    "xielu": ("xielu",),
+}
+"""What config.json calls each activation."""
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. ``kind``: default | linear | llama3 | yarn | longrope | factors.
+    """Rotary position embedding. ``kind``: default | linear | llama3 | yarn | longrope | factors | none.
 
-    Dynamic NTK scaling changes nothing up to ``max_position_embeddings`` and is read as default.
+    Dynamic NTK scaling changes nothing up to ``max_position_embeddings`` and is read as default. none: heads are not
+    rotated, they have no positions (NoPE, Kazemnejad et al., arXiv 2305.19466).
     """
 
     theta: float
@@ -39,6 +49,7 @@ class RopeConfig:
     truncate: bool = True  # yarn: round the correction range to whole dimensions
     factors: tuple[float, ...] = ()  # factors; longrope, beyond original_length: each pair of dimensions has its own
     short_factors: tuple[float, ...] = ()  # longrope, up to original_length
+    dim: int = 0  # numbers of a head that are rotated, the first ones; 0: all
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,15 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder's sizes. ``windows[layer]`` is the layer's sliding window in tokens, 0 for full attention."""
+    """A decoder's sizes. ``windows[layer]`` is the layer's sliding window in tokens, 0 for full attention.
+
+    ``rope``: of all layers but those in ``ropes``, which have their own. ``pairs``: whether neighbors of a head rotate
+    against one another, in place of its halves. ``attention_scale``: of queries times keys; 0: ``head_dim ** -0.5``.
+    ``attention_cap``, ``logit_cap``: ``cap * tanh(x / cap)`` of these numbers; 0: none. ``embedding_scale``,
+    ``residual_scale`` and ``logit_scale`` multiply embeddings, what a layer adds to the residual stream, and logits.
+    ``norm_offset``: what norms add to their weights. ``parallel``: attention and feed-forward layer are added
+    together. ``layer_norms``: norms subtract the mean.
+    """
 
     architecture: str
     vocab_size: int
@@ -81,6 +100,23 @@ class ModelConfig:
     windows: tuple[int, ...]
     dtype: str | None  # as stored; None when config.json does not say
     experts: ExpertsConfig | None = None
+    ropes: Mapping[int, RopeConfig] = field(default_factory=dict)
+    pairs: bool = False
+    attention_scale: float = 0.0
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    norm_offset: float = 0.0
+    activation: str = "silu"
+    parallel: bool = False
+    layer_norms: bool = False
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        return self.rope.dim or self.head_dim
 
 
 def local_config(config: ModelConfig, size: int) -> ModelConfig:
@@ -162,11 +198,22 @@ class ConfigReader:
         qk_norm: bool = False,
         windows: tuple[int, ...] = (),
         experts: ExpertsConfig | None = None,
+        activation: str = "silu",
+        norm_eps: str = "rms_norm_eps",
+        rotary: float = 1.0,
+        theta: float = 10000.0,
+        tied: bool = False,
     ) -> ModelConfig:
-        """The sizes that nearly all decoders share. ``windows``: of each layer; empty: full attention in all."""
+        """The sizes that nearly all decoders share. ``windows``: of each layer; empty: full attention in all.
+
+        ``activation``: of ``ACTIVATIONS``, the only one that the family has. ``norm_eps``: the key of the norms'
+        epsilon. ``rotary``, ``theta``, ``tied``: if config.json says nothing of the part of a head that is rotated, of
+        the base of its frequencies, of one table for embeddings and output.
+        """
         raw, layers = self.raw, self.layers
-        if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
-            raise ConfigError(f"hidden_act {activation!r} is not supported; {self.architecture} is run with silu")
+        given = raw.get("hidden_activation") or raw.get("hidden_act") or activation
+        if given not in ACTIVATIONS[activation]:
+            raise ConfigError(f"hidden_act {given!r} is not supported; {self.architecture} is run with {activation}")
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
         kv_heads = self.size("num_key_value_heads", heads)
         head_dim = self.size("head_dim", hidden // heads)
@@ -175,7 +222,7 @@ class ConfigReader:
         if head_dim % 2:
             raise ConfigError(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
         max_positions = self.size("max_position_embeddings")
-        rope = _rope(raw, max_positions, head_dim)
+        rope = _rope(raw, max_positions, head_dim, rotary, theta)
         if rope.kind == "yarn":
             max_positions = max(max_positions, int(rope.original_length * rope.factor))
         dtype = raw.get("dtype") or raw.get("torch_dtype")
@@ -188,18 +235,37 @@ class ConfigReader:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            norm_eps=self.number("rms_norm_eps", 1e-6),
+            norm_eps=self.number(norm_eps, 1e-6),
             max_positions=max_positions,
             rope=rope,
             qkv_bias=qkv_bias,
             output_bias=output_bias,
             mlp_bias=self.flag("mlp_bias"),
             qk_norm=qk_norm,
-            tied_embeddings=self.flag("tie_word_embeddings"),
+            tied_embeddings=self.flag("tie_word_embeddings", tied),
             windows=windows or (0,) * layers,
             dtype=str(dtype).removeprefix("torch.") if dtype else None,
             experts=experts,
+            activation=activation,
+            layer_norms=norm_eps != "rms_norm_eps",
         )
+
+    def local_rope(self, head_dim: int, theta: float) -> RopeConfig:
+        """The rotation of layers with a window: ``rope_parameters.sliding_attention``, or ``rope_local_base_freq``."""
+        parameters = self.raw.get("rope_parameters")
+        part = parameters.get("sliding_attention") if isinstance(parameters, dict) else None
+        local = part if isinstance(part, dict) else {"rope_theta": self.number("rope_local_base_freq", theta)}
+        return _rope({"rope_parameters": local}, self.size("max_position_embeddings"), head_dim, 1.0, theta)
+
+    def patterned_windows(self, every: int) -> tuple[int, ...]:
+        """``sliding_window`` of all layers but every n-th, where config.json has no ``layer_types``. ``every``: n, if
+        ``sliding_window_pattern`` does not say it, as a number or as LLLG."""
+        layers, given = self.layers, self.raw.get("sliding_window_pattern")
+        if self.raw.get("sliding_window") is None:
+            return (0,) * layers
+        every = len(given) if isinstance(given, str) and given else self.size("sliding_window_pattern", every)
+        window = self.size("sliding_window")
+        return self._typed_windows() or tuple(window if (layer + 1) % every else 0 for layer in range(layers))
 
     def windows(self) -> tuple[int, ...]:
         """``sliding_window`` of every layer, or of those that ``layer_types`` names."""
@@ -281,7 +347,10 @@ def _factors(given: object, name: str, count: int) -> tuple[float, ...]:
     return tuple(map(float, given))
 
 
-def _rope(raw: Mapping[str, Any], max_positions: int, head_dim: int) -> RopeConfig:
+def _rope(
+    raw: Mapping[str, Any], max_positions: int, head_dim: int, rotary: float = 1.0, default_theta: float = 10000.0
+) -> RopeConfig:
+    """``rotary``, ``default_theta``: as ``ConfigReader.decoder``. Of parameters by kind of layer, full attention's."""
     given: dict[str, Any] = {"rope_theta": raw.get("rope_theta")}
     given["partial_rotary_factor"] = raw.get("partial_rotary_factor")
     given["original_max_position_embeddings"] = raw.get("original_max_position_embeddings")
@@ -289,17 +358,23 @@ def _rope(raw: Mapping[str, Any], max_positions: int, head_dim: int) -> RopeConf
         part = raw.get(key) or {}
         if not isinstance(part, dict):
             raise ConfigError(f"config.json: {key} must be an object, and is {part!r}")
+        if isinstance(full := part.get("full_attention"), dict):
+            part = full
         given.update({name: value for name, value in part.items() if value is not None})
-    theta = _number(given, "rope_theta", 10000.0)
+    theta = _number(given, "rope_theta", default_theta)
     kind = given.get("rope_type") or given.get("type") or "default"
     kind = "longrope" if kind == "su" else kind  # its first name
-    if _number(given, "partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError("partial_rotary_factor other than 1 is not supported")
+    dim = int(head_dim * _number(given, "partial_rotary_factor", rotary))
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise ConfigError(
+            f"partial_rotary_factor rotates {dim} of a head's {head_dim} numbers; it must be an even number of them"
+        )
+    head_dim, dim = dim, dim if dim < head_dim else 0
     if kind in ("default", "dynamic"):
-        return RopeConfig(theta=theta)
+        return RopeConfig(theta=theta, dim=dim)
     if kind == "factors":
         return RopeConfig(
-            theta=theta, kind=kind, factors=_factors(given.get("factors"), "rope_type factors", head_dim // 2)
+            theta=theta, kind=kind, factors=_factors(given.get("factors"), "rope_type factors", head_dim // 2), dim=dim
         )
     if kind not in ("linear", "llama3", "yarn", "longrope"):
         raise ConfigError(
@@ -330,4 +405,5 @@ def _rope(raw: Mapping[str, Any], max_positions: int, head_dim: int) -> RopeConf
         truncate=bool(given.get("truncate", True)),
         factors=long,
         short_factors=short,
+        dim=dim,
     )

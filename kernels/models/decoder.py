@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from kernels.contract.caches import Paged, Window
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm, PendingResidual
 from kernels.devices.linear import norm_of_sum
@@ -57,7 +58,10 @@ class DecoderLayer(Protocol):
 
 
 class Decoder:
-    """``layers`` between ``embeddings`` and ``head``; ``norm`` is the last one."""
+    """``layers`` between ``embeddings`` and ``head``; ``norm`` is the last one.
+
+    ``reads_rows``: whether a layer reads ``ForwardBatch.rows``, so that no pass is captured.
+    """
 
     def __init__(
         self,
@@ -70,10 +74,18 @@ class Decoder:
         self.device, self.rows = make.ops, make.rows
         self.captures = make.captures
         self.hidden_size = config.hidden_size
+        self.reads_rows = config.attention_cap > 0
         self.embeddings, self.head = ends
         context = make.context or config.max_positions
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, make.dtype, make.ops, context)
+        ropes = [config.ropes.get(layer, config.rope) for layer in range(config.layers)]
+        kinds = list(dict.fromkeys(ropes))
+        self.rotaries = [RotaryEmbedding(rope, config.head_dim, make.dtype, make.ops, context) for rope in kinds]
         self.layers, self.norm = list(layers), norm
+        self._rotary_of = {id(layer): kinds.index(rope) for layer, rope in zip(layers, ropes, strict=True)}
+        paged = Paged(config.kv_heads, config.head_dim, config.head_dim)
+        self._group_of = {
+            id(layer): Window(paged, window) for layer, window in zip(layers, config.windows, strict=True) if window
+        }
         for layer, after in pairwise(self.layers):
             if after.first_norm is not None:
                 layer.set_next_norm(after.first_norm)
@@ -92,7 +104,8 @@ class Decoder:
         """
         if self.rows is not None:
             self.rows.enter(batch.cache_index)
-        cos, sin = self.rotary(batch.positions)
+        angles = [rotary(batch.positions) for rotary in self.rotaries]
+        batches = {spec: batch.in_window(spec) for spec in batch.bounded if isinstance(spec, Window)}
         residual = self.embeddings(batch.token_ids)
         captures = self.captures if capture and wanted is None else ()
         hidden, device, last_layer = self.hidden_size, self.device, self.layers[-1]
@@ -101,7 +114,10 @@ class Decoder:
             wide = device.elementwise.empty_rows(len(residual), hidden * (1 + len(captures)), residual.dtype)
         x: PendingResidual = None
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            x, residual = layer(x, residual, cos, sin, cache, batch, wanted if layer is last_layer else None)
+            cos, sin = angles[self._rotary_of[id(layer)]]
+            window = self._group_of.get(id(layer))
+            seen = batch if window is None else batches.get(window, batch)
+            x, residual = layer(x, residual, cos, sin, cache, seen, wanted if layer is last_layer else None)
             if wide is not None and index in captures:
                 begin = hidden * (1 + captures.index(index))
                 device.elementwise.write_stream(x, residual, wide[:, begin : begin + hidden])

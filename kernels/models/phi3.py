@@ -62,7 +62,10 @@ def _layer(config: ModelConfig, make: ModelBuilder, index: int) -> PreNormLayer:
     name = f"model.layers.{index}"
     first = make.norm(f"{name}.input_layernorm", config.norm_eps)
     heads = Heads(config.heads, config.kv_heads, config.head_dim)
-    qkv, output = make.linear(f"{name}.self_attn.qkv_proj"), make.into_stream(f"{name}.self_attn.o_proj")
+    qkv, output = (
+        gqa.projection(make, config, f"{name}.self_attn.qkv_proj"),
+        make.into_stream(f"{name}.self_attn.o_proj"),
+    )
     attention = Attention(make, heads, qkv, output, config.windows[index])
     second = make.norm(f"{name}.post_attention_layernorm", config.norm_eps)
     gate_up, down = make.gated(f"{name}.mlp.gate_up_proj"), make.into_stream(f"{name}.mlp.down_proj")

@@ -13,6 +13,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Protocol, cast
 
+from kernels.contract.caches import keep_all
 from kernels.contract.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,16 +72,32 @@ class Entry:
 
 
 BUILT_IN = (
+    Entry("ApertusForCausalLM", "kernels.models.apertus"),
+    Entry("ArceeForCausalLM", "kernels.models.arcee"),
+    Entry("Cohere2ForCausalLM", "kernels.models.cohere2"),
+    Entry("CohereForCausalLM", "kernels.models.cohere"),
+    Entry("Exaone4ForCausalLM", "kernels.models.exaone4"),
+    Entry("Gemma2ForCausalLM", "kernels.models.gemma2"),
+    Entry("Gemma3ForCausalLM", "kernels.models.gemma3"),
+    Entry("Glm4ForCausalLM", "kernels.models.glm4"),
+    Entry("GlmForCausalLM", "kernels.models.glm"),
+    Entry("GraniteForCausalLM", "kernels.models.granite"),
     Entry("LlamaForCausalLM", "kernels.models.llama", gguf="llama"),
     Entry("MiMoForCausalLM", "kernels.models.mimo"),
+    Entry("MinistralForCausalLM", "kernels.models.ministral"),
     Entry("MistralForCausalLM", "kernels.models.mistral", gguf="llama"),
     Entry("MixtralForCausalLM", "kernels.models.mixtral", gguf="llama", gguf_experts=True),
     Entry("Olmo2ForCausalLM", "kernels.models.olmo2", gguf="olmo2"),
+    Entry("Olmo3ForCausalLM", "kernels.models.olmo3"),
     Entry("Phi3ForCausalLM", "kernels.models.phi3", gguf="phi3"),
     Entry("Qwen2ForCausalLM", "kernels.models.qwen2", gguf="qwen2"),
     Entry("Qwen2MoeForCausalLM", "kernels.models.qwen2_moe", gguf="qwen2moe", gguf_experts=True),
     Entry("Qwen3ForCausalLM", "kernels.models.qwen3", gguf="qwen3"),
     Entry("Qwen3MoeForCausalLM", "kernels.models.qwen3_moe", gguf="qwen3moe", gguf_experts=True),
+    Entry("SeedOssForCausalLM", "kernels.models.seed_oss"),
+    Entry("SmolLM3ForCausalLM", "kernels.models.smollm3"),
+    Entry("StableLmForCausalLM", "kernels.models.stablelm"),
+    Entry("Starcoder2ForCausalLM", "kernels.models.starcoder2"),
 )
 _BY_ARCHITECTURE = {entry.architecture: entry for entry in BUILT_IN}
 
@@ -138,9 +155,11 @@ def tensors(config: ModelConfig) -> Tensors:
     return table_of(find([config.architecture])[1].tensors(config))
 
 
-def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
-    """What the layers of one rank's model keep of the tokens before."""
-    return find([config.architecture])[1].caches(config)
+def caches(config: ModelConfig, windows: bool = False) -> tuple[CacheGroup, ...]:
+    """What the layers of one rank's model keep of the tokens before. ``windows``: whether those of the decoder that see
+    a window keep nothing outside of it."""
+    found = find([config.architecture])[1].caches(config)
+    return found if windows or not any(config.windows) else keep_all(found)
 
 
 def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
@@ -158,6 +177,8 @@ def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
 class Support:
     """What a family supports. ``gguf``: its name in GGUF files; "": none. ``experts``: layers of experts. ``windows``:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
+    ``capped``: scores of attention are capped, which only plain torch does. ``plain``: the layers have Llama's
+    operators alone, which native code has.
     """
 
     architecture: str
@@ -166,6 +187,8 @@ class Support:
     windows: bool
     tied: bool
     quantizable: bool
+    capped: bool = False
+    plain: bool = True
 
 
 _EXAMPLE = {
@@ -181,6 +204,7 @@ _EXAMPLE = {
     "shared_expert_intermediate_size": 64,
     "sliding_window": 16,
     "use_sliding_window": True,
+    "embedding_multiplier": 2.0,
     "max_window_layers": 1,
     "tie_word_embeddings": True,
 }
@@ -205,6 +229,14 @@ def families() -> tuple[Support, ...]:
                 windows=any(config.windows),
                 tied=not any(spec.role is Role.OUTPUT for spec in specs),
                 quantizable=any(spec.quantizable for spec in specs),
+                capped=config.attention_cap > 0,
+                plain=_is_plain(config),
             )
         )
     return tuple(found)
+
+
+def _is_plain(config: ModelConfig) -> bool:
+    scales = {config.embedding_scale, config.residual_scale, config.logit_scale}
+    capped = config.logit_cap > 0 or config.attention_cap > 0
+    return config.activation == "silu" and scales == {1.0} and not config.layer_norms and not capped

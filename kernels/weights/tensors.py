@@ -25,6 +25,7 @@ __all__ = [
     "Stacked",
     "TensorSpec",
     "Tensors",
+    "biased_norm",
     "by_inputs",
     "by_outputs",
     "embedding",
@@ -217,6 +218,12 @@ def linear(
 def norm(module: str, size: int, gguf: str = "", split: Split | None = None) -> TensorSpec:
     """The weight of a norm over ``size`` numbers."""
     return TensorSpec(f"{module}.weight", (size,), Role.NORM, split, _place(gguf))
+
+
+def biased_norm(module: str, size: int, gguf: str = "") -> Iterator[TensorSpec]:
+    """The weight and the bias of a norm."""
+    weight = norm(module, size, gguf)
+    yield from (weight, weight.bias())
 
 
 def embedding(module: str, vocab: int, hidden: int, gguf: str = "") -> TensorSpec:

@@ -40,7 +40,7 @@ def matrix() -> str:
         architecture = family.architecture
         note = "" if architecture in COMPARED else "²"
         does = [
-            " ".join(_letters(family, features)) + ("" if device == "CPU" else note)
+            " ".join(_letters(family, features, device == "CPU")) + ("" if device == "CPU" else note)
             for device, features in DEVICES.items()
         ]
         cells = [_name(built_in[architecture].module), f"`{architecture}`", *does, "yes" if family.gguf else "no"]
@@ -56,20 +56,22 @@ def matrix() -> str:
     )
 
 
-def _letters(family: Support, features: DeviceFeatures) -> Iterator[str]:
+def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[str]:
     """What a device does for a family, by the letters of ``FEATURES``. Every device has linear layers of floats, and a
-    cache whose tokens can be moved, which is all that the verification of draft tokens needs."""
+    cache whose tokens can be moved, which is all that the verification of draft tokens needs. Capped attention reads a
+    plain cache and the host's rows; a CPU's programs have the operators of plain families alone."""
     yield "F"
     if family.quantizable:
         yield "Q"
-    if "int8" in features.cache_dtypes:
+    if not family.capped and "int8" in features.cache_dtypes:
         yield "K"
-    if any(name.startswith("fp8") for name in features.cache_dtypes):
+    if not family.capped and any(name.startswith("fp8") for name in features.cache_dtypes):
         yield "E"
-    yield "S"
+    if not family.capped:
+        yield "S"
     if features.collectives:
         yield "T"
-    if features.captures:
+    if features.captures and not family.capped and (family.plain or not cpu):
         yield "G"
 
 

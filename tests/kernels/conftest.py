@@ -17,6 +17,7 @@ from kernels.core.layer_context import RowAdapters
 from kernels.execution.runner import ModelRunner
 from tests.kits.driver import (
     COMMON,
+    DENSE,
     EXPERTS,
     FAMILIES,
     SHARED,
@@ -55,6 +56,12 @@ DIVISIBLE: dict[str, tuple[str, dict[str, Any]]] = {  # by two; the first has on
     ),
 }
 
+DIVISIBLE |= {
+    "parallel-cohere": ("Cohere", {"vocab_size": 212, "use_qk_norm": True, "pad_token_id": 0}),
+    "parallel-stablelm": ("StableLm", {"vocab_size": 212, "partial_rotary_factor": 0.5, "qk_layernorm": True}),
+    "parallel-starcoder2": ("Starcoder2", {"vocab_size": 212, "sliding_window": 21}),
+}
+
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {  # whose sizes the CPU's native operators take
     "native-qwen3": (
         "Qwen3",
@@ -72,10 +79,10 @@ class Reference:
         import torch
         import transformers
 
-        family, options = (FAMILIES | SPARSE | DIVISIBLE | NATIVE)[name]
+        family, options = (FAMILIES | DENSE | SPARSE | DIVISIBLE | NATIVE)[name]
         torch.manual_seed(sum(name.encode()))
         config = getattr(transformers, f"{family}Config")(**COMMON | options)
-        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
         for parameter in model.parameters():  # far from uniform predictions, biases and norms that count
             parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
         model.save_pretrained(directory, **save)

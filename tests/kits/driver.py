@@ -17,6 +17,7 @@ from kernels.execution.runner import ModelRunner
 
 __all__ = [
     "COMMON",
+    "DENSE",
     "EXPERTS",
     "FAMILIES",
     "GREEDY",
@@ -183,6 +184,46 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {"num_attention_heads": 6, "num_key_value_heads": 2, "pad_token_id": 0}),
     "phi3": ("Phi3", {"sliding_window": 9, "num_attention_heads": 6, "pad_token_id": 0}),
     "phi3-full": ("Phi3", {"sliding_window": None, "tie_word_embeddings": True, "pad_token_id": 0}),
+}
+
+WINDOWED = {"num_hidden_layers": 4, "sliding_window": 21, "head_dim": 16}
+LAYERED_ROPE = {"full_attention": YARN_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+PADDED = {"pad_token_id": 0}
+
+DENSE: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with norms, rotations or activations of their own
+    "apertus": ("Apertus", PADDED | {"dtype": "float32"}),
+    "arcee": ("Arcee", PADDED | {"num_key_value_heads": 4}),
+    "cohere": ("Cohere", PADDED),
+    "cohere-normed": ("Cohere", PADDED | {"use_qk_norm": True, "logit_scale": 0.25}),
+    "cohere2": ("Cohere2", PADDED | WINDOWED),
+    "exaone4": ("Exaone4", PADDED | WINDOWED | {"sliding_window_pattern": 2}),
+    "exaone4-full": ("Exaone4", PADDED | {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "gemma2": ("Gemma2", PADDED | WINDOWED | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}),
+    "gemma3": ("Gemma3Text", PADDED | WINDOWED | {"rope_parameters": LAYERED_ROPE, "query_pre_attn_scalar": 24}),
+    "glm": ("Glm", PADDED | {"head_dim": 16, "attention_bias": True}),
+    "glm4": ("Glm4", PADDED | {"head_dim": 12}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "ministral": ("Ministral", WINDOWED),
+    "olmo3": ("Olmo3", PADDED | WINDOWED | {"rope_parameters": LAYERED_ROPE, "num_key_value_heads": 4}),
+    "phi4-mini": ("Phi3", PADDED | {"head_dim": 16, "partial_rotary_factor": 0.75, "sliding_window": None}),
+    "seed-oss": ("SeedOss", PADDED | {"head_dim": 16}),
+    "smollm3": ("SmolLM3", PADDED | {"num_hidden_layers": 4}),
+    "solar": ("Llama", {"num_hidden_layers": 6, "num_attention_heads": 8, "rms_norm_eps": 1e-5}),
+    "stablelm": ("StableLm", {"partial_rotary_factor": 0.5, "use_qkv_bias": True}),
+    "stablelm-parallel": (
+        "StableLm",
+        {"partial_rotary_factor": 0.5, "qk_layernorm": True, "use_parallel_residual": True},
+    ),
+    "starcoder2": ("Starcoder2", {"sliding_window": 21}),
 }
 
 SHARED = EXPERTS | {"shared_expert_intermediate_size": 96}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from quart import Response
 
-from actors.protocol.requests import Thought, ThoughtBudget
+from actors.protocol.requests import Grammar, Thought, ThoughtBudget
 from app.apis.collecting import Collected, collect
 from app.apis.openai.answers import (
     ChatAnswer,
@@ -23,8 +23,10 @@ from app.apis.openai.choice_reader import ChoiceReader
 from app.apis.openai.chunks import ChatChunks, UsageReport
 from app.apis.openai.parameters import chat_names, chat_params, chat_prompt, label_of, salt_of
 from app.apis.openai.requests import ChatRequest
+from app.apis.openai.tool_choice import ToolChoice, tool_choice_of
 from app.parsers.base import CalledFunction, ToolCall
 from app.parsers.registry import OutputFormat
+from app.parsers.tools.constraints import ToolConstraint, forced_calls, native_calls, strict_calls
 from app.server.errors import invalid
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
@@ -38,9 +40,13 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
     model = service.check_model(body.model)
     params = chat_params(body)
     names = chat_names(body)
-    form = service.output_format
-    calls_tools = bool(body.tools) and body.tool_choice != "none"
-    if body.skip_special_tokens is None and (marks := form.special_tokens(calls_tools)):
+    form, choice = service.output_format, tool_choice_of(body)
+    constraint = await _constraint(service, body, form, choice, params.grammar)
+    if constraint is not None:
+        grammar = Grammar(constraint.kind, constraint.text, constraint.whitespace)
+        params = msgspec.structs.replace(params, grammar=grammar)
+        names["grammar"] = "tool_choice" if choice.forced else "tools"
+    if body.skip_special_tokens is None and (marks := form.special_tokens(choice.mode != "none")):
         params = msgspec.structs.replace(params, shown_special_tokens=marks)
     if params.grammar is not None and (thought := _thought(form)) is not None:
         params = msgspec.structs.replace(params, thought=thought)
@@ -56,7 +62,8 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
         rename=names,
     )
     await service.accepted([stream], names)
-    reader = await _reader(service, body, form, stream.prompt_end)
+    as_json = choice.forced and constraint is not None and constraint.kind == "json_schema"
+    reader = await _reader(service, body, form, choice, stream.prompt_end, as_json=as_json)
     created = int(time.time())
     if body.stream:
         usage = UsageReport(
@@ -111,14 +118,41 @@ async def _thought_budget(service: Service, body: ChatRequest, form: OutputForma
     return ThoughtBudget(tokens, -1 if thoughts.always or begin is None else begin, end)
 
 
+async def _constraint(
+    service: Service, body: ChatRequest, form: OutputFormat, choice: ToolChoice, given: Grammar | None
+) -> ToolConstraint | None:
+    """What the choice of tools adds. A forced call replaces the ``given`` form, which is the content's."""
+    if not choice.forced and not (choice.strict and given is None and form.tools is not None):
+        return None
+    backend = service.arguments.grammar_backend
+    if backend == "none" and not choice.forced:
+        return None
+    named, parallel = choice.mode == "named", body.parallel_tool_calls is not False
+    found = None
+    if backend != "xgrammar" and form.tools is not None:
+        tokens = {mark: await service.mark_token(mark) for mark in (*form.tools.OPEN, *form.tools.MARKS)}
+        single = choice.forced and (named or not parallel)
+        found = native_calls(form.tools, choice.tools, tokens, forced=choice.forced, single=single)
+    if found is not None:
+        return found
+    if choice.forced:
+        return forced_calls(choice.tools, named=named, parallel=parallel)
+    return None if form.tools is None else strict_calls(form.tools, choice.tools)
+
+
 async def _reader(
-    service: Service, body: ChatRequest, form: OutputFormat, prompt_end: Sequence[int]
+    service: Service,
+    body: ChatRequest,
+    form: OutputFormat,
+    choice: ToolChoice,
+    prompt_end: Sequence[int],
+    *,
+    as_json: bool,
 ) -> Callable[[], ChoiceReader] | None:
-    """Creates the reader of a choice; None if all text is content. ``prompt_end``: the last tokens of the prompt."""
-    tools = None
-    if body.tools and body.tool_choice != "none" and form.tools is not None:
-        tools = {tool.function.name: tool.function.parameters or {} for tool in body.tools}
-    kind = form.parser(with_tools=tools is not None)
+    """Creates the reader of a choice; None if all text is content. ``prompt_end``: the last tokens of the prompt.
+    ``as_json``: the answer is calls as JSON."""
+    tools = choice.tools if choice.mode != "none" and (form.tools is not None or choice.forced) else None
+    kind = form.json_parser() if as_json else form.parser(with_tools=tools is not None)
     if kind is None:
         return None
     thinking, end = None, None

@@ -198,18 +198,8 @@ def template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _tools(body: ChatRequest) -> list[dict[str, Any]] | None:
-    choice = body.tool_choice
-    if choice not in (None, "auto", "none"):
-        what = choice if isinstance(choice, str) else "a named tool"
-        raise invalid(
-            f"tool_choice: {what!r} takes grammars, which are not built yet; use 'auto' or 'none'.",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
-    if choice == "auto" and not body.tools:
-        raise invalid("tool_choice: needs tools beside it.", param="tool_choice")
     rendered = tools(body.tools)
-    return None if choice == "none" else rendered
+    return None if body.tool_choice == "none" else rendered
 
 
 def tools(given: list[Tool] | None) -> list[dict[str, Any]] | None:

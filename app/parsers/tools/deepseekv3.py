@@ -24,6 +24,8 @@ class DeepSeekV3Parser(StreamingParser):
     OPEN = ("<｜tool▁call▁begin｜>",)
     MARKS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", _SEPARATOR)
 
+    SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+
     def block(self, mark: str) -> Reading[None]:
         yield from self.name_until(_SEPARATOR)
         name, _ = yield from self.name_until("\n")
@@ -33,8 +35,16 @@ class DeepSeekV3Parser(StreamingParser):
         yield from self.space()
         yield from self.skip("```")
 
+    @classmethod
+    def frame(cls, name: str) -> tuple[str, str]:
+        return f"<｜tool▁call▁begin｜>function{_SEPARATOR}{name}\n```json\n", "\n```<｜tool▁call▁end｜>"
+
 
 class DeepSeekV31Parser(DeepSeekV3Parser):
     def block(self, mark: str) -> Reading[None]:
         name, _ = yield from self.name_until(_SEPARATOR)
         yield from self.named_call(name)
+
+    @classmethod
+    def frame(cls, name: str) -> tuple[str, str]:
+        return f"<｜tool▁call▁begin｜>{name}{_SEPARATOR}", "<｜tool▁call▁end｜>"

@@ -18,3 +18,7 @@ class HermesParser(StreamingParser):
 
     def block(self, mark: str) -> Reading[None]:
         yield from self.json_calls()
+
+    @classmethod
+    def frame(cls, name: str) -> tuple[str, str]:
+        return f'<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>"

@@ -19,3 +19,7 @@ class InternLMParser(StreamingParser):
         yield from self.space()
         yield from self.skip("<|plugin|>")
         yield from self.json_calls()
+
+    @classmethod
+    def frame(cls, name: str) -> tuple[str, str]:
+        return f'<|action_start|><|plugin|>\n{{"name": "{name}", "parameters": ', "}<|action_end|>"

@@ -22,3 +22,7 @@ class Llama3Parser(StreamingParser):
 
     def block(self, mark: str) -> Reading[None]:
         yield from self.at_start()
+
+    @classmethod
+    def frame(cls, name: str) -> tuple[str, str]:
+        return f'<|python_tag|>{{"name": "{name}", "parameters": ', "}"

@@ -50,3 +50,7 @@ class MistralParser(StreamingParser):
         if given is not None and _ID.fullmatch(given):
             return given
         return hashlib.blake2s((given or f"{name}:{number}").encode()).hexdigest()[:9]
+
+    @classmethod
+    def frame(cls, name: str) -> tuple[str, str]:
+        return f"[TOOL_CALLS]{name}[ARGS]", ""

@@ -35,12 +35,6 @@ class CpuCaches(KvCaches[CpuCache]):
         self.planner: AttentionPlanner | None = None
         self.fits_native = True
 
-    @property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-        assert self.planner is not None, "make comes first"
-        return self.planner.page_size
-
     def make(
         self,
         layers: int,
@@ -51,7 +45,7 @@ class CpuCaches(KvCaches[CpuCache]):
         dtype: torch.dtype,
         scales: Sequence[LayerScales] | None = None,
     ) -> list[CpuCache]:
-        self.planner = AttentionPlanner(page_size, dtype)
+        self.page_size, self.planner = page_size, AttentionPlanner(page_size, dtype)
         self.fits_native &= dtype == torch.bfloat16 and Native.fits_attention(page_size, head_dim)
         shape, kept = (pages, page_size, 2, kv_heads, head_dim), self.dtype
         if kept is None:

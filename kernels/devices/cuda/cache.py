@@ -48,7 +48,7 @@ class CudaCaches(KvCaches[CudaCache]):
         if page_size not in _PAGE_SIZES:
             sizes = ", ".join(map(str, _PAGE_SIZES))
             raise UnsupportedError(f"the attention reads pages of {sizes} tokens, not {page_size}; use --page-size 64")
-        self.kv_heads = kv_heads
+        self.kv_heads, self.page_size = kv_heads, page_size
         shape = (pages, 2, kv_heads, page_size, self.head_dim(head_dim))
         kept = self.dtype
 
@@ -73,6 +73,11 @@ class CudaCaches(KvCaches[CudaCache]):
                 cache.clear(pages)
             else:
                 cache[pages] = 0
+
+    def gather(self, cache: CudaCache, places: Tensor) -> Tensor:
+        assert isinstance(cache, Tensor)
+        page_size = cache.shape[3]
+        return cache[torch.div(places, page_size, rounding_mode="floor"), :, :, places % page_size]
 
     def write(self, cache: CudaCache, index: Tensor, keys_values: Tensor) -> None:
         if isinstance(cache, NarrowCache):

@@ -89,6 +89,8 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 class NpuElementwise(Elementwise):
+    float_weights = False  # the kernel takes gamma in the dtype of its input
+
     def make_norm(self, weight: Tensor, eps: float) -> Norm:
         return NpuNorm(weight, eps)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,7 @@ from kernels.contract.errors import ConfigError
 from kernels.core.layer_context import Delta, LayerContext
 from kernels.core.operators import Linear, Norm
 from kernels.devices.base import Device
-from kernels.devices.elementwise import BiasedNorm
+from kernels.devices.elementwise import BiasedNorm, LayerNorm
 from kernels.devices.linear import ResidualLinear
 from kernels.distributed.group import Group
 from kernels.weights.source import ModelSource, TensorSource
@@ -32,19 +33,45 @@ class LayerBuilder:
     mesh: Group
     rows: LayerContext | None = field(default=None, kw_only=True)
 
-    def norm(self, module: str, eps: float) -> Norm:
-        """A norm; quantized checkpoints give some of them a bias."""
+    def norm(self, module: str, eps: float, offset: float = 0.0) -> Norm:
+        """A norm; quantized checkpoints give some of them a bias. ``offset``: what is added to its weight."""
         weight, bias = self.source.take([f"{module}.weight"]), self.source.biases([module])
+        if offset:
+            wide = weight.float() + offset
+            weight = wide if self.ops.elementwise.float_weights else wide.to(weight.dtype)
         norm = self.ops.elementwise.make_norm(weight, eps)
         return norm if bias is None else BiasedNorm(self.ops.elementwise, norm, bias)
+
+    def layer_norm(self, *modules: str, eps: float, order: Sequence[int] | None = None) -> Norm:
+        """A layer norm, with a bias if the checkpoint has one. Of several ``modules``: of as many heads, each with a
+        weight of its own, whose numbers are put in ``order``."""
+        weights = [self.source.take([f"{module}.weight"]) for module in modules]
+        if len(weights) == 1:
+            return LayerNorm(self.ops.elementwise, weights[0], self.source.biases(modules), eps)
+        heads = torch.cat([weight.view(-1, weight.shape[-1]) for weight in weights])
+        return LayerNorm(self.ops.elementwise, heads if order is None else heads[:, list(order)], None, eps)
+
+    def ordered(self, order: Sequence[int], *modules: str) -> Linear:
+        """``linear`` of the outputs ``order``. Weights in floats are put in this order, others' outputs are."""
+        weight, bias, ops = self.source.projection(modules), self.source.biases(modules), self.ops
+        if self.rows is None and isinstance(weight, Tensor):
+            index = torch.tensor(order, device=weight.device)
+            bias = None if bias is None else bias.index_select(0, index)
+            return ops.linear.make_projection(weight.index_select(0, index), bias)
+        index = torch.tensor(order, device=ops.torch_device)
+        linear = self._adapted(ops.linear.make_projection(weight, bias), modules)
+        return ops.elementwise.compose(lambda x: linear(x).index_select(1, index), lambda x: x)
 
     def linear(self, *modules: str) -> Linear:
         """A linear layer divided over ranks by its outputs, or not divided."""
         linear = self.ops.linear.make_projection(self.source.projection(modules), self.source.biases(modules))
         return self._adapted(linear, modules)
 
-    def gated(self, *modules: str) -> Linear:
-        """``silu(gate(x)) * up(x)``; the modules' outputs are the gate's, then the others."""
+    def gated(self, *modules: str, activation: str = "silu") -> Linear:
+        """``silu(gate(x)) * up(x)``, or with another ``activation``; the modules' outputs are the gate's, then the
+        others."""
+        if activation != "silu":
+            return self.ops.elementwise.activate_and_mul(self.linear(*modules), activation)
         weight, bias, ops = self.source.projection(modules), self.source.biases(modules), self.ops
         delta = self._delta(modules)
         if delta is None:
@@ -83,11 +110,25 @@ class LayerBuilder:
         """``row_parallel``, added to the residual stream."""
         return self.ops.linear.make_residual(self.row_parallel(module))
 
-    def head_norms(self, query: str, key: str, heads: int, kv_heads: int, eps: float) -> Norm:
-        """One norm over each query and key head, [heads + kv_heads, dim]."""
+    def head_norms(
+        self,
+        query: str,
+        key: str,
+        heads: int,
+        kv_heads: int,
+        eps: float,
+        order: Sequence[int] | None = None,
+        offset: float = 0.0,
+    ) -> Norm:
+        """One norm over each query and key head, [heads + kv_heads, dim]. ``order``: of a head's numbers. ``offset``:
+        what is added to the weights."""
         queries = self.source.take([f"{query}.weight"]).expand(heads, -1)
         keys = self.source.take([f"{key}.weight"]).expand(kv_heads, -1)
-        return self.ops.elementwise.make_norm(torch.cat((queries, keys)), eps)
+        if offset:
+            wide = queries.float() + offset, keys.float() + offset
+            queries, keys = wide if self.ops.elementwise.float_weights else (part.to(queries.dtype) for part in wide)
+        both = torch.cat((queries, keys))
+        return self.ops.elementwise.make_norm(both if order is None else both[:, list(order)], eps)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,16 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.contract.caches import CacheGroup, Paged
+from kernels.contract.caches import CacheGroup, Paged, Window
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Linear, Norm, PendingResidual
 from kernels.devices.attention import ProjectedHeads
 from kernels.devices.linear import NormThenLinear, ResidualLinear
 from kernels.models.config import ModelConfig
 from kernels.models.layers.builder import LayerBuilder
+from kernels.models.layers.rotary import rotary_order
 from kernels.weights.tensors import TensorSpec, by_inputs, by_outputs, linear, norm
 
-__all__ = ["Attention", "Heads", "attention", "caches", "tensors"]
+__all__ = ["Attention", "Heads", "attention", "caches", "head_order", "projection", "tensors"]
 
 
 def tensors(config: ModelConfig, module: str, gguf: str, interleaved: bool = False) -> Iterator[TensorSpec]:
@@ -41,9 +42,29 @@ def tensors(config: ModelConfig, module: str, gguf: str, interleaved: bool = Fal
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
-    """Keys and values of all tokens. Layers that see a window keep all tokens, too: graphs, host loops and drafts know
-    one page table. A family that gives pages back declares ``Window`` groups itself (``ForwardBatch.in_window``)."""
-    return (CacheGroup(Paged(config.kv_heads, config.head_dim, config.head_dim), tuple(range(config.layers))),)
+    """Keys and values of all tokens, or of a window in layers that have one."""
+    paged = Paged(config.kv_heads, config.head_dim, config.head_dim)
+    return tuple(
+        CacheGroup(
+            Window(paged, window) if window else paged,
+            tuple(layer for layer, other in enumerate(config.windows) if other == window),
+        )
+        for window in dict.fromkeys(config.windows)
+    )
+
+
+def head_order(config: ModelConfig) -> list[int] | None:
+    """The order of each head's numbers in which halves rotate against one another; None: as they are stored."""
+    return rotary_order(config.head_dim, config.rotary_dim, config.pairs)
+
+
+def projection(make: LayerBuilder, config: ModelConfig, *modules: str) -> Linear:
+    """Queries, keys and values of ``modules``, the numbers of each query and key head in ``head_order``."""
+    order, dim, rotated = head_order(config), config.head_dim, config.heads + config.kv_heads
+    if order is None:
+        return make.linear(*modules)
+    places = [head * dim + place for head in range(rotated) for place in order]
+    return make.ordered([*places, *range(rotated * dim, (rotated + config.kv_heads) * dim)], *modules)
 
 
 def attention(make: LayerBuilder, config: ModelConfig, module: str, window: int) -> Attention:
@@ -51,14 +72,16 @@ def attention(make: LayerBuilder, config: ModelConfig, module: str, window: int)
     norms = None
     if config.qk_norm:
         names = f"{module}.q_norm", f"{module}.k_norm"
-        norms = make.head_norms(*names, config.heads, config.kv_heads, config.norm_eps)
+        counts = config.heads, config.kv_heads
+        norms = make.head_norms(*names, *counts, config.norm_eps, head_order(config), config.norm_offset)
     return Attention(
         make,
         Heads(config.heads, config.kv_heads, config.head_dim),
-        make.linear(f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj"),
+        projection(make, config, f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj"),
         make.into_stream(f"{module}.o_proj"),
         window,
         norms,
+        scale=config.attention_scale,
     )
 
 
@@ -72,7 +95,8 @@ class Heads:
 
 
 class Attention:
-    """``qkv``: the heads of queries, keys and values, in this order. ``norms``: of query and key heads."""
+    """``qkv``: the heads of queries, keys and values, in this order. ``norms``: of query and key heads. ``scale``: of
+    queries times keys; 0: ``dim ** -0.5``."""
 
     def __init__(
         self,
@@ -82,10 +106,11 @@ class Attention:
         output: ResidualLinear,
         window: int,
         norms: Norm | None = None,
+        scale: float = 0.0,
     ) -> None:
         self._make_heads, self._attend = make.ops.attention.make_heads, make.ops.attention.attend
         self.heads, self.qkv, self.output, self.window, self.head_norms = heads, qkv, output, window, norms
-        self.scale, self.rows = heads.dim**-0.5, make.rows
+        self.scale, self.rows = scale or heads.dim**-0.5, make.rows
 
     def behind(self, projection: NormThenLinear) -> ProjectedHeads[Any]:
         """All from ``projection``, of ``qkv``, up to attention."""

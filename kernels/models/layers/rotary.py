@@ -7,10 +7,11 @@ import math
 import torch
 from torch import Tensor
 
+from kernels.core.operators import Linear
 from kernels.devices.base import Device
 from kernels.models.config import RopeConfig
 
-__all__ = ["RotaryEmbedding", "inverse_frequencies"]
+__all__ = ["RotaryEmbedding", "inverse_frequencies", "rotary_order"]
 
 
 class RotaryEmbedding:
@@ -20,17 +21,24 @@ class RotaryEmbedding:
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: Device, context: int = 0) -> None:
-        frequencies, self.scale = inverse_frequencies(config, head_dim, context)
+        frequencies, self.scale = inverse_frequencies(config, config.dim or head_dim, context)
+        # The other numbers of a head are rotated by nothing (``rotary_order``).
+        frequencies = torch.cat((frequencies, torch.zeros(head_dim // 2 - len(frequencies))))
         # Half of each head rotates against the other half: x * cos + roll(x, dim / 2) * sin, the first sines negated:
         # here if they are to be signed, else by who uses them.
         first = -frequencies if device.attention.signed_sines else frequencies
         self.frequencies = torch.cat((first, frequencies)).to(device.torch_device)  # float32 [head_dim]
         self.dtype = dtype
         self._angles = device.attention.angles
+        self._unscale: Linear | None = None
+        if self.scale != 1.0 and config.dim:  # the factor is that of the rotated numbers alone
+            factor = torch.where(frequencies == 0, self.scale, 1.0).repeat(2).to(device.torch_device, dtype)
+            self._unscale = device.elementwise.compose(lambda cos: cos / factor, lambda cos: cos)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """``positions`` int64 [tokens] -> cos and sin, each [tokens, 1, head_dim] in the model's dtype."""
-        return self._angles(positions, self.frequencies, self.scale, self.dtype)
+        cos, sin = self._angles(positions, self.frequencies, self.scale, self.dtype)
+        return (cos, sin) if self._unscale is None else (self._unscale(cos), sin)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int, context: int = 0) -> tuple[Tensor, float]:
@@ -42,6 +50,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, context: int = 0) -> 
     pairs = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     base = 1.0 / (config.theta**pairs)
     match config.kind:
+        case "none":
+            return torch.zeros_like(base), 1.0
         case "linear":
             return base / config.factor, 1.0
         case "llama3":
@@ -54,6 +64,20 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, context: int = 0) -> 
         case "yarn":
             return _yarn(base, config, head_dim), _yarn_scale(config)
     return base, 1.0
+
+
+def rotary_order(head_dim: int, rotary_dim: int, pairs: bool) -> list[int] | None:
+    """The order of a head's numbers in which number i rotates against number ``i + head_dim / 2``; None: as they are.
+
+    ``rotary_dim``: so many of them are rotated, the first ones. ``pairs``: each against its neighbor, else halves
+    against one another. Queries and keys in the same order have the same products.
+    """
+    if rotary_dim == head_dim and not pairs:
+        return None
+    rotated, others = list(range(rotary_dim)), list(range(rotary_dim, head_dim))
+    half, rest = rotary_dim // 2, len(others) // 2
+    first, second = (rotated[::2], rotated[1::2]) if pairs else (rotated[:half], rotated[half:])
+    return [*first, *others[:rest], *second, *others[rest:]]
 
 
 def _llama3(base: Tensor, config: RopeConfig) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from kernels.core.operators import Linear, Lookup
@@ -27,11 +28,11 @@ def vocabulary(
     make: ModelBuilder, config: ModelConfig, embed: str = "model.embed_tokens", head: str = "lm_head"
 ) -> tuple[VocabularyEmbedding, VocabularyHead]:
     """The embedding and the output of ``tensors``. Nothing else holds a tied table, which a device may repack."""
-    ops, mesh = make.ops, make.mesh
+    ops = make.ops
     if config.tied_embeddings and make.fp32_head:
         floats = make.source.take([f"{embed}.weight"])
         linear = ops.linear.make_float_head(floats, True)
-        return VocabularyEmbedding(mesh, ops.linear.make_lookup(floats), len(floats)), VocabularyHead(mesh, linear)
+        return _ends(make, config, ops.linear.make_lookup(floats), linear, len(floats))
     table = make.source.table(embed)
     if config.tied_embeddings:
         lookup, linear = ops.linear.make_tied(table)
@@ -40,7 +41,27 @@ def vocabulary(
         weight = make.source.projection([head])
         layers = ops.linear
         linear = layers.make_float_head(weight, False) if make.fp32_head else layers.make_projection(weight, None)
-    return VocabularyEmbedding(mesh, lookup, table.shape[0]), VocabularyHead(mesh, linear)
+    return _ends(make, config, lookup, linear, table.shape[0])
+
+
+def _ends(
+    make: ModelBuilder, config: ModelConfig, lookup: Lookup, linear: Linear, size: int
+) -> tuple[VocabularyEmbedding, VocabularyHead]:
+    """Both ends, with the factors and the cap that the model has."""
+    compose, mesh = make.ops.elementwise.compose, make.mesh
+    if (factor := config.embedding_scale) != 1.0:
+        rounded = torch.tensor(factor, dtype=make.dtype).item()  # as the model was trained
+        found = lookup
+        lookup = compose(lambda ids: found(ids) * rounded, lambda x: x)
+    if (scale := config.logit_scale) != 1.0 or config.logit_cap:
+        cap, logits = config.logit_cap, linear
+
+        def scaled(x: Tensor) -> Tensor:
+            found = logits(x) * scale if scale != 1.0 else logits(x)
+            return found.div_(cap).tanh_().mul_(cap) if cap else found
+
+        linear = compose(scaled, lambda x: x)
+    return VocabularyEmbedding(mesh, lookup, size), VocabularyHead(mesh, linear)
 
 
 class VocabularyEmbedding:

@@ -90,10 +90,10 @@ class StandaloneModel:
     def __init__(self, context: DrafterContext) -> None:
         settings, config, group = context.settings, context.config, context.group
         whole = read_config(settings.draft_model_path, quantized=True)
-        if not is_plain(caches(whole)):
+        if not is_plain(caches(whole)) or whole.attention_cap:
             raise ConfigError(
-                f"a draft model must keep keys and values of all tokens in every layer, but {whole.architecture} does "
-                "not: use another draft model"
+                f"a draft model must keep keys and values of all tokens in every layer, and not cap scores of "
+                f"attention, which {whole.architecture} does not: use another draft model"
             )
         scheme = draft_scheme(settings.draft_model_path, config, settings)
         target = context.whole.vocab_size

@@ -247,6 +247,28 @@ def test_pages_outside_of_the_window_are_given_back(tmp_path: Path) -> None:
     assert line.most_used[0] <= group.sequence_pages(PAGE) + group.step_pages(20) < 220 // PAGE
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral", "olmo3"])
+def test_families_give_pages_back_and_keep_their_tokens(name: str, reference: Any) -> None:
+    model, (prompt, other) = reference(name), prompts(61, 9)
+    prompt, other = ([token % 211 for token in tokens] for tokens in (prompt, other))
+    line = Line(model.path, {"window_pages": True, "max_total_tokens": 1024})
+    (group,) = line.info.bounded_groups
+    assert isinstance(group.group.spec, Window)
+    line.submit(0, prompt, 12)
+    line.play()
+    line.submit(1, prompt + other, 6)
+    line.play()
+    assert line.cached[1] > 0
+    assert prompt + line.said[0] == model.greedy(prompt, 73)
+    assert prompt + other + line.said[1] == model.greedy(prompt + other, 76)
+
+
+@pytest.mark.parametrize("options", [{}, {"context_length": 40}, {"speculation": SpeculativeSettings("NGRAM")}])
+def test_windows_keep_all_tokens_where_that_is_better(options: dict[str, Any], reference: Any) -> None:
+    asked = {"window_pages": bool(options)} | options  # not asked for; too short a context; drafts know one page table
+    assert not make_runner(reference("mistral").path, **asked)[1].bounded_groups
+
+
 def test_a_prefix_of_a_state_ends_at_a_snapshot(tmp_path: Path) -> None:
     line = Line(make_mixed_model(tmp_path / "model", KINDS["latent-state"]))
     (group,) = line.info.bounded_groups

@@ -91,7 +91,7 @@ def test_qwen2_has_biases_on_queries_keys_and_values_only():
         ({"head_dim": 9}, "odd"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "longrope"}}, "longrope"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "original_max_position_embeddings"),
         ({"rope_scaling": "yes"}, "rope"),

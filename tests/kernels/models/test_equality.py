@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kernels.contract.step import SlotSampling
+from tests.kits.driver import DENSE
 
 FAMILIES = [
     "llama2",
@@ -28,6 +29,7 @@ FAMILIES = [
     "qwen3-moe",
     "qwen3-moe-some",
     "qwen3-moe-step",
+    *DENSE,
 ]
 VOCAB = 211
 

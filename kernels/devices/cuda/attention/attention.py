@@ -49,7 +49,8 @@ class CudaAttention(Attention[CudaCache, AttentionPlan]):
     def place_heads(
         self, qkv: Tensor, heads: int, norm: Norm | None, cos: Tensor, sin: Tensor, cache: CudaCache, index: Tensor
     ) -> Tensor:
-        assert norm is None or isinstance(norm, CudaNorm)
+        if norm is not None and not isinstance(norm, CudaNorm):
+            return super().place_heads(qkv, heads, norm, cos, sin, cache, index)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         kv_heads = (qkv.shape[1] - heads) // 2
         place_heads(qkv, heads, kv_heads, weight, eps, cos, sin, cache, index, alone=self._invariant)

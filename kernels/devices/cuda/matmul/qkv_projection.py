@@ -175,6 +175,8 @@ class CudaHeads(ProjectedHeads[Any]):
         norm, linear = self.projection.norm, self.projection.linear
         if not isinstance(linear, CudaLinear) or not linear.leaves(residual):
             return None
+        if self.norm is not None and not isinstance(self.norm, CudaNorm):
+            return None
         scaled = scaled_for(norm, x)
         given, total = (scaled, residual) if scaled is not None else norm_of_sum(norm, x, residual)
         projected = linear.left(given)
@@ -183,7 +185,6 @@ class CudaHeads(ProjectedHeads[Any]):
             qkv = projected.view(tokens, every, self.dim)
             return self.attention.place_heads(qkv, self.heads, self.norm, cos, sin, cache, index), total
         qkv = residual.new_empty((tokens, every, self.dim))
-        assert self.norm is None or isinstance(self.norm, CudaNorm)
         weight, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
         place_heads(qkv, self.heads, self.kv_heads, weight, eps, cos, sin, cache, index, projected)
         return qkv[:, : self.heads], total

@@ -1,0 +1,83 @@
+"""Apertus (Project Apertus, arXiv 2509.14233): Llama's decoder with norms of query and key heads and feed-forward
+layers of xIELU, without a gate (Huang and Schlag, arXiv 2411.13010).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.contract.caches import CacheGroup
+from kernels.core.operators import Linear
+from kernels.models.config import ConfigReader, ModelConfig
+from kernels.models.decoder import Decoder
+from kernels.models.layers import gqa, vocabulary
+from kernels.models.layers.block import Block, Norms, attention
+from kernels.models.layers.builder import LayerBuilder, ModelBuilder
+from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear, norm
+
+__all__ = ["build", "caches", "config", "tensors"]
+
+
+def config(raw: ConfigReader) -> ModelConfig:
+    """The sizes in config.json."""
+    bias = raw.flag("attention_bias")
+    return raw.decoder(qkv_bias=bias, output_bias=bias, qk_norm=True, activation="xielu", theta=12000000.0)
+
+
+def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
+    """Every tensor of a checkpoint."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    yield from vocabulary.tensors(config)
+    for index in range(config.layers):
+        layer = f"model.layers.{index}"
+        yield norm(f"{layer}.attention_layernorm", hidden)
+        yield from gqa.tensors(config, f"{layer}.self_attn", "")
+        yield norm(f"{layer}.feedforward_layernorm", hidden)
+        yield from linear(f"{layer}.mlp.up_proj", (inner, hidden), by_outputs((inner, inner)))
+        yield from linear(f"{layer}.mlp.down_proj", (hidden, inner), by_inputs(inner, inner), role=Role.DOWN)
+        for name, shape in _PARAMETERS.items():
+            yield TensorSpec(f"{layer}.mlp.act_fn.{name}", shape, Role.NORM)
+    yield norm("model.norm", hidden)
+
+
+def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
+    """What the layers keep of the tokens before."""
+    return gqa.caches(config)
+
+
+def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+    """The decoder of one rank, whose sizes are ``config``."""
+    ends = vocabulary.vocabulary(make, config)
+    layers = [_layer(config, make, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
+    return Decoder(make, config, ends, layers, make.norm("model.norm", config.norm_eps))
+
+
+_PARAMETERS: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+_BETA, _EPS = 0.5, -1e-6  # checkpoints hold them, too, and never others
+
+
+def _layer(config: ModelConfig, make: LayerBuilder, name: str, window: int) -> Block:
+    norms = Norms(
+        before_attention=make.norm(f"{name}.attention_layernorm", config.norm_eps),
+        before_mlp=make.norm(f"{name}.feedforward_layernorm", config.norm_eps),
+    )
+    feed_forward = _feed_forward(make, f"{name}.mlp")
+    return Block(make, config, attention(make, config, f"{name}.self_attn", window), feed_forward, norms)
+
+
+def _feed_forward(make: LayerBuilder, name: str) -> Linear:
+    """``down(xielu(up(x)))``: ``p * x^2 + b * x`` above 0, else ``n * (expm1(min(x, e)) - x) + b * x``, with ``p`` and
+    ``n`` of the layer."""
+    positive, negative = (make.source.take([f"{name}.act_fn.{part}"]) for part in ("alpha_p", "alpha_n"))
+    p, n = F.softplus(positive), _BETA + F.softplus(negative)
+    up, down = make.linear(f"{name}.up_proj"), make.row_parallel(f"{name}.down_proj")
+
+    def xielu(x: Tensor) -> Tensor:
+        x = up(x)
+        return torch.where(x > 0, p * x * x, (torch.expm1(x.clamp(max=_EPS)) - x) * n) + _BETA * x
+
+    return make.ops.elementwise.compose(xielu, down)

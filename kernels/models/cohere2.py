@@ -1,0 +1,61 @@
+"""Command R7B and Command A (Team Cohere, arXiv 2504.00698): Command R's decoder, of which three of four layers see a
+sliding window. The fourth sees all tokens and has no positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from kernels.contract.caches import CacheGroup
+from kernels.models.config import ConfigReader, ModelConfig
+from kernels.models.decoder import Decoder
+from kernels.models.layers import gqa, mlp, vocabulary
+from kernels.models.layers.block import Block, Norms, attention, gated_mlp
+from kernels.models.layers.builder import LayerBuilder, ModelBuilder
+from kernels.weights.tensors import TensorSpec, norm
+
+__all__ = ["build", "caches", "config", "tensors"]
+
+
+def config(raw: ConfigReader) -> ModelConfig:
+    """The sizes in config.json."""
+    bias, windows = raw.flag("attention_bias"), raw.patterned_windows(4)
+    plain = raw.decoder(qkv_bias=bias, output_bias=bias, windows=windows, norm_eps="layer_norm_eps", tied=True)
+    nothing = dataclasses.replace(plain.rope, kind="none")
+    return dataclasses.replace(
+        plain,
+        pairs=True,
+        ropes={layer: nothing for layer, window in enumerate(windows) if not window},
+        logit_scale=raw.number("logit_scale", 0.0625),
+    )
+
+
+def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
+    """Every tensor of a checkpoint."""
+    hidden = config.hidden_size
+    yield from vocabulary.tensors(config)
+    for index in range(config.layers):
+        layer, gguf = f"model.layers.{index}", f"blk.{index}"
+        yield norm(f"{layer}.input_layernorm", hidden, f"{gguf}.attn_norm")
+        yield from gqa.tensors(config, f"{layer}.self_attn", f"{gguf}.attn")
+        yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
+    yield norm("model.norm", hidden, "output_norm")
+
+
+def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
+    """What the layers keep of the tokens before."""
+    return gqa.caches(config)
+
+
+def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+    """The decoder of one rank, whose sizes are ``config``."""
+    ends = vocabulary.vocabulary(make, config)
+    layers = [_layer(config, make, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
+    return Decoder(make, config, ends, layers, make.layer_norm("model.norm", eps=config.norm_eps))
+
+
+def _layer(config: ModelConfig, make: LayerBuilder, name: str, window: int) -> Block:
+    norms = Norms(before_attention=make.layer_norm(f"{name}.input_layernorm", eps=config.norm_eps))
+    found = attention(make, config, f"{name}.self_attn", window)
+    return Block(make, config, found, gated_mlp(make, config, f"{name}.mlp"), norms, parallel=True)

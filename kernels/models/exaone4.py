@@ -1,0 +1,64 @@
+"""EXAONE 4 (LG AI Research, arXiv 2507.11407): norms come after attention and feed-forward layers, as OLMo 2's; query
+and key heads are normed. In the large model three of four layers see a sliding window, the fourth all tokens without
+positions.
+
+    h = h + norm(attention(h));  h = h + norm(mlp(h))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from kernels.contract.caches import CacheGroup
+from kernels.models.config import ConfigReader, ModelConfig
+from kernels.models.decoder import Decoder
+from kernels.models.layers import gqa, mlp, vocabulary
+from kernels.models.layers.block import Block, Norms, attention, gated_mlp
+from kernels.models.layers.builder import LayerBuilder, ModelBuilder
+from kernels.weights.tensors import TensorSpec, norm
+
+__all__ = ["build", "caches", "config", "tensors"]
+
+
+def config(raw: ConfigReader) -> ModelConfig:
+    """The sizes in config.json."""
+    windows = raw.patterned_windows(4)
+    plain = raw.decoder(qk_norm=True, windows=windows)
+    nothing = dataclasses.replace(plain.rope, kind="none")
+    full = [layer for layer, window in enumerate(windows) if any(windows) and not window]
+    return dataclasses.replace(plain, ropes=dict.fromkeys(full, nothing))
+
+
+def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
+    """Every tensor of a checkpoint."""
+    hidden = config.hidden_size
+    yield from vocabulary.tensors(config)
+    for index in range(config.layers):
+        layer, gguf = f"model.layers.{index}", f"blk.{index}"
+        yield from gqa.tensors(config, f"{layer}.self_attn", f"{gguf}.attn")
+        yield norm(f"{layer}.post_attention_layernorm", hidden, f"{gguf}.post_attention_norm")
+        yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
+        yield norm(f"{layer}.post_feedforward_layernorm", hidden, f"{gguf}.post_ffw_norm")
+    yield norm("model.norm", hidden, "output_norm")
+
+
+def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
+    """What the layers keep of the tokens before."""
+    return gqa.caches(config)
+
+
+def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+    """The decoder of one rank, whose sizes are ``config``."""
+    ends = vocabulary.vocabulary(make, config)
+    layers = [_layer(config, make, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
+    return Decoder(make, config, ends, layers, make.norm("model.norm", config.norm_eps))
+
+
+def _layer(config: ModelConfig, make: LayerBuilder, name: str, window: int) -> Block:
+    norms = Norms(
+        after_attention=make.norm(f"{name}.post_attention_layernorm", config.norm_eps),
+        after_mlp=make.norm(f"{name}.post_feedforward_layernorm", config.norm_eps),
+    )
+    found, feed_forward = attention(make, config, f"{name}.self_attn", window), gated_mlp(make, config, f"{name}.mlp")
+    return Block(make, config, found, feed_forward, norms)

@@ -1,0 +1,85 @@
+"""Gemma 3, its language model (Gemma Team, arXiv 2503.19786, section 2): Gemma 2's decoder without caps, with norms of
+query and key heads. Five of six layers see a sliding window and rotate with a base of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from kernels.contract.caches import CacheGroup
+from kernels.contract.errors import ConfigError
+from kernels.models.config import ConfigReader, ModelConfig
+from kernels.models.decoder import Decoder
+from kernels.models.layers import gqa, mlp, vocabulary
+from kernels.models.layers.block import Block, Norms, attention, gated_mlp
+from kernels.models.layers.builder import LayerBuilder, ModelBuilder
+from kernels.weights.tensors import TensorSpec, norm
+
+__all__ = ["build", "caches", "config", "tensors"]
+
+
+def config(raw: ConfigReader) -> ModelConfig:
+    """The sizes in config.json."""
+    if raw.flag("use_bidirectional_attention"):
+        raise ConfigError("use_bidirectional_attention is for embeddings; use a model that generates text")
+    bias, windows = raw.flag("attention_bias"), raw.patterned_windows(6)
+    plain = raw.decoder(
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        windows=windows,
+        activation="gelu_tanh",
+        tied=True,
+        theta=1000000.0,
+    )
+    local = raw.local_rope(plain.head_dim, 10000.0)
+    return dataclasses.replace(
+        plain,
+        ropes={layer: local for layer, window in enumerate(windows) if window},
+        embedding_scale=plain.hidden_size**0.5,
+        attention_scale=raw.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        attention_cap=raw.number("attn_logit_softcapping", 0.0),
+        logit_cap=raw.number("final_logit_softcapping", 0.0),
+        norm_offset=1.0,
+    )
+
+
+def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
+    """Every tensor of a checkpoint."""
+    hidden = config.hidden_size
+    yield from vocabulary.tensors(config)
+    for index in range(config.layers):
+        layer = f"model.layers.{index}"
+        yield from gqa.tensors(config, f"{layer}.self_attn", "")
+        yield from mlp.tensors(config, f"{layer}.mlp", "")
+        for name in _NORMS:
+            yield norm(f"{layer}.{name}", hidden)
+    yield norm("model.norm", hidden)
+
+
+def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
+    """What the layers keep of the tokens before."""
+    return gqa.caches(config)
+
+
+def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+    """The decoder of one rank, whose sizes are ``config``."""
+    ends = vocabulary.vocabulary(make, config)
+    layers = [_layer(config, make, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
+    return Decoder(make, config, ends, layers, make.norm("model.norm", config.norm_eps, config.norm_offset))
+
+
+_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+"""Before and after attention, before and after the feed-forward layer."""
+
+
+def _layer(config: ModelConfig, make: LayerBuilder, name: str, window: int) -> Block:
+    norms = Norms(*(make.norm(f"{name}.{norm}", config.norm_eps, config.norm_offset) for norm in _NORMS))
+    feed_forward = gated_mlp(make, config, f"{name}.mlp")
+    return Block(make, config, attention(make, config, f"{name}.self_attn", window), feed_forward, norms)

@@ -1,0 +1,60 @@
+"""GLM-4 (GLM Team, arXiv 2406.12793), as transformers stores it: Llama's decoder with a fused gate and up, a bias on
+queries, keys and values, and a rotation of neighbors in the first half of each head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from kernels.contract.caches import CacheGroup
+from kernels.models.config import ConfigReader, ModelConfig
+from kernels.models.decoder import Decoder
+from kernels.models.layers import gqa, pre_norm, vocabulary
+from kernels.models.layers.builder import ModelBuilder
+from kernels.models.layers.mlp import FeedForward
+from kernels.models.layers.pre_norm import PreNormLayer
+from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear, norm
+
+__all__ = ["build", "caches", "config", "tensors"]
+
+
+def config(raw: ConfigReader) -> ModelConfig:
+    """The sizes in config.json."""
+    plain = raw.decoder(qkv_bias=raw.flag("attention_bias"), rotary=0.5)
+    return dataclasses.replace(plain, pairs=True)
+
+
+def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
+    """Every tensor of a checkpoint."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    by_pair = by_outputs(*2 * [(inner, inner)])
+    yield from vocabulary.tensors(config)
+    for index in range(config.layers):
+        layer, gguf = f"model.layers.{index}", f"blk.{index}"
+        yield from pre_norm.norm_tensors(config, layer, gguf)
+        yield from gqa.tensors(config, f"{layer}.self_attn", f"{gguf}.attn")
+        yield from linear(f"{layer}.mlp.gate_up_proj", (2 * inner, hidden), by_pair, f"{gguf}.ffn_up")
+        down = f"{layer}.mlp.down_proj"
+        yield from linear(down, (hidden, inner), by_inputs(inner, inner), f"{gguf}.ffn_down", role=Role.DOWN)
+    yield norm("model.norm", hidden, "output_norm")
+
+
+def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
+    """What the layers keep of the tokens before."""
+    return gqa.caches(config)
+
+
+def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+    """The decoder of one rank, whose sizes are ``config``."""
+    ends = vocabulary.vocabulary(make, config)
+    layers = [_layer(config, make, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
+    return Decoder(make, config, ends, layers, make.norm("model.norm", config.norm_eps))
+
+
+def _layer(config: ModelConfig, make: ModelBuilder, name: str, window: int) -> PreNormLayer:
+    first = make.norm(f"{name}.input_layernorm", config.norm_eps)
+    attention = gqa.attention(make, config, f"{name}.self_attn", window)
+    second = make.norm(f"{name}.post_attention_layernorm", config.norm_eps)
+    gate_up, down = make.gated(f"{name}.mlp.gate_up_proj"), make.into_stream(f"{name}.mlp.down_proj")
+    return PreNormLayer(make, first, attention, second, FeedForward(make, second, gate_up, down))

@@ -1,0 +1,187 @@
+"""A decoder layer whose norms stand before or after attention and feed-forward layer, or both; or whose two halves read
+the same norm.
+
+    h = h + s * after_attention(attention(before_attention(h)));  h = h + s * after_mlp(mlp(before_mlp(h)))
+    parallel:  n = before_attention(h);  h = h + s * (attention(n) + mlp(n))
+
+``s`` is the model's residual scale. The layer of Llama, whose norms only stand before, is ``pre_norm``: devices fuse
+it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.core.batch import ForwardBatch
+from kernels.core.operators import Linear, Norm, PendingResidual
+from kernels.devices.linear import norm_of_sum
+from kernels.models.config import ModelConfig
+from kernels.models.layers import gqa
+from kernels.models.layers.builder import LayerBuilder
+
+__all__ = ["Block", "Norms", "SelfAttention", "attention", "gated_mlp", "plain_mlp", "wide_attention", "wide_norm"]
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The norms of a layer; None: there is none."""
+
+    before_attention: Norm | None = None
+    after_attention: Norm | None = None
+    before_mlp: Norm | None = None
+    after_mlp: Norm | None = None
+
+
+class SelfAttention:
+    """Attention of normed tokens, projected back. ``qkv``: the heads of queries, keys and values. ``norm``: of query
+    and key heads."""
+
+    def __init__(
+        self, make: LayerBuilder, config: ModelConfig, qkv: Linear, output: Linear, window: int, norm: Norm | None
+    ) -> None:
+        self.attention, self.rows, self.qkv, self.output = make.ops.attention, make.rows, qkv, output
+        self.heads, self.total, self.dim = config.heads, config.heads + 2 * config.kv_heads, config.head_dim
+        self.window, self.norm, self.cap = window, norm, config.attention_cap
+        self.scale = config.attention_scale or config.head_dim**-0.5
+        refuse = make.ops.elementwise.compose(lambda x: x, lambda x: x)
+        self._uncaptured = refuse if self.cap else None  # capped attention reads the host's rows
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
+    ) -> Tensor:
+        """``x`` [tokens, hidden] -> [tokens, hidden], of the tokens ``wanted`` int64 [rows] alone if it is given."""
+        heads = self.qkv(x).view(-1, self.total, self.dim)
+        queries = self.attention.place_heads(heads, self.heads, self.norm, cos, sin, cache, batch.cache_index)
+        if self._uncaptured is None:
+            found = self.attention.attend(queries, cache, batch.plans[self.window], self.scale)
+        else:
+            queries, rows = self._uncaptured(queries), batch.rows
+            assert rows is not None, "capped attention is part of no captured pass"
+            found = self.attention.attend_capped(queries, cache, rows, self.window, self.scale, self.cap)
+        if wanted is not None:
+            found = found.index_select(0, wanted)
+            if self.rows is not None:
+                self.rows.select(wanted)
+        return self.output(found)
+
+
+def attention(
+    make: LayerBuilder, config: ModelConfig, module: str, window: int, norm: Norm | None = None
+) -> SelfAttention:
+    """The layer of ``gqa.tensors``. ``norm``: of query and key heads, if it is another than theirs."""
+    if config.qk_norm and norm is None:
+        names, counts = (f"{module}.q_norm", f"{module}.k_norm"), (config.heads, config.kv_heads)
+        norm = make.head_norms(*names, *counts, config.norm_eps, gqa.head_order(config), config.norm_offset)
+    qkv = gqa.projection(make, config, f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj")
+    return SelfAttention(make, config, qkv, make.row_parallel(f"{module}.o_proj"), window, norm)
+
+
+def wide_attention(make: LayerBuilder, config: ModelConfig, module: str, window: int) -> SelfAttention:
+    """The layer of ``gqa.tensors`` with norms over the width of all query heads, and of all key heads."""
+    elementwise, total = make.ops.elementwise, (config.heads + 2 * config.kv_heads) * config.head_dim
+    projections = [make.linear(f"{module}.{part}_proj") for part in "qkv"]
+    norms = [wide_norm(make, f"{module}.{part}_norm", config.norm_eps) for part in "qk"]
+    first = config.heads * config.head_dim
+    last = first + config.kv_heads * config.head_dim
+
+    def qkv(x: Tensor) -> Tensor:
+        queries, keys, values = (projection(x) for projection in projections)
+        out = elementwise.empty_rows(len(x), total, x.dtype)
+        elementwise.add_rows(norms[0](queries), None, out[:, :first])
+        elementwise.add_rows(norms[1](keys), None, out[:, first:last])
+        elementwise.add_rows(values, None, out[:, last:])
+        return out
+
+    return SelfAttention(make, config, qkv, make.row_parallel(f"{module}.o_proj"), window, None)
+
+
+def wide_norm(make: LayerBuilder, module: str, eps: float) -> Norm | Linear:
+    """A norm over the width of all heads, of which each rank has some."""
+    if make.mesh.size == 1:
+        return make.norm(module, eps)
+    weight, mesh = make.source.take([f"{module}.weight"]), make.mesh
+
+    def normed(x: Tensor) -> Tensor:
+        wide = x.float()
+        mean = mesh.all_reduce(wide.pow(2).mean(-1, keepdim=True)) / mesh.size
+        return (weight * wide * torch.rsqrt(mean + eps)).to(x.dtype)
+
+    return normed
+
+
+def gated_mlp(make: LayerBuilder, config: ModelConfig, module: str, *gate_up: str) -> Linear:
+    """``down(activation(gate(x)) * up(x))``, the layer of ``mlp.tensors``. ``gate_up``: the name of one projection for
+    both."""
+    names = [f"{module}.{name}" for name in gate_up or ("gate_proj", "up_proj")]
+    inner, down = make.gated(*names, activation=config.activation), make.row_parallel(f"{module}.down_proj")
+    return lambda x: down(inner(x))
+
+
+def plain_mlp(make: LayerBuilder, config: ModelConfig, up: str, down: str) -> Linear:
+    """``down(activation(up(x)))``."""
+    inner = make.ops.elementwise.activate(make.linear(up), config.activation)
+    outer = make.row_parallel(down)
+    return lambda x: outer(inner(x))
+
+
+class Block:
+    """A layer of the forms above."""
+
+    def __init__(
+        self,
+        make: LayerBuilder,
+        config: ModelConfig,
+        attention: SelfAttention,
+        mlp: Linear,
+        norms: Norms,
+        parallel: bool = False,
+    ) -> None:
+        self.elementwise = make.ops.elementwise
+        self.attention, self.mlp, self.norms, self.parallel = attention, mlp, norms, parallel
+        factor = config.residual_scale
+        self._scale = make.ops.elementwise.compose(lambda x: x * factor, lambda x: x) if factor != 1.0 else None
+
+    @property
+    def first_norm(self) -> Norm | None:
+        """The norm that reads the residual stream first."""
+        return self.norms.before_attention
+
+    def set_next_norm(self, norm: Norm) -> None:
+        """Nothing: no product of this layer is fused with the norm after it."""
+
+    def __call__(
+        self,
+        x: PendingResidual,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Any,
+        batch: ForwardBatch,
+        wanted: Tensor | None = None,
+    ) -> tuple[PendingResidual, Tensor]:
+        """As ``DecoderLayer``."""
+        norms = self.norms
+        if norms.before_attention is None:
+            normed = residual = self.elementwise.add_pending(x, residual)
+        else:
+            normed, residual = norm_of_sum(norms.before_attention, x, residual)
+        found = self.attention(normed, cos, sin, cache, batch, wanted)
+        if wanted is not None:
+            normed, residual = normed.index_select(0, wanted), residual.index_select(0, wanted)
+        if self.parallel:
+            found = self.elementwise.add_pending(found, self.mlp(normed))
+            return self._summand(found, None), residual
+        found = self._summand(found, norms.after_attention)
+        if norms.before_mlp is None:
+            normed = residual = self.elementwise.add_pending(found, residual)
+        else:
+            normed, residual = norms.before_mlp.add(found, residual)
+        return self._summand(self.mlp(normed), norms.after_mlp), residual
+
+    def _summand(self, x: Tensor, norm: Norm | None) -> Tensor:
+        x = x if norm is None else norm(x)
+        return x if self._scale is None else self._scale(x)

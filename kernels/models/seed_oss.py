@@ -1,0 +1,41 @@
+"""Seed-OSS (https://github.com/ByteDance-Seed/seed-oss): Llama's decoder with a bias on queries, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kernels.contract.caches import CacheGroup
+from kernels.models.config import ConfigReader, ModelConfig
+from kernels.models.decoder import Decoder
+from kernels.models.layers import gqa, pre_norm, vocabulary
+from kernels.models.layers.builder import ModelBuilder
+from kernels.weights.tensors import TensorSpec, norm
+
+__all__ = ["build", "caches", "config", "tensors"]
+
+
+def config(raw: ConfigReader) -> ModelConfig:
+    """The sizes in config.json."""
+    return raw.decoder(qkv_bias=raw.flag("attention_bias", True), output_bias=raw.flag("attention_out_bias"))
+
+
+def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
+    """Every tensor of a checkpoint."""
+    yield from vocabulary.tensors(config)
+    for index in range(config.layers):
+        yield from pre_norm.tensors(config, f"model.layers.{index}", f"blk.{index}")
+    yield norm("model.norm", config.hidden_size, "output_norm")
+
+
+def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
+    """What the layers keep of the tokens before."""
+    return gqa.caches(config)
+
+
+def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+    """The decoder of one rank, whose sizes are ``config``."""
+    ends = vocabulary.vocabulary(make, config)
+    layers = [
+        pre_norm.layer(make, config, f"model.layers.{index}", window) for index, window in enumerate(config.windows)
+    ]
+    return Decoder(make, config, ends, layers, make.norm("model.norm", config.norm_eps))

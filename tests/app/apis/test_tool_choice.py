@@ -1,0 +1,118 @@
+"""``tool_choice`` of chat requests: which tools an answer may or must call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from actors.options import Arguments
+from app.server.application import create_app
+from tests.kits.app_requests import BODY, post
+from tests.kits.fake_engine import FakeEngine
+
+NAMES = ("get_weather", "add")
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "title": name}}} for name in NAMES
+]
+ADD = {"type": "function", "function": {"name": "add"}}
+JSON_CALL = ['[{"name": "add", "arguments"', ': {"a": 1}}]']
+
+
+def served(**options: Any) -> tuple[Any, FakeEngine]:
+    arguments = Arguments(model_path="/models/fake", served_model_name=("fake",), skip_server_warmup=True, **options)
+    engine = FakeEngine(arguments)
+    return create_app(arguments, engine), engine
+
+
+async def choice(application: Any, **fields: Any) -> dict[str, Any]:
+    response, data = await post(application, {**BODY, "tools": TOOLS, **fields})
+    assert response.status_code == 200, data
+    found: dict[str, Any] = msgspec.json.decode(data)["choices"][0]
+    return found
+
+
+@pytest.mark.parametrize("given", ["required", "any", ADD, {"type": "function", "name": "add"}])
+async def test_a_forced_call_is_constrained_in_the_models_format(given: object) -> None:
+    application, engine = served()
+    engine.answer = ['<tool_call>\n{"name": "add", "arguments": {', '"a": 1}}\n</tool_call>']
+    [call] = (await choice(application, tool_choice=given))["message"]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    grammar = engine.requests[-1]["params"].grammar
+    assert grammar.kind == "ebnf"
+    assert ('"title":"get_weather"' in grammar.text) == isinstance(given, str)
+    assert ("call)*" in grammar.text) == isinstance(given, str)
+    await choice(application, tool_choice=given, parallel_tool_calls=False)
+    assert "call)*" not in engine.requests[-1]["params"].grammar.text
+
+
+@pytest.mark.parametrize("options", [{"grammar_backend": "xgrammar"}, {"tool_call_parser": "glm45"}])
+async def test_a_forced_call_is_json_where_the_format_is_not(options: dict[str, Any]) -> None:
+    application, engine = served(**options)
+    engine.answer = JSON_CALL
+    answer = await choice(application, tool_choice="required", response_format={"type": "json_object"})
+    assert answer["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert (answer["message"]["content"], answer["finish_reason"]) == (None, "tool_calls")
+    grammar = engine.requests[-1]["params"].grammar
+    assert (grammar.kind, msgspec.json.decode(grammar.text)["minItems"]) == ("json_schema", 1)
+
+
+async def test_allowed_tools_are_the_only_ones_that_may_be_called() -> None:
+    application, engine = served()
+    engine.answer = [f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in NAMES]
+    allowed = {"mode": "auto", "tools": [ADD]}
+    message = (await choice(application, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}))["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["add"]
+    assert engine.requests[-1]["params"].grammar is None
+    assert len(engine.requests[-1]["prompt"].tools) == 2
+    await choice(application, tool_choice={"type": "allowed_tools", "allowed_tools": {**allowed, "mode": "required"}})
+    assert "get_weather" not in engine.requests[-1]["params"].grammar.text
+
+
+async def test_strict_tools_constrain_calls_but_force_none() -> None:
+    strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    application, engine = served()
+    await choice(application, tools=strict)
+    tag = msgspec.json.decode(engine.requests[-1]["params"].grammar.text)
+    assert tag["triggers"] == ["<tool_call>"]
+    assert [each["schema"]["title"] for each in tag["structures"]] == list(NAMES)
+    await choice(application, tools=strict, response_format={"type": "json_object"})
+    assert engine.requests[-1]["params"].grammar.kind == "json_object"
+    for options in ({"grammar_backend": "none"}, {"tool_call_parser": "glm45"}):
+        application, engine = served(**options)
+        await choice(application, tools=strict)
+        assert engine.requests[-1]["params"].grammar is None
+
+
+async def test_no_tool_is_called_or_shown_with_none() -> None:
+    application, engine = served()
+    engine.answer = ["<tool_call>"]
+    assert (await choice(application, tool_choice="none"))["message"]["content"] == "<tool_call>"
+    assert engine.requests[-1]["prompt"].tools is None
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("sometimes", "tool_choice"),
+        ({"type": "function", "function": {"name": "rm"}}, "tool_choice.function.name"),
+        ({"type": "function"}, "tool_choice.function.name"),
+        ({"type": "custom"}, "tool_choice.type"),
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "any", "tools": [ADD]}}, "tool_choice.allowed_tools.mode"),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [ADD, {}]}},
+            "tool_choice.allowed_tools.tools[1].function.name",
+        ),
+    ],
+)
+async def test_a_wrong_choice_is_named(given: object, named: str) -> None:
+    response, data = await post(served()[0], {**BODY, "tools": TOOLS, "tool_choice": given})
+    assert (response.status_code, msgspec.json.decode(data)["error"]["param"]) == (400, named)
+
+
+async def test_a_choice_needs_tools() -> None:
+    for given in ("auto", "required", ADD):
+        response, data = await post(served()[0], {**BODY, "tool_choice": given})
+        assert (response.status_code, msgspec.json.decode(data)["error"]["param"]) == (400, "tool_choice")

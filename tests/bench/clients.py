@@ -1,0 +1,366 @@
+"""Run real client packages against a server and print which of their ways to structured answers and tools work.
+
+    python -m tests.bench clients                                  # its own server, the model in the box
+    python -m tests.bench clients --url http://127.0.0.1:8000 --only instructor
+
+A way works if the package returns what its documentation promises: an object of the requested type, or a call of a
+given tool. Whether the answer is right is not asked. Packages of the extra ``clients`` that are missing are skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import httpx
+from pydantic import BaseModel
+
+from tests.bench._options import command_line
+from tests.bench._record import record
+from tests.kits.real_server import running
+
+PERSON = "Anna is 30 years old. Who is it?"
+WEATHER = "What is the weather in Oslo?"
+MOST_TOKENS = 256
+PATIENCE = 120.0
+
+
+class Person(BaseModel):
+    """A person."""
+
+    name: str
+    age: int
+
+
+class GetWeather(BaseModel):
+    """Get the weather of a city."""
+
+    city: str
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+Way = tuple[str, Callable[[], object]]
+
+
+def user(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def openai_ways(url: str, model: str) -> Iterator[Way]:
+    from openai import OpenAI, pydantic_function_tool
+
+    client = OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE)
+    create: Any = client.chat.completions.create
+    options: dict[str, Any] = {"model": model, "max_tokens": MOST_TOKENS}
+
+    def parsed(**keywords: Any) -> Any:
+        return client.chat.completions.parse(**options, **keywords).choices[0].message
+
+    def called(choice: object, text: str = WEATHER, **keywords: Any) -> object:
+        answer = create(**options, messages=user(text), tools=[TOOL], tool_choice=choice, **keywords)
+        return answer.choices[0].message.tool_calls[0].function.arguments
+
+    def streamed() -> object:
+        with client.chat.completions.stream(**options, messages=user(WEATHER), tools=[TOOL]) as stream:
+            for _ in stream:
+                pass
+            return stream.get_final_completion().choices[0].message.tool_calls[0].function.arguments
+
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    strict: Any = [pydantic_function_tool(GetWeather)]
+    yield "parse(response_format=)", lambda: need(parsed(messages=user(PERSON), response_format=Person).parsed, Person)
+    yield (
+        "parse(tools=), strict",
+        lambda: need(
+            parsed(messages=user(WEATHER), tools=strict, tool_choice="required")
+            .tool_calls[0]
+            .function.parsed_arguments,
+            GetWeather,
+        ),
+    )
+    yield "tools, auto", lambda: called("auto")
+    yield "tools, required", lambda: called("required", "Hello!")
+    yield "tools, named", lambda: called(named, "Hello!")
+    yield "tools, allowed_tools", lambda: called(allowed, "Hello!")
+    yield "tools in a stream", streamed
+    yield (
+        "json_object",
+        lambda: json.loads(
+            create(**options, messages=user(PERSON), response_format={"type": "json_object"}).choices[0].message.content
+        ),
+    )
+
+
+def instructor_ways(url: str, model: str) -> Iterator[Way]:
+    import instructor
+    from openai import OpenAI
+
+    client = OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE)
+
+    def asked(mode: Any) -> object:
+        patched = instructor.from_openai(client, mode=mode)
+        kind: Any = Person
+        if mode.name == "PARALLEL_TOOLS":
+            from collections.abc import Iterable
+
+            kind = Iterable[Person]
+        found = patched.chat.completions.create(
+            model=model, messages=user(PERSON), response_model=kind, max_retries=0, max_tokens=MOST_TOKENS
+        )
+        return need(next(iter(found)) if mode.name == "PARALLEL_TOOLS" else found, Person)
+
+    for name in ("TOOLS", "TOOLS_STRICT", "PARALLEL_TOOLS", "JSON", "JSON_SCHEMA", "MD_JSON", "JSON_O1"):
+        mode = getattr(instructor.Mode, name, None)
+        if mode is not None:
+            yield f"Mode.{name}", lambda mode=mode: asked(mode)  # type: ignore[misc]
+
+
+def pydantic_ai_ways(url: str, model: str) -> Iterator[Way]:
+    from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    served = OpenAIChatModel(model, provider=OpenAIProvider(base_url=url, api_key="none"))
+    settings: Any = {"max_tokens": MOST_TOKENS}
+
+    def asked(kind: Any) -> object:
+        agent: Any = Agent(served, output_type=kind(Person), model_settings=settings)
+        return need(asyncio.run(agent.run(PERSON)).output, Person)
+
+    def with_tool() -> object:
+        agent = Agent(served, model_settings=settings)
+        cities: list[str] = []
+
+        @agent.tool_plain
+        def get_weather(city: str) -> str:
+            """Get the weather of a city."""
+            cities.append(city)
+            return "It is sunny."
+
+        asyncio.run(agent.run(WEATHER))
+        return cities[0]
+
+    yield "ToolOutput", lambda: asked(ToolOutput)
+    yield "NativeOutput", lambda: asked(NativeOutput)
+    yield "PromptedOutput", lambda: asked(PromptedOutput)
+    yield "a tool", with_tool
+
+
+def langchain_ways(url: str, model: str) -> Iterator[Way]:
+    from langchain_openai import ChatOpenAI
+    from pydantic import SecretStr
+
+    chat = ChatOpenAI(
+        base_url=url, api_key=SecretStr("none"), model=model, max_retries=0, timeout=PATIENCE, max_completion_tokens=256
+    )
+    for method in ("json_schema", "function_calling", "json_mode"):
+        text = PERSON + (" Answer in JSON with name and age." if method == "json_mode" else "")
+        yield (
+            f"with_structured_output({method})",
+            lambda method=method, text=text: need(  # type: ignore[misc]
+                chat.with_structured_output(Person, method=method).invoke(text), Person
+            ),
+        )
+    yield "bind_tools", lambda: chat.bind_tools([GetWeather]).invoke(WEATHER).tool_calls[0]["args"]["city"]
+    yield (
+        "bind_tools(tool_choice=any)",
+        lambda: chat.bind_tools([GetWeather], tool_choice="any").invoke("Hello!").tool_calls[0]["args"]["city"],
+    )
+
+
+def litellm_ways(url: str, model: str) -> Iterator[Way]:
+    import litellm
+
+    litellm.suppress_debug_info = True
+    options: dict[str, Any] = {
+        "model": f"openai/{model}", "api_base": url, "api_key": "none", "max_tokens": MOST_TOKENS, "num_retries": 0,
+    }  # fmt: skip
+
+    def called(choice: str, text: str) -> object:
+        answer: Any = litellm.completion(**options, messages=user(text), tools=[TOOL], tool_choice=choice)
+        return answer.choices[0].message.tool_calls[0].function.arguments
+
+    def formed() -> object:
+        answer: Any = litellm.completion(**options, messages=user(PERSON), response_format=Person)
+        return Person.model_validate_json(answer.choices[0].message.content)
+
+    yield "response_format=", formed
+    yield "tools, auto", lambda: called("auto", WEATHER)
+    yield "tools, required", lambda: called("required", "Hello!")
+
+
+def llama_index_ways(url: str, model: str) -> Iterator[Way]:
+    from llama_index.core.program import LLMTextCompletionProgram
+    from llama_index.core.prompts import PromptTemplate
+    from llama_index.core.tools import FunctionTool
+    from llama_index.llms.openai_like import OpenAILike
+
+    def made(functions: bool) -> Any:
+        return OpenAILike(
+            model=model, api_base=url, api_key="none", is_chat_model=True, is_function_calling_model=functions,
+            max_tokens=MOST_TOKENS, max_retries=0, timeout=PATIENCE, context_window=2048,
+        )  # fmt: skip
+
+    def get_weather(city: str) -> str:
+        """Get the weather of a city."""
+        return f"It is sunny in {city}."
+
+    def called() -> object:
+        return made(True).predict_and_call([FunctionTool.from_defaults(get_weather)], WEATHER).sources[0].tool_name
+
+    yield (
+        "structured_predict",
+        lambda: need(made(True).structured_predict(Person, PromptTemplate(PERSON)), Person),
+    )
+    yield (
+        "text completion program",
+        lambda: need(
+            LLMTextCompletionProgram.from_defaults(output_cls=Person, prompt=PromptTemplate(PERSON), llm=made(False))(),
+            Person,
+        ),
+    )
+    yield "predict_and_call", called
+
+
+def agents_ways(url: str, model: str) -> Iterator[Way]:
+    from agents import (
+        Agent,
+        ModelSettings,
+        OpenAIChatCompletionsModel,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
+    from openai import AsyncOpenAI
+
+    set_tracing_disabled(True)
+
+    def run(text: str, **keywords: Any) -> Any:
+        async def once() -> Any:
+            client = AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE)
+            served = OpenAIChatCompletionsModel(model=model, openai_client=client)
+            agent: Any = Agent(name="a", model=served, **keywords)
+            return await Runner.run(agent, text, max_turns=4)
+
+        return asyncio.run(once())
+
+    cities: list[str] = []
+
+    @function_tool
+    def get_weather(city: str) -> str:
+        """Get the weather of a city."""
+        cities.append(city)
+        return "It is sunny."
+
+    def with_tool(choice: str | None) -> object:
+        cities.clear()
+        run(WEATHER, tools=[get_weather], model_settings=ModelSettings(tool_choice=choice, max_tokens=MOST_TOKENS))
+        return cities[0]
+
+    settings = ModelSettings(max_tokens=MOST_TOKENS)
+    yield "output_type", lambda: need(run(PERSON, output_type=Person, model_settings=settings).final_output, Person)
+    yield "a tool, auto", lambda: with_tool(None)
+    yield "a tool, required", lambda: with_tool("required")
+
+
+PACKAGES: dict[str, Callable[[str, str], Iterator[Way]]] = {
+    "openai": openai_ways,
+    "instructor": instructor_ways,
+    "pydantic-ai-slim": pydantic_ai_ways,
+    "langchain-openai": langchain_ways,
+    "litellm": litellm_ways,
+    "llama-index-llms-openai-like": llama_index_ways,
+    "openai-agents": agents_ways,
+}
+
+
+def need(value: object, kind: type[object]) -> object:
+    if not isinstance(value, kind):
+        raise TypeError(f"{type(value).__name__} instead of {kind.__name__}: {str(value)[:100]}")
+    return value
+
+
+def tried(way: Callable[[], object]) -> str:
+    """Empty if the way works, else the first line of the error."""
+    try:
+        way()
+    except Exception as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())[:160]
+    return ""
+
+
+def run(url: str, only: Sequence[str]) -> int:
+    """Print the table; returns the number of ways that do not work."""
+    base = f"{url.rstrip('/')}/v1"
+    model = httpx.get(f"{base}/models", timeout=60).json()["data"][0]["id"]
+    failed = 0
+    for package, ways in PACKAGES.items():
+        if only and package not in only:
+            continue
+        try:
+            name = f"{package} {version(package)}"
+            found = list(ways(base, model))
+        except (PackageNotFoundError, ImportError) as error:
+            print(f"{package:34}  skipped: {error}", flush=True)
+            continue
+        works = 0
+        for label, way in found:
+            begun = time.perf_counter()
+            wrong = tried(way)
+            works += not wrong
+            print(
+                f"{name:34}  {label:38} {wrong or 'works'}  {time.perf_counter() - begun:.1f} s",
+                flush=True,
+            )
+        record(package, "ways that work", works)
+        record(package, "ways", len(found))
+        failed += len(found) - works
+    return failed
+
+
+@contextmanager
+def served(url: str | None) -> Iterator[str]:
+    if url is not None:
+        yield url
+        return
+    with tempfile.TemporaryDirectory() as folder, running(Path(folder) / "log") as server:
+        yield server.url
+
+
+def main(words: Sequence[str]) -> None:
+    parser = command_line(__name__, __doc__, records=True)
+    parser.add_argument("--url", help="a running server; without it one is started with the model in the box")
+    parser.add_argument("--only", nargs="*", default=[], choices=PACKAGES, help="packages; without it all")
+    arguments = parser.parse_args(words)
+    warnings.simplefilter("ignore")
+    os.environ.update(
+        {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1", "OPENAI_API_KEY": "none"}
+    )
+    with served(arguments.url) as url:
+        failed = run(url, arguments.only)
+    if failed:
+        sys.exit(f"{failed} ways do not work")

@@ -1,0 +1,100 @@
+"""Dense families on two ranks, quantized, and with what config.json may leave out; ``test_equality`` compares them with
+transformers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kernels.contract.errors import ConfigError
+from kernels.contract.speculation import SpeculativeSettings
+from kernels.models.layers.rotary import rotary_order
+from kernels.models.reading import parse_config
+from tests.kernels.distributed.ranks import run_ranks
+from tests.kits.driver import COMMON
+from tests.kits.parity import scored
+
+CONFIG = COMMON | {"num_hidden_layers": 4}
+
+
+def read(architecture, **more):
+    return parse_config(CONFIG | {"architectures": [f"{architecture}ForCausalLM"]} | more)
+
+
+@pytest.mark.parametrize("name", ["parallel-cohere", "parallel-stablelm", "parallel-starcoder2"])
+def test_two_ranks_compute_what_one_does(name, reference, drive, prompts):
+    """Head norms of each head, biases and rotated halves are divided as the heads are."""
+    model, (text,) = reference(name), prompts(23)
+    first, second = run_ranks([{"model": str(model.path), "prompts": [text], "length": 32}])
+    assert first[0]["tokens"] == second[0]["tokens"] == [model.greedy(text, 32)]
+
+
+def test_quantized_heads_are_put_in_order(reference, drive, prompts):
+    """Rows of quantized weights stay where they are; the products are put in the order of the rotation."""
+    model, (prompt,) = reference("glm"), prompts(20)
+    found = scored(drive(model.path, quantization="int8"), prompt, [20])
+    expected = model.logprobs(prompt).numpy()
+    exact = scored(drive(model.path), prompt, [20])
+    assert np.abs(found - expected).mean() < 0.1 * np.abs(expected - expected.mean(1, keepdims=True)).mean()
+    assert np.abs(found - exact).max() > 0  # it was quantized
+
+
+def test_capped_scores_refuse_drafts_and_narrow_caches(reference, drive):
+    path = reference("gemma2").path
+    for options in ({"speculation": SpeculativeSettings("NGRAM")}, {"kv_cache_dtype": "int8"}):
+        with pytest.raises(ConfigError, match="attn_logit_softcapping of Gemma2ForCausalLM"):
+            drive(path, **options)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more", "windows"),
+    [
+        ("Gemma2", {}, [8, 0, 8, 0]),
+        ("Gemma3", {"sliding_window_pattern": 3}, [8, 8, 0, 8]),
+        ("Cohere2", {}, [8, 8, 8, 0]),
+        ("Olmo3", {}, [8, 8, 8, 0]),
+        ("Exaone4", {"sliding_window_pattern": "LG"}, [8, 0, 8, 0]),
+        ("SmolLM3", {"use_sliding_window": True, "no_rope_layers": [1, 0, 0, 1]}, [0, 8, 8, 0]),
+        ("Starcoder2", {}, [8, 8, 8, 8]),
+    ],
+)
+def test_windows_follow_the_pattern_of_the_family(architecture, more, windows):
+    assert list(read(architecture, sliding_window=8, **more).windows) == windows
+
+
+def test_layers_without_positions_are_named_by_the_family():
+    assert set(read("SmolLM3").ropes) == {3}
+    assert set(read("Cohere2", sliding_window=8).ropes) == {3}
+    assert not read("Exaone4", sliding_window=None).ropes
+    with pytest.raises(ConfigError, match="no_rope_layers must have 0 or 1 for each layer"):
+        read("SmolLM3", no_rope_layers=[1])
+
+
+def test_old_keys_of_local_and_global_rotations_are_read():
+    config = read("Gemma3", sliding_window=8, rope_theta=1e6, rope_local_base_freq=5e3,
+                  rope_scaling={"rope_type": "linear", "factor": 8.0})  # fmt: skip
+    assert (config.rope.theta, config.rope.factor, config.rope.kind) == (1e6, 8.0, "linear")
+    assert {(rope.theta, rope.kind) for rope in config.ropes.values()} == {(5e3, "default")}
+
+
+def test_caps_are_the_familys_unless_they_are_null():
+    assert (read("Gemma2").attention_cap, read("Gemma2").logit_cap) == (50.0, 30.0)
+    assert read("Gemma2", attn_logit_softcapping=None).attention_cap == 0
+
+
+def test_bidirectional_attention_is_refused():
+    with pytest.raises(ConfigError, match="use_bidirectional_attention"):
+        read("Gemma3", use_bidirectional_attention=True)
+
+
+@pytest.mark.parametrize(
+    ("rotary", "pairs", "order"),
+    [
+        (8, False, None),
+        (8, True, [0, 2, 4, 6, 1, 3, 5, 7]),
+        (4, False, [0, 1, 4, 5, 2, 3, 6, 7]),
+        (4, True, [0, 2, 4, 5, 1, 3, 6, 7]),
+    ],
+)
+def test_numbers_that_rotate_together_stand_half_a_head_apart(rotary, pairs, order):
+    assert rotary_order(8, rotary, pairs) == order
