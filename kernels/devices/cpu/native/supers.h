@@ -34,7 +34,8 @@ void multiply_halves(const S& of, const Whole& x, int64_t first, float* sums) {
                 unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE {
                     const Floats by = S::GROUP ? of.whole(line, PLACE, first + half) : Floats{};
                     unrolled<ROWS>([&](auto row) ALWAYS_INLINE {
-                        const Floats value = sum.of(row, half, x.offsets + (row * x.lines + line) * OFFSETS + (twice ? PLACE : HALVES));
+                        const int64_t offset = S::GROUP == TILE ? PLACE : HALVES;  // Clang 14 does not know `twice` here
+                        const Floats value = sum.of(row, half, x.offsets + (row * x.lines + line) * OFFSETS + offset);
                         values[row][half] = !S::GROUP ? value : PLACE ? fma(value, by, values[row][half]) : value * by;
                     });
                 });
