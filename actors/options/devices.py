@@ -35,13 +35,14 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
     ] = "auto"
 
     cpu_isa: Annotated[
-        Literal["auto", "amx", "avx512", "avx2", "torch"] | None,
+        Literal["auto", "amx", "avx512", "avx2", "neon", "torch"] | None,
         Option(
             group="Devices and kernels",
             default_text="the environment variable TROUPE_CPU_ISA, else auto",
             help="The most capable instruction set that CPU operators may use, including those of oneDNN and ATen: "
-            "auto is everything the processor supports; avx512 excludes AMX, avx2 also AVX-512; torch uses PyTorch's "
-            "operators only, with everything the processor supports. Sets that the processor lacks are refused.",
+            "auto is everything the processor supports; avx512 excludes AMX, avx2 also AVX-512; neon is what aarch64 "
+            "has; torch uses PyTorch's operators only, with everything the processor supports. Sets that the processor "
+            "lacks are refused.",
         ),
     ] = None
 

@@ -10,7 +10,17 @@ from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
 
-__all__ = ["AUTO", "VARIABLE", "CpuIsa", "IsaError", "chosen_isa", "isa_environment", "processor_isa"]
+__all__ = [
+    "AUTO",
+    "VARIABLE",
+    "CpuIsa",
+    "IsaError",
+    "chosen_isa",
+    "isa_environment",
+    "levels",
+    "processor_features",
+    "processor_isa",
+]
 
 VARIABLE = "TROUPE_CPU_ISA"
 AUTO = "auto"
@@ -25,14 +35,15 @@ class IsaError(ValueError):
 class CpuIsa(IntEnum):
     """Levels of instruction sets; each level includes those below it. The native operators are compiled for a level.
 
-    ``AVX512``: with BF16, VNNI and VBMI (AMD since Zen 4, Intel Xeon since Sapphire Rapids). ``TORCH``: no native
-    operator, on any processor.
+    ``AVX2``: with FMA and F16C. ``AVX512``: with BF16, VNNI and VBMI (AMD since Zen 4, Intel Xeon since Sapphire
+    Rapids). ``NEON``: of aarch64; it includes ``TORCH`` only. ``TORCH``: no native operator, on any processor.
     """
 
     TORCH = 0
     AVX2 = 1
     AVX512 = 2
     AMX = 3
+    NEON = 4
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -44,6 +55,7 @@ _NEEDED = {
     CpuIsa.AMX: _AVX512 | {"amx_tile", "amx_bf16", "amx_int8", "avx512_fp16"},
     CpuIsa.AVX512: _AVX512,
     CpuIsa.AVX2: _AVX2,
+    CpuIsa.NEON: frozenset({"asimd"}),
 }
 """Flags of the processor for each level, the highest first."""
 
@@ -59,13 +71,27 @@ _LIMITS = {
 """Variables that limit torch's own operators to a level. At ``TORCH`` they may use everything the processor has."""
 
 
+def processor_features() -> frozenset[str]:
+    """What the system calls the processor's instruction sets; empty where that is unknown."""
+    try:
+        lines = _CPUINFO.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    # "flags" of x86-64, "Features" of aarch64
+    return next((frozenset(line.split()) for line in lines if line.startswith(("flags", "Features"))), frozenset())
+
+
 def processor_isa() -> CpuIsa:
     """The highest level that this processor has; TORCH where that is unknown."""
-    try:
-        flags = set(_CPUINFO.read_text().partition("flags")[2].partition("\n")[0].split())
-    except OSError:
-        return CpuIsa.TORCH
-    return next((level for level, needed in _NEEDED.items() if needed <= flags), CpuIsa.TORCH)
+    features = processor_features()
+    return next((level for level, needed in _NEEDED.items() if needed <= features), CpuIsa.TORCH)
+
+
+def levels(highest: CpuIsa) -> list[CpuIsa]:
+    """The levels that a processor of ``highest`` has, the highest first."""
+    if highest == CpuIsa.NEON:
+        return [CpuIsa.NEON, CpuIsa.TORCH]
+    return [level for level in reversed(CpuIsa) if level <= highest]
 
 
 def chosen_isa(environ: Mapping[str, str] | None = None) -> CpuIsa:
@@ -80,7 +106,7 @@ def chosen_isa(environ: Mapping[str, str] | None = None) -> CpuIsa:
     if text.upper() not in CpuIsa.__members__:
         raise IsaError(f"{text!r} is no instruction set; use {AUTO}, {', '.join(map(str, reversed(CpuIsa)))}")
     chosen = CpuIsa[text.upper()]
-    if chosen > highest:
+    if chosen not in levels(highest):
         raise IsaError(f"this processor has no {chosen}; use {highest} or less, or leave it out")
     return chosen
 

@@ -100,6 +100,6 @@ def _unobserved(context: StepContext, max_rows: int, unobserved: bool) -> list[E
         return []
     found: list[Executor] = [HostDecode(context, model, max_rows, unobserved)]
     if loaded.grammars is not None:
-        found.append(HostMasked(context, model, loaded.grammars, max_rows, unobserved))
+        found.insert(0, HostMasked(context, model, loaded.grammars, max_rows, unobserved))
     ends = HostPromptEnds.make(context, windows, max_rows, unobserved, False)
     return found if ends is None else [*found, ends]

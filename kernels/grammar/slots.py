@@ -64,6 +64,10 @@ class GrammarSlots:
         for token in self._eos:
             self._thought[token // 32] &= ~_bit(token)
 
+    def __bool__(self) -> bool:
+        """Whether a slot has a text with a grammar."""
+        return bool(self._texts)
+
     def admit(self, admission: Admission) -> None:
         """A request has taken a slot. Raises GrammarError for a grammar that is known to be wrong."""
         sampling = admission.sampling

@@ -31,7 +31,7 @@ def need_native_operators() -> None:
     from kernels.devices.cpu.native.library import NEEDED_ISA, BuildError, build
 
     if chosen_isa() < NEEDED_ISA:
-        sys.exit(f"native operators are needed here, which need the instruction set {NEEDED_ISA}; see --cpu-isa")
+        sys.exit("native operators are needed here, which need AVX2 or NEON; see --cpu-isa")
     try:
         build()
     except BuildError as error:

@@ -18,9 +18,9 @@ __all__ = ["EXACT_DTYPE", "MISSING", "compiled", "needs_native", "platform", "re
 
 def _missing() -> str:
     """Why there are no native operators; "" if there are."""
-    needed, chosen = library.NEEDED_ISA, chosen_isa()
-    if chosen < needed:
-        return f"native operators need the instruction set {needed}; this processor, or TROUPE_CPU_ISA, has {chosen}"
+    chosen = chosen_isa()
+    if chosen < library.NEEDED_ISA:
+        return f"native operators need AVX2 or NEON; this processor, or TROUPE_CPU_ISA, has {chosen}"
     if not any(map(shutil.which, library.COMPILERS)):
         return f"native operators need a C++ compiler, one of {', '.join(library.COMPILERS)}"
     return ""

@@ -1,5 +1,5 @@
-"""The CPU: native operators for bf16 on AMX or on AVX-512 with BF16, VNNI and VBMI, unless the user limits it to less;
-else plain torch operators, bf16 through oneDNN, and float32."""
+"""The CPU: native operators for bf16 on AMX, AVX-512 with BF16, VNNI and VBMI, AVX2 or NEON, unless the user limits it
+to none; else plain torch operators, bf16 through oneDNN, and float32."""
 
 from __future__ import annotations
 
@@ -75,13 +75,20 @@ class CpuDevice(Device):
 
     def select_dtype(self, requested: str, stored: str | None) -> torch.dtype:
         if requested == "auto":
-            requested = "float32" if stored in (None, "float32") or not bf16_is_fast() else "bfloat16"
+            requested = "float32" if stored in (None, "float32") or not self._has_bf16() else "bfloat16"
         if requested not in ("bfloat16", "float32"):
             raise UnsupportedError(f"dtype {requested!r} is not supported on cpu; use auto, bfloat16 or float32")
         if requested == "float32":
             return torch.float32
         self.native.open()
         return torch.bfloat16
+
+    def _has_bf16(self) -> bool:
+        """Whether bf16 is faster than float32: by oneDNN, or by native operators, once they are compiled."""
+        if bf16_is_fast():
+            return True
+        self.native.open()
+        return self.native.wait() is not None
 
     @property
     def operators(self) -> str:

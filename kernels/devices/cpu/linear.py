@@ -73,7 +73,7 @@ class CpuLinearLayers(LinearLayers):
             return super().make_quantized(weight, bias)
         native = self._native.wait()
         if native is None:
-            reason = f"there are no native products, which need {str(NEEDED_ISA).upper()} and a C++ compiler"
+            reason = "there are no native products, which need AVX2 or NEON, and a C++ compiler"
             if self._native.isa < NEEDED_ISA <= processor_isa():
                 reason = f"--cpu-isa {self._native.isa} switches the native products off"
             return self.make_dequantized(weight, bias, reason)

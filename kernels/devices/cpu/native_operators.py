@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 
 from kernels.contract.cpu_isa import CpuIsa
-from kernels.devices.cpu.dense_linear import bf16_is_fast
 from kernels.devices.cpu.native.library import OPERATORS, SHIPPED, Awaited, built, open_library, start_build
 from kernels.devices.cpu.operators import Native
 from kernels.devices.cpu.recording import NotNative
@@ -52,7 +51,7 @@ class NativeOperators:
     def open(self) -> None:
         """Load the operators, or start to compile them for later."""
         source = OPERATORS.get(self.isa)
-        if self.current is not None or source is None or not bf16_is_fast():
+        if self.current is not None or source is None:
             return
         library = open_library(source)
         if library is not None:
@@ -74,7 +73,9 @@ class NativeOperators:
         return True
 
     def wait(self) -> Native | None:
-        """The operators, once they are compiled: without them a weight would have to be kept as floats as well."""
+        """The operators, once they are compiled: without them a weight would have to be kept as floats as well, or
+        bf16 is slow.
+        """
         if self.current is None and self.building is not None:
             _log.info("the native operators are compiled, once on this machine, before the model is loaded")
             self.building.wait()

@@ -57,7 +57,7 @@ def test_checkpoints_whose_tools_are_missing_are_named_and_skipped(
         ("quantization", ["--device", "cuda"], "an NVIDIA GPU"),
         ("npu_operators", [], "torch_npu is needed"),
         ("npu_check", [], "torch_npu is needed"),
-        ("products", [], "native operators are needed here, which need the instruction set avx512"),
+        ("products", [], "native operators are needed here, which need AVX2 or NEON"),
         ("gguf_answers", [], "llama-server must be on the PATH"),
     ],
 )

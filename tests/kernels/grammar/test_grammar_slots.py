@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,9 +11,12 @@ import torch
 from kernels.contract.config import RunnerConfig
 from kernels.contract.grammar import Grammar, GrammarError, GrammarSettings
 from kernels.contract.step import Admission, SlotSampling
+from kernels.core.attention_rows import DecodeTokens
 from kernels.devices.memory import DeviceMemory, MemoryUsage
+from kernels.execution.executors.host_masked import HostMasked
 from kernels.execution.runner import ModelRunner
 from kernels.grammar.slots import GrammarSlots
+from kernels.models.host_model import HostModel
 from kernels.sampling.masks import RowMasks
 from tests.kits.driver import Driver, pack
 from tests.kits.executors import find_executor, remove_executor
@@ -151,3 +154,63 @@ def test_native_decodes_between_masks_give_the_tokens_of_other_executors() -> No
     assert play() == first
     text = tokenizer().decode(first[0][5:])
     assert set(text) <= set("abcdefghijklmnopqrstuvwxyz ")
+
+
+class EagerModel:
+    """A ``HostModel`` without native operators: it runs the rows of the step in hand."""
+
+    draw = None
+
+    def __init__(self, runner: ModelRunner, rows: int) -> None:
+        self.loaded, self.calls = runner._loaded, 0
+        self.logits = torch.zeros(rows, self.loaded.slots.vocab_size)
+        self.step: Any = None
+
+    def run(self, rows: DecodeTokens) -> None:
+        formed, loaded = self.step.form(), self.loaded
+        assert rows.ids.tolist() == loaded.slots.here[formed.slots, formed.starts].tolist()  # type: ignore[index]
+        assert rows.lengths.tolist() == (rows.positions + 1).tolist()
+        result = loaded.model.forward(self.step.forward_batch(), loaded.caches)
+        self.logits[: len(rows.ids)] = loaded.model.logits(loaded.model.split(result)[0])
+        self.calls += 1
+
+
+def test_decodes_between_masks_are_checked_once_and_give_the_eager_tokens() -> None:
+    config = RunnerConfig(
+        str(FILE.parent), dtype="float32", threads=1, max_slots=9, max_total_tokens=2048, grammar=SETTINGS
+    )
+    runner = ModelRunner(config)
+    info, number = runner.load(), iter(range(1, 9))
+    runner._executors = tuple(each for each in runner._executors if type(each).__name__ in ("NoRows", "EagerPass"))
+    eager, model = runner._executors, EagerModel(runner, 8)
+    assert runner._loaded.grammars is not None
+    masked = HostMasked(runner._context, cast(HostModel, model), runner._loaded.grammars, 8, False)
+    masked._greedy = lambda logits: (logits.argmax(-1), torch.zeros(len(logits), dtype=torch.bool))
+
+    class Watched:
+        def execute(self, step: Any) -> Any:
+            model.step = step
+            return masked.execute(step)
+
+    def play(rows: int) -> list[list[int]]:
+        driver = Driver(runner, info)
+        driver.generation = dict.fromkeys(range(1, 9), next(number))
+        for slot in range(1, rows + 1):
+            grammar = Grammar("regex", "([a-z]{3} ){4}") if slot != 2 else None
+            driver.admit(slot, [300 + slot] * 5, sampling=SlotSampling(temperature=0.0, seed=slot, grammar=grammar))
+        driver.step([(slot, 5) for slot in range(1, rows + 1)])
+        for _ in range(20):
+            assert not driver.step([(slot, 1) for slot in range(1, rows + 1)]).failed
+        found = [driver.tokens[slot] for slot in range(1, rows + 1)]
+        for slot in range(1, rows + 1):
+            driver.release(slot)
+        driver.step([])
+        return found
+
+    for rows in (2, 5):  # below and above the number from which masks are filled apart
+        runner._executors = eager
+        expected = play(rows)
+        runner._executors = (cast(Any, Watched()), *eager)
+        model.calls = 0
+        assert play(rows) == expected
+        assert model.calls == 20

@@ -23,45 +23,44 @@ namespace troupe {
 template <int VECTORS, int COLUMNS, class T>
 void add_values(const T* value, int64_t token, int64_t tokens, const float* weights, int64_t lanes, float* sums, int64_t dim,
                 int64_t vector) {
-    __m512 added[COLUMNS][VECTORS];
+    Floats added[COLUMNS][VECTORS];
     sums += vector * TILE;
     value += vector * TILE;
-    for (int c = 0; c < COLUMNS; c++)
-        for (int v = 0; v < VECTORS; v++) added[c][v] = _mm512_load_ps(sums + c * dim + v * TILE);
-    for (int64_t i = 0; i < tokens; i++, value += token, weights += lanes) {
-        for (int v = 0; v < VECTORS; v++) {
-            if (v % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(value + (VECTORS + v) * TILE), _MM_HINT_T0);
-            const __m512 part = load(value + v * TILE);
-            for (int c = 0; c < COLUMNS; c++)
-                added[c][v] = _mm512_fmadd_ps(_mm512_set1_ps(weights[c]), part, added[c][v]);
-        }
-    }
-    for (int c = 0; c < COLUMNS; c++)
-        for (int v = 0; v < VECTORS; v++) _mm512_store_ps(sums + c * dim + v * TILE, added[c][v]);
+    // call(column, vector, where its sums are)
+    const auto each = [&](const auto& call) {
+        unrolled<COLUMNS>([&](auto c) { unrolled<VECTORS>([&](auto v) { call(c, v, sums + c * dim + v * TILE); }); });
+    };
+    each([&](auto c, auto v, const float* from) { added[c][v] = load(from); });
+    for (int64_t i = 0; i < tokens; i++, value += token, weights += lanes)
+        unrolled<VECTORS>([&](auto v) {
+            if (v % 2 == 0) prefetch(value + (VECTORS + v) * TILE);
+            const Floats part = load(value + v * TILE);
+            unrolled<COLUMNS>([&](auto c) { added[c][v] = fma(splat(weights[c]), part, added[c][v]); });
+        });
+    each([&](auto c, auto v, float* to) { store(to, added[c][v]); });
 }
 
 // A converted value serves as many columns as registers can sum: few columns over much of the head, or many over a part.
 template <class T>
 void all_values(const T* value, int64_t token, int64_t tokens, const float* weights, int64_t lanes, float* sums, int64_t dim,
                 int64_t columns) {
-    auto all = [&]<int VECTORS, int COLUMNS>() {
+    auto all = [&]<int VECTORS, int COLUMNS>(int64_t column) {
         for (int64_t vector = 0; vector < dim / TILE; vector += VECTORS)
-            add_values<VECTORS, COLUMNS, T>(value, token, tokens, weights, lanes, sums, dim, vector);
+            add_values<VECTORS, COLUMNS, T>(value, token, tokens, weights + column, lanes, sums + column * dim, dim, vector);
     };
-    auto few = [&]<int COLUMNS>() {
-        if (dim % (8 * TILE) == 0) return all.template operator()<COLUMNS == 4 ? 4 : 8, COLUMNS>();
-        if (dim % (4 * TILE) == 0) return all.template operator()<4, COLUMNS>();
-        all.template operator()<2, COLUMNS>();
+    auto few = [&]<int COLUMNS>(int64_t column) {
+        constexpr int64_t MOST_OF = LARGE ? COLUMNS == 4 ? 4 : 8 : COLUMNS == 1 ? 4 : COLUMNS == 2 ? 2 : 1;
+        if (dim % (MOST_OF * TILE) == 0) return all.template operator()<MOST_OF, COLUMNS>(column);
+        if (LARGE && dim % (4 * TILE) == 0) return all.template operator()<4, COLUMNS>(column);
+        all.template operator()<LARGE ? 2 : 1, COLUMNS>(column);
     };
-    switch (padded(columns)) {
-        case 1: return few.template operator()<1>();
-        case 2: return few.template operator()<2>();
-        case 3: return few.template operator()<3>();
-        case 4: return few.template operator()<4>();
-        case 8: return all.template operator()<2, 8>();
-        case 12: return all.template operator()<2, 12>();
-        default: return all.template operator()<1, 16>();
-    }
+    const int64_t count = padded(columns);
+    if (count <= 4 || !LARGE)
+        for (int64_t column = 0; column < count; column += 4)
+            with_rows(std::min<int64_t>(count - column, 4), [&]<int COLUMNS>() { few.template operator()<COLUMNS>(column); });
+    else if (count == 8) all.template operator()<2, 8>(0);
+    else if (count == 12) all.template operator()<2, 12>(0);
+    else all.template operator()<1, 16>(0);
 }
 
 struct Attending {
@@ -94,8 +93,8 @@ struct Coming {
         const char* from = first + place * token;
         for (int64_t i = 0; i < TILE; i++, from += token)
             for (int64_t byte = 0; byte < size; byte += LINE) {
-                _mm_prefetch(from + byte, AMX ? _MM_HINT_T0 : _MM_HINT_T1);
-                _mm_prefetch(from + values + byte, AMX ? _MM_HINT_T0 : _MM_HINT_T1);
+                AMX ? prefetch(from + byte) : prefetch_second(from + byte);
+                AMX ? prefetch(from + values + byte) : prefetch_second(from + values + byte);
             }
     }
 };
@@ -177,38 +176,28 @@ inline void place_query(const bf16* from, int64_t dim, int64_t column, int64_t, 
     std::memcpy(to + column * dim / 2, from, dim * sizeof(bf16));
 }
 
-// The sum of the 16 lanes of each of 16 vectors.
-[[gnu::always_inline]] inline __m512 add_lanes(const __m512 (&sums)[TILE]) {
-    const auto quarters = [&](int64_t i) {  // of four vectors, in each quarter
-        const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(sums[i], sums[i + 1]), _mm512_unpackhi_ps(sums[i], sums[i + 1]));
-        const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(sums[i + 2], sums[i + 3]), _mm512_unpackhi_ps(sums[i + 2], sums[i + 3]));
-        return _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
-    };
-    const auto halve = [](__m512 a, __m512 b) {
-        return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-    };
-    return halve(halve(quarters(0), quarters(4)), halve(quarters(8), quarters(12)));
-}
-
 // Scores of 16 tokens and up to four queries [column][dim]. `row`: floats from one token's scores to the next.
 template <int COLUMNS>
 void score_columns(const bf16* keys, int64_t token, int64_t dim, const bf16* queries, float* out, int64_t row) {
     constexpr int64_t EACH = COLUMNS == 3 ? FOUR : COLUMNS, TOKENS_OF = TILE / EACH;  // lanes of a token, and tokens of a vector
+    constexpr int64_t BESIDE = LARGE ? TOKENS_OF : FOUR / EACH;  // tokens whose sums are in registers at a time
     for (int64_t i = 0; i < TILE; i += TOKENS_OF, keys += TOKENS_OF * token, out += TOKENS_OF * row) {
-        __m512 sums[TILE] = {};
-        for (int64_t d = 0; d < dim; d += DEPTH) {
-            __m512i asked[COLUMNS];
-#pragma GCC unroll 4
-            for (int c = 0; c < COLUMNS; c++) asked[c] = _mm512_loadu_si512(queries + c * dim + d);
-#pragma GCC unroll 16
-            for (int64_t t = 0; t < TOKENS_OF; t++) {
-                const __m512i key = _mm512_loadu_si512(keys + t * token + d);
-#pragma GCC unroll 4
-                for (int c = 0; c < COLUMNS; c++) sums[t * EACH + c] = dot(sums[t * EACH + c], key, asked[c]);
+        Floats sums[TILE] = {};
+        unrolled<TOKENS_OF / BESIDE>([&](auto part) {
+            constexpr int64_t first = part * BESIDE;
+            Floats some[BESIDE * EACH] = {};
+            for (int64_t d = 0; d < dim; d += DEPTH) {
+                Ints asked[COLUMNS];
+                unrolled<COLUMNS>([&](auto c) { asked[c] = load_line(queries + c * dim + d); });
+                unrolled<BESIDE>([&](auto t) {
+                    const Ints key = load_line(keys + (first + t) * token + d);
+                    unrolled<COLUMNS>([&](auto c) { some[t * EACH + c] = dot(some[t * EACH + c], key, asked[c]); });
+                });
             }
-        }
+            unrolled<BESIDE * EACH>([&](auto i) { sums[first * EACH + i] = some[i]; });
+        });
         alignas(64) float found[TILE];
-        _mm512_store_ps(found, add_lanes(sums));
+        store(found, add_lanes(sums));
 #pragma GCC unroll 16
         for (int64_t t = 0; t < TOKENS_OF; t++) std::memcpy(out + t * row, found + t * EACH, COLUMNS * sizeof(float));
     }
@@ -328,7 +317,7 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
             // A load of what was stored just now would wait for the store, so the next scores are found first.
             if (t + 1 < tiles) score(all[t + 1], position, turn, scores[slot ^ 1]);
             else if (position + TILE < end) score(all[0], position + TILE, turn ^ 1, scores[slot ^ 1]);
-            __mmask16 masks[TILE];
+            Mask masks[TILE];
             const bool all_by_all = plain && low == 0 && high == TILE;
             for (int64_t i = 0; !all_by_all && i < TILE; i++) {
                 const bool within = i >= low && i < high;
@@ -336,7 +325,7 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
                 for (int64_t c = 0; within && !plain && c < of.heads * of.count; c++) {
                     const int64_t beyond = position + i - seen.root;
                     const bool sees = beyond < 0 ? position + i >= of.firsts[c] : of.bits[c] >> beyond & 1;
-                    masks[i] |= static_cast<__mmask16>(sees << c);
+                    masks[i] |= static_cast<Mask>(sees << c);
                 }
             }
             float* found = scores[slot];

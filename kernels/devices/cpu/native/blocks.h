@@ -75,17 +75,19 @@ class Opened {
   public:
     explicit Opened(const Layout& of) {
         if (BITS != 4) return;
-        const __m512 values = _mm512_add_ps(_mm512_loadu_ps(of.table), _mm512_set1_ps(static_cast<float>(of.offset)));
-        table_ = _mm512_broadcast_i32x4(_mm512_cvtepi32_epi8(_mm512_cvtps_epi32(values)));
+        const Floats values = load(of.table) + splat(static_cast<float>(of.offset));
+        uint8_t bytes[16];
+        store_bytes(bytes, to_ints(values));
+        table_ = table_of_bytes(bytes);
     }
 
-    __m512i operator()(const uint8_t* cell, int64_t half, int64_t four) const {
-        const __m512i codes = codes_of<BITS>(cell, half, four);
-        return BITS == 4 ? _mm512_shuffle_epi8(table_, codes) : codes;
+    Ints operator()(const uint8_t* cell, int64_t half, int64_t four) const {
+        const Ints codes = codes_of<BITS>(cell, half, four);
+        return BITS == 4 ? look_up_bytes(table_, codes) : codes;
     }
 
   private:
-    __m512i table_;
+    Ints table_;
 };
 
 template <int BITS>
@@ -99,10 +101,10 @@ class BlockProduct<BITS>::Maker {
         const uint8_t* part = block_ + input / of_.super * of_.part();
         const uint8_t* cell = part + of_.factors() + at / DEPTH * of_.cell();
         for (int64_t i = SECOND * half; i < (SECOND + 1) * half; i += LINE)
-            _mm_prefetch(reinterpret_cast<const char*>(cell + PREFETCHED + i), _MM_HINT_T0);
+            prefetch(cell + PREFETCHED + i);
         if (SECOND ? of_.group < DEPTH : at % of_.group == 0) factors_of(of_, part, at / of_.group + SECOND, by_);
-        widen_fours<4 * SECOND, 4 * SECOND + 4>(cell, order_, out, opened_, [&](__m512 code, int64_t quarter) {
-            return _mm512_fmsub_ps(code, by_.scales[quarter], by_.zeros[quarter]);
+        widen_fours<4 * SECOND, 4 * SECOND + 4>(cell, order_, out, opened_, [&](Floats code, int64_t quarter) {
+            return fms(code, by_.scales[quarter], by_.zeros[quarter]);
         });
     }
 
@@ -141,22 +143,22 @@ struct BlockProduct<BITS>::Supers {
     void fetch(int64_t line) const {
         const char* from = reinterpret_cast<const char*>(cell(line) + PREFETCHED);
 #pragma GCC unroll 12
-        for (int64_t i = 0; i < CELL * BITS / 8; i += LINE) _mm_prefetch(from + i, _MM_HINT_T0);
+        for (int64_t i = 0; i < CELL * BITS / 8; i += LINE) prefetch(from + i);
     }
     const uint8_t* of_group(int64_t line, int64_t half) const {
         return part(line) + LINE * (1 + ZEROS) + place(line) * (GROUP == TILE ? 2 : 1) * WIDE + half * TILE;
     }
-    __m512 whole(int64_t line, int64_t second, int64_t half) const { return signed_at(of_group(line, half) + second * WIDE); }
-    __m512 less(int64_t line, int64_t second, int64_t half) const { return unsigned_at(of_group(line, half) + (groups + second) * WIDE); }
-    __m512 scale(int64_t super, int64_t half) const { return halves_at(block + super * part_size + half * LINE / 2); }
-    __m512 zero(int64_t super, int64_t half) const { return halves_at(block + super * part_size + LINE + half * LINE / 2); }
-    __m512 middle(int64_t, int64_t) const { return _mm512_set1_ps(static_cast<float>(offset)); }
-    __m512i bytes(const uint8_t* cell, int64_t half, int64_t four) const {
+    Floats whole(int64_t line, int64_t second, int64_t half) const { return signed_at(of_group(line, half) + second * WIDE); }
+    Floats less(int64_t line, int64_t second, int64_t half) const { return unsigned_at(of_group(line, half) + (groups + second) * WIDE); }
+    Floats scale(int64_t super, int64_t half) const { return load_halves(block + super * part_size + half * LINE / 2); }
+    Floats zero(int64_t super, int64_t half) const { return load_halves(block + super * part_size + LINE + half * LINE / 2); }
+    Floats middle(int64_t, int64_t) const { return splat(static_cast<float>(offset)); }
+    Ints bytes(const uint8_t* cell, int64_t half, int64_t four) const {
         return BYTES ? codes(cell, half, four) : bytes_of<BITS>(cell, half, four);
     }
-    __m512 end(int64_t super, int64_t half, __m512 some, __m512 less, __m512 found) const {
-        found = _mm512_fmadd_ps(some, scale(super, half), found);
-        return ZEROS ? _mm512_fnmadd_ps(less, zero(super, half), found) : found;
+    Floats end(int64_t super, int64_t half, Floats some, Floats less, Floats found) const {
+        found = fma(some, scale(super, half), found);
+        return ZEROS ? fnma(less, zero(super, half), found) : found;
     }
 };
 

@@ -37,66 +37,63 @@ inline void pack_cell(const Layout& of, const uint8_t* codes, int64_t inputs, in
 
 // Of a cell, the codes of four inputs of a half's outputs, one in the lowest bits of each byte.
 template <int BITS>
-inline __m512i bytes_of(const uint8_t* cell, int64_t half, int64_t four) {
-    if constexpr (BITS == 8) return _mm512_loadu_si512(cell + (half * 8 + four) * LINE);
+inline Ints bytes_of(const uint8_t* cell, int64_t half, int64_t four) {
+    if constexpr (BITS == 8) return load_line(cell + (half * 8 + four) * LINE);
     const auto shifted = [&](int64_t vector, int64_t right) {
-        const __m512i x = _mm512_loadu_si512(cell + vector * LINE);
+        const Ints x = load_line(cell + vector * LINE);
         if (right == 0) return x;
-        return right > 0 ? _mm512_srli_epi16(x, static_cast<unsigned>(right)) : _mm512_slli_epi16(x, static_cast<unsigned>(-right));
+        return right > 0 ? words_right(x, static_cast<unsigned>(right)) : words_left(x, static_cast<unsigned>(-right));
     };
     if constexpr (BITS < 4) {
-        const __m512i low = shifted(half * 2 + four / 4, 2 * (four % 4));
+        const Ints low = shifted(half * 2 + four / 4, 2 * (four % 4));
         if constexpr (BITS == 2) return low;
-        return _mm512_ternarylogic_epi32(_mm512_set1_epi8(3), low, shifted(4 + half, four - 2), 0xca);
+        return select_bits(splat_bytes(3), low, shifted(4 + half, four - 2));
     } else {
-        const __m512i low = shifted(half * 4 + four % 4, four < 4 ? 0 : 4);
+        const Ints low = shifted(half * 4 + four % 4, four < 4 ? 0 : 4);
         if constexpr (BITS == 4) return low;
-        const __m512i high = BITS == 6 ? shifted(8 + 2 * half + four / 4, 2 * (four % 4) - 4) : shifted(8 + half, four - 4);
-        return _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), low, high, 0xca);
+        const Ints high = BITS == 6 ? shifted(8 + 2 * half + four / 4, 2 * (four % 4) - 4) : shifted(8 + half, four - 4);
+        return select_bits(splat_bytes(15), low, high);
     }
 }
 
 template <int BITS>
-inline __m512i codes_of(const uint8_t* cell, int64_t half, int64_t four) {
+inline Ints codes_of(const uint8_t* cell, int64_t half, int64_t four) {
     if constexpr (BITS == 8) return bytes_of<BITS>(cell, half, four);
-    return _mm512_and_si512(bytes_of<BITS>(cell, half, four), _mm512_set1_epi8((1 << BITS) - 1));
+    return bytes_of<BITS>(cell, half, four) & splat_bytes((1 << BITS) - 1);
 }
 
 // All of a cell of up to 7 bits as bf16, each 128 more. codes(cell, half, four)
 template <class Codes>
 inline void open_cell(const uint8_t* cell, bf16* out, const Codes& codes) {
-    const __m512i more = _mm512_set1_epi16(0x4300), lower = _mm512_set1_epi16(0xff);
+    const Ints more = splat_words(0x4300), lower = splat_words(0xff);
 #pragma GCC unroll 16
     for (int64_t i = 0; i < 16; i++, out += 2 * WIDE) {
-        const __m512i all = codes(cell, i / 8, i % 8);
-        _mm512_store_si512(out, _mm512_ternarylogic_epi32(all, lower, more, 0xea));  // all & lower | more
-        _mm512_store_si512(out + WIDE, _mm512_or_si512(_mm512_srli_epi16(all, 8), more));
+        const Ints all = codes(cell, i / 8, i % 8);
+        store_line(out, and_or(all, lower, more));  // all & lower | more
+        store_line(out + WIDE, words_right(all, 8) | more);
     }
 }
 
 // Scales and zeros of the four quarters, each for the two inputs of a pair.
 struct Factors {
-    __m512 scales[4], zeros[4];
+    Floats scales[4], zeros[4];
 };
 
-inline __m512 halves_at(const uint8_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
-inline __m512 signed_at(const uint8_t* from) { return load(reinterpret_cast<const int8_t*>(from)); }
-inline __m512 unsigned_at(const uint8_t* from) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-}
+inline Floats signed_at(const uint8_t* from) { return load(reinterpret_cast<const int8_t*>(from)); }
+inline Floats unsigned_at(const uint8_t* from) { return to_floats(load_unsigned(from)); }
 
 // Of group `group` of the super at `part`.
 inline void factors_of(const Layout& of, const uint8_t* part, int64_t group, Factors& to) {
     const int64_t groups = of.groups();
     const uint8_t* whole = part + WIDE * 2 * (1 + of.zeros) + group * WIDE;
     for (int64_t half = 0; half < 2; half++) {
-        __m512 scale = halves_at(part + half * LINE / 2), zero = _mm512_setzero_ps();
-        if (groups) scale = _mm512_mul_ps(scale, signed_at(whole + half * TILE));
+        Floats scale = load_halves(part + half * LINE / 2), zero = Floats{};
+        if (groups) scale = scale * signed_at(whole + half * TILE);
         if (of.zeros) {
-            zero = halves_at(part + LINE + half * LINE / 2);
-            if (groups) zero = _mm512_mul_ps(zero, unsigned_at(whole + groups * WIDE + half * TILE));
+            zero = load_halves(part + LINE + half * LINE / 2);
+            if (groups) zero = zero * unsigned_at(whole + groups * WIDE + half * TILE);
         } else if (of.offset) {
-            zero = _mm512_mul_ps(scale, _mm512_set1_ps(static_cast<float>(of.offset)));  // exactly: of few bits
+            zero = scale * splat(static_cast<float>(of.offset));  // exactly: of few bits
         }
         spread(scale, to.scales + 2 * half);
         spread(zero, to.zeros + 2 * half);
@@ -110,11 +107,10 @@ inline void widen_fours(const uint8_t* cell, const PairOrder& order, bf16* out, 
     for (int64_t half = 0; half < 2; half++)
 #pragma GCC unroll 8
         for (int64_t four = BEGIN; four < END; four++) {
-            const __m512i all = codes(cell, half, four);
+            const Ints all = codes(cell, half, four);
             for (int pair = 0; pair < 2; pair++) {
                 const auto made = [&](int eight) { return make(order.floats(all, pair, eight), 2 * half + eight); };
-                _mm512_store_si512(out + half * CELL / 2 + (2 * four + pair) * WIDE,
-                                   reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(made(1), made(0))));
+                store_line(out + half * CELL / 2 + (2 * four + pair) * WIDE, to_bf16(made(0), made(1)));
             }
         }
 }

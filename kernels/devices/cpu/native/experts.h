@@ -63,7 +63,7 @@ struct Layer {
 };
 
 // Of what is far below, nothing; of a NaN, one: `max` of one and another takes the second.
-inline __m512 share_of(__m512 below) { return exp(_mm512_max_ps(_mm512_set1_ps(-200.0f), below)); }
+inline Floats share_of(Floats below) { return exp(max(splat(-200.0f), below)); }
 
 // The most likely experts of a token and their shares of a softmax over all, or over them. Numbers that are none are taken
 // last and make all shares none.
@@ -72,30 +72,30 @@ inline void choose(const Layer& layer, int64_t row) {
     const int64_t count = layer.count(), chosen = layer.chosen(), wide = (count + TILE - 1) / TILE * TILE;
     if (static_cast<int64_t>(held.size()) < wide) held.resize(wide);
     const bf16* logits = static_cast<const bf16*>(layer.op.b) + row * layer.op.stride_b;
-    const __m512 least = _mm512_set1_ps(-FLT_MAX), none = _mm512_set1_ps(-INFINITY);
-    const auto mask = [&](int64_t i) { return static_cast<__mmask16>(count - i >= TILE ? 0xffff : (1 << (count - i)) - 1); };
-    __m512 most = least;
+    const Floats least = splat(-FLT_MAX), none = splat(-INFINITY);
+    const auto mask = [&](int64_t i) { return first_lanes(count - i); };
+    Floats most = least;
     for (int64_t i = 0; i < wide; i += TILE) {
-        const __m512 value = _mm512_mask_max_ps(none, mask(i), load(logits + i, mask(i)), least);
-        _mm512_storeu_ps(held.data() + i, value);
-        most = _mm512_max_ps(most, value);
+        const Floats value = select(mask(i), max(load(logits + i, mask(i)), least), none);
+        store(held.data() + i, value);
+        most = max(most, value);
     }
-    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(most));
-    __m512 sums = _mm512_setzero_ps();
+    const Floats top = splat(max_all(most));
+    Floats sums = Floats{};
     for (int64_t i = 0; i < wide; i += TILE)
-        sums = _mm512_mask_add_ps(sums, mask(i), sums, share_of(_mm512_sub_ps(load(logits + i, mask(i)), top)));
-    const float whole = _mm512_reduce_add_ps(sums);
+        sums = select(mask(i), sums + share_of(load(logits + i, mask(i)) - top), sums);
+    const float whole = add_all(sums);
     float some = 0;
     int32_t* ids = layer.memory.ids.data() + row * chosen;
     float* weights = layer.memory.weights.data() + row * chosen;
     for (int64_t taken = 0; taken < chosen; taken++) {
         most = none;
-        for (int64_t i = 0; i < wide; i += TILE) most = _mm512_max_ps(most, _mm512_loadu_ps(held.data() + i));
-        const float value = _mm512_reduce_max_ps(most);
+        for (int64_t i = 0; i < wide; i += TILE) most = max(most, load(held.data() + i));
+        const float value = max_all(most);
         int64_t at = 0;
         while (held[at] != value) at++;
         held[at] = -INFINITY;
-        const float share = _mm512_cvtss_f32(share_of(_mm512_sub_ps(_mm512_set1_ps(value), top)));
+        const float share = first_lane(share_of(splat(value) - top));
         some += share;
         int64_t place = taken;
         for (; place > 0 && ids[place - 1] > at; place--) ids[place] = ids[place - 1], weights[place] = weights[place - 1];
@@ -283,9 +283,9 @@ inline void add_up_chunk(void* context, int64_t chunk, int) {
         const float* weights = layer.memory.weights.data() + row * chosen;
         bf16* out = static_cast<bf16*>(layer.op.out) + row * layer.op.stride_out;
         for (int64_t i = 0; i < hidden; i += TILE) {
-            __m512 sum = _mm512_setzero_ps();
+            Floats sum = Floats{};
             for (int64_t j = 0; j < chosen; j++)
-                sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[j]), load(results + places[j] * hidden + i), sum);
+                sum = fma(splat(weights[j]), load(results + places[j] * hidden + i), sum);
             store(out + i, sum);
         }
     }

@@ -30,27 +30,28 @@ inline void pack_fp8(const uint8_t* values, const float* scales, int64_t outputs
 
 // Converts a vector of e4m3 to bf16: its even bytes, and its odd ones.
 struct Eights {
-    __m512i of_small = _mm512_setr_epi32(0x3b000000, 0x3bc03b80, 0x3c203c00, 0x3c603c40, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);  // times 2^-9
-    __m512i magnitude = _mm512_set1_epi16(0x7f0), power = _mm512_set1_epi16(0x780), more = _mm512_set1_epi16(0x3c00);
-    __m512i sign = _mm512_set1_epi16(static_cast<int16_t>(0x8000));
+    static constexpr uint16_t SMALL_ONES[] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};  // times 2^-9
+    Ints of_small = table_of_bytes(SMALL_ONES);
+    Ints magnitude = splat_words(0x7f0), power = splat_words(0x780), more = splat_words(0x3c00);
+    Ints sign = splat_words(static_cast<int16_t>(0x8000));
 
     // `shifted`: magnitudes in bits 4 to 10; `lowest`: in the lowest bits; `upper`: in the upper byte, with the sign.
     template <bool SMALL>
-    __m512i one(__m512i shifted, __m512i lowest, __m512i upper) const {
-        const __m512i bits = _mm512_and_si512(shifted, magnitude);
-        __m512i found = _mm512_add_epi16(bits, more);
-        if (SMALL) found = _mm512_mask_permutexvar_epi16(found, _mm512_testn_epi16_mask(bits, power), lowest, of_small);
-        return _mm512_ternarylogic_epi32(sign, upper, found, 0xca);
+    Ints one(Ints shifted, Ints lowest, Ints upper) const {
+        const Ints bits = shifted & magnitude;
+        Ints found = add_words(bits, more);
+        if (SMALL) found = select_words(bits, power, look_up_words(of_small, lowest), found);
+        return select_bits(sign, upper, found);
     }
 
     template <bool SMALL>
-    __m512i even(__m512i x) const {
-        return one<SMALL>(_mm512_slli_epi16(x, 4), x, _mm512_slli_epi16(x, 8));
+    Ints even(Ints x) const {
+        return one<SMALL>(words_left(x, 4), x, words_left(x, 8));
     }
 
     template <bool SMALL>
-    __m512i odd(__m512i x) const {
-        return one<SMALL>(_mm512_srli_epi16(x, 4), SMALL ? _mm512_srli_epi16(x, 8) : x, x);
+    Ints odd(Ints x) const {
+        return one<SMALL>(words_right(x, 4), SMALL ? words_right(x, 8) : x, x);
     }
 
     // A cell, in the order of matrix.h.
@@ -58,9 +59,9 @@ struct Eights {
     void open(const uint8_t* cell, bf16* out) const {
 #pragma GCC unroll 16
         for (int64_t i = 0; i < 16; i++, cell += LINE, out += 2 * WIDE) {
-            const __m512i all = _mm512_loadu_si512(cell);
-            _mm512_store_si512(out, even<SMALL>(all));
-            _mm512_store_si512(out + WIDE, odd<SMALL>(all));
+            const Ints all = load_line(cell);
+            store_line(out, even<SMALL>(all));
+            store_line(out + WIDE, odd<SMALL>(all));
         }
     }
 };
@@ -106,13 +107,13 @@ struct Fp8Product::Supers {
     int64_t lines() const { return each; }
     void open(int64_t line, bf16* out) const {
         const uint8_t* cell = cells + line * CELL;
-        for (int64_t i = 0; i < CELL; i += LINE) _mm_prefetch(reinterpret_cast<const char*>(cell + PREFETCHED + i), _MM_HINT_T0);
+        for (int64_t i = 0; i < CELL; i += LINE) prefetch(cell + PREFETCHED + i);
         small[line] ? eights.open<true>(cell, out) : eights.open<false>(cell, out);
     }
-    __m512 whole(int64_t, int64_t, int64_t) const { return _mm512_setzero_ps(); }
-    __m512 less(int64_t, int64_t, int64_t) const { return _mm512_setzero_ps(); }
-    __m512 end(int64_t super, int64_t half, __m512 some, __m512, __m512 found) const {
-        return _mm512_fmadd_ps(some, _mm512_loadu_ps(scales + super * WIDE + half * TILE), found);
+    Floats whole(int64_t, int64_t, int64_t) const { return Floats{}; }
+    Floats less(int64_t, int64_t, int64_t) const { return Floats{}; }
+    Floats end(int64_t super, int64_t half, Floats some, Floats, Floats found) const {
+        return fma(some, load(scales + super * WIDE + half * TILE), found);
     }
 };
 
@@ -125,18 +126,18 @@ class Fp8Product::Maker {
     void part(int64_t line, bf16* out) {
         if (!SECOND && line % supers_.each == 0)
             for (int64_t half = 0; half < 2; half++)
-                spread(_mm512_loadu_ps(supers_.scales + line / supers_.each * WIDE + half * TILE), by_ + 2 * half);
+                spread(load(supers_.scales + line / supers_.each * WIDE + half * TILE), by_ + 2 * half);
         if (!SECOND) supers_.open(line, out);
         out += SECOND * CELL / 2;
         for (int64_t i = 0; i < CELL / WIDE / 2; i++, out += WIDE) {
-            const __m512 low = _mm512_mul_ps(load(out), by_[2 * SECOND]), high = _mm512_mul_ps(load(out + TILE), by_[2 * SECOND + 1]);
-            _mm512_store_si512(out, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+            const Floats low = load(out) * by_[2 * SECOND], high = load(out + TILE) * by_[2 * SECOND + 1];
+            store_line(out, to_bf16(low, high));
         }
     }
 
   private:
     Supers supers_;
-    __m512 by_[4];
+    Floats by_[4];
 };
 
 template <class Call>

@@ -81,21 +81,21 @@ struct Grouped<BITS>::Supers {
     void fetch(int64_t line) const {
         const char* from = reinterpret_cast<const char*>(cell(line) + PREFETCHED);
 #pragma GCC unroll 16
-        for (int64_t i = 0; i < CELL * BITS / 8; i += LINE) _mm_prefetch(from + i, _MM_HINT_T0);
+        for (int64_t i = 0; i < CELL * BITS / 8; i += LINE) prefetch(from + i);
     }
-    __m512i codes(const uint8_t* cell, int64_t half, int64_t four) const { return codes_of<BITS>(cell, half, four); }
+    Ints codes(const uint8_t* cell, int64_t half, int64_t four) const { return codes_of<BITS>(cell, half, four); }
     void open(int64_t line, bf16* out) const {
         fetch(line);
         open_cell(cell(line), out, codes_of<BITS>);
     }
-    __m512 whole(int64_t, int64_t, int64_t) const { return _mm512_setzero_ps(); }
-    __m512 less(int64_t, int64_t, int64_t) const { return _mm512_setzero_ps(); }
-    __m512 scale(int64_t super, int64_t half) const { return _mm512_loadu_ps(scales + super * WIDE + half * TILE); }
-    __m512 middle(int64_t super, int64_t half) const { return unsigned_at(zeros + super * WIDE + half * TILE); }
-    __m512i bytes(const uint8_t* cell, int64_t half, int64_t four) const { return bytes_of<BITS>(cell, half, four); }
-    __m512 end(int64_t super, int64_t half, __m512 some, __m512 less, __m512 found) const {
-        if (ZEROED) some = _mm512_fnmadd_ps(_mm512_sub_ps(middle(super, half), _mm512_set1_ps(Grouped::offset())), less, some);
-        return _mm512_fmadd_ps(some, scale(super, half), found);
+    Floats whole(int64_t, int64_t, int64_t) const { return Floats{}; }
+    Floats less(int64_t, int64_t, int64_t) const { return Floats{}; }
+    Floats scale(int64_t super, int64_t half) const { return load(scales + super * WIDE + half * TILE); }
+    Floats middle(int64_t super, int64_t half) const { return unsigned_at(zeros + super * WIDE + half * TILE); }
+    Ints bytes(const uint8_t* cell, int64_t half, int64_t four) const { return bytes_of<BITS>(cell, half, four); }
+    Floats end(int64_t super, int64_t half, Floats some, Floats less, Floats found) const {
+        if (ZEROED) some = fnma(middle(super, half) - splat(static_cast<float>(Grouped::offset())), less, some);
+        return fma(some, scale(super, half), found);
     }
 };
 
@@ -111,12 +111,12 @@ class Grouped<BITS>::Maker {
         if (!SECOND && line % each_ == 0)
             for (int64_t half = 0; half < 2; half++) {
                 const int64_t at = line / each_ * WIDE + half * TILE;
-                spread(_mm512_loadu_ps(scales_ + at), by_.scales + 2 * half);
+                spread(load(scales_ + at), by_.scales + 2 * half);
                 spread(unsigned_at(zeros_ + at), by_.zeros + 2 * half);
             }
         const uint8_t* cell = cells_ + line * CELL * BITS / 8;
-        widen_fours<4 * SECOND, 4 * SECOND + 4>(cell, order_, out, codes_of<BITS>, [&](__m512 code, int64_t quarter) {
-            return _mm512_mul_ps(_mm512_sub_ps(code, by_.zeros[quarter]), by_.scales[quarter]);
+        widen_fours<4 * SECOND, 4 * SECOND + 4>(cell, order_, out, codes_of<BITS>, [&](Floats code, int64_t quarter) {
+            return (code - by_.zeros[quarter]) * by_.scales[quarter];
         });
     }
 

@@ -1,8 +1,8 @@
 """The native operators as a library: of the wheel, or compiled once a machine, in the background, and kept in the
 user's cache.
 
-They need AMX, or AVX-512 with BF16, VNNI and VBMI, and a C++ compiler when they are first used. Each level of
-`kernels.contract.cpu_isa` has a library of its own, from the same source. Where something is missing, and until the
+They need AMX, AVX-512 with BF16, VNNI and VBMI, AVX2 or NEON, and a C++ compiler when they are first used. Each level
+of `kernels.contract.cpu_isa` has a library of its own, from the same source. Where something is missing, and until the
 library is compiled, the CPU device does the same with PyTorch's operators.
 
 A wheel brings compiled libraries (wheel.py). One is used if it was made of the sources and flags that are installed
@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kernels.contract.cpu_isa import CpuIsa, chosen_isa
+from kernels.contract.cpu_isa import CpuIsa, chosen_isa, processor_features
 from kernels.devices.native_cache import is_trusted, make_private, native_cache
 
 __all__ = [
@@ -75,9 +75,18 @@ class Source(NamedTuple):
 
 FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fno-math-errno")
 COMPILERS = ("g++", "clang++", "c++")
+
+
+def neon_flags(features: frozenset[str]) -> tuple[str, ...]:
+    """The compiler's flags for an aarch64 processor, whose products of bf16 and of bytes may be instructions."""
+    return ("-march=armv8.2-a" + "".join(f"+{name}" for name in ("bf16", "i8mm") if name in features),)
+
+
 _PROCESSORS = {
     CpuIsa.AMX: ("-march=sapphirerapids",),
     CpuIsa.AVX512: ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mavx512vbmi"),
+    CpuIsa.AVX2: ("-mavx2", "-mfma", "-mf16c"),
+    CpuIsa.NEON: neon_flags(processor_features()),
 }
 OPERATORS = {isa: Source(HERE / "program.cpp", FLAGS + flags, f"cpu-{isa}") for isa, flags in _PROCESSORS.items()}
 """The library of each level that has native operators."""

@@ -13,10 +13,8 @@ inline void pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* pack
 // Row `output` of a packed weight.
 inline void unpack(const bf16* packed, int64_t output, int64_t inputs, bf16* row) {
     const bf16* from = packed + output / WIDE * WIDE * inputs + output % WIDE / TILE * TILE * DEPTH + output % TILE * 2;
-    const __m512i pairs = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-                                             _mm512_set1_epi32(TILE));
     for (int64_t depth = 0; depth < inputs; depth += DEPTH, from += WIDE * DEPTH)
-        _mm512_storeu_si512(row + depth, _mm512_i32gather_epi32(pairs, from, 4));
+        store_line(row + depth, gather(reinterpret_cast<const int32_t*>(from), lane_numbers() << 4));
 }
 
 struct Product : Operands {
@@ -25,19 +23,17 @@ struct Product : Operands {
     int64_t inputs() const { return lines * DEPTH; }
 
     struct Rounded {
-        __m512 low, high;
+        Floats low, high;
 
-        Rounded(const Product& p, int64_t output) : low(_mm512_setzero_ps()), high(low) {
+        Rounded(const Product& p, int64_t output) : low(Floats{}), high(low) {
             if (!p.bias) return;
             const int64_t left = p.outputs - output;
-            const __mmask32 mask = left >= WIDE ? ~0u : (1u << left) - 1;
-            low = load(p.bias + output, static_cast<__mmask16>(mask));
-            high = load(p.bias + output + TILE, static_cast<__mmask16>(mask >> TILE));
+            low = load(p.bias + output, first_lanes(left));
+            if (left > TILE) high = load(p.bias + output + TILE, first_lanes(left - TILE));
         }
 
-        __m512i operator()(const float* sums, int64_t) const {
-            return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_add_ps(_mm512_load_ps(sums + TILE), high),
-                                                                 _mm512_add_ps(_mm512_load_ps(sums), low)));
+        Ints operator()(const float* sums, int64_t) const {
+            return to_bf16(load(sums) + low, load(sums + TILE) + high);
         }
     };
 };

@@ -63,19 +63,18 @@ struct Partial {
     void add(const Partial& other, int64_t dim) {
         const float most = std::max(power, other.power);
         const auto by = [&](float from) {
-            return _mm512_scalef_ps(_mm512_set1_ps(1.0f), _mm512_set1_ps(from - most));
+            return scale(splat(1.0f), splat(from - most));
         };
-        const __m512 first = by(power), second = by(other.power);
+        const Floats first = by(power), second = by(other.power);
         for (int64_t d = 0; d < dim; d += TILE)
-            _mm512_store_ps(sums + d, _mm512_fmadd_ps(_mm512_load_ps(other.sums + d), second,
-                                                      _mm512_mul_ps(_mm512_load_ps(sums + d), first)));
-        whole = whole * _mm512_cvtss_f32(first) + other.whole * _mm512_cvtss_f32(second), power = most;
+            store(sums + d, fma(load(other.sums + d), second, load(sums + d) * first));
+        whole = whole * first_lane(first) + other.whole * first_lane(second), power = most;
     }
 };
 
 inline void finish(const Partial& of, int64_t dim, bf16* out) {
-    const __m512 scale = _mm512_set1_ps(1 / of.whole);
-    for (int64_t d = 0; d < dim; d += TILE) store(out + d, _mm512_mul_ps(_mm512_load_ps(of.sums + d), scale));
+    const Floats scale = splat(1 / of.whole);
+    for (int64_t d = 0; d < dim; d += TILE) store(out + d, load(of.sums + d) * scale);
 }
 
 // Pieces of rows of one query each: [row][piece][head of queries][sums, and 16 for the others].

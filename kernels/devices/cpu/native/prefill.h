@@ -52,29 +52,26 @@ inline void lay_out_chunk(void* context, int64_t block, int) {
     int64_t places[DEPTH];
     for (int64_t i = 0; i < tokens; i++) places[i] = cached.place(position + i);
     auto line = [&](int64_t i, int64_t head, int64_t d) {
-        if (i >= tokens) return _mm512_setzero_si512();
+        if (i >= tokens) return Ints{};
         if (task.op->narrow) return kept.line(places[i], task.head + head, d);
-        return _mm512_loadu_si512(cached.keys + places[i] * token + head * dim + d);
+        return load_line(cached.keys + places[i] * token + head * dim + d);
     };
-    alignas(64) uint16_t order[DEPTH];  // of two tokens' dims
-    for (int64_t i = 0; i < DEPTH; i++) order[i] = static_cast<uint16_t>(i / 2 + i % 2 * DEPTH);
-    const __m512i low = _mm512_load_si512(order), high = _mm512_add_epi16(low, _mm512_set1_epi16(TILE));
     for (int64_t head = 0; head < task.heads; head++) {
         bf16* keys = task.keys + (head * task.blocks + block) * dim * DEPTH;
         for (int64_t i = 0; i < DEPTH; i++)
-            for (int64_t d = 0; d < dim; d += DEPTH) _mm512_store_si512(keys + d * DEPTH + i * DEPTH, line(i, head, d));
+            for (int64_t d = 0; d < dim; d += DEPTH) store_line(keys + d * DEPTH + i * DEPTH, line(i, head, d));
         bf16* values = task.values + (head * task.blocks + block) * dim * DEPTH;
         for (int64_t d = 0; d < dim; d += DEPTH) {
-            __m512i first[TILE], second[TILE];  // [pair of tokens][dim][2]
+            Ints first[TILE], second[TILE];  // [pair of tokens][dim][2]
             for (int64_t pair = 0; pair < TILE; pair++) {
-                const __m512i even = line(2 * pair, kv_heads + head, d), odd = line(2 * pair + 1, kv_heads + head, d);
-                first[pair] = _mm512_permutex2var_epi16(even, low, odd);
-                second[pair] = _mm512_permutex2var_epi16(even, high, odd);
+                const Ints even = line(2 * pair, kv_heads + head, d), odd = line(2 * pair + 1, kv_heads + head, d);
+                first[pair] = interleave_words<0>(even, odd);
+                second[pair] = interleave_words<1>(even, odd);
             }
             transpose(first), transpose(second);
             for (int64_t i = 0; i < TILE; i++, values += DEPTH) {
-                _mm512_store_si512(values, first[i]);
-                _mm512_store_si512(values + TILE * DEPTH, second[i]);
+                store_line(values, first[i]);
+                store_line(values + TILE * DEPTH, second[i]);
             }
             values += TILE * DEPTH;
         }
@@ -82,21 +79,21 @@ inline void lay_out_chunk(void* context, int64_t block, int) {
 }
 
 // 2^x with a relative error below 1e-4, a twentieth of bf16's rounding; a NaN stays one.
-inline __m512 rough_exp2(__m512 x) {
-    const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // the fraction
-    __m512 p = _mm512_fmadd_ps(r, _mm512_set1_ps(7.802452e-2f), _mm512_set1_ps(2.2606716e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9583354e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.9992522e-1f));
-    return _mm512_scalef_ps(p, x);
+inline Floats rough_exp2(Floats x) {
+    const Floats r = fraction(x);
+    Floats p = fma(r, splat(7.802452e-2f), splat(2.2606716e-1f));
+    p = fma(p, r, splat(6.9583354e-1f));
+    p = fma(p, r, splat(9.9992522e-1f));
+    return scale(p, x);
 }
 
 // The tokens that 16 queries see: positions `least` < t <= `last`.
 struct Sight {
-    __m512i last, least;
+    Ints last, least;
 
-    __mmask16 of(int64_t position) const {
-        const __m512i at = _mm512_set1_epi32(static_cast<int>(position));
-        return _mm512_cmple_epi32_mask(at, last) & _mm512_cmpgt_epi32_mask(at, least);
+    Mask of(int64_t position) const {
+        const Ints at = splat(static_cast<int>(position));
+        return (at <= last) & (at > least);
     }
 };
 
@@ -124,55 +121,51 @@ inline void add_up(Asking& of, int64_t dim) {
 
 // Raises a query's power of two to its largest score where the weights so far are too small beside it.
 template <bool ALL>
-void raise(Asking& of, const float* scores, int64_t position, const Sight* sights, __m512 factor, int64_t dim) {
+void raise(Asking& of, const float* scores, int64_t position, const Sight* sights, Floats factor, int64_t dim) {
     for (int64_t half = 0; half < 2; half++, scores += DEPTH * TILE) {
-        __m512 most = _mm512_set1_ps(2 * UNSEEN), other = most;
+        Floats most = splat(2 * UNSEEN), other = most;
         for (int64_t i = 0; i < DEPTH; i += 2) {
-            const __m512 even = _mm512_load_ps(scores + i * TILE), odd = _mm512_load_ps(scores + (i + 1) * TILE);
+            const Floats even = load(scores + i * TILE), odd = load(scores + (i + 1) * TILE);
             if (ALL) {
-                most = _mm512_max_ps(most, even), other = _mm512_max_ps(other, odd);
+                most = max(most, even), other = max(other, odd);
             } else {
-                most = _mm512_mask_max_ps(most, sights[half].of(position + i), most, even);
-                other = _mm512_mask_max_ps(other, sights[half].of(position + i + 1), other, odd);
+                most = select(sights[half].of(position + i), max(most, even), most);
+                other = select(sights[half].of(position + i + 1), max(other, odd), other);
             }
         }
-        most = _mm512_mul_ps(_mm512_max_ps(most, other), factor);
-        const __m512 before = _mm512_load_ps(of.power + half * TILE);
-        const __mmask16 far = _mm512_cmp_ps_mask(most, _mm512_add_ps(before, _mm512_set1_ps(FAR)), _CMP_GT_OQ);
+        most = max(most, other) * factor;
+        const Floats before = load(of.power + half * TILE);
+        const Mask far = most > before + splat(FAR);
         if (!far) continue;
         add_up(of, dim);
-        const __m512 power = _mm512_mask_mov_ps(before, far, most), by = exp2(_mm512_sub_ps(before, power));
-        _mm512_store_ps(of.power + half * TILE, power);
-        _mm512_store_ps(of.whole + half * TILE, _mm512_mul_ps(_mm512_load_ps(of.whole + half * TILE), by));
+        const Floats power = select(far, most, before), by = exp2(before - power);
+        store(of.power + half * TILE, power);
+        store(of.whole + half * TILE, load(of.whole + half * TILE) * by);
         float* sums = of.sums + half * dim * TILE;
-        for (int64_t d = 0; d < dim; d++, sums += TILE) _mm512_store_ps(sums, _mm512_mul_ps(_mm512_load_ps(sums), by));
+        for (int64_t d = 0; d < dim; d++, sums += TILE) store(sums, load(sums) * by);
     }
 }
 
 // Makes weights of the scores of 32 tokens from `position` on. ALL: every query sees all of them.
 template <bool ALL>
-void weigh(Asking& of, const float* scores, int64_t position, const Sight* sights, __m512 factor, int64_t dim) {
+void weigh(Asking& of, const float* scores, int64_t position, const Sight* sights, Floats factor, int64_t dim) {
     raise<ALL>(of, scores, position, sights, factor, dim);
-    alignas(64) static constexpr uint16_t ORDER[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512i order = _mm512_load_si512(ORDER);
     bf16* out = of.weights + of.waiting++ * QUERIES * DEPTH;
     for (int64_t half = 0; half < 2; half++, scores += DEPTH * TILE) {
-        const __m512 power = _mm512_load_ps(of.power + half * TILE);
-        __m512 whole = _mm512_load_ps(of.whole + half * TILE), more = _mm512_setzero_ps();
+        const Floats power = load(of.power + half * TILE);
+        Floats whole = load(of.whole + half * TILE), more = Floats{};
         for (int64_t i = 0; i < DEPTH; i += 2, out += DEPTH) {
-            __m512 even = rough_exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + i * TILE), factor, power));
-            __m512 odd = rough_exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + (i + 1) * TILE), factor, power));
+            Floats even = rough_exp2(fms(load(scores + i * TILE), factor, power));
+            Floats odd = rough_exp2(fms(load(scores + (i + 1) * TILE), factor, power));
             if (!ALL) {
-                even = _mm512_maskz_mov_ps(sights[half].of(position + i), even);
-                odd = _mm512_maskz_mov_ps(sights[half].of(position + i + 1), odd);
+                even = keep(sights[half].of(position + i), even);
+                odd = keep(sights[half].of(position + i + 1), odd);
             }
-            whole = _mm512_add_ps(whole, even);
-            more = _mm512_add_ps(more, odd);
-            const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
-            _mm512_store_si512(out, _mm512_permutexvar_epi16(order, both));
+            whole = whole + even;
+            more = more + odd;
+            store_line(out, pair_words(even, odd));
         }
-        _mm512_store_ps(of.whole + half * TILE, _mm512_add_ps(whole, more));
+        store(of.whole + half * TILE, whole + more);
     }
 }
 
@@ -180,31 +173,31 @@ void weigh(Asking& of, const float* scores, int64_t position, const Sight* sight
 inline void lay_out_queries(const bf16* from, int64_t stride, int64_t queries, int64_t dim, bf16* out) {
     for (int64_t d = 0; d < dim; d += DEPTH)
         for (int64_t half = 0; half < QUERIES; half += TILE, out += TILE * DEPTH) {
-            __m512i part[TILE];
+            Ints part[TILE];
             for (int64_t q = 0; q < TILE; q++)
-                part[q] = half + q < queries ? _mm512_loadu_si512(from + (half + q) * stride + d) : _mm512_setzero_si512();
+                part[q] = half + q < queries ? load_line(from + (half + q) * stride + d) : Ints{};
             transpose(part);
-            for (int64_t i = 0; i < TILE; i++) _mm512_store_si512(out + i * DEPTH, part[i]);
+            for (int64_t i = 0; i < TILE; i++) store_line(out + i * DEPTH, part[i]);
         }
 }
 
 // Divides the sums by those of the weights -> [query][dim].
 inline void divide_sums(const Asking& of, int64_t queries, int64_t dim, bf16* to, int64_t stride) {
     for (int64_t half = 0; half < queries; half += TILE) {
-        const __m512 by = _mm512_div_ps(_mm512_set1_ps(1), _mm512_load_ps(of.whole + half));
+        const Floats by = splat(1.0f) / load(of.whole + half);
         for (int64_t d = 0; d < dim; d += DEPTH) {
-            __m512i low[TILE], high[TILE];
+            Ints low[TILE], high[TILE];
             const float* sums = of.sums + half * dim + d * TILE;
             for (int64_t i = 0; i < TILE; i++, sums += TILE) {
-                low[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(sums), by));
-                high[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(sums + TILE * TILE), by));
+                low[i] = bits_of(load(sums) * by);
+                high[i] = bits_of(load(sums + TILE * TILE) * by);
             }
             transpose(low);
             transpose(high);
             bf16* out = to + half * stride + d;
             for (int64_t q = 0; q < std::min(TILE, queries - half); q++, out += stride) {
-                const __m512 first = _mm512_castsi512_ps(low[q]), second = _mm512_castsi512_ps(high[q]);
-                _mm512_storeu_si512(out, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
+                const Floats first = from_bits(low[q]), second = from_bits(high[q]);
+                store_line(out, to_bf16(first, second));
             }
         }
     }
@@ -237,16 +230,15 @@ inline void prefill_chunk(void* context, int64_t chunk, int thread) {
         for (int64_t q = 0; q < QUERIES; q++) space.heads[h].power[q] = UNSEEN;
     }
     Sight sights[2];
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i latest = _mm512_set1_epi32(static_cast<int>(high - 1)), none = _mm512_set1_epi32(-1);
+    const Ints latest = splat(static_cast<int>(high - 1)), none = splat(-1);
     for (int64_t half = 0; half < 2; half++) {
-        const __m512i own = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(low + half * TILE)));
-        sights[half].last = _mm512_min_epi32(own, latest);
-        sights[half].least = window ? _mm512_sub_epi32(sights[half].last, _mm512_set1_epi32(static_cast<int>(window))) : none;
+        const Ints own = lane_numbers() + splat(static_cast<int>(low + half * TILE));
+        sights[half].last = min(own, latest);
+        sights[half].least = window ? sights[half].last - splat(static_cast<int>(window)) : none;
     }
 
     written();
-    const __m512 factor = _mm512_set1_ps(static_cast<float>(op.f0) * LOG2_E);
+    const Floats factor = splat(static_cast<float>(op.f0) * LOG2_E);
     for (int64_t begin = first; begin < end; begin += TOGETHER)
         for (Asking& of : space.heads) {
             for (int64_t block = begin; block < std::min(begin + TOGETHER, end); block++) {

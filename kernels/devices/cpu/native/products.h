@@ -28,8 +28,8 @@ constexpr int64_t MANY = 12;
 constexpr int64_t STEPS = 8;    // lines that few rows are multiplied with while their sums are in registers, without AMX
 // Without AMX up to PAIRED rows are multiplied with two blocks at a time, if the product's weights have at most SMALL bytes: then they are
 // likely to be in a cache, while memory is faster read in one stream.
-constexpr int64_t PAIRED = 2, SMALL = 2 << 20;
-constexpr int64_t PREFETCHED = (AMX ? 4 : 8) << 10;  // bytes by which weights of few rows are prefetched (AMX: of few bits)
+constexpr int64_t PAIRED = LARGE ? 2 : 1, SMALL = 2 << 20;
+constexpr int64_t PREFETCHED = (AMX ? 4 : LARGE ? 8 : 2) << 10;  // bytes by which weights of few rows are prefetched (AMX: of few bits)
 constexpr int64_t SECOND = (AMX ? 2048 : 1024) << 10;  // bytes of a core's second cache
 constexpr int64_t TOKENS = SECOND / 16 * 9;            // bytes of a panel's tokens that it holds beside weights
 constexpr int64_t MOST = 576;                          // rows of a panel
@@ -96,17 +96,15 @@ struct Ahead {
     int64_t lines = 0;  // of memory at each step
 
     void fetch() {
-        for (int64_t line = 0; line < lines; line++, from += LINE) _mm_prefetch(from, _MM_HINT_T1);
+        for (int64_t line = 0; line < lines; line++, from += LINE) prefetch_second(from);
     }
 };
 
 // silu(gate) * other of 32 bf16 each: the result of a product that was stored and then gated.
-inline __m512i gated(__m512i gate, __m512i other) {
-    const auto low = [](__m512i line) { return _mm512_castsi512_si256(line); };
-    const auto high = [](__m512i line) { return _mm512_extracti64x4_epi64(line, 1); };
-    const __m512 first = _mm512_mul_ps(silu(widen(low(gate))), widen(low(other)));
-    const __m512 second = _mm512_mul_ps(silu(widen(high(gate))), widen(high(other)));
-    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
+inline Ints gated(Ints gate, Ints other) {
+    const Floats first = silu(widen<0>(gate)) * widen<0>(other);
+    const Floats second = silu(widen<1>(gate)) * widen<1>(other);
+    return to_bf16(first, second);
 }
 
 // Rounds and stores rows `begin` to `end`.
@@ -114,14 +112,13 @@ template <class P>
 void finish(const P& p, const Pending<typename P::Sum>& of, int64_t begin, int64_t end) {
     if (begin == end) return;  // without rows the factors may not be there
     const int64_t left = p.wide() - of.output;
-    const __mmask32 mask = left >= WIDE ? ~0u : (1u << left) - 1;
     bf16* out = p.out + (of.row + begin) * p.stride_out + of.output;
     const auto put = [&](const auto& line) {
         for (int64_t i = begin; i < end; i++, out += p.stride_out) {
             if (p.past && left >= WIDE) {
-                _mm512_stream_si512(reinterpret_cast<__m512i*>(out), line(i));
+                stream_line(out, line(i));
             } else {
-                _mm512_mask_storeu_epi16(out, mask, line(i));
+                store_words(out, line(i), left);
             }
         }
     };
@@ -172,11 +169,11 @@ void multiply_block(const P& p, const char* weight, int64_t row, int64_t rows, t
             if (A::fetched && brief) {
                 const int64_t beyond = line + 4 - p.lines;
                 const char* next = beyond < 0 ? weight + 4 * LINES : then + beyond * LINES;
-                for (int64_t i = 0; i < LINES; i += LINE) _mm_prefetch(next + i, _MM_HINT_T0);
+                for (int64_t i = 0; i < LINES; i += LINE) prefetch(next + i);
             } else if (A::fetched) {
-                for (int64_t i = 0; i < LINES / 2; i += LINE) _mm_prefetch(weight + LINES / 2 + i, _MM_HINT_T2);
+                for (int64_t i = 0; i < LINES / 2; i += LINE) prefetch_third(weight + LINES / 2 + i);
                 const char* next = line + 1 < p.lines ? weight + LINES : then;
-                for (int64_t i = 0; i < LINES / 2; i += LINE) _mm_prefetch(next + i, _MM_HINT_T2);
+                for (int64_t i = 0; i < LINES / 2; i += LINE) prefetch_third(next + i);
             }
             tiles.add(x + line * LINE, p.stride_x, weight, [&] {
                 if (!A::fetched) ahead.fetch();
@@ -204,7 +201,7 @@ void multiply_pairs(const P& p, int64_t first, int64_t end) {
         }
         const Lines of = {p.x, p.stride_x, LINE, p.block(output), p.lines, PREFETCHED};
         if (p.rows == 1) multiply_pair<1>(of, p.block(other), sums[0], sums[1]);
-        else multiply_pair<2>(of, p.block(other), sums[0], sums[1]);
+        else multiply_pair<PAIRED>(of, p.block(other), sums[0], sums[1]);
         if (p.gated) {
             finish(p, {sums[1], sums[0], 0, p.rows, output}, 0, p.rows);
         } else {
@@ -275,8 +272,7 @@ inline void lay_out(const char* x, int64_t stride, int64_t rows, int64_t lines, 
     for (int64_t row = 0; row < blocks(rows) * WIDE; row++) {
         char* to = tiles + row / WIDE * lines * LINES + row % WIDE * LINE;
         for (int64_t line = 0; line < lines; line++)
-            _mm512_store_si512(to + line * LINES, row < rows ? _mm512_loadu_si512(x + row * stride + line * LINE)
-                                                             : _mm512_setzero_si512());
+            store_line(to + line * LINES, row < rows ? load_line(x + row * stride + line * LINE) : Ints{});
     }
     written();
 }
@@ -298,7 +294,7 @@ void add_lines(const P& p, const char* tokens, const char* weight, int64_t lines
         for (int64_t line = 0, done = 0; line < lines; line++, tokens += LINES, weight += LINES)
             tiles.template add<true>(tokens, LINE, weight, [&] {
                 ahead.fetch();
-                for (int64_t i = 0; i < sooner; i += LINE) _mm_prefetch(coming + i, _MM_HINT_T0);
+                for (int64_t i = 0; i < sooner; i += LINE) prefetch(coming + i);
                 coming += sooner;
                 if (done < before.rows) {
                     const int64_t end = std::min(done + each, before.rows);
@@ -366,7 +362,7 @@ void multiply_panels(void* context, int64_t, int thread) {
             }
         }
         finish(p, passing.pending, 0, passing.pending.rows);
-        if (p.past) _mm_sfence();
+        if (p.past) finish_streams();
     }
 }
 

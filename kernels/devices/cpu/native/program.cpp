@@ -1,4 +1,5 @@
 // Runs programs of operators: see program.h for what they are, and kernels/devices/cpu/program.py for where they come from.
+#include <sys/auxv.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -68,16 +69,12 @@ void embed(const Op& op, const Step& step, int64_t row) {
     }
 }
 
-bf16 rounded(float x) {
-    return static_cast<bf16>(_mm_cvtsi128_si32(reinterpret_cast<__m128i>(_mm_cvtneps_pbh(_mm_set_ss(x)))));
-}
-
 void angles(const Op& op, const Step& step, int64_t row) {
     const float* frequencies = static_cast<const float*>(op.a);
     const float position = static_cast<float>(step.positions[row]), scale = static_cast<float>(op.f0);
     for (int64_t i = 0; i < op.i0 / 2; i++) {  // the halves differ in the sign of their sines
         const float angle = position * frequencies[i + op.i0 / 2];
-        const bf16 cosine = rounded(std::cos(angle) * scale), sine = rounded(std::sin(angle) * scale);
+        const bf16 cosine = to_bf16(std::cos(angle) * scale), sine = to_bf16(std::sin(angle) * scale);
         at<bf16>(op.out, row, op.i0)[i] = at<bf16>(op.out, row, op.i0)[i + op.i0 / 2] = cosine;
         at<bf16>(op.b, row, op.i0)[i] = sine ^ 0x8000;
         at<bf16>(op.b, row, op.i0)[i + op.i0 / 2] = sine;
@@ -90,19 +87,19 @@ void norm(const Op& op, const Step&, int64_t row) {
     bf16* out = at<bf16>(op.out, row, op.stride_out);
     const float* weight = static_cast<const float*>(op.c);
     for (int64_t head = 0; head < op.i1; head++) {
-        __m512 squares = _mm512_setzero_ps();
+        Floats squares = Floats{};
         for (int64_t i = 0; i < op.i0; i += 16) {
-            __m512 value = load(residual + i);
+            Floats value = load(residual + i);
             if (x) {
-                store(residual + i, _mm512_add_ps(value, load(x + i)));
+                store(residual + i, value + load(x + i));
                 value = load(residual + i);
             }
-            squares = _mm512_fmadd_ps(value, value, squares);
+            squares = fma(value, value, squares);
         }
-        const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(op.i0);
-        const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(mean + static_cast<float>(op.f0)));
+        const float mean = add_all(squares) / static_cast<float>(op.i0);
+        const Floats factor = splat(1.0f / std::sqrt(mean + static_cast<float>(op.f0)));
         for (int64_t i = 0; i < op.i0; i += 16)
-            store(out + i, _mm512_mul_ps(_mm512_mul_ps(load(residual + i), factor), _mm512_loadu_ps(weight + i)));
+            store(out + i, load(residual + i) * factor * load(weight + i));
         residual += op.i0, out += op.i0, weight += op.i0;
         if (x) x += op.i0;
     }
@@ -114,16 +111,11 @@ void rotary(const Op& op, const Step&, int64_t row) {
     const int64_t half = op.i0 / 2;
     for (int64_t head = 0; head < op.i1; head++, x += op.i0, out += op.i0)
         for (int64_t i = 0; i < half; i += 16) {
-            __m512 low = load(x + i), high = load(x + half + i);
-            store(out + i, _mm512_fmadd_ps(low, load(cos + i), _mm512_mul_ps(high, load(sin + i))));
+            Floats low = load(x + i), high = load(x + half + i);
+            store(out + i, fma(low, load(cos + i), high * load(sin + i)));
             store(out + half + i,
-                  _mm512_fmadd_ps(high, load(cos + half + i), _mm512_mul_ps(low, load(sin + half + i))));
+                  fma(high, load(cos + half + i), low * load(sin + half + i)));
         }
-}
-
-inline __m512 as_stored(__m512 x) {
-    const __m512i wide = _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 
 void place(const Op& op, const Step& step, int64_t row) {
@@ -134,32 +126,31 @@ void place(const Op& op, const Step& step, int64_t row) {
     const float* weight = reinterpret_cast<const float*>(op.i4);
     alignas(64) float cos[256], sin[256], part[256];
     for (int64_t i = 0; i < dim; i += 16) {
-        _mm512_store_ps(cos + i, load(at<bf16>(op.b, row, dim) + i));
-        _mm512_store_ps(sin + i, load(at<bf16>(op.c, row, dim) + i));
+        store(cos + i, load(at<bf16>(op.b, row, dim) + i));
+        store(sin + i, load(at<bf16>(op.c, row, dim) + i));
     }
     for (int64_t head = 0; head < heads; head++, x += dim) {
-        __m512 squares = _mm512_setzero_ps();
+        Floats squares = Floats{};
         for (int64_t i = 0; i < dim; i += 16) {
-            const __m512 value = load(x + i);
-            _mm512_store_ps(part + i, value);
-            squares = _mm512_fmadd_ps(value, value, squares);
+            const Floats value = load(x + i);
+            store(part + i, value);
+            squares = fma(value, value, squares);
         }
         if (weight) {
-            const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(dim);
-            const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(mean + static_cast<float>(op.f0)));
+            const float mean = add_all(squares) / static_cast<float>(dim);
+            const Floats factor = splat(1.0f / std::sqrt(mean + static_cast<float>(op.f0)));
             for (int64_t i = 0; i < dim; i += 16) {
-                const __m512 scaled = _mm512_mul_ps(_mm512_load_ps(part + i), factor);
-                _mm512_store_ps(part + i, as_stored(_mm512_mul_ps(scaled, _mm512_loadu_ps(weight + i))));
+                const Floats scaled = load(part + i) * factor;
+                store(part + i, round_bf16(scaled * load(weight + i)));
             }
             weight += dim;
         }
         const int64_t kept_head = head - heads + kv_heads;
         bf16* out = kept_head < 0 ? x : op.narrow ? key : cached + kept_head * dim;
         for (int64_t i = 0; i < half; i += 16) {
-            const __m512 low = _mm512_load_ps(part + i), high = _mm512_load_ps(part + half + i);
-            store(out + i, _mm512_fmadd_ps(low, _mm512_load_ps(cos + i), _mm512_mul_ps(high, _mm512_load_ps(sin + i))));
-            store(out + half + i, _mm512_fmadd_ps(high, _mm512_load_ps(cos + half + i),
-                                                  _mm512_mul_ps(low, _mm512_load_ps(sin + half + i))));
+            const Floats low = load(part + i), high = load(part + half + i);
+            store(out + i, fma(low, load(cos + i), high * load(sin + i)));
+            store(out + half + i, fma(high, load(cos + half + i), low * load(sin + half + i)));
         }
         if (op.narrow && kept_head >= 0) kept.store(step.index[row], kept_head, key);
     }
@@ -188,32 +179,31 @@ void add(const Op& op, const Step&, int64_t row) {
     }
     const bf16* y = at<bf16>(op.b, row, op.stride_b);
     if (op.c) return add_weighted(x, y, *at<bf16>(op.c, row, op.i1), out, op.i0);
-    for (int64_t i = 0; i < op.i0; i += 16) store(out + i, _mm512_add_ps(load(x + i), load(y + i)));
+    for (int64_t i = 0; i < op.i0; i += 16) store(out + i, load(x + i) + load(y + i));
 }
 
 // The first of the largest: lanes keep their first, then the least id of the best lanes wins. -> whether a value is NaN or
 // +inf, or all are -inf.
 bool argmax_of(const Op& op, int64_t row, int64_t& id, float& top) {
     const bf16* logits = at<bf16>(op.a, row, op.stride_a);
-    const __m512i sixteen = _mm512_set1_epi32(16);
-    const __m512 none = _mm512_set1_ps(-INFINITY);
-    __m512 most = none;
-    __m512i ids = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), best = ids;
-    __mmask16 broken = 0;
+    const Ints sixteen = splat(16);
+    const Floats none = splat(-INFINITY);
+    Floats most = none;
+    Ints ids = lane_numbers(), best = ids;
+    Mask broken = 0;
     for (int64_t i = 0; i < op.i0; i += 16) {
-        const int64_t left = op.i0 - i;
-        const __mmask16 here = left >= 16 ? 0xffff : static_cast<__mmask16>((1 << left) - 1);
-        const __m512 value = _mm512_mask_mov_ps(none, here, load(logits + i, here));
-        const __mmask16 more = _mm512_cmp_ps_mask(value, most, _CMP_GT_OQ);
-        broken |= _mm512_cmp_ps_mask(value, _mm512_set1_ps(INFINITY), _CMP_NLT_UQ);
-        most = _mm512_mask_mov_ps(most, more, value);
-        best = _mm512_mask_mov_epi32(best, more, ids);
-        ids = _mm512_add_epi32(ids, sixteen);
+        const Mask here = first_lanes(op.i0 - i);
+        const Floats value = select(here, load(logits + i, here), none);
+        const Mask more = value > most;
+        broken |= static_cast<Mask>(~(value < splat(INFINITY)));
+        most = select(more, value, most);
+        best = select(more, ids, best);
+        ids = ids + sixteen;
     }
-    top = _mm512_reduce_max_ps(most);
-    const __mmask16 winners = _mm512_cmp_ps_mask(most, _mm512_set1_ps(top), _CMP_EQ_OQ);
+    top = max_all(most);
+    const Mask winners = most == splat(top);
     const bool failed = broken || top == -INFINITY;
-    id = failed ? 0 : _mm512_mask_reduce_min_epi32(winners, best);
+    id = failed ? 0 : min_all(select(winners, best, splat(INT32_MAX)));
     return failed;
 }
 
@@ -319,10 +309,20 @@ extern "C" {
 
 // Whether the processor has every instruction set that this was compiled for, and the system lends AMX's tiles to this process.
 int troupe_ready() {
+#if defined(__AVX512VBMI__)
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512dq") ||
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vbmi") ||
         !__builtin_cpu_supports("avx512vnni"))
         return 0;
+#elif defined(__AVX2__)
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;  // and F16C, for which Clang does not ask
+#endif
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+    if (!(getauxval(AT_HWCAP2) & HWCAP2_BF16)) return 0;
+#endif
+#ifdef __ARM_FEATURE_MATMUL_INT8
+    if (!(getauxval(AT_HWCAP2) & HWCAP2_I8MM)) return 0;
+#endif
 #ifdef __AMX_TILE__
     if (!__builtin_cpu_supports("avx512fp16") || !__builtin_cpu_supports("amx-bf16") || !__builtin_cpu_supports("amx-int8")) return 0;
     constexpr long request_permission = 0x1023, tile_data = 18;

@@ -1,12 +1,11 @@
 // Sampling: the race of clocks of kernels/core/noise.py among the tokens that top-k, top-p and min-p leave (kernels/sampling/nucleus.py).
 #pragma once
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -98,12 +97,12 @@ class Race {
         int64_t winner = best;
         float reached = score(best);
         for (int64_t i = 0; i < count_; i += 16) {
-            const __mmask16 here = mask(i);
-            const __m512 x = load(logits_ + i, here);
-            const __m512i id = ids_ ? tokens(i, here) : _mm512_add_epi32(_mm512_set1_epi32(i), lanes());
-            const __m512 clocks = _mm512_mask_i32gather_ps(_mm512_setzero_ps(), here, _mm512_srli_epi32(id, 5), logarithms_, 4);
-            const __m512 bound = _mm512_sub_ps(scaled(x), clocks);
-            __mmask16 open = _mm512_mask_cmp_ps_mask(here, bound, _mm512_set1_ps(reached), _CMP_GT_OQ) & kept(x, i, floor, last);
+            const Mask here = mask(i);
+            const Floats x = load(logits_ + i, here);
+            const Ints id = ids_ ? tokens(i, here) : splat(i) + lane_numbers();
+            const Floats clocks = gather(logarithms_, id >> 5, here);
+            const Floats bound = scaled(x) - clocks;
+            Mask open = here & (bound > splat(reached)) & kept(x, i, floor, last);
             for (; open; open &= open - 1) {
                 const int64_t index = i + __builtin_ctz(open);
                 const float found = score(index);
@@ -115,16 +114,16 @@ class Race {
 
     // What stands before a token weighs; `all`: what everything does.
     double before(float value, int64_t index, bool all) const {
-        __m512d sum = _mm512_setzero_pd();
+        double sums[8] = {};
+        alignas(64) float weights[16];
         for (int64_t i = 0; i < count_; i += 16) {
-            const __m512 x = load(logits_ + i, mask(i));
-            const __mmask16 counted = all ? mask(i) : mask(i) & kept(x, i, value, index - 1);
+            const Floats x = load(logits_ + i, mask(i));
+            const Mask counted = all ? mask(i) : mask(i) & kept(x, i, value, index - 1);
             if (!counted) continue;
-            const __m512 weight = _mm512_maskz_mov_ps(counted, exp(scaled(x)));
-            sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm512_castps512_ps256(weight)));
-            sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm512_extractf32x8_ps(weight, 1)));
+            store(weights, keep(counted, exp(scaled(x))));
+            for (int lane = 0; lane < 8; lane++) sums[lane] = sums[lane] + weights[lane] + weights[8 + lane];
         }
-        return _mm512_reduce_add_pd(sum);
+        return std::accumulate(sums, sums + 8, 0.0);
     }
 
     // The last token that top-k, and top-p among what it leaves, keep.
@@ -136,14 +135,14 @@ class Race {
         thread_local std::vector<std::pair<float, int64_t>> head;
         largest.clear(), head.clear();
         for (int64_t i = 0; i < count_; i += 16)
-            largest.push_back(_mm512_mask_reduce_max_ps(mask(i), load(logits_ + i, mask(i))));
+            largest.push_back(max_all(select(mask(i), load(logits_ + i, mask(i)), splat(-INFINITY))));
         float least = -INFINITY;
         if (most <= static_cast<int64_t>(largest.size())) {
             std::nth_element(largest.begin(), largest.begin() + most - 1, largest.end(), std::greater<float>());
             least = largest[most - 1];
         }
         for (int64_t i = 0; i < count_; i += 16) {
-            __mmask16 found = _mm512_mask_cmp_ps_mask(mask(i), load(logits_ + i, mask(i)), _mm512_set1_ps(least), _CMP_GE_OQ);
+            Mask found = mask(i) & (load(logits_ + i, mask(i)) >= splat(least));
             for (; found; found &= found - 1) head.emplace_back(-value(i + __builtin_ctz(found)), i + __builtin_ctz(found));
         }
         std::partial_sort(head.begin(), head.begin() + most, head.end());
@@ -159,25 +158,23 @@ class Race {
 
     double weight(float negative) const { return std::exp((-negative - top_) / draw_.temperature); }
 
-    __mmask16 mask(int64_t i) const { return count_ - i >= 16 ? 0xffff : static_cast<__mmask16>((1 << (count_ - i)) - 1); }
+    Mask mask(int64_t i) const { return first_lanes(count_ - i); }
 
-    __m512 scaled(__m512 x) const { return _mm512_div_ps(_mm512_sub_ps(x, _mm512_set1_ps(top_)), _mm512_set1_ps(draw_.temperature)); }
+    Floats scaled(Floats x) const { return (x - splat(top_)) / splat(draw_.temperature); }
 
     // Of the sixteen from `i` on those above `floor`, or equal to it and of an index up to `last`.
-    __mmask16 kept(__m512 x, int64_t i, float floor, int64_t last) const {
-        const __m512 least = _mm512_set1_ps(floor);
-        const __m512i index = _mm512_add_epi32(_mm512_set1_epi32(i), lanes());
-        const __mmask16 equal = _mm512_cmp_ps_mask(x, least, _CMP_EQ_OQ);
-        return _mm512_cmp_ps_mask(x, least, _CMP_GT_OQ) | (equal & _mm512_cmple_epi32_mask(index, _mm512_set1_epi32(last)));
+    Mask kept(Floats x, int64_t i, float floor, int64_t last) const {
+        const Floats least = splat(floor);
+        const Ints index = splat(i) + lane_numbers();
+        const Mask equal = x == least;
+        return (x > least) | (equal & (index <= splat(last)));
     }
 
-    __m512i tokens(int64_t i, __mmask16 here) const {
-        const __m256i low = _mm512_cvtepi64_epi32(_mm512_maskz_loadu_epi64(here & 0xff, ids_ + i));
-        const __m256i high = _mm512_cvtepi64_epi32(_mm512_maskz_loadu_epi64(here >> 8, ids_ + i + 8));
-        return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    Ints tokens(int64_t i, Mask here) const {
+        alignas(64) int32_t found[16] = {};
+        for (int lane = 0; lane < std::bit_width(here); lane++) found[lane] = static_cast<int32_t>(ids_[i + lane]);
+        return load_line(found);
     }
-
-    static __m512i lanes() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
 
     const bf16* logits_;
     int64_t count_;

@@ -12,13 +12,13 @@ namespace troupe {
 
 constexpr int64_t SUPER_LINES = 8;  // of 256 inputs
 
-inline __m512h as_halves(__m512i x) { return _mm512_castsi512_ph(x); }
+inline __m512h as_halves(Ints x) { return _mm512_castsi512_ph(x.v); }
 
 // Numbers of 16 outputs, each for the two inputs of a pair.
-inline __m512i in_pairs(__m256i of) {
+inline Ints in_pairs(__m256i of) {
     const __m512i twice = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8,  //
                                            7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-    return _mm512_permutexvar_epi16(twice, _mm512_castsi256_si512(of));
+    return {_mm512_permutexvar_epi16(twice, _mm512_castsi256_si512(of))};
 }
 
 // Makes lines of bf16 in the order of matrix.h, a 2^POWER-th of what they are, and of the largest scale. Below two floats of 16 bits
@@ -30,28 +30,28 @@ template <class S, bool ALL>
 class Scaling {
   public:
     // Of each output, the factor of all its inputs.
-    static __m512 factor(const S& of, int64_t lines, int64_t half) {
-        __m512 found = _mm512_setzero_ps();
+    static Floats factor(const S& of, int64_t lines, int64_t half) {
+        Floats found = Floats{};
         for (int64_t super = 0; super < lines / of.lines(); super++) {
-            __m512 most = _mm512_abs_ps(of.scale(super, half));
+            Floats most = abs(of.scale(super, half));
             if constexpr (FLOATS) {
-                most = _mm512_mul_ps(most, _mm512_set1_ps(S::LARGEST * S::OF_GROUP));
-                most = _mm512_fmadd_ps(_mm512_abs_ps(of.zero(super, half)), _mm512_set1_ps(S::OF_GROUP), most);
+                most = most * splat(static_cast<float>(S::LARGEST * S::OF_GROUP));
+                most = fma(abs(of.zero(super, half)), splat(static_cast<float>(S::OF_GROUP)), most);
             } else {
-                most = _mm512_mul_ps(most, _mm512_set1_ps(1 << S::POWER));
+                most = most * splat(static_cast<float>(1 << S::POWER));
             }
-            found = _mm512_max_ps(found, most);
+            found = max(found, most);
         }
         return found;
     }
 
     // What that makes of scales.
-    static __m512 share(__m512 factor) {
-        return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(factor, _mm512_set1_ps(0x1p-100f), _CMP_GT_OQ), _mm512_set1_ps(64), factor);
+    static Floats share(Floats factor) {
+        return keep(factor > splat(0x1p-100f), splat(64.0f) / factor);
     }
 
     // `shares`: of both halves, where factors are of all inputs.
-    Scaling(const S& of, const __m512* shares) : of_(of) {
+    Scaling(const S& of, const Floats* shares) : of_(of) {
         if (ALL) by_[0] = shares[0], by_[1] = shares[1];
     }
 
@@ -72,8 +72,8 @@ class Scaling {
 
     // Zeros of a group's outputs for each pair of inputs.
     void zeros(int64_t line, int64_t second, int64_t half, bf16* out) const {
-        const __m512i bits = _mm512_castps_si512(of_.less(line, second, half));  // a whole number below 256
-        _mm512_store_si512(out, _mm512_or_si512(bits, _mm512_srli_epi32(bits, 16)));
+        const Ints bits = bits_of(of_.less(line, second, half));  // a whole number below 256
+        store_line(out, bits | bits >> 16);
     }
 
   private:
@@ -86,26 +86,26 @@ class Scaling {
     };
 
     static __m512h all(float x) { return _mm512_set1_ph(static_cast<_Float16>(x)); }
-    static __m512h halves(__m512 x) {
-        return as_halves(in_pairs(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)));
+    static __m512h halves(Floats x) {
+        return as_halves(in_pairs(_mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)));
     }
     static __m128i bytes_at(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
 
     Factors factors(int64_t line, int64_t second, int64_t half) const {
         const int64_t super = line / (S::GROUP ? SUPER_LINES : of_.lines());
         __m512h scale = all(0), middle, zero = all(0);
-        if constexpr (ALL) scale = halves(_mm512_mul_ps(of_.scale(super, half), by_[half]));
+        if constexpr (ALL) scale = halves(of_.scale(super, half) * by_[half]);
         if constexpr (FLOATS)  // none is negative zero
-            zero = halves(_mm512_fmadd_ps(of_.zero(super, half), _mm512_mul_ps(by_[half], _mm512_set1_ps(0x1p-6f)), _mm512_setzero_ps()));
+            zero = halves(fma(of_.zero(super, half), by_[half] * splat(0x1p-6f), Floats{}));
         if constexpr (S::GROUP == 0) {
-            middle = halves(_mm512_fmadd_ps(of_.middle(super, half), _mm512_set1_ps(0x1p-6f), _mm512_set1_ps(16)));
+            middle = halves(fma(of_.middle(super, half), splat(0x1p-6f), splat(16.0f)));
         } else {
             const uint8_t* from = of_.of_group(line, half) + second * WIDE;
-            const __m512h whole = _mm512_cvtepi16_ph(in_pairs(_mm256_cvtepi8_epi16(bytes_at(from))));
+            const __m512h whole = _mm512_cvtepi16_ph(in_pairs(_mm256_cvtepi8_epi16(bytes_at(from))).v);
             scale = _mm512_mul_ph(whole, ALL ? scale : all(SHARE));
             middle = UNSIGNED ? _mm512_mul_ph(scale, all(-16)) : all(16 + of_.offset / 64.0f);
             if constexpr (FLOATS)
-                zero = _mm512_mul_ph(zero, _mm512_cvtepi16_ph(in_pairs(_mm256_cvtepu8_epi16(bytes_at(from + of_.groups * WIDE)))));
+                zero = _mm512_mul_ph(zero, _mm512_cvtepi16_ph(in_pairs(_mm256_cvtepu8_epi16(bytes_at(from + of_.groups * WIDE))).v));
         }
         return {scale, middle, zero};
     }
@@ -114,10 +114,10 @@ class Scaling {
     template <int BEGIN>
     void fours(const uint8_t* cell, int64_t half, const Factors& by, bf16* out) const {
         // 16 and a 64th of a code, whose bits are the lowest.
-        const __m512i more = _mm512_set1_epi16(0x4c00), codes = _mm512_set1_epi16(S::BYTES ? 0xff : (1 << S::CODE_BITS) - 1);
-        const __m512i eighth = _mm512_set1_epi16(1 << 12), rest = _mm512_set1_epi16(static_cast<int16_t>(0x87ff));
-        const auto put = [&]<bool ODD>(__m512i from, bf16* to) {
-            const __m512h code = as_halves(_mm512_ternarylogic_epi32(from, codes, more, 0xea));  // from & codes | more
+        const Ints more = splat_words(0x4c00), codes = splat_words(S::BYTES ? 0xff : (1 << S::CODE_BITS) - 1);
+        const Ints eighth = splat_words(1 << 12), rest = splat_words(static_cast<int16_t>(0x87ff));
+        const auto put = [&]<bool ODD>(Ints from, bf16* to) {
+            const __m512h code = as_halves(and_or(from, codes, more));  // from & codes | more
             const __m512h value = UNSIGNED ? code : _mm512_sub_ph(code, by.less), zero = UNSIGNED ? by.less : by.zero;
             // Of every other input the negative, whose sign is turned below: a zero, which is positive in either, becomes -2^-15
             // where others become 2^-15, and what becomes of many does not add up.
@@ -126,20 +126,20 @@ class Scaling {
                                   : FLOATS ? _mm512_fmsub_ph(value, by.scale, zero)
                                            : _mm512_fmadd_ph(value, by.scale, zero);
             // An eighth of the bits, rounded, have a bf16's mantissa.
-            const __m512i bits = _mm512_mulhrs_epi16(_mm512_castph_si512(found), eighth);
-            const __m512i upper = _mm512_set1_epi16(static_cast<int16_t>(ODD ? 0xb800 : 0x3800));
-            _mm512_store_si512(to, _mm512_ternarylogic_epi32(bits, rest, upper, 0x6a));  // (bits & rest) ^ upper
+            const Ints bits = {_mm512_mulhrs_epi16(_mm512_castph_si512(found), eighth.v)};
+            const Ints upper = splat_words(static_cast<int16_t>(ODD ? 0xb800 : 0x3800));
+            store_line(to, {_mm512_ternarylogic_epi32(bits.v, rest.v, upper.v, 0x6a)});  // (bits & rest) ^ upper
         };
 #pragma GCC unroll 4
         for (int64_t four = BEGIN; four < BEGIN + 4; four++) {
-            const __m512i all = of_.bytes(cell, half, four);
+            const Ints all = of_.bytes(cell, half, four);
             put.template operator()<false>(all, out + 2 * four * WIDE);
-            put.template operator()<true>(_mm512_srli_epi16(all, 8), out + (2 * four + 1) * WIDE);
+            put.template operator()<true>(words_right(all, 8), out + (2 * four + 1) * WIDE);
         }
     }
 
     const S& of_;
-    __m512 by_[2];
+    Floats by_[2];
 };
 
 // Weights that add up groups of `GROUP` inputs, of 256 inputs one in each column: [line][pair][column][2].
@@ -178,11 +178,10 @@ class GroupSums {
                 _tile_stored(0, found, LINE);
                 written();
                 for (int64_t i = 0; i < here; i++) {
-                    const __m512 sum = _mm512_load_ps(found + i * TILE);
-                    const __m256i most = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(sum));
-                    const __m256i rest = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_sub_ps(sum, widen(most))));
-                    const __m512i low = _mm512_cvtepu16_epi32(most), high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(rest), 16);
-                    _mm512_store_si512(out + ((row + i) * supers + super) * DEPTH, _mm512_or_si512(low, high));
+                    const Floats sum = load(found + i * TILE);
+                    const Floats most = round_bf16(sum), rest = round_bf16(sum - most);
+                    const Ints low = bits_of(most) >> 16, high = bits_of(rest);
+                    store_line(out + ((row + i) * supers + super) * DEPTH, low | high);
                 }
             }
         }
@@ -217,7 +216,7 @@ void multiply_scaled(const S& of, const Grouping& x, float* sums) {
     const char* others = x.x + TILE * x.stride;
     configure(static_cast<int>(std::min(rows, TILE)), static_cast<int>(more ? rows - TILE : 0));
     using Scaled = Scaling<S, S::GROUP == 0>;
-    __m512 factors[2], shares[2];
+    Floats factors[2], shares[2];
     for (int64_t half = 0; S::GROUP == 0 && half < 2; half++)
         factors[half] = Scaled::factor(of, x.lines, half), shares[half] = Scaled::share(factors[half]);
     const Scaled scaling(of, shares);
@@ -270,15 +269,15 @@ void multiply_scaled(const S& of, const Grouping& x, float* sums) {
         }
         written();
         for (int64_t half = 0; half < 2; half++) {
-            const __m512 scale = S::GROUP ? _mm512_mul_ps(of.scale(super, half), _mm512_set1_ps(1 << S::POWER))
+            const Floats scale = S::GROUP ? of.scale(super, half) * splat(static_cast<float>(1 << S::POWER))
                                           : factors[half];
-            __m512 zero = _mm512_setzero_ps();
+            Floats zero = Floats{};
             if constexpr (APART) zero = of.zero(super, half);
             for (int64_t i = half * TILE; i < rows * WIDE; i += WIDE) {
-                __m512 sum = super ? _mm512_load_ps(sums + i) : _mm512_setzero_ps();
-                sum = _mm512_fmadd_ps(_mm512_load_ps(found[0] + i), scale, sum);
-                if constexpr (APART) sum = _mm512_fnmadd_ps(_mm512_load_ps(found[1] + i), zero, sum);
-                _mm512_store_ps(sums + i, sum);
+                Floats sum = super ? load(sums + i) : Floats{};
+                sum = fma(load(found[0] + i), scale, sum);
+                if constexpr (APART) sum = fnma(load(found[1] + i), zero, sum);
+                store(sums + i, sum);
             }
         }
     }

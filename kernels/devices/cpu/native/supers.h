@@ -12,53 +12,64 @@
 
 namespace troupe {
 
-// Sums [token][32] of up to four tokens, which are quantized (planes.h).
-template <int ROWS, class S>
-void multiply_vectors(const S& of, const Whole& x, float* sums) {
+// Sums [token][32] of up to four tokens, which are quantized (planes.h): HALF_COUNT halves of the outputs, from `first` on.
+template <int ROWS, int HALF_COUNT, class S>
+void multiply_halves(const S& of, const Whole& x, int64_t first, float* sums) {
     constexpr bool twice = S::GROUP == TILE;
-    __m512 found[ROWS][2], some[ROWS][2], less[ROWS][2];
-    for (int row = 0; row < ROWS; row++) found[row][0] = found[row][1] = _mm512_setzero_ps();
+    Floats found[ROWS][HALF_COUNT] = {};
     for (int64_t line = 0, super = 0; line < x.lines; super++) {
-        for (int row = 0; row < ROWS; row++)
-            for (int half = 0; half < 2; half++) some[row][half] = less[row][half] = _mm512_setzero_ps();
+        Floats some[ROWS][HALF_COUNT] = {}, less[ROWS][HALF_COUNT] = {};
         for (const int64_t end = line + of.lines(); line < end; line++) {
-            of.fetch(line);
-            __m512 values[ROWS][2];
-            const auto part = [&]<int PART>() {
-                VectorSums<ROWS> sum;
+            if (first == 0) of.fetch(line);
+            Floats values[ROWS][HALF_COUNT];
+            const auto part = [&]<int PLACE>() ALWAYS_INLINE {
+                VectorSums<ROWS, HALF_COUNT> sum;
                 const uint8_t* cell = of.cell(line);
-#pragma GCC unroll 8
-                for (int64_t four = twice ? 4 * PART : 0; four < (twice ? 4 * PART + 4 : 8); four++)
-                    sum.add(x, line, four, of.codes(cell, 0, four), of.codes(cell, 1, four));
-                for (int half = 0; half < 2; half++) {
-                    const __m512 by = S::GROUP ? of.whole(line, PART, half) : _mm512_setzero_ps();
-                    for (int row = 0; row < ROWS; row++) {
-                        const __m512 value = sum.of(row, half, x.offsets + (row * x.lines + line) * OFFSETS + (twice ? PART : HALVES));
-                        values[row][half] = !S::GROUP ? value : PART ? _mm512_fmadd_ps(value, by, values[row][half]) : _mm512_mul_ps(value, by);
-                    }
-                }
+                unrolled<twice ? 4 : 8>([&](auto n) ALWAYS_INLINE {
+                    constexpr int64_t four = n + (twice ? 4 * PLACE : 0);
+                    Ints codes[HALF_COUNT];
+                    unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE { codes[half] = of.codes(cell, first + half, four); });
+                    sum.add(x, line, four, codes);
+                });
+                unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE {
+                    const Floats by = S::GROUP ? of.whole(line, PLACE, first + half) : Floats{};
+                    unrolled<ROWS>([&](auto row) ALWAYS_INLINE {
+                        const int64_t offset = S::GROUP == TILE ? PLACE : HALVES;  // Clang 14 does not know `twice` here
+                        const Floats value = sum.of(row, half, x.offsets + (row * x.lines + line) * OFFSETS + offset);
+                        values[row][half] = !S::GROUP ? value : PLACE ? fma(value, by, values[row][half]) : value * by;
+                    });
+                });
             };
             part.template operator()<0>();
             if constexpr (twice) part.template operator()<1>();
-            for (int half = 0; half < 2; half++) {
-                for (int row = 0; row < ROWS; row++) {
+            unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE {
+                unrolled<ROWS>([&](auto row) ALWAYS_INLINE {
                     const float* scales = x.scales + (row * x.lines + line) * SCALES;
-                    some[row][half] = _mm512_fmadd_ps(values[row][half], _mm512_set1_ps(scales[0]), some[row][half]);
-                    const auto take = [&](__m512 by, float sum) {
-                        less[row][half] = _mm512_fmadd_ps(by, _mm512_set1_ps(sum), less[row][half]);
-                    };
-                    if constexpr (S::ZEROS && S::GROUP == 0) take(_mm512_set1_ps(1.0f), scales[1]);
-                    if constexpr (S::ZEROS && S::GROUP == DEPTH) take(of.less(line, 0, half), scales[1]);
+                    some[row][half] = fma(values[row][half], splat(scales[0]), some[row][half]);
+                    const auto take = [&](Floats by, float sum) { less[row][half] = fma(by, splat(sum), less[row][half]); };
+                    if constexpr (S::ZEROS && S::GROUP == 0) take(splat(1.0f), scales[1]);
+                    if constexpr (S::ZEROS && S::GROUP == DEPTH) take(of.less(line, 0, first + half), scales[1]);
                     if constexpr (S::ZEROS && twice)
-                        for (int part = 0; part < HALVES; part++) take(of.less(line, part, half), scales[2 + part]);
-                }
-            }
+                        for (int part = 0; part < HALVES; part++) take(of.less(line, part, first + half), scales[2 + part]);
+                });
+            });
         }
-        for (int half = 0; half < 2; half++)
-            for (int row = 0; row < ROWS; row++) found[row][half] = of.end(super, half, some[row][half], less[row][half], found[row][half]);
+        unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE {
+            unrolled<ROWS>([&](auto row) ALWAYS_INLINE {
+                found[row][half] = of.end(super, first + half, some[row][half], less[row][half], found[row][half]);
+            });
+        });
     }
-    for (int row = 0; row < ROWS; row++)
-        for (int half = 0; half < 2; half++) _mm512_store_ps(sums + row * WIDE + half * TILE, found[row][half]);
+    unrolled<ROWS>([&](auto row) ALWAYS_INLINE {
+        unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE { store(sums + row * WIDE + (first + half) * TILE, found[row][half]); });
+    });
+}
+
+// All of the outputs: both halves at a time where registers hold their sums.
+template <int ROWS, class S>
+void multiply_vectors(const S& of, const Whole& x, float* sums) {
+    if constexpr (LARGE || ROWS == 1) return multiply_halves<ROWS, 2>(of, x, 0, sums);
+    for (int64_t half = 0; half < 2; half++) multiply_halves<ROWS, 1>(of, x, half, sums);
 }
 
 // More tokens, as bf16 [row][32 inputs of each line]. Weights are multiplied as 128 + code, of codes of up to 7 bits, which a mask
@@ -77,19 +88,19 @@ void multiply_shared(const S& of, const Shared& x, int64_t row, int64_t rows, fl
     alignas(64) bf16 wide[2][WIDE * DEPTH];
     alignas(64) float found[2][WIDE * WIDE];
     const int64_t each = of.lines();
-    for (int64_t i = 0; i < rows * WIDE; i += TILE) _mm512_store_ps(sums + i, _mm512_setzero_ps());
+    for (int64_t i = 0; i < rows * WIDE; i += TILE) store(sums + i, Floats{});
 
     const auto take = [&](int64_t part) {  // scales and adds the stored sums of a part
         const float* from = found[part % 2];
         for (int64_t half = 0; half < 2; half++) {
             const float* share = S::SUMS ? x.shares + (row * x.parts + part) * 2 : nullptr;
             for (int64_t i = half * TILE; i < rows * WIDE; i += WIDE) {
-                __m512 some = _mm512_load_ps(from + i), sum = _mm512_setzero_ps();
+                Floats some = load(from + i), sum = Floats{};
                 if constexpr (S::SUMS) {
-                    some = _mm512_sub_ps(some, _mm512_set1_ps(share[0])), sum = _mm512_set1_ps(share[1]);
+                    some = some - splat(share[0]), sum = splat(share[1]);
                     share += 2 * x.parts;
                 }
-                _mm512_store_ps(sums + i, of.end(part, half, some, sum, _mm512_load_ps(sums + i)));
+                store(sums + i, of.end(part, half, some, sum, load(sums + i)));
             }
         }
     };

@@ -3,13 +3,13 @@
 // Chunks are claimed one by one, so a thread that the system has put aside holds up nobody but the chunk it is in.
 // Helpers spin between the operators of a program, which are microseconds apart, and sleep between programs.
 #pragma once
-#include <immintrin.h>
-
 #include <atomic>
 #include <cstdint>
 #include <new>
 #include <thread>
 #include <vector>
+
+#include "vectors.h"
 
 namespace troupe {
 
@@ -90,7 +90,7 @@ class Team {
     // Whom this thread waits for may want its core.
     static int relax(int spins) {
         if (spins < 500) {
-            _mm_pause();
+            pause();
         } else {
             std::this_thread::yield();
         }

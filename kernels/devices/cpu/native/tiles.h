@@ -3,11 +3,11 @@
 //
 // Both add a row's products in the order of its inputs, so a row's sums are the same bits whatever rows are beside it.
 #pragma once
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+
+#include "vectors.h"
 
 namespace troupe {
 
@@ -161,16 +161,13 @@ class TileSums {
 inline void release_tiles() {}
 inline void written() {}
 
-constexpr int64_t GROUP_ROWS = 8;  // rows whose sums are in registers at a time: enough for two products a cycle
+constexpr int64_t GROUP_ROWS = LARGE ? 8 : 4;  // rows whose sums are in registers at a time: enough for two products a cycle
+constexpr int64_t BROAD_ROWS = LARGE ? 8 : 1;  // up to so many rows are multiplied with both halves of a block at a time
 
-inline __m512 dot(__m512 sum, __m512i x, __m512i weight) {
-    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(weight));
-}
-inline __m512i dot(__m512i sum, __m512i x, __m512i weight) { return _mm512_dpbusd_epi32(sum, x, weight); }
-inline __m512 load_sums(const float* from) { return _mm512_load_ps(from); }
-inline __m512i load_sums(const int32_t* from) { return _mm512_load_si512(from); }
-inline void store_sums(float* to, __m512 sums) { _mm512_store_ps(to, sums); }
-inline void store_sums(int32_t* to, __m512i sums) { _mm512_store_si512(to, sums); }
+inline Floats load_sums(const float* from) { return load(from); }
+inline Ints load_sums(const int32_t* from) { return load_line(from); }
+inline void store_sums(float* to, Floats sums) { store(to, sums); }
+inline void store_sums(int32_t* to, Ints sums) { store_line(to, sums); }
 
 // Where a product's rows and weights are: bytes from one row to the next and from one line of a row to the next. `ahead`: bytes by
 // which weights are prefetched.
@@ -179,17 +176,21 @@ struct Lines {
     int64_t stride, next;
     const char* weight;
     int64_t lines, ahead;
+
+    // The same rows with the second half of the block.
+    Lines second() const { return {x, stride, next, weight + TILE * LINE, lines, 0}; }
 };
 
-// Sums of ROWS rows. `low` and `high`: see TileSums. `fresh`: the sums start from zero.
-template <int ROWS, class Sum>
+// Sums of ROWS rows with one half of a block, at `low`, or with two. `low` and `high`: see TileSums. `fresh`: the sums start from zero.
+template <int ROWS, int HALVES, class Sum>
 [[gnu::noinline]] void multiply_rows(const Lines& of, Sum* low, Sum* high, int64_t stride, bool fresh) {
     using Vector = decltype(load_sums(low));
-    Vector sums[ROWS][2] = {};
-    if (!fresh)
-#pragma GCC unroll 8  // an array stays in registers only if no index is a variable
-        for (int row = 0; row < ROWS; row++)
-            sums[row][0] = load_sums(low + row * stride), sums[row][1] = load_sums(high + row * stride);
+    Vector sums[ROWS][HALVES] = {};
+    // call(row, half, where its sums are)
+    const auto each = [&](const auto& call) {
+        unrolled<ROWS>([&](auto row) { unrolled<HALVES>([&](auto half) { call(row, half, (half ? high : low) + row * stride); }); });
+    };
+    if (!fresh) each([&](auto row, auto half, const Sum* from) { sums[row][half] = load_sums(from); });
     // Three rows share a register for their address, so that all addresses stay in registers.
     const char *weight = of.weight, *ahead = of.weight + of.ahead;
     const char* rows[] = {of.x, of.x + 3 * of.stride, of.x + 6 * of.stride};
@@ -197,23 +198,20 @@ template <int ROWS, class Sum>
     for (int64_t line = 0; line < of.lines; line++) {
 #pragma GCC unroll 4
         for (int64_t i = 0; i < LINE; i += 4, weight += LINE, ahead += 2 * LINE) {
-            const __m512i first = _mm512_loadu_si512(weight), second = _mm512_loadu_si512(weight + TILE * LINE);
-            _mm_prefetch(ahead, _MM_HINT_T0);
-            _mm_prefetch(ahead + LINE, _MM_HINT_T0);
-#pragma GCC unroll 8
-            for (int row = 0; row < ROWS; row++) {
-                int32_t few;
-                std::memcpy(&few, rows[row / 3] + row % 3 * apart + i, 4);
-                const __m512i token = _mm512_set1_epi32(few);
-                sums[row][0] = dot(sums[row][0], token, first);
-                sums[row][1] = dot(sums[row][1], token, second);
-            }
+            Ints lines[HALVES];
+            unrolled<HALVES>([&](auto half) { lines[half] = load_line(weight + half * TILE * LINE); });
+            prefetch(ahead);
+            prefetch(ahead + LINE);
+            unrolled<ROWS>([&](auto row) {
+                const Ints token = splat_at(rows[row / 3] + row % 3 * apart + i);
+                unrolled<HALVES>([&](auto half) { sums[row][half] = dot(sums[row][half], token, lines[half]); });
+            });
         }
         weight += TILE * LINE;
         for (const char*& row : rows) row += of.next;
     }
-#pragma GCC unroll 8
-    for (int row = 0; row < ROWS; row++) store_sums(low + row * stride, sums[row][0]), store_sums(high + row * stride, sums[row][1]);
+    asm("" : "+r"(low), "+r"(high), "+r"(stride));  // else every address of sums stays in a register meanwhile
+    each([&](auto row, auto half, Sum* to) { store_sums(to, sums[row][half]); });
 }
 
 // Sums of ROWS rows and two blocks from zero, the second with its weights at `other`: twice the independent products of a block, whose
@@ -228,26 +226,17 @@ template <int ROWS, class Sum>
 #pragma GCC unroll 4
         for (int64_t i = 0; i < LINE; i += 4, weight += LINE) {
             const char* second = weight + apart;
-            const __m512i lines[] = {_mm512_loadu_si512(weight), _mm512_loadu_si512(weight + TILE * LINE), _mm512_loadu_si512(second),
-                                     _mm512_loadu_si512(second + TILE * LINE)};
-            for (int64_t half : {int64_t{0}, TILE * LINE}) {
-                _mm_prefetch(weight + of.ahead + half, _MM_HINT_T0);
-                _mm_prefetch(second + of.ahead + half, _MM_HINT_T0);
-            }
-#pragma GCC unroll 8
-            for (int row = 0; row < ROWS; row++) {
-                int32_t few;
-                std::memcpy(&few, tokens + row * of.stride + i, 4);
-                const __m512i token = _mm512_set1_epi32(few);
-#pragma GCC unroll 4
-                for (int part = 0; part < 4; part++) found[row][part] = dot(found[row][part], token, lines[part]);
-            }
+            unrolled<4>([&](auto part) {
+                const char* from = (part < 2 ? weight : second) + part % 2 * TILE * LINE;
+                const Ints line = load_line(from);
+                prefetch(from + of.ahead);
+                unrolled<ROWS>([&](auto row) { found[row][part] = dot(found[row][part], splat_at(tokens + row * of.stride + i), line); });
+            });
         }
-#pragma GCC unroll 8
-    for (int row = 0; row < ROWS; row++) {
+    unrolled<ROWS>([&](auto row) {
         store_sums(sums + row * WIDE, found[row][0]), store_sums(sums + row * WIDE + TILE, found[row][1]);
         store_sums(others + row * WIDE, found[row][2]), store_sums(others + row * WIDE + TILE, found[row][3]);
-    }
+    });
 }
 
 // call<ROWS>() for 1 to GROUP_ROWS rows.
@@ -296,8 +285,14 @@ class TileSums {
             const int64_t row = group * rows_ / groups, end = (group + 1) * rows_ / groups;
             const Lines of = {static_cast<const char*>(x) + row * stride, stride, next, static_cast<const char*>(weight), lines,
                               group == 0 ? ahead : 0};
+            Sum *low = low_ + row * stride_, *high = high_ + row * stride_;
             with_group(end - row, [&]<int ROWS>() {
-                multiply_rows<ROWS>(of, low_ + row * stride_, high_ + row * stride_, stride_, fresh_);
+                if constexpr (ROWS <= BROAD_ROWS) {
+                    multiply_rows<ROWS, 2>(of, low, high, stride_, fresh_);
+                } else if constexpr (ROWS <= GROUP_ROWS) {
+                    multiply_rows<ROWS, 1>(of, low, low, stride_, fresh_);
+                    multiply_rows<ROWS, 1>(of.second(), high, high, stride_, fresh_);
+                }
             });
         }
         fresh_ = false;

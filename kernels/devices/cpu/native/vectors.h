@@ -1,77 +1,108 @@
-// Vectors of 16: bf16, exp, and transposition of 16 by 16 (AVX-512).
+// Vectors of 16 lanes: `Floats`, `Ints`, and a `Mask` of a bit a lane. An operator is written once with them.
+//
+// One header a kind of processor says what they are: a register of AVX-512, or parts in registers of AVX2 or NEON. Of integers the
+// operators see lanes of 32 bits; functions whose names say so see words of 16 bits or bytes. A line is 64 bytes of memory.
+//
+//   fma, fms, fnma     a * b + c, a * b - c, c - a * b, rounded once
+//   max, min           of a NaN and another the second
+//   splat_at(x)        all lanes have the four bytes at x
+//   scale(x, p)        x times 2 to the power floor(p); where a register has no instruction for it, 0 below 2^-127
+//   select, keep       a where the mask's bit is set, else b, or 0
+//   select_bits        the same bit by bit; select_bytes(x, y, ..): of bytes that are equal; select_words(x, y, ..): of words of which
+//                      none of the bits y is set
+//   and_or             a & b | c
+//   dot(sum, a, b)     adds the products of the two bf16, or of the four bytes, unsigned and signed, of each lane
+//   load(x, mask)      reads the lanes of the mask, which are the first ones; others are 0
+//   pick(x, n, at)     of `n` up to 32 numbers at x those whose index is in the upper half of each lane of `at`
+//   to_bf16(a, b)      a line: all of a, then all of b
+//   pair_words(a, b)   a line: a lane of a, a lane of b, and so on
+//   interleave_words   in the same way words of one half of two lines
+//   interleave_ordered and bytes of lines whose bytes were ordered by order_bytes
+//   spread(x, to)      two vectors that have each lane twice
+//   quarters           four lanes next to each other: max_of_quarters leaves the largest of each place in all four, add_quarters adds
+//                      them to the first, one after the other
+//   add_lanes          the sum of the lanes of each of 16 vectors
+//   transpose          of 16 x 16
 #pragma once
-#include <immintrin.h>
-
+#include <bit>
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#define ALWAYS_INLINE __attribute__((always_inline))  // of a lambda that is called more than once
 
 namespace troupe {
 
 using bf16 = uint16_t;
+using Mask = uint16_t;
 
-inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+inline float to_float(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x) << 16); }
 
-inline __m512 load(const bf16* x) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))); }
-
-inline __m512 load(const int8_t* x) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+// call(0), call(1), ... call(N - 1), of constants: an array stays in registers only if no index is a variable.
+template <int N, class Call>
+[[gnu::always_inline]] inline void unrolled(const Call& call) {
+    [&]<int... I>(std::integer_sequence<int, I...>) ALWAYS_INLINE {
+        (call(std::integral_constant<int, I>()), ...);
+    }(std::make_integer_sequence<int, N>());
 }
 
-inline void store(bf16* out, __m512 x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+// The mask of the first `count` lanes.
+inline Mask first_lanes(int64_t count) { return count >= 16 ? 0xffff : static_cast<Mask>((1 << count) - 1); }
+
+}  // namespace troupe
+
+#if defined(__AVX512VBMI__)
+#include "vectors_avx512.h"
+#elif defined(__AVX2__)
+#include "vectors_avx2.h"
+#elif defined(__aarch64__)
+#include "vectors_neon.h"
+#else
+#error "these operators need AVX2, AVX-512 or NEON"
+#endif
+
+namespace troupe {
+
+constexpr bool LARGE = REGISTERS > 8;
+
+inline Ints splat(int64_t x) { return splat(static_cast<int32_t>(x)); }
+
+inline void prefetch(const void* from) { __builtin_prefetch(from, 0, 3); }
+inline void prefetch_second(const void* from) { __builtin_prefetch(from, 0, 2); }  // into the second cache
+inline void prefetch_third(const void* from) { __builtin_prefetch(from, 0, 1); }   // or the third
+
+inline Floats load(const int8_t* from) { return to_floats(load_signed(from)); }
+inline void store(bf16* to, Floats x, Mask mask) {
+    if (mask == 0xffff) return store(to, x);
+    store_words(to, to_bf16(x, x), std::bit_width(mask));
 }
 
-inline void store(bf16* out, __m512 x, __mmask16 mask) {
-    _mm256_mask_storeu_epi16(out, mask, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
-}
-
-inline __m512 load(const bf16* x, __mmask16 mask) { return widen(_mm256_maskz_loadu_epi16(mask, x)); }
+inline Ints even_bytes(Ints x) { return x & splat_words(0xff); }
+inline Ints odd_bytes(Ints x) { return words_right(x, 8); }
 
 constexpr float LOG2_E = 1.44269504f;
 
 // 2^r for |r| <= 1/2: the Taylor series, of which seven terms reach float's precision.
-inline __m512 exp2_near(__m512 r) {
-    __m512 p = _mm512_set1_ps(1.54035304e-4f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.33335581e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.61812911e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.55041087e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.40226507e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.93147181e-1f));
-    return _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+inline Floats exp2_near(Floats r) {
+    Floats p = splat(1.54035304e-4f);
+    p = fma(p, r, splat(1.33335581e-3f));
+    p = fma(p, r, splat(9.61812911e-3f));
+    p = fma(p, r, splat(5.55041087e-2f));
+    p = fma(p, r, splat(2.40226507e-1f));
+    p = fma(p, r, splat(6.93147181e-1f));
+    return fma(p, r, splat(1.0f));
 }
 
-inline __m512 exp2(__m512 x) {
-    const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return _mm512_scalef_ps(exp2_near(_mm512_sub_ps(x, n)), n);
+inline Floats exp2(Floats x) {
+    x = bounded_power(x);
+    const Floats n = round(x);
+    return scale(exp2_near(x - n), n);
 }
 
-inline __m512 exp(__m512 x) { return exp2(_mm512_mul_ps(x, _mm512_set1_ps(LOG2_E))); }
+inline Floats exp(Floats x) { return exp2(x * splat(LOG2_E)); }
 
 // x * sigmoid(x)
-inline __m512 silu(__m512 x) {
-    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), exp(_mm512_sub_ps(_mm512_setzero_ps(), x))));
-}
-
-// Transposes 16 rows of 16: 4 x 4 within quarters of the registers, and then the quarters.
-inline void transpose(__m512i* rows) {
-    __m512i part[4][4];
-    for (int g = 0; g < 4; g++) {
-        const __m512i *r = rows + 4 * g, a = _mm512_unpacklo_epi32(r[0], r[1]), b = _mm512_unpackhi_epi32(r[0], r[1]);
-        const __m512i c = _mm512_unpacklo_epi32(r[2], r[3]), d = _mm512_unpackhi_epi32(r[2], r[3]);
-        part[0][g] = _mm512_unpacklo_epi64(a, c);
-        part[1][g] = _mm512_unpackhi_epi64(a, c);
-        part[2][g] = _mm512_unpacklo_epi64(b, d);
-        part[3][g] = _mm512_unpackhi_epi64(b, d);
-    }
-    for (int i = 0; i < 4; i++) {
-        const __m512i a = _mm512_shuffle_i32x4(part[i][0], part[i][1], 0x44);
-        const __m512i b = _mm512_shuffle_i32x4(part[i][0], part[i][1], 0xee);
-        const __m512i c = _mm512_shuffle_i32x4(part[i][2], part[i][3], 0x44);
-        const __m512i d = _mm512_shuffle_i32x4(part[i][2], part[i][3], 0xee);
-        rows[i] = _mm512_shuffle_i32x4(a, c, 0x88);
-        rows[4 + i] = _mm512_shuffle_i32x4(a, c, 0xdd);
-        rows[8 + i] = _mm512_shuffle_i32x4(b, d, 0x88);
-        rows[12 + i] = _mm512_shuffle_i32x4(b, d, 0xdd);
-    }
-}
+inline Floats silu(Floats x) { return x / (splat(1.0f) + exp(Floats{} - x)); }
 
 }  // namespace troupe

@@ -60,38 +60,35 @@ class ScalesOf {
             heads[lane] = static_cast<uint32_t>(lane % lanes / each);
             words[lane] = static_cast<uint32_t>(lane / lanes * kept.heads + heads[lane]) << 16;
         }
-        heads_ = _mm512_load_si512(heads), words_ = _mm512_load_si512(words);
+        heads_ = load_line(heads), words_ = load_line(words);
         count_ = (TILE / lanes - 1) * kept.heads + heads[lanes - 1] + 1;
         together_ = count_ <= WIDE;
     }
 
     // For the `i`th vector of scores of `turn`, whose first kv head is `head`: the scales of keys (part 0) or values (1).
-    __m512 operator()(int64_t turn, int64_t i, int64_t part, int64_t head) const {
+    Floats operator()(int64_t turn, int64_t i, int64_t part, int64_t head) const {
         const int64_t from = part * (kept_.heads / 2) + made_.head() + head;
         if (!kept_.scales) {
-            if (!kept_.by_head) return _mm512_set1_ps(1.0f);
-            const __m512i last = _mm512_set1_epi32(static_cast<int>(kept_.heads - from - 1));
-            return _mm512_i32gather_ps(_mm512_min_epi32(heads_, last), kept_.by_head + from, 4);
+            if (!kept_.by_head) return splat(1.0f);
+            const Ints last = splat(static_cast<int>(kept_.heads - from - 1));
+            return gather(kept_.by_head + from, min(heads_, last), 0xffff);
         }
         const int64_t there = TILE / lanes_ * kept_.heads - from;  // of the vector's tokens
         const bf16* all = kept_.scales + (made_.place(turn) + i * (TILE / lanes_)) * kept_.heads + from;
-        if (together_) {
-            const __mmask32 mask = ~0u >> (WIDE - std::min(count_, there));
-            return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, words_, _mm512_maskz_loadu_epi16(mask, all)));
-        }
+        if (together_) return pick(all, std::min(count_, there), words_);
         alignas(64) uint32_t found[TILE], at[TILE];
-        _mm512_store_si512(at, words_);
+        store_line(at, words_);
         const uint32_t last = static_cast<uint32_t>(there - 1);
         for (int64_t lane = 0; lane < TILE; lane++)
             found[lane] = static_cast<uint32_t>(all[std::min(at[lane] >> 16, last)]) << 16;
-        return _mm512_castsi512_ps(_mm512_load_si512(found));
+        return from_bits(load_line(found));
     }
 
   private:
     const Sixteen& made_;
     const Kept& kept_;
     const int64_t lanes_;
-    __m512i heads_, words_;  // of each lane, `words` in the upper half
+    Ints heads_, words_;  // of each lane, `words` in the upper half
     int64_t count_;          // of words
     bool together_;
 };
@@ -99,67 +96,55 @@ class ScalesOf {
 // Turns scores of 16 tokens, `LANES` each, into weights, in place. `seen`: the columns that see each token; null: all see all.
 // WHOLE_NUMBERS: scores are integers, in two parts. `scale_of`(vector, part), if SCALED.
 template <int64_t LANES, bool SCALED, bool WHOLE_NUMBERS, class Scale>
-void weigh(Columns& of, float* scores, const __mmask16* seen, int64_t dim, const Scale& scale_of) {
+void weigh(Columns& of, float* scores, const Mask* seen, int64_t dim, const Scale& scale_of) {
     constexpr int64_t TOKENS_OF = TILE / LANES, COUNT = LANES;  // tokens of a vector, and vectors
-    __m512 rest[COUNT], n[COUNT], most = _mm512_set1_ps(UNSEEN);
-    __mmask16 masks[COUNT];
-    const __m512 factor = _mm512_load_ps(of.factors);
+    Floats rest[COUNT], n[COUNT], most = splat(UNSEEN);
+    Mask masks[COUNT];
+    const Floats factor = load(of.factors);
     for (int64_t i = 0; i < COUNT; i++) {
         masks[i] = 0xffff;
         if (seen) {
             masks[i] = 0;
             for (int64_t t = 0; t < TOKENS_OF; t++)
-                masks[i] |= static_cast<__mmask16>((seen[i * TOKENS_OF + t] & ((1u << LANES) - 1)) << (t * LANES));
+                masks[i] |= static_cast<Mask>((seen[i * TOKENS_OF + t] & ((1u << LANES) - 1)) << (t * LANES));
         }
-        __m512 by = factor, score = _mm512_load_ps(scores + i * TILE);
-        if constexpr (SCALED) by = _mm512_mul_ps(by, scale_of(i, 0));
+        Floats by = factor, score = load(scores + i * TILE);
+        if constexpr (SCALED) by = by * scale_of(i, 0);
         if constexpr (WHOLE_NUMBERS) {
-            const __m512i lower = _mm512_load_si512(scores + PLANE + i * TILE);
-            score = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(_mm512_castps_si512(score), 8), lower));
+            const Ints lower = load_line(scores + PLANE + i * TILE);
+            score = to_floats((bits_of(score) << 8) + lower);
         }
-        const __m512 x = _mm512_mul_ps(score, by);
-        n[i] = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        rest[i] = _mm512_sub_ps(x, n[i]);
-        most = _mm512_mask_max_ps(most, masks[i], most, n[i]);
+        const Floats x = score * by;
+        n[i] = round(x);
+        rest[i] = x - n[i];
+        most = select(masks[i], max(most, n[i]), most);
     }
-    if constexpr (LANES == FOUR) {
-        most = _mm512_max_ps(most, _mm512_shuffle_f32x4(most, most, 0x4e));
-        most = _mm512_max_ps(most, _mm512_shuffle_f32x4(most, most, 0xb1));
-    }
-    __m512 power = _mm512_load_ps(of.power), whole = _mm512_load_ps(of.whole);
-    const __mmask16 far = _mm512_cmp_ps_mask(most, _mm512_add_ps(power, _mm512_set1_ps(FAR)), _CMP_GT_OQ);
+    if constexpr (LANES == FOUR) most = max_of_quarters(most);
+    Floats power = load(of.power), whole = load(of.whole);
+    const Mask far = most > power + splat(FAR);
     if (far) {
         alignas(64) float by[TILE];
-        const __m512 scale = _mm512_mask_scalef_ps(_mm512_set1_ps(1), far, _mm512_set1_ps(1), _mm512_sub_ps(power, most));
-        _mm512_store_ps(by, scale);
-        whole = _mm512_mul_ps(whole, scale);
-        power = _mm512_mask_mov_ps(power, far, most);
-        _mm512_store_ps(of.power, power);
+        const Floats times = select(far, scale(splat(1.0f), power - most), splat(1.0f));
+        store(by, times);
+        whole = whole * times;
+        power = select(far, most, power);
+        store(of.power, power);
         for (int64_t c = 0; c < of.heads * of.count; c++) {
             float* sums = of.sums + (c / of.count * padded(of.count) + c % of.count) * dim;
             for (int64_t d = 0; d < dim; d += TILE)
-                _mm512_store_ps(sums + d, _mm512_mul_ps(_mm512_load_ps(sums + d), _mm512_set1_ps(by[c])));
+                store(sums + d, load(sums + d) * splat(by[c]));
         }
     }
     for (int64_t i = 0; i < COUNT; i++) {
-        __m512 weight = _mm512_maskz_scalef_ps(masks[i], exp2_near(rest[i]), _mm512_sub_ps(n[i], power));
-        if constexpr (LANES == TILE) {
-            whole = _mm512_add_ps(whole, weight);
-        } else {  // one token after the other
-            __m128 sum = _mm512_castps512_ps128(whole);
-            sum = _mm_add_ps(sum, _mm512_castps512_ps128(weight));
-            sum = _mm_add_ps(sum, _mm512_extractf32x4_ps(weight, 1));
-            sum = _mm_add_ps(sum, _mm512_extractf32x4_ps(weight, 2));
-            sum = _mm_add_ps(sum, _mm512_extractf32x4_ps(weight, 3));
-            whole = _mm512_castps128_ps512(sum);
-        }
-        if constexpr (SCALED) weight = _mm512_maskz_mul_ps(masks[i], weight, scale_of(i, 1));
-        _mm512_store_ps(scores + i * TILE, weight);
+        Floats weight = keep(masks[i], scale(exp2_near(rest[i]), n[i] - power));
+        whole = LANES == TILE ? whole + weight : add_quarters(whole, weight);  // one token after the other
+        if constexpr (SCALED) weight = keep(masks[i], weight * scale_of(i, 1));
+        store(scores + i * TILE, weight);
     }
-    _mm512_store_ps(of.whole, whole);
+    store(of.whole, whole);
 }
 
-inline void weigh_all(Columns& of, float* scores, const __mmask16* seen, int64_t lanes, int64_t dim, const Sixteen& made,
+inline void weigh_all(Columns& of, float* scores, const Mask* seen, int64_t lanes, int64_t dim, const Sixteen& made,
                       const ScalesOf& scales, int64_t turn, bool narrow) {
     const auto scale_of = [&](int64_t i, int64_t part) { return scales(turn, i, part, of.head); };
     const auto run = [&]<int64_t LANES>() {

@@ -58,26 +58,26 @@ struct Product8 : Operands {
 
     struct Rounded {
         const float* of_tokens;
-        __m512 bias[2], scales[2];
-        __m512i correction[2];
+        Floats bias[2], scales[2];
+        Ints correction[2];
 
         Rounded(const Product8& p, int64_t output) : of_tokens(p.tokens->scales.data() + p.first) {
             for (int64_t half = 0; half < 2; half++) {
                 const int64_t at = output + half * TILE, left = std::max<int64_t>(0, p.outputs - at);
-                const __mmask16 mask = left >= TILE ? 0xffff : static_cast<__mmask16>((1 << left) - 1);
-                bias[half] = p.bias ? load(p.bias + at, mask) : _mm512_setzero_ps();
-                scales[half] = _mm512_loadu_ps(p.scales() + at);
-                correction[half] = _mm512_loadu_si512(p.correction() + at);
+                const Mask mask = left >= TILE ? 0xffff : static_cast<Mask>((1 << left) - 1);
+                bias[half] = p.bias ? load(p.bias + at, mask) : Floats{};
+                scales[half] = load(p.scales() + at);
+                correction[half] = load_line(p.correction() + at);
             }
         }
 
-        __m512i operator()(const int32_t* sums, int64_t row) const {
+        Ints operator()(const int32_t* sums, int64_t row) const {
             const auto value = [&](int64_t half) {
-                const __m512i sum = _mm512_add_epi32(_mm512_load_si512(sums + half * TILE), correction[half]);
-                const __m512 by = _mm512_mul_ps(scales[half], _mm512_set1_ps(of_tokens[row]));
-                return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), by, bias[half]);
+                const Ints sum = load_line(sums + half * TILE) + correction[half];
+                const Floats by = scales[half] * splat(of_tokens[row]);
+                return fma(to_floats(sum), by, bias[half]);
             };
-            return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(value(1), value(0)));
+            return to_bf16(value(0), value(1));
         }
     };
 };
@@ -86,20 +86,19 @@ struct Product8 : Operands {
 inline void round_token(const Product8& p, int64_t row) {
     const bf16* x = p.asked + row * p.stride_asked;
     const int64_t inputs = p.inputs();
-    __m512i bits = _mm512_setzero_si512();  // of the largest magnitude; as an integer a NaN is larger than infinity
+    Ints bits = Ints{};  // of the largest magnitude; as an integer a NaN is larger than infinity
     for (int64_t i = 0; i < inputs; i += 16)
-        bits = _mm512_max_epi32(bits, _mm512_castps_si512(_mm512_abs_ps(load(x + i))));
-    const float most = std::bit_cast<float>(_mm512_reduce_max_epi32(bits));
+        bits = max(bits, bits_of(abs(load(x + i))));
+    const float most = std::bit_cast<float>(max_all(bits));
     const float scale = p.scale == 0 ? std::max(most / 127.0f, 1.17549435e-38f) : p.scale;
-    const __m512 by = _mm512_set1_ps(scale), far = _mm512_set1_ps(1e9f), below = _mm512_set1_ps(-1e9f);
-    const __m512i offset = _mm512_set1_epi32(static_cast<int>(p.offset));
+    const Floats by = splat(scale), far = splat(1e9f), below = splat(-1e9f);
+    const Ints offset = splat(static_cast<int>(p.offset));
     int8_t* out = p.tokens->values.data() + (p.first + row) * inputs;
     for (int64_t i = 0; i < inputs; i += 16) {
-        const __m512 value = _mm512_max_ps(_mm512_min_ps(_mm512_div_ps(load(x + i), by), far), below);
-        const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(value), offset);
-        const __m128i bytes = _mm512_cvtsepi32_epi8(whole);
-        const __m128i stored = AMX ? bytes : _mm_xor_si128(bytes, _mm_set1_epi8(static_cast<char>(0x80)));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), stored);
+        const Floats value = max(min(load(x + i) / by, far), below);
+        const Ints whole = to_ints(value) + offset;
+        const Ints held = max(min(whole, splat(127)), splat(-128));
+        store_bytes(out + i, AMX ? held : held ^ splat(0x80));
     }
     p.tokens->scales[p.first + row] = std::isfinite(most) ? scale : most;
 }

@@ -39,15 +39,14 @@ struct Widened : Product {
 
     struct Rounded {
         Product::Rounded plain;
-        __m512 low, high;
+        Floats low, high;
 
         Rounded(const Widened& p, int64_t output)
-            : plain(p, output), low(_mm512_load_ps(factors_of_all.of(0) + output)),
-              high(_mm512_load_ps(factors_of_all.of(0) + output + TILE)) {}
+            : plain(p, output), low(load(factors_of_all.of(0) + output)),
+              high(load(factors_of_all.of(0) + output + TILE)) {}
 
-        __m512i operator()(const float* sums, int64_t) const {
-            return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_fmadd_ps(_mm512_load_ps(sums + TILE), high, plain.high),
-                                                                 _mm512_fmadd_ps(_mm512_load_ps(sums), low, plain.low)));
+        Ints operator()(const float* sums, int64_t) const {
+            return to_bf16(fma(load(sums), low, plain.low), fma(load(sums + TILE), high, plain.high));
         }
     };
 #endif
@@ -63,8 +62,8 @@ class ScaledMaker {
         float* to = Widened::factors_of_all.of(blocks(p.outputs) * WIDE) + block * WIDE;
         p.with_supers(block, [&]<class S>(const S& supers) {
             for (int64_t half = 0; half < 2; half++) {
-                const __m512 factor = Scaling<S, true>::factor(supers, p.lines, half);
-                _mm512_store_ps(to + half * TILE, factor);
+                const Floats factor = Scaling<S, true>::factor(supers, p.lines, half);
+                store(to + half * TILE, factor);
                 shares_[half] = Scaling<S, true>::share(factor);
             }
         });
@@ -82,7 +81,7 @@ class ScaledMaker {
   private:
     const P& p_;
     const int64_t block_;
-    __m512 shares_[2];
+    Floats shares_[2];
 };
 
 #endif
@@ -203,7 +202,9 @@ void multiply_rounded(const P& p, int64_t block, int64_t rows, float* sums) {
         const int64_t groups = (rows + QUANTIZED_ROWS - 1) / QUANTIZED_ROWS;
         for (int64_t group = 0; group < groups; group++) {
             const int64_t row = group * rows / groups, end = (group + 1) * rows / groups;
-            with_rows(end - row, [&]<int ROWS>() { multiply_vectors<ROWS>(supers, p.whole->from(row), sums + row * WIDE); });
+            with_rows(end - row, [&]<int ROWS>() {
+                if constexpr (ROWS <= QUANTIZED_ROWS) multiply_vectors<ROWS>(supers, p.whole->from(row), sums + row * WIDE);
+            });
         }
     });
 }
@@ -287,29 +288,6 @@ void multiply_made(Team& team, P p, Planes& planes) {
     }
     preparing.tell(p);
     team.each(divide(p, team.size()), multiply_widened_chunk<P>, &p);
-}
-
-// Where the codes of four inputs of 16 outputs are, for the pairs of eight outputs each: [pair][eight].
-struct PairOrder {
-    __m512i of[2][2];
-
-    PairOrder() {
-        const __m512i lanes = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-        for (int pair = 0; pair < 2; pair++)
-            for (int eight = 0; eight < 2; eight++) of[pair][eight] = _mm512_add_epi32(lanes, _mm512_set1_epi32(pair + 32 * eight));
-    }
-
-    // As floats.
-    __m512 floats(__m512i codes, int pair, int eight) const {
-        return _mm512_cvtepi32_ps(_mm512_maskz_permutexvar_epi8(0x1111111111111111, of[pair][eight], codes));
-    }
-};
-
-// Numbers of 32 outputs, each for the two inputs of a pair: four vectors.
-inline void spread(__m512 of, __m512* to) {
-    const __m512i low = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-    to[0] = _mm512_permutexvar_ps(low, of);
-    to[1] = _mm512_permutexvar_ps(_mm512_add_epi32(low, _mm512_set1_epi32(8)), of);
 }
 
 }  // namespace troupe

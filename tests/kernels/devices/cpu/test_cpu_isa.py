@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from kernels.contract import cpu_isa
-from kernels.contract.cpu_isa import CpuIsa, IsaError, chosen_isa, isa_environment, processor_isa
+from kernels.contract.cpu_isa import CpuIsa, IsaError, chosen_isa, isa_environment, levels, processor_isa
 from kernels.contract.errors import UnsupportedError
 from kernels.devices.cpu.device import CpuDevice
+from kernels.devices.cpu.native import library
 from kernels.devices.cpu.native.library import NEEDED_ISA, OPERATORS
 
+NEON = "fp asimd asimdhp asimddp bf16 i8mm"
 AVX2 = "fpu sse4_2 avx avx2 fma f16c avx512f avx512dq avx512cd avx512bw avx512vl avx512_vnni avx512vbmi"
 AVX512 = f"{AVX2} avx512_bf16"
 AMX = f"{AVX512} avx512_fp16 amx_bf16 amx_tile amx_int8"
@@ -26,11 +28,17 @@ def processor(monkeypatch, tmp_path):
     cpuinfo = tmp_path / "cpuinfo"
     monkeypatch.setattr(cpu_isa, "_CPUINFO", cpuinfo)
     monkeypatch.delenv("TROUPE_CPU_ISA", raising=False)
-    return lambda flags: cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t: none\n")
+
+    def has(flags: str) -> None:
+        name = "Features" if "asimd" in flags else "flags"
+        cpuinfo.write_text(f"processor\t: 0\n{name}\t\t: {flags}\nbugs\t\t: none\n")
+
+    return has
 
 
 @pytest.mark.parametrize(
-    ("flags", "level"), [(AMX, CpuIsa.AMX), (AVX512, CpuIsa.AVX512), (AVX2, CpuIsa.AVX2), ("fpu", CpuIsa.TORCH)]
+    ("flags", "level"),
+    [(AMX, CpuIsa.AMX), (AVX512, CpuIsa.AVX512), (AVX2, CpuIsa.AVX2), (NEON, CpuIsa.NEON), ("fpu", CpuIsa.TORCH)],
 )
 def test_the_processor_decides_unless_it_is_limited(flags, level, processor):
     processor(flags)
@@ -38,7 +46,7 @@ def test_the_processor_decides_unless_it_is_limited(flags, level, processor):
     assert isa_environment({}) == {}
     assert isa_environment({"TROUPE_CPU_ISA": " auto "}) == {"TROUPE_CPU_ISA": "auto"}
     for lower in CpuIsa:
-        if lower <= level:
+        if lower in levels(level):
             assert chosen_isa({"TROUPE_CPU_ISA": str(lower)}) == lower
             assert isa_environment({"TROUPE_CPU_ISA": str(lower)})["TROUPE_CPU_ISA"] == str(lower)
         else:
@@ -52,11 +60,16 @@ def test_a_processor_of_unknown_flags_runs_torch_alone(monkeypatch, tmp_path):
 
 
 def test_an_unknown_instruction_set_is_refused(monkeypatch):
-    with pytest.raises(IsaError, match="'sse9' is no instruction set; use auto, amx, avx512, avx2, torch"):
+    with pytest.raises(IsaError, match="'sse9' is no instruction set; use auto, neon, amx, avx512, avx2, torch"):
         chosen_isa({"TROUPE_CPU_ISA": "sse9"})
     monkeypatch.setenv("TROUPE_CPU_ISA", "sse9")
     with pytest.raises(UnsupportedError, match="TROUPE_CPU_ISA: 'sse9'"):
         CpuDevice()
+
+
+def test_products_of_aarch64_are_compiled_for_what_the_processor_has():
+    assert library.neon_flags(frozenset(NEON.split())) == ("-march=armv8.2-a+bf16+i8mm",)
+    assert library.neon_flags(frozenset({"asimd"})) == ("-march=armv8.2-a",)
 
 
 def test_limits_of_torch_that_a_user_set_stay(processor):
@@ -79,10 +92,9 @@ def test_a_lower_level_replaces_the_limits_of_a_parent(processor):
 def test_native_operators_are_off_below_the_level_they_need(processor, monkeypatch):
     processor(AMX)
     opened = []
-    monkeypatch.setattr("kernels.devices.cpu.native_operators.bf16_is_fast", lambda: True)
     monkeypatch.setattr("kernels.devices.cpu.native_operators.open_library", lambda source: opened.append(source))
     monkeypatch.setattr("kernels.devices.cpu.native_operators.built", lambda source: Path())
-    for level in CpuIsa:
+    for level in levels(CpuIsa.AMX):
         opened.clear()
         monkeypatch.setenv("TROUPE_CPU_ISA", str(level))
         platform = CpuDevice()

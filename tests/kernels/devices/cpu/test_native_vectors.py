@@ -7,6 +7,8 @@ import pytest
 from kernels.devices.cpu.native import library
 
 VECTORS = {
+    "_mm256_madd_epi16": "avx2",
+    "_mm256_fmadd_ps": "fma",
     "_dpbusd_epi32": "avx512vnni",
     "_permutexvar_epi8": "avx512vbmi",
     "_mulhrs_epi16": "avx512bw",
