@@ -54,6 +54,12 @@ class LayerBuilder:
     def ordered(self, order: Sequence[int], *modules: str) -> Linear:
         """``linear`` of the outputs ``order``. Weights in floats are put in this order, others' outputs are."""
         weight, bias, ops = self.source.projection(modules), self.source.biases(modules), self.ops
+        rows = sum(part.shape[0] for part in (weight if isinstance(weight, tuple) else (weight,)))
+        if rows != len(order):
+            raise ConfigError(
+                f"{modules[0]} has {rows} outputs on a rank that needs {len(order)} of them: key heads cannot be "
+                "divided over more ranks than there are; lower --tensor-parallel-size"
+            )
         if self.rows is None and isinstance(weight, Tensor):
             index = torch.tensor(order, device=weight.device)
             bias = None if bias is None else bias.index_select(0, index)

@@ -1,0 +1,75 @@
+"""EXAONE 3 and 3.5 (LG AI Research, arXiv 2408.03541 and 2412.04862): Llama's decoder under names of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kernels.contract.caches import CacheGroup
+from kernels.models.config import ConfigReader, ModelConfig
+from kernels.models.decoder import Decoder
+from kernels.models.layers import gqa, vocabulary
+from kernels.models.layers.builder import ModelBuilder
+from kernels.models.layers.gqa import Attention, Heads
+from kernels.models.layers.mlp import FeedForward
+from kernels.models.layers.pre_norm import PreNormLayer
+from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear, norm
+
+__all__ = ["build", "caches", "config", "tensors"]
+
+
+_KEYS = {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps", "activation_function": "hidden_act"}
+
+
+def config(raw: ConfigReader) -> ModelConfig:
+    """The sizes in config.json."""
+    names = {
+        "num_layers": "num_hidden_layers",
+        "layer_norm_epsilon": "rms_norm_eps",
+        "activation_function": "hidden_act",
+    }
+    renamed = {names.get(key, key): value for key, value in raw.raw.items()}
+    return ConfigReader(renamed, raw.architecture).decoder()
+
+
+def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
+    """Every tensor of a checkpoint."""
+    hidden, inner, heads, kv_heads = config.hidden_size, config.intermediate_size, config.heads, config.kv_heads
+    queries, keys = heads * config.head_dim, kv_heads * config.head_dim
+    by_head, by_key_head, by_inner = (by_outputs(part) for part in ((queries, heads), (keys, kv_heads), (inner, inner)))
+    yield from vocabulary.tensors(config, "transformer.wte")
+    for index in range(config.layers):
+        layer = f"transformer.h.{index}"
+        attention, feed_forward = f"{layer}.attn.attention", f"{layer}.mlp"
+        yield norm(f"{layer}.ln_1", hidden)
+        yield from linear(f"{attention}.q_proj", (queries, hidden), by_head)
+        yield from linear(f"{attention}.k_proj", (keys, hidden), by_key_head)
+        yield from linear(f"{attention}.v_proj", (keys, hidden), by_key_head)
+        yield from linear(f"{attention}.out_proj", (hidden, queries), by_inputs(queries, heads))
+        yield norm(f"{layer}.ln_2", hidden)
+        yield from linear(f"{feed_forward}.c_fc_0", (inner, hidden), by_inner)
+        yield from linear(f"{feed_forward}.c_fc_1", (inner, hidden), by_inner)
+        yield from linear(f"{feed_forward}.c_proj", (hidden, inner), by_inputs(inner, inner), role=Role.DOWN)
+    yield norm("transformer.ln_f", hidden)
+
+
+def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
+    """What the layers keep of the tokens before."""
+    return gqa.caches(config)
+
+
+def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+    """The decoder of one rank, whose sizes are ``config``."""
+    ends = vocabulary.vocabulary(make, config, "transformer.wte")
+    layers = [_layer(config, make, f"transformer.h.{index}", window) for index, window in enumerate(config.windows)]
+    return Decoder(make, config, ends, layers, make.norm("transformer.ln_f", config.norm_eps))
+
+
+def _layer(config: ModelConfig, make: ModelBuilder, name: str, window: int) -> PreNormLayer:
+    attention, feed_forward = f"{name}.attn.attention", f"{name}.mlp"
+    heads = Heads(config.heads, config.kv_heads, config.head_dim)
+    qkv = make.linear(*(f"{attention}.{part}_proj" for part in "qkv"))
+    found = Attention(make, heads, qkv, make.into_stream(f"{attention}.out_proj"), window)
+    first, second = (make.norm(f"{name}.{norm}", config.norm_eps) for norm in ("ln_1", "ln_2"))
+    gate_up = make.gated(f"{feed_forward}.c_fc_0", f"{feed_forward}.c_fc_1")
+    down = make.into_stream(f"{feed_forward}.c_proj")
+    return PreNormLayer(make, first, found, second, FeedForward(make, second, gate_up, down))
