@@ -188,6 +188,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 WINDOWED = {"num_hidden_layers": 4, "sliding_window": 21, "head_dim": 16}
 LAYERED_ROPE = {"full_attention": YARN_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+LAYER_TYPES = [*3 * ["sliding_attention"], "full_attention"]
 PADDED = {"pad_token_id": 0}
 
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with norms, rotations or activations of their own
@@ -199,7 +200,10 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with norms, rotatio
     "exaone4": ("Exaone4", PADDED | WINDOWED | {"sliding_window_pattern": 2}),
     "exaone4-full": ("Exaone4", PADDED | {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "gemma2": ("Gemma2", PADDED | WINDOWED | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}),
-    "gemma3": ("Gemma3Text", PADDED | WINDOWED | {"rope_parameters": LAYERED_ROPE, "query_pre_attn_scalar": 24}),
+    "gemma3": (
+        "Gemma3Text",
+        PADDED | WINDOWED | {"rope_parameters": LAYERED_ROPE, "query_pre_attn_scalar": 24, "layer_types": LAYER_TYPES},
+    ),
     "glm": ("Glm", PADDED | {"head_dim": 16, "attention_bias": True}),
     "glm4": ("Glm4", PADDED | {"head_dim": 12}),
     "granite": (

@@ -19,7 +19,7 @@ PAGE = 128
 OPTIONS = {"device": "npu", "page_size": PAGE, "max_step_tokens": 256, "max_total_tokens": 16 * PAGE}
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *SPARSE])
+@pytest.mark.parametrize("name", [*FAMILIES, *SPARSE, "cohere-normed", "gemma2", "gemma3", "stablelm"])
 @pytest.mark.parametrize("chunks", [[181], [7, 140, 1, 1, 12, 20]], ids=["whole", "chunked"])
 def test_float32_logits_match_at_every_position(name, chunks, reference, drive, prompts):
     model = reference(name)
