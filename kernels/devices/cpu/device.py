@@ -84,11 +84,11 @@ class CpuDevice(Device):
         return torch.bfloat16
 
     def _has_bf16(self) -> bool:
-        """Whether bf16 is faster than float32: by oneDNN, or by native operators, once they are compiled."""
+        """Whether bf16 is faster than float32: by oneDNN, or by native operators, now or once they are compiled."""
         if bf16_is_fast():
             return True
         self.native.open()
-        return self.native.wait() is not None
+        return self.native.current is not None or self.native.building is not None
 
     @property
     def operators(self) -> str:

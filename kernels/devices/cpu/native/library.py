@@ -1,12 +1,12 @@
 """The native operators as a library: of the wheel, or compiled once a machine, in the background, and kept in the
 user's cache.
 
-They need AMX, AVX-512 with BF16, VNNI and VBMI, AVX2 or NEON, and a C++ compiler when they are first used. Each level
-of `kernels.contract.cpu_isa` has a library of its own, from the same source. Where something is missing, and until the
-library is compiled, the CPU device does the same with PyTorch's operators.
+They need a C++ compiler when they are first used. Each level of `kernels.contract.cpu_isa` above ``torch`` has a library
+of its own, from the same sources. Until the library is compiled, and where it cannot be, the CPU device does the same
+with PyTorch's operators.
 
-A wheel brings compiled libraries (wheel.py). One is used if it was made of the sources and flags that are installed
-beside it and if it can be loaded; else the log says so once, and the library is compiled here. The variable
+A wheel brings compiled libraries (``kernels.wheel``). One is used if it was made of the sources and flags that are
+installed beside it and if it can be loaded; else the log says so once, and the library is compiled here. The variable
 ``TROUPE_NATIVE_FLAGS`` adds flags for the compiler; with it no library of a wheel is used.
 """
 

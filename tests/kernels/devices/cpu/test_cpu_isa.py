@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from kernels.contract import cpu_isa
 from kernels.contract.cpu_isa import CpuIsa, IsaError, chosen_isa, isa_environment, levels, processor_isa
@@ -101,6 +102,16 @@ def test_native_operators_are_off_below_the_level_they_need(processor, monkeypat
         platform.select_dtype("bfloat16", None)
         assert platform.traits.cpu_isa == str(level)
         assert opened == ([OPERATORS[level]] if level >= NEEDED_ISA else [])
+
+
+@pytest.mark.parametrize(("build", "dtype"), [(object(), torch.bfloat16), (None, torch.float32)])
+def test_auto_is_bf16_while_its_operators_are_compiled(build, dtype, processor, monkeypatch):
+    processor(AMX)
+    monkeypatch.setenv("TROUPE_CPU_ISA", "avx2")
+    monkeypatch.setattr("kernels.devices.cpu.device.bf16_is_fast", lambda: False)
+    for name, value in {"open_library": None, "built": None, "start_build": build}.items():
+        monkeypatch.setattr(f"kernels.devices.cpu.native_operators.{name}", lambda source, value=value: value)
+    assert CpuDevice().select_dtype("auto", "bfloat16") == dtype
 
 
 @pytest.mark.parametrize("level", [level for level in (CpuIsa.AVX512, CpuIsa.AVX2) if level <= processor_isa()])

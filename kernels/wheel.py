@@ -19,7 +19,7 @@ from setuptools.command.build_py import build_py
 
 __all__ = ["BuildNative", "NativeWheel"]
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[1]
 FOLDER = "kernels/devices/cpu/native/compiled"
 LEVELS = {"x86_64": ("amx", "avx512", "avx2"), "aarch64": ("neon",)}
 # The wheel needs no C++ library of the system, and none of another extension is mistaken for it.
