@@ -1,9 +1,9 @@
 """The native operators as a library: of the wheel, or compiled once a machine, in the background, and kept in the
 user's cache.
 
-They need a C++ compiler when they are first used. Each level of `kernels.contract.cpu_isa` above ``torch`` has a library
-of its own, from the same sources. Until the library is compiled, and where it cannot be, the CPU device does the same
-with PyTorch's operators.
+They need a C++ compiler when they are first used. Each level of `kernels.contract.cpu_isa` above ``torch`` has a
+library of its own, from the same sources. Until the library is compiled, and where it cannot be, the CPU device does
+the same with PyTorch's operators.
 
 A wheel brings compiled libraries (``kernels.wheel``). One is used if it was made of the sources and flags that are
 installed beside it and if it can be loaded; else the log says so once, and the library is compiled here. The variable
