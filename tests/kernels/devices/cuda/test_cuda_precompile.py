@@ -137,7 +137,7 @@ def test_ranks_that_would_wait_for_each_other_precompile_nothing(ranks):
     opened = SimpleNamespace(part=part, dtype=torch.float16, context=64, cache=SimpleNamespace(scales=None))
     config = SimpleNamespace(max_step_tokens=32, page_size=16, max_slots=3)
     group = SimpleNamespace(size=ranks)
-    model, sizes = SimpleNamespace(rows=None), SimpleNamespace(groups=())
+    model, sizes = SimpleNamespace(rows=None, reads_rows=False), SimpleNamespace(groups=())
     assert load._step_memory(opened, config, platform, model, None, sizes, None, group) == 7
     assert told == ["ahead"] * (ranks == 1)
 
