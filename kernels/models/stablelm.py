@@ -21,7 +21,11 @@ __all__ = ["build", "caches", "config", "tensors"]
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
     plain = raw.decoder(
-        qkv_bias=raw.flag("use_qkv_bias"), qk_norm=raw.flag("qk_layernorm"), norm_eps="layer_norm_eps", rotary=0.25
+        qkv_bias=raw.flag("use_qkv_bias"),
+        qk_norm=raw.flag("qk_layernorm"),
+        norm_eps="layer_norm_eps",
+        eps=1e-5,
+        rotary=0.25,
     )
     return dataclasses.replace(plain, parallel=raw.flag("use_parallel_residual"))
 
