@@ -40,9 +40,9 @@ def test_quantized_heads_are_put_in_order(reference, drive, prompts):
     assert np.abs(found - exact).max() > 0  # it was quantized
 
 
-def test_capped_scores_refuse_drafts_and_narrow_caches(reference, drive):
+def test_capped_scores_refuse_what_knows_no_caps(reference, drive):
     path = reference("gemma2").path
-    for options in ({"speculation": SpeculativeSettings("NGRAM")}, {"kv_cache_dtype": "int8"}):
+    for options in ({"speculation": SpeculativeSettings("NGRAM")}, {"kv_cache_dtype": "int8"}, {"invariant": True}):
         with pytest.raises(ConfigError, match="attn_logit_softcapping of Gemma2ForCausalLM"):
             drive(path, **options)
 
