@@ -80,7 +80,8 @@ class ModelConfig:
     ``attention_cap``, ``logit_cap``: ``cap * tanh(x / cap)`` of these numbers; 0: none. ``embedding_scale``,
     ``residual_scale`` and ``logit_scale`` multiply embeddings, what a layer adds to the residual stream, and logits.
     ``norm_offset``: what norms add to their weights. ``parallel``: attention and feed-forward layer are added
-    together. ``layer_norms``: norms subtract the mean.
+    together. ``layer_norms``: norms subtract the mean. ``all_kv_heads``: the whole model's, on one of several
+    ranks; else 0.
     """
 
     architecture: str
@@ -114,6 +115,7 @@ class ModelConfig:
     activation: str = "silu"
     parallel: bool = False
     layer_norms: bool = False
+    all_kv_heads: int = 0
 
     @property
     def rotary_dim(self) -> int:
@@ -154,6 +156,7 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
         config,
         heads=config.heads // size,
         kv_heads=max(1, config.kv_heads // size),
+        all_kv_heads=config.kv_heads if size > 1 else 0,
         intermediate_size=config.intermediate_size // size,
         experts=experts,
     )

@@ -76,7 +76,8 @@ def _layer(config: ModelConfig, make: LayerBuilder, name: str, window: int) -> B
 
 
 def _own_heads(config: ModelConfig, make: LayerBuilder) -> Iterator[tuple[str, int]]:
-    """The query and key heads of this rank, as the checkpoint names and counts them."""
+    """The query and key heads of this rank, as the checkpoint names and counts them; ranks may share a key head."""
     rank = make.mesh.rank
+    first = rank * (config.all_kv_heads or config.kv_heads) // make.mesh.size
     yield from (("q_layernorm", rank * config.heads + head) for head in range(config.heads))
-    yield from (("k_layernorm", rank * config.kv_heads + head) for head in range(config.kv_heads))
+    yield from (("k_layernorm", first + head) for head in range(config.kv_heads))

@@ -3,12 +3,16 @@ transformers."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import transformers
 
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
+from kernels.models import stablelm
+from kernels.models.config import local_config
 from kernels.models.layers.rotary import rotary_order
 from kernels.models.reading import parse_config
 from tests.kernels.distributed.ranks import run_ranks
@@ -28,6 +32,14 @@ def test_two_ranks_compute_what_one_does(name, reference, drive, prompts):
     model, (text,) = reference(name), prompts(23)
     first, second = run_ranks([{"model": str(model.path), "prompts": [text], "length": 32}])
     assert first[0]["tokens"] == second[0]["tokens"] == [model.greedy(text, 32)]
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(1, [[0, 1]]), (2, [[0], [1]]), (4, [[0], [0], [1], [1]])])
+def test_ranks_take_the_norms_of_their_key_heads(ranks, expected):
+    config = local_config(read("StableLm", vocab_size=212, hidden_size=64, qk_layernorm=True), ranks)
+    makes = [SimpleNamespace(mesh=SimpleNamespace(rank=rank, size=ranks)) for rank in range(ranks)]
+    found = [[head for part, head in stablelm._own_heads(config, make) if part[0] == "k"] for make in makes]
+    assert found == expected
 
 
 def test_quantized_heads_are_put_in_order(reference, drive, prompts):
