@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Linear, Norm, PendingResidual
 
-__all__ = ["BiasedNorm", "Elementwise", "LayerNorm", "PositionAngles", "TokenEmbedding", "TorchNorm"]
+__all__ = ["ACTIVATIONS", "BiasedNorm", "Elementwise", "LayerNorm", "PositionAngles", "TokenEmbedding", "TorchNorm"]
 
 
 class TokenEmbedding(Protocol):
@@ -78,11 +78,12 @@ class LayerNorm:
         return (normed if self.bias is None else normed + self.bias).to(x.dtype)
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square_(),
 }
+"""By the names of ``Elementwise.activate``."""
 
 
 class Elementwise:
@@ -111,12 +112,12 @@ class Elementwise:
     def activate(self, linear: Linear, activation: str) -> Linear:
         """``linear``, then an ``activation``: silu, gelu_tanh (Hendrycks and Gimpel, arXiv 1606.08415) or relu2 (So et
         al., arXiv 2109.08668)."""
-        function = _ACTIVATIONS[activation]
+        function = ACTIVATIONS[activation]
         return self.compose(lambda x: function(linear(x)), lambda x: x)
 
     def activate_and_mul(self, linear: Linear, activation: str) -> Linear:
         """``activation(gate) * up`` of what ``linear`` gives, gate | up."""
-        function = _ACTIVATIONS[activation]
+        function = ACTIVATIONS[activation]
 
         def gated(x: Tensor) -> Tensor:
             gate, up = linear(x).chunk(2, -1)

@@ -156,6 +156,11 @@ def _open_groups(config: RunnerConfig, part: ModelConfig, cache: CacheChoice, co
     saves = kept < share * context * part.layers
     groups = caches(part, windows=config.window_pages and saves and not plain_only)
     check_groups(groups, part.layers)
+    if part.attention_cap and config.invariant:
+        raise ConfigError(
+            f"attn_logit_softcapping of {part.architecture} has no attention whose results are independent of the "
+            "chunks of prompts; leave --enable-deterministic-inference out"
+        )
     if part.attention_cap and plain_only:
         raise ConfigError(
             f"attn_logit_softcapping of {part.architecture} is neither for speculative decoding nor for a cache in "

@@ -24,8 +24,10 @@ __all__ = ["build", "caches", "config", "tensors"]
 
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
+    if not {"rope_scaling", "rope_parameters"} & set(raw.raw):
+        raw = ConfigReader({"rope_parameters": _ROPE} | dict(raw.raw), raw.architecture)
     bias = raw.flag("attention_bias")
-    return raw.decoder(qkv_bias=bias, output_bias=bias, qk_norm=True, activation="xielu", theta=12000000.0)
+    return raw.decoder(qkv_bias=bias, output_bias=bias, qk_norm=True, activation="xielu", eps=1e-5, theta=12000000.0)
 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
@@ -55,6 +57,15 @@ def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
     layers = [_layer(config, make, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
     return Decoder(make, config, ends, layers, make.norm("model.norm", config.norm_eps))
 
+
+_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""If config.json says nothing of it."""
 
 _PARAMETERS: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 _BETA, _EPS = 0.5, -1e-6  # checkpoints hold them, too, and never others

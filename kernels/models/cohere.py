@@ -26,7 +26,13 @@ def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
     bias = raw.flag("attention_bias")
     plain = raw.decoder(
-        qkv_bias=bias, output_bias=bias, qk_norm=raw.flag("use_qk_norm"), norm_eps="layer_norm_eps", tied=True
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=raw.flag("use_qk_norm"),
+        norm_eps="layer_norm_eps",
+        eps=1e-5,
+        theta=500000.0,
+        tied=True,
     )
     return dataclasses.replace(plain, pairs=True, logit_scale=raw.number("logit_scale", 0.0625))
 

@@ -21,7 +21,9 @@ __all__ = ["build", "caches", "config", "tensors"]
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
     bias, windows = raw.flag("attention_bias"), raw.patterned_windows(4)
-    plain = raw.decoder(qkv_bias=bias, output_bias=bias, windows=windows, norm_eps="layer_norm_eps", tied=True)
+    plain = raw.decoder(
+        qkv_bias=bias, output_bias=bias, windows=windows, norm_eps="layer_norm_eps", eps=1e-5, tied=True
+    )
     nothing = dataclasses.replace(plain.rope, kind="none")
     return dataclasses.replace(
         plain,

@@ -26,6 +26,8 @@ ACTIVATIONS = {
 }
 """What config.json calls each activation."""
 
+_WINDOW = 4096  # tokens, of every family with a pattern of windows
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -78,7 +80,8 @@ class ModelConfig:
     ``attention_cap``, ``logit_cap``: ``cap * tanh(x / cap)`` of these numbers; 0: none. ``embedding_scale``,
     ``residual_scale`` and ``logit_scale`` multiply embeddings, what a layer adds to the residual stream, and logits.
     ``norm_offset``: what norms add to their weights. ``parallel``: attention and feed-forward layer are added
-    together. ``layer_norms``: norms subtract the mean.
+    together. ``layer_norms``: norms subtract the mean. ``all_kv_heads``: the whole model's, on one of several
+    ranks; else 0.
     """
 
     architecture: str
@@ -112,6 +115,7 @@ class ModelConfig:
     activation: str = "silu"
     parallel: bool = False
     layer_norms: bool = False
+    all_kv_heads: int = 0
 
     @property
     def rotary_dim(self) -> int:
@@ -152,6 +156,7 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
         config,
         heads=config.heads // size,
         kv_heads=max(1, config.kv_heads // size),
+        all_kv_heads=config.kv_heads if size > 1 else 0,
         intermediate_size=config.intermediate_size // size,
         experts=experts,
     )
@@ -200,6 +205,8 @@ class ConfigReader:
         experts: ExpertsConfig | None = None,
         activation: str = "silu",
         norm_eps: str = "rms_norm_eps",
+        eps: float = 1e-6,
+        head_dim: int = 0,
         rotary: float = 1.0,
         theta: float = 10000.0,
         tied: bool = False,
@@ -207,8 +214,9 @@ class ConfigReader:
         """The sizes that nearly all decoders share. ``windows``: of each layer; empty: full attention in all.
 
         ``activation``: of ``ACTIVATIONS``, the only one that the family has. ``norm_eps``: the key of the norms'
-        epsilon. ``rotary``, ``theta``, ``tied``: if config.json says nothing of the part of a head that is rotated, of
-        the base of its frequencies, of one table for embeddings and output.
+        epsilon. ``eps``, ``head_dim``, ``rotary``, ``theta``, ``tied``: if config.json says nothing of this epsilon, of
+        a head's size (0: ``hidden_size`` over heads), of the part of a head that is rotated, of the base of its
+        frequencies, of one table for embeddings and output.
         """
         raw, layers = self.raw, self.layers
         given = raw.get("hidden_activation") or raw.get("hidden_act") or activation
@@ -216,7 +224,7 @@ class ConfigReader:
             raise ConfigError(f"hidden_act {given!r} is not supported; {self.architecture} is run with {activation}")
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
         kv_heads = self.size("num_key_value_heads", heads)
-        head_dim = self.size("head_dim", hidden // heads)
+        head_dim = self.size("head_dim", head_dim or hidden // heads)
         if heads % kv_heads:
             raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         if head_dim % 2:
@@ -235,7 +243,7 @@ class ConfigReader:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            norm_eps=self.number(norm_eps, 1e-6),
+            norm_eps=self.number(norm_eps, eps),
             max_positions=max_positions,
             rope=rope,
             qkv_bias=qkv_bias,
@@ -259,12 +267,19 @@ class ConfigReader:
 
     def patterned_windows(self, every: int) -> tuple[int, ...]:
         """``sliding_window`` of all layers but every n-th, where config.json has no ``layer_types``. ``every``: n, if
-        ``sliding_window_pattern`` does not say it, as a number or as LLLG."""
+        ``sliding_window_pattern`` does not say it, as a number or as LLLG. Null: no window; nothing: 4096 tokens."""
         layers, given = self.layers, self.raw.get("sliding_window_pattern")
-        if self.raw.get("sliding_window") is None:
+        if self.raw.get("sliding_window", _WINDOW) is None:
             return (0,) * layers
-        every = len(given) if isinstance(given, str) and given else self.size("sliding_window_pattern", every)
-        window = self.size("sliding_window")
+        if isinstance(given, str):
+            every = len(given)
+            if not given or given != "L" * (every - 1) + "G":
+                raise ConfigError(
+                    f"config.json: sliding_window_pattern must be a number, or some L and then one G, and is {given!r}"
+                )
+        else:
+            every = self.size("sliding_window_pattern", every)
+        window = self.size("sliding_window", _WINDOW)
         return self._typed_windows() or tuple(window if (layer + 1) % every else 0 for layer in range(layers))
 
     def windows(self) -> tuple[int, ...]:
@@ -309,7 +324,7 @@ class ConfigReader:
 
     def _typed_windows(self) -> tuple[int, ...]:
         """By ``layer_types``; empty where config.json has none."""
-        layers, kinds, window = self.layers, self.raw.get("layer_types"), self.size("sliding_window")
+        layers, kinds, window = self.layers, self.raw.get("layer_types"), self.size("sliding_window", _WINDOW)
         if kinds is None:
             return ()
         known = ("full_attention", "sliding_attention")
@@ -363,7 +378,8 @@ def _rope(
         given.update({name: value for name, value in part.items() if value is not None})
     theta = _number(given, "rope_theta", default_theta)
     kind = given.get("rope_type") or given.get("type") or "default"
-    kind = "longrope" if kind == "su" else kind  # its first name
+    if kind == "su" or (kind == "yarn" and "short_factor" in given):  # its first names
+        kind = "longrope"
     dim = int(head_dim * _number(given, "partial_rotary_factor", rotary))
     if dim % 2 or not 0 < dim <= head_dim:
         raise ConfigError(

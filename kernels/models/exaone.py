@@ -17,9 +17,6 @@ from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, lin
 __all__ = ["build", "caches", "config", "tensors"]
 
 
-_KEYS = {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps", "activation_function": "hidden_act"}
-
-
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
     names = {
@@ -28,7 +25,7 @@ def config(raw: ConfigReader) -> ModelConfig:
         "activation_function": "hidden_act",
     }
     renamed = {names.get(key, key): value for key, value in raw.raw.items()}
-    return ConfigReader(renamed, raw.architecture).decoder()
+    return ConfigReader(renamed, raw.architecture).decoder(eps=1e-5)
 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:

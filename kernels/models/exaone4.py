@@ -24,9 +24,10 @@ __all__ = ["build", "caches", "config", "tensors"]
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
     windows = raw.patterned_windows(4)
-    plain = raw.decoder(qk_norm=True, windows=windows)
+    plain = raw.decoder(qk_norm=True, windows=windows, eps=1e-5)
     nothing = dataclasses.replace(plain.rope, kind="none")
-    full = [layer for layer, window in enumerate(windows) if any(windows) and not window]
+    hybrid = raw.raw.get("sliding_window", 0) is not None
+    full = [layer for layer, window in enumerate(windows) if hybrid and not window]
     return dataclasses.replace(plain, ropes=dict.fromkeys(full, nothing))
 
 

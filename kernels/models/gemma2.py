@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from kernels.contract.caches import CacheGroup
+from kernels.contract.errors import ConfigError
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, mlp, vocabulary
@@ -26,10 +27,14 @@ __all__ = ["build", "caches", "config", "tensors"]
 
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
+    if raw.flag("use_bidirectional_attention"):
+        raise ConfigError("use_bidirectional_attention is for embeddings; use a model that generates text")
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     given = ConfigReader(caps | dict(raw.raw), raw.architecture)  # null: no cap
     bias, windows = raw.flag("attention_bias"), raw.patterned_windows(2)
-    plain = raw.decoder(qkv_bias=bias, output_bias=bias, windows=windows, activation="gelu_tanh", tied=True)
+    plain = raw.decoder(
+        qkv_bias=bias, output_bias=bias, windows=windows, activation="gelu_tanh", head_dim=256, tied=True
+    )
     return dataclasses.replace(
         plain,
         embedding_scale=plain.hidden_size**0.5,

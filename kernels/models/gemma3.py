@@ -30,6 +30,7 @@ def config(raw: ConfigReader) -> ModelConfig:
         qk_norm=True,
         windows=windows,
         activation="gelu_tanh",
+        head_dim=256,
         tied=True,
         theta=1000000.0,
     )

@@ -25,7 +25,7 @@ __all__ = ["build", "caches", "config", "tensors"]
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
     bias = raw.flag("attention_bias")
-    return raw.decoder(qkv_bias=bias, output_bias=bias)
+    return raw.decoder(qkv_bias=bias, output_bias=bias, eps=1e-5)
 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:

@@ -15,6 +15,6 @@ __all__ = ["build", "caches", "config", "tensors"]
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
     bias, theta = raw.flag("attention_bias"), raw.number("rope_theta", 500000.0)
-    plain = raw.decoder(qkv_bias=bias, output_bias=bias, windows=raw.patterned_windows(4), theta=theta)
+    plain = raw.decoder(qkv_bias=bias, output_bias=bias, windows=raw.patterned_windows(4), eps=1e-5, theta=theta)
     local = raw.local_rope(plain.head_dim, theta)
     return dataclasses.replace(plain, ropes={layer: local for layer, window in enumerate(plain.windows) if window})

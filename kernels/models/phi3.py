@@ -23,7 +23,7 @@ __all__ = ["build", "caches", "config", "tensors"]
 
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
-    return raw.decoder(windows=raw.windows())
+    return raw.decoder(windows=raw.windows(), eps=1e-5)
 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:

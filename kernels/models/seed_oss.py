@@ -16,7 +16,9 @@ __all__ = ["build", "caches", "config", "tensors"]
 
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
-    return raw.decoder(qkv_bias=raw.flag("attention_bias", True), output_bias=raw.flag("attention_out_bias"))
+    return raw.decoder(
+        qkv_bias=raw.flag("attention_bias", True), output_bias=raw.flag("attention_out_bias"), head_dim=128
+    )
 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:

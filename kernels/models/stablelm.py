@@ -21,7 +21,11 @@ __all__ = ["build", "caches", "config", "tensors"]
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
     plain = raw.decoder(
-        qkv_bias=raw.flag("use_qkv_bias"), qk_norm=raw.flag("qk_layernorm"), norm_eps="layer_norm_eps", rotary=0.25
+        qkv_bias=raw.flag("use_qkv_bias"),
+        qk_norm=raw.flag("qk_layernorm"),
+        norm_eps="layer_norm_eps",
+        eps=1e-5,
+        rotary=0.25,
     )
     return dataclasses.replace(plain, parallel=raw.flag("use_parallel_residual"))
 
@@ -72,7 +76,8 @@ def _layer(config: ModelConfig, make: LayerBuilder, name: str, window: int) -> B
 
 
 def _own_heads(config: ModelConfig, make: LayerBuilder) -> Iterator[tuple[str, int]]:
-    """The query and key heads of this rank, as the checkpoint names and counts them."""
+    """The query and key heads of this rank, as the checkpoint names and counts them; ranks may share a key head."""
     rank = make.mesh.rank
+    first = rank * (config.all_kv_heads or config.kv_heads) // make.mesh.size
     yield from (("q_layernorm", rank * config.heads + head) for head in range(config.heads))
-    yield from (("k_layernorm", rank * config.kv_heads + head) for head in range(config.kv_heads))
+    yield from (("k_layernorm", first + head) for head in range(config.kv_heads))

@@ -27,6 +27,7 @@ def config(raw: ConfigReader) -> ModelConfig:
         windows=raw.windows(),
         activation="gelu_tanh",
         norm_eps="norm_epsilon",
+        eps=1e-5,
         tied=True,
     )
     return dataclasses.replace(plain, mlp_bias=bias)

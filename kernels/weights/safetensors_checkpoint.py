@@ -187,14 +187,12 @@ class SafetensorsCheckpoint:
                     wrong.append(f"{name} has shape {list(shape)}, {says} for {wanted}")
                 elif dtype not in stored.dtypes:
                     wrong.append(f"{name} is stored as {dtype}, not as one of {', '.join(stored.dtypes)}")
-        layers = {name.split(".")[2] for name in self._tensors if name.startswith("model.layers.")}
+        layers = {_layer(name) for name in self._tensors} - {""}
         for name in self._file_of:
-            parts = name.split(".")
             if (
-                name.startswith("model.layers.")
-                and parts[2] in layers
+                _layer(name) in layers
                 and name not in expected
-                and parts[-1] != "inv_freq"
+                and not name.endswith(".inv_freq")
                 and not (scheme is not None and scheme.ignores(name, self._tensors))
             ):
                 if name in self._misshapen:  # checked first, because all of its experts are missing too
@@ -215,3 +213,9 @@ class SafetensorsCheckpoint:
             target.copy_(self._part(name, part))
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{self._file_of[name]}: {name} cannot be read ({error}); download it again") from error
+
+
+def _layer(name: str) -> str:
+    """The layer that a tensor is of, such as model.layers.3 or transformer.h.3; "" for others."""
+    parts = name.split(".", 3)
+    return ".".join(parts[:3]) if len(parts) > 3 and parts[2].isdigit() else ""

@@ -199,7 +199,12 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with norms, rotatio
     "cohere2": ("Cohere2", PADDED | WINDOWED),
     "exaone4": ("Exaone4", PADDED | WINDOWED | {"sliding_window_pattern": 2}),
     "exaone4-full": ("Exaone4", PADDED | {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
-    "gemma2": ("Gemma2", PADDED | WINDOWED | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}),
+    "gemma2": (
+        "Gemma2",
+        PADDED
+        | WINDOWED
+        | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0, "attn_implementation": "eager"},  # which caps
+    ),
     "gemma3": (
         "Gemma3Text",
         PADDED | WINDOWED | {"rope_parameters": LAYERED_ROPE, "query_pre_attn_scalar": 24, "layer_types": LAYER_TYPES},

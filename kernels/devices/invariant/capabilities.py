@@ -19,7 +19,7 @@ from kernels.core.attention_rows import AttentionRows
 from kernels.core.operators import Linear, Norm
 from kernels.devices.attention import Attention
 from kernels.devices.cache import KvCaches
-from kernels.devices.elementwise import Elementwise
+from kernels.devices.elementwise import ACTIVATIONS, Elementwise
 from kernels.devices.experts import ExpertLayers, ExpertWeights
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.invariant.attention import InvariantPlan, Put, attend
@@ -60,8 +60,28 @@ class InvariantElementwise(Elementwise):
         gate = by_lines(lambda part: F.silu(part, inplace=True), x[:, :half])
         return (gate * x[:, half:].float()).to(x.dtype)
 
+    def activate(self, linear: Linear, activation: str) -> Linear:
+        def activated(x: Tensor) -> Tensor:
+            x = linear(x)
+            return _activated(x, activation).to(x.dtype)
+
+        return self.compose(activated, lambda x: x)
+
+    def activate_and_mul(self, linear: Linear, activation: str) -> Linear:
+        def gated(x: Tensor) -> Tensor:
+            gate, up = linear(x).chunk(2, -1)
+            return (_activated(gate, activation) * up.float()).to(up.dtype)
+
+        return self.compose(gated, lambda x: x)
+
     def add_weighted(self, x: Tensor, y: Tensor, logits: Tensor) -> Tensor:
         return (x.float() + y.float() * by_lines(torch.sigmoid_, logits)).to(x.dtype)
+
+
+def _activated(x: Tensor, activation: str) -> Tensor:
+    """``activation`` of each number, in float32."""
+    function = ACTIVATIONS[activation]
+    return by_lines(lambda part: part.copy_(function(part)), x)
 
 
 class InvariantLinearLayers(LinearLayers):

@@ -82,6 +82,10 @@ def test_functions_and_sums_do_not_depend_on_place(width, threads):
     alike(InvariantNorm(torch.rand(width), 1e-6), x)
     for dtype in (torch.float32, torch.bfloat16):
         alike(InvariantElementwise(torch.device("cpu")).silu_and_mul, x.to(dtype))
+    for activation in ("silu", "gelu_tanh", "relu2"):
+        elementwise = InvariantElementwise(torch.device("cpu"))
+        alike(elementwise.activate(lambda x: x, activation), x)
+        alike(elementwise.activate_and_mul(lambda x: x, activation), x)
     frequencies, angles = torch.rand(24), InvariantAttention(None, None, None).angles
     alike(
         lambda at: torch.cat(angles(at, frequencies, 1.0, torch.float32), -1),

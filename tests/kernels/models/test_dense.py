@@ -3,15 +3,20 @@ transformers."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import transformers
 
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
+from kernels.models import stablelm
+from kernels.models.config import local_config
 from kernels.models.layers.rotary import rotary_order
 from kernels.models.reading import parse_config
 from tests.kernels.distributed.ranks import run_ranks
-from tests.kits.driver import COMMON
+from tests.kits.driver import COMMON, DENSE
 from tests.kits.parity import scored
 
 CONFIG = COMMON | {"num_hidden_layers": 4}
@@ -29,6 +34,14 @@ def test_two_ranks_compute_what_one_does(name, reference, drive, prompts):
     assert first[0]["tokens"] == second[0]["tokens"] == [model.greedy(text, 32)]
 
 
+@pytest.mark.parametrize(("ranks", "expected"), [(1, [[0, 1]]), (2, [[0], [1]]), (4, [[0], [0], [1], [1]])])
+def test_ranks_take_the_norms_of_their_key_heads(ranks, expected):
+    config = local_config(read("StableLm", vocab_size=212, hidden_size=64, qk_layernorm=True), ranks)
+    makes = [SimpleNamespace(mesh=SimpleNamespace(rank=rank, size=ranks)) for rank in range(ranks)]
+    found = [[head for part, head in stablelm._own_heads(config, make) if part[0] == "k"] for make in makes]
+    assert found == expected
+
+
 def test_quantized_heads_are_put_in_order(reference, drive, prompts):
     """Rows of quantized weights stay where they are; the products are put in the order of the rotation."""
     model, (prompt,) = reference("glm"), prompts(20)
@@ -39,9 +52,9 @@ def test_quantized_heads_are_put_in_order(reference, drive, prompts):
     assert np.abs(found - exact).max() > 0  # it was quantized
 
 
-def test_capped_scores_refuse_drafts_and_narrow_caches(reference, drive):
+def test_capped_scores_refuse_what_knows_no_caps(reference, drive):
     path = reference("gemma2").path
-    for options in ({"speculation": SpeculativeSettings("NGRAM")}, {"kv_cache_dtype": "int8"}):
+    for options in ({"speculation": SpeculativeSettings("NGRAM")}, {"kv_cache_dtype": "int8"}, {"invariant": True}):
         with pytest.raises(ConfigError, match="attn_logit_softcapping of Gemma2ForCausalLM"):
             drive(path, **options)
 
@@ -62,10 +75,42 @@ def test_windows_follow_the_pattern_of_the_family(architecture, more, windows):
     assert list(read(architecture, sliding_window=8, **more).windows) == windows
 
 
+@pytest.mark.parametrize("name", sorted({name for name, _ in DENSE.values()}))
+def test_what_config_json_leaves_out_is_as_in_transformers(name):
+    theirs = getattr(transformers, f"{name}Config")(**CONFIG | {"hidden_size": 64, "pad_token_id": 0})
+    ours = read(name.removesuffix("Text"), hidden_size=64)
+
+    def said(*keys):
+        return next((found for key in keys if (found := getattr(theirs, key, None)) is not None), None)
+
+    rope, window = theirs.rope_parameters, getattr(theirs, "sliding_window", None)
+    rope = rope.get("full_attention", rope)
+    kinds = said("layer_types") or ["full_attention"] * 4
+    assert ours.norm_eps == said("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
+    assert ours.head_dim == (said("head_dim") or 16)
+    assert ours.tied_embeddings == theirs.tie_word_embeddings
+    assert ours.qkv_bias == bool(said("attention_bias", "use_qkv_bias", "use_bias"))
+    assert (ours.rope.theta, ours.rope.kind) == (rope["rope_theta"], rope["rope_type"])
+    assert ours.rotary_dim == int(ours.head_dim * rope.get("partial_rotary_factor", 1.0))
+    if name != "Ministral":  # nothing and null are the same there
+        assert list(ours.windows) == [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
+def test_patterns_of_windows_end_in_their_only_full_layer():
+    with pytest.raises(ConfigError, match="sliding_window_pattern must be a number, or some L and then one G"):
+        read("Exaone4", sliding_window=8, sliding_window_pattern="GLLL")
+
+
+def test_first_name_of_longrope_is_read():
+    factors = {"short_factor": 6 * [1.0], "long_factor": 6 * [2.0]}
+    assert read("Phi3", rope_scaling={"type": "yarn"} | factors).rope.kind == "longrope"
+
+
 def test_layers_without_positions_are_named_by_the_family():
     assert set(read("SmolLM3").ropes) == {3}
     assert set(read("Cohere2", sliding_window=8).ropes) == {3}
     assert not read("Exaone4", sliding_window=None).ropes
+    assert set(read("Exaone4", sliding_window=8, layer_types=4 * ["full_attention"]).ropes) == {0, 1, 2, 3}
     with pytest.raises(ConfigError, match="no_rope_layers must have 0 or 1 for each layer"):
         read("SmolLM3", no_rope_layers=[1])
 
@@ -82,9 +127,10 @@ def test_caps_are_the_familys_unless_they_are_null():
     assert read("Gemma2", attn_logit_softcapping=None).attention_cap == 0
 
 
-def test_bidirectional_attention_is_refused():
+@pytest.mark.parametrize("name", ["Gemma2", "Gemma3"])
+def test_bidirectional_attention_is_refused(name):
     with pytest.raises(ConfigError, match="use_bidirectional_attention"):
-        read("Gemma3", use_bidirectional_attention=True)
+        read(name, use_bidirectional_attention=True)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from kernels.contract.errors import LoadError
 from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.driver import COMMON
 
@@ -78,6 +79,16 @@ def greedy(model, prompt, length):
         with torch.inference_mode():
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
     return tokens
+
+
+def test_a_tensor_that_the_family_lacks_is_refused(renamed, drive, tmp_path):
+    _, path = renamed
+    weights = load_file(path / "model.safetensors")
+    layer = next(name for name in weights if ".0.attention_norm." in name or ".0.ln_1." in name).rsplit(".", 2)[0]
+    save_file(weights | {f"{layer}.more.bias": torch.zeros(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    with pytest.raises(LoadError, match=r"\.0\.more\.bias is in the checkpoint and not in the model"):
+        drive(tmp_path)
 
 
 def test_tokens_are_those_of_llama(renamed, drive, prompts):

@@ -78,8 +78,10 @@ COMPILERS = ("g++", "clang++", "c++")
 
 
 def neon_flags(features: frozenset[str]) -> tuple[str, ...]:
-    """The compiler's flags for an aarch64 processor, whose products of bf16 and of bytes may be instructions."""
-    return ("-march=armv8.2-a" + "".join(f"+{name}" for name in ("bf16", "i8mm") if name in features),)
+    """The compiler's flags for an aarch64 processor, whose products of bf16 and of bytes may be instructions. The first
+    processors (Cortex-A53 to A73) lack the atomic instructions of Armv8.1, which the compiler would use at once."""
+    products = "".join(f"+{name}" for name in ("bf16", "i8mm") if name in features)
+    return (f"-march=armv8.2-a{products}" if products else "-march=armv8-a",)
 
 
 _PROCESSORS = {
