@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, get_args
 
@@ -287,6 +288,9 @@ def _check_bias(bias: object, limits: Limits, vocab_size: int | None) -> None:
             raise _invalid(name, f"{name} of token {token} must be a finite number from {-_BIAS:g} to {_BIAS:g}.")
 
 
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+
+
 def _check_grammar(grammar: Grammar, limits: Limits) -> None:
     """Size and depth, before any library reads it: these recurse."""
     name = "grammar"
@@ -299,7 +303,10 @@ def _check_grammar(grammar: Grammar, limits: Limits) -> None:
             raise _invalid(name, f"{name} holds half a surrogate pair, which no text contains. Send UTF-8.") from None
         if size > limits.grammar_bytes:
             raise _invalid(name, f"{name} has {size} bytes; at most {limits.grammar_bytes} are allowed. Shorten it.")
-        if _depth(text) > limits.grammar_depth:
+        # In JSON each string is a text of its own, which may be a regular expression.
+        is_json = text is grammar.text and grammar.kind not in ("regex", "ebnf")
+        parts = [_STRING.sub("", text), *_STRING.findall(text)] if is_json else [text]
+        if max(map(_depth, parts)) > limits.grammar_depth:
             raise _invalid(
                 name, f"{name} has brackets more than {limits.grammar_depth} deep. Divide it into rules, or flatten it."
             )
@@ -318,7 +325,7 @@ def _check_choices(text: str, limits: Limits) -> None:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets of any kind may be nested in a text, at most; signs in strings count too."""
+    """How deep brackets of any kind may be nested in a text, at most, those that stand for themselves included."""
     depth = deepest = 0
     for sign in text:
         if sign in "([{":

@@ -154,7 +154,7 @@ class StreamingParser:
         self._ended = False
         self._read: list[str] | None = None  # read since the last mark, if it may become content again
         self._parsed = Parsed(calls=[])
-        self._space = ""  # at the end of the thought, unless more of it follows
+        self._space: list[str] = []  # at the end of the thought, unless more of it follows
         self._held_thought: list[str] = []
         self._called = False  # the current block has a call
         self._suppressed = False  # the current call is not returned
@@ -275,17 +275,19 @@ class StreamingParser:
 
     def add_thought(self, text: str) -> None:
         """Add to the thought; white space at its end is dropped."""
-        said = self._space + text
-        kept = said.rstrip()
-        self._space = said[len(kept) :]
-        if kept and self._stream_thought:
-            self._parsed.reasoning += kept
-        elif kept:
-            self._held_thought.append(kept)
+        said = text.rstrip()
+        if said:
+            kept, self._space = "".join((*self._space, said)), []
+            if self._stream_thought:
+                self._parsed.reasoning += kept
+            else:
+                self._held_thought.append(kept)
+        if len(said) < len(text):
+            self._space.append(text[len(said) :])
 
     def end_thought(self) -> None:
         self._parsed.reasoning += "".join(self._held_thought)
-        self._held_thought, self._space = [], ""
+        self._held_thought, self._space = [], []
 
     # -- content and calls
 

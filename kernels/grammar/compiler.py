@@ -6,9 +6,11 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
+
 from kernels.contract.errors import UnsupportedError
 from kernels.contract.grammar import Grammar, GrammarError, GrammarSettings
-from kernels.grammar.backend import Compiled, GrammarBackend
+from kernels.grammar.backend import Compiled, GrammarBackend, Matcher
 
 __all__ = ["GrammarCompiler", "open_backend"]
 
@@ -48,9 +50,23 @@ class GrammarCompiler:
             if self._backend is None:
                 self._backend = open_backend(self._settings, self._vocab_size)
         try:
-            return self._backend.compile(grammar)
+            compiled = self._backend.compile(grammar)
+            self._try(compiled())
         except GrammarError as error:
             raise GrammarError(_one_line(str(error))) from error
+        return compiled
+
+    def _try(self, text: Matcher) -> None:
+        """Take a first token, so that a grammar without any text, or over the library's limits, fails here. Raises
+        GrammarError."""
+        row = np.zeros(-(-self._vocab_size // 32), dtype=np.int32)
+        text.fill(row)
+        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), count=self._vocab_size, bitorder="little"))
+        if not len(allowed):
+            raise GrammarError("no text matches it")
+        first = int(allowed[0])
+        if first not in self._settings.eos_ids and not text.accept(first):
+            raise GrammarError("it has too many alternatives for this backend")
 
 
 def open_backend(settings: GrammarSettings, vocab_size: int) -> GrammarBackend:

@@ -31,6 +31,9 @@ def adapt_schema(schema: object) -> None:
     parts = list(_parts(schema))
     found = {name for part in parts for name in part if name in _IGNORED}
     for part in parts:
+        target = part.get("$ref")
+        if isinstance(target, str) and target != "#" and not target.startswith("#/"):
+            found.add("$ref to other places than #/...")
         lengths = [name for name in _LENGTHS if name in part]
         if lengths and ("pattern" in part or "format" in part):
             found.update(f"{name} beside pattern or format" for name in lengths)

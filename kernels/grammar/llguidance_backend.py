@@ -6,6 +6,7 @@ Almost nothing is computed at compile time, so that a new schema costs a millise
 from __future__ import annotations
 
 import json
+import re
 
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
@@ -50,7 +51,10 @@ class LlGuidance:
             return library.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in json.loads(text)))
         if grammar.kind == "structural_tag":
             return self._tags(text)
-        return library.grammar_from_json_schema(text or '{"type": "object"}', overrides=self._json(grammar))
+        if text == "false":
+            raise GrammarError("no text matches the schema false")
+        text = {"": '{"type": "object"}', "true": "{}"}.get(text, text)  # the library takes objects only
+        return library.grammar_from_json_schema(text, overrides=self._json(grammar))
 
     def _json(self, grammar: Grammar) -> llguidance._lib.JsonCompileOptions:
         whitespace = self._settings.whitespace if grammar.whitespace is None else grammar.whitespace
@@ -92,4 +96,5 @@ class LlMatcher:
 
 
 def _first_lines(message: str) -> str:
-    return message.split("<state>")[0].strip()
+    found = re.split("<state>|<non-verbose/>", message)[0].strip()
+    return "no text matches it" if found == "NoExtensionBias" else found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,6 +25,13 @@ Longs = npt.NDArray[np.int64]
 
 _BITS: Bits = (1 << np.arange(32, dtype=np.int64)).astype(np.uint32).view(np.int32)
 _ALL = -1  # a word of bits: every token is allowed
+
+_COMPILE_SECONDS = 10.0
+"""A step waits only for grammars that were compiled before a restart, or that this compiler has forgotten."""
+
+_TEXT_SECONDS = 1.0
+"""Processor time that one text may take for a mask, while others wait; more for tokens from before a restart. Not every
+library has a limit of its own."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +107,14 @@ class GrammarSlots:
         errors: dict[int, str] = {}
         for place, row in enumerate(rows):
             text = self._texts[slots[row]]
-            try:
-                text.follow(self._tokens(text, slots[row], lengths[row]))
-                text.fill(bits[place], self._thought)
-            except Exception as error:  # of one text: others go on
+            if not text.error:
+                try:
+                    self._fill(text, slots[row], lengths[row], bits[place])
+                except Exception as error:  # of one text: others go on
+                    text.error = f"the grammar cannot go on: {error}"
+            if text.error:
                 bits[place] = _ALL
-                errors[slots[row]] = f"the grammar cannot go on: {error}"
+                errors[slots[row]] = text.error
         return StepMasks(RowMasks(np.array(rows, dtype=np.int64), bits, self._memory.put), errors)
 
     def sampled(self, slots: Sequence[int], tokens: Tensor) -> None:
@@ -114,6 +124,13 @@ class GrammarSlots:
         texts = [(row, self._texts[slot]) for row, slot in enumerate(slots) if slot in self._texts]
         if texts:
             self._arriving.append((self._memory.fetch([tokens]), texts))
+
+    def _fill(self, text: _Text, slot: int, length: int, row: Bits) -> None:
+        tokens, begun = self._tokens(text, slot, length), time.thread_time()
+        text.follow(tokens)
+        text.fill(row, self._thought)
+        if time.thread_time() - begun > _TEXT_SECONDS * (1 + len(tokens) // 100):
+            raise GrammarError("it takes too long to follow; simplify it")
 
     def _take_arrived(self) -> None:
         for fetched, texts in self._arriving:
@@ -143,6 +160,7 @@ class _Text:
         self._matcher: Matcher | None = None
         self._tail: tuple[int, ...] = ()
         self._ended = False
+        self.error = ""  # why it cannot go on
         self.position = position
         self.arrived: list[int] = []
 
@@ -178,5 +196,8 @@ class _Text:
 
     def _started(self) -> Matcher:
         if self._matcher is None:
-            self._matcher = self._compiled.result()()
+            try:
+                self._matcher = self._compiled.result(_COMPILE_SECONDS)()
+            except TimeoutError:
+                raise GrammarError(f"it takes more than {_COMPILE_SECONDS:g} s to compile") from None
         return self._matcher

@@ -65,7 +65,9 @@ class XGrammar:
                 raise GrammarError("xgrammar takes GBNF, whose rules are written with ::=")
             return compiler.compile_grammar(text)
         if grammar.kind == "choice":
-            return compiler.compile_grammar("root ::= " + " | ".join(json.dumps(each) for each in json.loads(text)))
+            # It takes the two halves of an escaped surrogate pair for two characters.
+            choices = " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(text))
+            return compiler.compile_grammar(f"root ::= {choices}")
         if grammar.kind == "structural_tag":
             tags = read_tags(text)
             for tag in tags.structures:

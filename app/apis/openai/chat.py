@@ -41,6 +41,7 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
     params = chat_params(body)
     names = chat_names(body)
     form, choice = service.output_format, tool_choice_of(body)
+    prompt = chat_prompt(body, service.arguments, form.tools)  # checks the tools, before their schemas are read
     constraint = await _constraint(service, body, form, choice, params.grammar)
     if constraint is not None:
         grammar = Grammar(constraint.kind, constraint.text, constraint.whitespace)
@@ -54,7 +55,7 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
         params = msgspec.structs.replace(params, thought_budget=budget)
     stream = service.submit(
         exchange,
-        chat_prompt(body, service.arguments, form.tools),
+        prompt,
         params,
         priority=body.priority,
         cache_salt=salt_of(body),
@@ -136,7 +137,9 @@ async def _constraint(
     if found is not None:
         return found
     if choice.forced:
-        return forced_calls(choice.tools, named=named, parallel=parallel)
+        calls = forced_calls(choice.tools, named=named, parallel=parallel)
+        # xgrammar takes no pattern of white space.
+        return msgspec.structs.replace(calls, whitespace=None) if backend == "xgrammar" else calls
     return None if form.tools is None else strict_calls(form.tools, choice.tools)
 
 

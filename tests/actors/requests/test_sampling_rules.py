@@ -9,6 +9,7 @@ import pytest
 
 from actors.protocol.requests import InvalidRequest, Limits, SamplingParams
 from actors.requests.sampling_rules import resolve, slot_sampling, validate
+from kernels.contract.grammar import Grammar
 from kernels.contract.step import SlotSampling
 
 VOCAB = 1000
@@ -182,3 +183,31 @@ def test_bad_words_of_too_many_tokens_are_refused():
     with pytest.raises(InvalidRequest) as caught:
         slot_sampling(SamplingParams(), index=0, seed=0, bad_words=[[1] * 1000, [2] * 25])
     assert caught.value.param == "bad_words"
+
+
+DEEP = "(" * 65
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("json_schema", f'{{"pattern": "{DEEP}"}}'),
+        Grammar("json_schema", "[" * 65),
+        Grammar("json_schema", "{}", f'"{"(" * 40}" "{"(" * 40}"'),
+        Grammar("regex", f'"{"(" * 40}" "{"(" * 40}"'),
+        Grammar("ebnf", DEEP),
+    ],
+)
+def test_a_deep_grammar_is_refused(grammar: Grammar) -> None:
+    with pytest.raises(InvalidRequest, match="deep"):
+        validate(resolve(SamplingParams(grammar=grammar), {}), vocab_size=VOCAB)
+
+
+def test_brackets_in_strings_of_json_do_not_add_up() -> None:
+    texts = [f":( {number}" for number in range(80)]
+    schema = {"enum": texts, "description": 'a "[" and \\'}
+    for grammar in (
+        Grammar("choice", msgspec.json.encode(texts).decode()),
+        Grammar("json_schema", msgspec.json.encode(schema).decode()),
+    ):
+        validate(resolve(SamplingParams(grammar=grammar), {}), vocab_size=VOCAB)

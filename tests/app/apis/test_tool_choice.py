@@ -56,6 +56,19 @@ async def test_a_forced_call_is_json_where_the_format_is_not(options: dict[str, 
     assert (answer["message"]["content"], answer["finish_reason"]) == (None, "tool_calls")
     grammar = engine.requests[-1]["params"].grammar
     assert (grammar.kind, msgspec.json.decode(grammar.text)["minItems"]) == ("json_schema", 1)
+    assert (grammar.whitespace is None) == ("grammar_backend" in options)  # xgrammar takes no pattern
+
+
+@pytest.mark.parametrize("choice", ["required", ADD])
+async def test_tools_are_checked_before_a_call_is_forced(choice: object) -> None:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(300):
+        schema = {"type": "object", "properties": {"a": schema}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    application, _ = served(tool_call_parser="glm45")
+    response, data = await post(application, {**BODY, "tools": [tool], "tool_choice": choice})
+    error = msgspec.json.decode(data)["error"]
+    assert (response.status_code, error["param"]) == (400, "tools[0].function.parameters")
 
 
 async def test_allowed_tools_are_the_only_ones_that_may_be_called() -> None:

@@ -136,6 +136,7 @@ def test_a_text_is_accepted_where_the_pattern_matches(backend: str) -> None:
     ("grammar", "pattern"),
     [
         (Grammar("choice", '["red", "dark green", "a\\"b"]'), r'red|dark green|a"b'),
+        (Grammar("choice", '["\U0001f600 é\\n"]'), "\U0001f600 é\n"),
         (Grammar("ebnf", 'root ::= "x" [0-9]{1,3} ("y" | "z")'), r"x[0-9]{1,3}[yz]"),
         (Grammar("ebnf", 'root ::= pair ("," pair)?\npair ::= [a-c] "=" [0-1]'), r"[a-c]=[01](,[a-c]=[01])?"),
     ],
@@ -198,6 +199,33 @@ def test_a_wrong_grammar_is_an_error_in_one_line(backend: str, grammar: Grammar)
         compiler(backend).compile(grammar).result(30)
     assert str(caught.value).isprintable()
     assert 0 < len(str(caught.value)) <= 400
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("schema", ['{"$ref": "#"}', '{"allOf": [{"$ref": "#"}]}', "false"])
+def test_a_schema_that_no_text_matches_is_an_error(backend: str, schema: str) -> None:
+    with pytest.raises(GrammarError, match=r"no text matches|cannot accept|[Uu]nsatisfiable|false"):
+        compiler(backend).compile(Grammar("json_schema", schema)).result(30)
+
+
+def test_more_alternatives_than_the_library_follows_are_an_error() -> None:
+    choices = " | ".join(f'"a{number}"' for number in range(2500))
+    schema = {"type": "object", "properties": {f"k{number}": {"type": "string"} for number in range(700)}}
+    for grammar in (Grammar("ebnf", f"root ::= {choices}"), form(schema)):
+        with pytest.raises(GrammarError, match="too many alternatives"):
+            compiler("llguidance").compile(grammar).result(30)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("target", ["http://example.com/a.json", "other.json#/a"])
+def test_a_reference_to_another_document_is_an_error(backend: str, target: str) -> None:
+    with pytest.raises(GrammarError, match=r"\$ref|Resource"):
+        compiler(backend).compile(form({"$ref": target})).result(30)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_schema_may_be_true(backend: str) -> None:
+    json.loads(sample(backend, Grammar("json_schema", "true"), most=40) or "1")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any, cast
 
 import numpy as np
@@ -15,12 +16,13 @@ from kernels.core.attention_rows import DecodeTokens
 from kernels.devices.memory import DeviceMemory, MemoryUsage
 from kernels.execution.executors.host_masked import HostMasked
 from kernels.execution.runner import ModelRunner
+from kernels.grammar.compiler import GrammarCompiler
 from kernels.grammar.slots import GrammarSlots
 from kernels.models.host_model import HostModel
 from kernels.sampling.masks import RowMasks
 from tests.kits.driver import Driver, pack
 from tests.kits.executors import find_executor, remove_executor
-from tests.kits.grammars import EOS, FILE, VOCAB, tokenizer
+from tests.kits.grammars import BACKENDS, EOS, FILE, VOCAB, tokenizer
 from tests.kits.native import require_native
 
 SETTINGS = GrammarSettings("llguidance", str(FILE), (EOS, 0))
@@ -54,6 +56,31 @@ def allowed(slots: GrammarSlots, length: int) -> str:
     bits = np.unpackbits(found.masks.bits.view(np.uint8), axis=1, count=VOCAB, bitorder="little")[0]
     signs = "".join(sign for sign in "abcd" if bits[ids(sign)[0]])
     return signs + ("$" if bits[EOS] else "")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_text_that_does_not_match_stays_an_error(backend: str) -> None:
+    """Another executor may ask again for the masks of the same step."""
+    slots = GrammarSlots(GrammarSettings(backend, str(FILE), (EOS, 0)), VOCAB, Memory(), None)
+    settings = SlotSampling(grammar=Grammar("regex", "ab"))
+    slots.admit(Admission(1, 1, pack([7, 8, *ids("aa")]), 2, 0, b"", settings))
+    for _ in range(2):
+        assert "does not match" in slots.masks([1], [4]).errors[1]
+
+
+def test_a_step_does_not_wait_for_a_grammar_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.grammar.slots._COMPILE_SECONDS", 0.01)
+    monkeypatch.setattr(GrammarCompiler, "compile", lambda self, grammar: Future())
+    assert "to compile" in admitted("ab").masks([1], [2]).errors[1]
+
+
+def test_a_text_that_takes_too_long_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.grammar.slots._TEXT_SECONDS", -1.0)
+    slots = admitted("ab")
+    assert "too long" in slots.masks([1], [2]).errors[1]
+    monkeypatch.undo()
+    assert "too long" in slots.masks([1], [2]).errors[1]
+    assert not admitted("ab").masks([1], [2]).errors
 
 
 def test_tokens_that_arrive_with_a_copy_are_followed() -> None:
