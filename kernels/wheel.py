@@ -22,6 +22,7 @@ __all__ = ["BuildNative", "NativeWheel"]
 ROOT = Path(__file__).parents[1]
 FOLDER = "kernels/devices/cpu/native/compiled"
 LEVELS = {"x86_64": ("amx", "avx512", "avx2"), "aarch64": ("neon",)}
+NEON_FEATURES = (frozenset[str](), frozenset({"bf16"}), frozenset({"i8mm"}), frozenset({"bf16", "i8mm"}))
 # The wheel needs no C++ library of the system, and none of another extension is mistaken for it.
 STATIC = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-s")
 
@@ -55,7 +56,15 @@ class NativeWheel(bdist_wheel):
 def compile_all(folder: Path) -> None:
     """Compile what this machine's compiler can; the others are compiled where the wheel is installed."""
     sys.path.insert(0, str(ROOT))  # these modules need the standard library alone
-    from kernels.devices.cpu.native.library import COMPILERS, OPERATORS, Source, compile_command, library_name
+    from kernels.devices.cpu.native.library import (
+        COMPILERS,
+        FLAGS,
+        OPERATORS,
+        Source,
+        compile_command,
+        library_name,
+        neon_flags,
+    )
     from kernels.speculation.drafters.trie_source import SOURCE
 
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
@@ -64,6 +73,9 @@ def compile_all(folder: Path) -> None:
         return
     levels = LEVELS.get(platform.machine(), ())
     sources = [source for isa, source in OPERATORS.items() if str(isa) in levels]
+    if "neon" in levels:  # one for each kind of processor, whatever this machine's is
+        (own,) = sources
+        sources = [own._replace(flags=FLAGS + neon_flags(features)) for features in NEON_FEATURES]
     folder.mkdir(parents=True)
 
     def one(source: Source) -> None:

@@ -157,7 +157,7 @@ def _plain(
         yield Grammar("json_schema", _schema(json, f"{at}json"), white), f"{at}json"
     if regex:
         yield Grammar("regex", regex), f"{at}regex"
-    if choice:
+    if choice is not None:
         yield Grammar("choice", msgspec.json.encode(choice).decode()), f"{at}choice"
     if grammar:
         yield Grammar("ebnf", grammar), f"{at}grammar"

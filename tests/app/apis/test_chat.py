@@ -163,6 +163,7 @@ async def test_a_requests_own_template_reaches_a_server_that_trusts_it(make_appl
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"regex": "a+", "guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_choice": []}, "guided_choice"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
