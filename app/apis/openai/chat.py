@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -33,6 +34,8 @@ from app.server.service import Service, json_response
 from app.server.sse import sse_response
 
 __all__ = ["chat_completions"]
+
+_PIECE = 4096  # characters of a whole answer that are parsed at once
 
 
 async def chat_completions(service: Service, exchange: Exchange, body: ChatRequest) -> Response:
@@ -81,7 +84,7 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
         )
         return sse_response(service, exchange, stream, writer)
     collected = await collect(stream, params.n)
-    return json_response(_answer(service, exchange, body, collected, created, reader))
+    return json_response(await _answer(service, exchange, body, collected, created, reader))
 
 
 def _thought(form: OutputFormat) -> Thought | None:
@@ -175,7 +178,7 @@ async def _reader(
     return lambda: ChoiceReader(kind(tools, **options), end)
 
 
-def _answer(
+async def _answer(
     service: Service,
     exchange: Exchange,
     body: ChatRequest,
@@ -186,7 +189,7 @@ def _answer(
     messages: list[ChatMessageAnswer] = []
     reasoning_tokens = 0
     for choice in collected:
-        message, tokens = _message(choice, reader, shown=body.include_reasoning is not False)
+        message, tokens = await _message(choice, reader, shown=body.include_reasoning is not False)
         messages.append(message)
         reasoning_tokens += tokens
     usage = usage_answer(
@@ -225,7 +228,7 @@ def _answer(
     )
 
 
-def _message(
+async def _message(
     choice: Collected, reader: Callable[[], ChoiceReader] | None, *, shown: bool
 ) -> tuple[ChatMessageAnswer, int]:
     """The message of a choice, and the tokens of its thought. ``shown``: whether the thought is returned."""
@@ -233,12 +236,16 @@ def _message(
     if reader is None:
         return ChatMessageAnswer(content=text), 0
     reading = reader()
-    first, last = reading.read(text, choice.token_ids), reading.end()
-    content, reasoning = first.content + last.content, first.reasoning + last.reasoning
+    parts = [reading.read("", choice.token_ids)]
+    for start in range(0, len(text), _PIECE):
+        parts.append(reading.read(text[start : start + _PIECE], ()))
+        await asyncio.sleep(0)  # a long answer takes seconds, in which other streams go on
+    parts.append(reading.end())
+    content, reasoning = "".join(part.content for part in parts), "".join(part.reasoning for part in parts)
     message = ChatMessageAnswer(content=content)
     if reasoning and shown:
         message.reasoning_content = message.reasoning = reasoning
-    for delta in (*first.calls, *last.calls):
+    for delta in (delta for part in parts for delta in part.calls):
         if message.tool_calls is msgspec.UNSET:
             message.tool_calls = []
             message.content = content or None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
@@ -10,6 +11,10 @@ import openai
 import pytest
 
 from actors.options import Arguments
+from app.apis.collecting import Collected
+from app.apis.openai.chat import _message
+from app.apis.openai.choice_reader import ChoiceReader
+from app.parsers.tools.hermes import HermesParser
 from app.server.application import create_app
 from tests.kits.app_requests import BODY, events, post
 from tests.kits.fake_engine import FakeEngine
@@ -37,6 +42,25 @@ async def test_an_answer_holds_the_calls(application, engine) -> None:
         assert second == {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     _, data = await post(application, {**BODY, "tools": TOOLS, "parallel_tool_calls": False})
     assert len(msgspec.json.decode(data)["choices"][0]["message"]["tool_calls"]) == 1
+
+
+async def test_the_loop_runs_while_a_long_answer_is_parsed() -> None:
+    arguments = msgspec.json.encode({"text": "word " * 4000}).decode()
+    choice = Collected()
+    choice.text = pieces(f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>')
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(turn())
+    message, _ = await _message(choice, lambda: ChoiceReader(HermesParser({"add": {}}), None), shown=True)
+    other.cancel()
+    assert [call.function.arguments for call in message.tool_calls] == [arguments]
+    assert turns >= 5
 
 
 @pytest.mark.parametrize("stream", [False, True])
