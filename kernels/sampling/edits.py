@@ -140,7 +140,9 @@ class BatchEdits:
         said = history[slots[rows, None], index.clamp(0, history.shape[1] - 1)].long()
         in_time = known & (index <= (start + tokens)[:, None])  # so that its end is seen when it comes
         begun = (begin < 0) | ((said == begin[:, None]) & in_time).any(-1)
-        ended = ((said == end[:, None]) & known).any(-1)
+        last_begin = torch.where((said == begin[:, None]) & known, index, -1).amax(-1)
+        last_end = torch.where((said == end[:, None]) & known, index, -1).amax(-1)
+        ended = last_end > last_begin  # an earlier message's thought ended before
         due = (at >= start + tokens) & begun & ~ended
         kept = logits[rows, end]
         logits[rows] = logits[rows].masked_fill(due[:, None], -torch.inf)

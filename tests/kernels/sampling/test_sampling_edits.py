@@ -230,6 +230,13 @@ def test_a_thought_ends_when_its_budget_is_spent():
     assert greedy(falling(4), histories, [1] * 4, thought_budget=[none] * 4) == [end, 0, 0, 0]
 
 
+def test_a_budget_holds_behind_a_thought_that_ended_before():
+    begin, end = 5, 6
+    begun = [begin, 8, end, begin, 9, 9]
+    assert greedy(falling(), [begun], [4], thought_budget=[ThoughtBudget(2, begin, end)]) == [end]
+    assert greedy(falling(), [[begin, 8, end, 9, 9, 9]], [1], thought_budget=[ThoughtBudget(2, begin, end)]) == [0]
+
+
 def test_a_budget_of_a_thought_reads_the_history():
     sampler = Sampler(VOCAB, 2)
     sampler.admit(0, SlotSampling(thought_budget=ThoughtBudget(3, 1, 2)), 1)
