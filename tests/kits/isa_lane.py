@@ -14,6 +14,7 @@ ISA = (
     "kernels/execution/test_executors.py",
     "kernels/execution/test_prepared_steps.py",
     "kernels/execution/test_runner.py",
+    "kernels/grammar/test_grammar_slots.py",
     "kernels/models/test_equality.py",
     "kernels/models/test_layer_context.py",
     "kernels/sampling",
