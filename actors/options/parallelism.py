@@ -34,7 +34,7 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
             aliases=("nccl-init-addr",),
             default_text="a file in a private folder",
             metavar="HOST:PORT",
-            help="Rendezvous address of the workers, on this machine. Anyone who reaches the port may disturb them: "
-            "torch has no authentication. Without it no port is opened.",
+            help="Rendezvous address of the workers, on this machine. The port has no authentication, so let no "
+            "one else reach it. Without this option no port is opened.",
         ),
     ] = None

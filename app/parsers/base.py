@@ -143,6 +143,7 @@ class StreamingParser:
         stream_thought: bool = True,
     ) -> None:
         self.calls = 0
+        self._ids: set[str] = set()
         self.thought = False  # whether a thought has begun
         self.thought_chars = self.chars = 0
         self._tools = tools
@@ -195,7 +196,7 @@ class StreamingParser:
 
     def block(self, mark: str) -> Reading[None]:
         """Read the calls behind ``mark``, which is one of ``OPEN``. Raises Malformed."""
-        raise NotImplementedError
+        raise Malformed("the format has no blocks")
         yield
 
     def at_start(self) -> Reading[None]:
@@ -323,7 +324,10 @@ class StreamingParser:
         self._read, self._called = None, True
         self._suppressed = not self._parallel and self.calls > 0
         if not self._suppressed:
-            identity = identity or self.new_id(name, self.calls)
+            number = self.calls
+            while not identity or identity in self._ids:  # a model may write one twice
+                identity, number = self.new_id(name, number), number + 1
+            self._ids.add(identity)
             self._parsed.calls.append(CallDelta(self.calls, FunctionDelta("", name), identity, "function"))
             self.calls += 1
 

@@ -92,7 +92,7 @@ _FAMILIES: Mapping[str, tuple[str, str]] = {
     "MistralForCausalLM": ("mistral", OFF),
     "MixtralForCausalLM": ("mistral", OFF),
 }
-"""``architectures`` of config.json -> formats of tool calls and thoughts, where the template tells none."""
+"""``architectures`` of config.json -> formats of tool calls and thoughts, for templates that show neither."""
 
 
 class OutputFormat(msgspec.Struct, frozen=True):

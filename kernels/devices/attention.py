@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -69,8 +70,7 @@ class Attention(ABC, Generic[Cache, Plan]):
         """As ``attend``, with scores of ``cap * tanh(score / cap)``. It reads ``rows`` on the host: no pass with it is
         captured."""
         caches = self.caches
-        gather = lambda places: caches.gather(cache, places)  # noqa: E731 - of this layer
-        return attend_capped(queries, gather, rows, caches.page_size, window, scale, cap)
+        return attend_capped(queries, partial(caches.gather, cache), rows, caches.page_size, window, scale, cap)
 
     def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``scale`` times cos and sin of ``positions`` int64 [tokens] times ``frequencies`` float32 [dim], each

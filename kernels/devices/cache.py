@@ -60,9 +60,9 @@ class KvCaches(ABC, Generic[Cache]):
         were read before any is written. Targets differ, but for those that are their own source.
         """
 
+    @abstractmethod
     def gather(self, cache: Cache, places: Tensor) -> Tensor:
         """The contents of ``places`` int64 [n] of a cache that is not narrow: [n, 2, kv_heads, dim]."""
-        raise NotImplementedError(f"{type(self).__name__} has no places that can be read")
 
     def move_all(self, caches: Sequence[Cache], source: Tensor, target: Tensor, each: int) -> None:
         """``move`` in every layer. ``each``: tokens of a row, whose places no other row reads or writes."""

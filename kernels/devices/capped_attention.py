@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kernels.contract.errors import UnsupportedError
 from kernels.core.attention_rows import AttentionRows
 
 __all__ = ["attend_capped"]
@@ -30,7 +31,7 @@ def attend_capped(
     query sees, 0 for all. Only positions that are seen are read.
     """
     if rows.tree is not None:
-        raise NotImplementedError("attention with capped scores has no trees of draft tokens")
+        raise UnsupportedError("attention with capped scores has no trees of draft tokens; leave speculation out")
     heads, dim = queries.shape[1:]
     out = torch.empty_like(queries)
     begin = 0

@@ -1,7 +1,7 @@
 """Where compiled native libraries are kept, and whether one may be loaded from there.
 
-A library runs as the user who loads it. It is loaded only if no user but root could have put it there: each folder
-from ``troupe`` down to the file is owned by this user or by root, and no other user may write to it.
+A loaded library has all rights of its user. So one is loaded only if no user but root could have put it there: each
+folder from ``troupe`` down to the file is owned by this user or by root, and no other user may write to it.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class StepCost:
             error = _damped(error, expected, weight)
         if paused:  # the draft first observed all deferred tokens
             error = min(error, 0.0)
-        # Normalized least mean squares: parts that cannot be told apart share an error by their squared prior.
+        # Normalized least mean squares: indistinguishable parts share an error by their squared prior.
         start, level, node = (share * share for share in DIALS.first_shares)
         error /= start + level * levels**2 + node * nodes**2
         # No part exceeds the whole excess of this step: a stall would otherwise distort many probes.

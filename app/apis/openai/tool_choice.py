@@ -13,11 +13,14 @@ from app.server.errors import invalid
 __all__ = ["ToolChoice", "tool_choice_of"]
 
 
+Mode = Literal["none", "auto", "required", "named"]
+
+
 class ToolChoice(msgspec.Struct, frozen=True):
     """``tools``: parameters of the tools that may be called, by name. ``mode``: whether one must be called; ``named``:
     exactly that one. ``strict``: whether a tool asks that its calls match its schema."""
 
-    mode: Literal["none", "auto", "required", "named"]
+    mode: Mode
     tools: dict[str, dict[str, Any]]
     strict: bool = False
 
@@ -29,6 +32,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
 def tool_choice_of(body: ChatRequest) -> ToolChoice:
     """The choice that a body makes. Raises 400."""
     given = body.tool_choice
+    mode: Mode
     tools = {tool.function.name: tool for tool in body.tools or ()}
     if given in (None, "none") or not tools:
         if given not in (None, "none"):
@@ -46,13 +50,13 @@ def tool_choice_of(body: ChatRequest) -> ToolChoice:
     if mode == "none":
         return ToolChoice("none", {})
     return ToolChoice(
-        mode,  # type: ignore[arg-type]
+        mode,
         {name: tools[name].function.parameters or {} for name in names},
         any(tools[name].function.strict for name in names),
     )
 
 
-def _object(given: dict[str, Any], known: set[str]) -> tuple[list[str], str]:
+def _object(given: dict[str, Any], known: set[str]) -> tuple[list[str], Mode]:
     kind = given.get("type")
     if kind == "function":
         [name] = _names([given], "tool_choice", known)
@@ -62,10 +66,16 @@ def _object(given: dict[str, Any], known: set[str]) -> tuple[list[str], str]:
         where = "tool_choice.allowed_tools"
         if not isinstance(inner, dict) or not isinstance(inner.get("tools"), list) or not inner["tools"]:
             raise invalid(f"{where}: must be an object with a mode and a list of tools.", param=where)
-        if inner.get("mode", "auto") not in ("auto", "required"):
-            raise invalid(f"{where}.mode: must be auto or required.", param=f"{where}.mode")
+        mode: Mode
+        match inner.get("mode", "auto"):
+            case "auto":
+                mode = "auto"
+            case "required":
+                mode = "required"
+            case _:
+                raise invalid(f"{where}.mode: must be auto or required.", param=f"{where}.mode")
         names = list(_names(inner["tools"], f"{where}.tools", known))
-        return list(dict.fromkeys(names)), inner.get("mode", "auto")
+        return list(dict.fromkeys(names)), mode
     raise invalid("tool_choice.type: must be function or allowed_tools.", param="tool_choice.type")
 
 

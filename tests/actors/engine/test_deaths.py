@@ -1,4 +1,4 @@
-"""How the deaths of an engine's actors are told."""
+"""Deaths of an engine's actors are logged, counted and reported by health checks."""
 
 from __future__ import annotations
 

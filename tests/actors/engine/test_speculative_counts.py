@@ -1,4 +1,4 @@
-"""What an engine tells of its draft tokens: by request, and in its metrics; and the request that wants none, or few."""
+"""Draft tokens are counted by request and in the metrics; a request can limit them."""
 
 from __future__ import annotations
 

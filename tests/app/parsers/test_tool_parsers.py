@@ -49,6 +49,13 @@ def splits(text: str) -> st.SearchStrategy[list[str]]:
     return cuts.map(lambda at: [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)])
 
 
+def test_ids_that_a_model_repeats_are_made_unique() -> None:
+    whole = written("kimi_k2", OSLO, ADD)
+    _, calls = read([whole + whole], "kimi_k2")
+    names = ["get_weather:0", "add:1", "get_weather:2", "add:3"]
+    assert [call[2] for call in calls] == [f"functions.{name}" for name in names]
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_are_read_in_any_pieces(name: str) -> None:
     text = written(name, OSLO, NOW, ADD)

@@ -364,7 +364,7 @@ def built(source: Source | None = None) -> Path | None:
 
 
 def shipped(source: Source) -> Path | None:
-    """The library that the wheel brings, unless it was found to be of no use (``refuse``)."""
+    """The library that the wheel brings; None if there is none or ``refuse`` was called for it."""
     path = SHIPPED / library_name(source)
     if path in _refused:
         return None
