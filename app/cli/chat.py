@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -117,7 +117,7 @@ class ChatSession:
         self.messages.append(message)
         return calls
 
-    def _chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _chunks(self, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         for event in self._client.events("/v1/chat/completions", json.dumps(body).encode()):
             yield from event.get("choices") or ()
 
