@@ -10,23 +10,19 @@ import logging
 import re
 from collections.abc import Callable, Generator, Mapping
 from secrets import token_hex
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
+from app.parsers.events import CallArguments, CallBegun, Piece, Reasoning, Text
 from app.parsers.reasoning.thoughts import Thoughts
 
 __all__ = [
-    "CallDelta",
-    "CalledFunction",
     "Cut",
-    "FunctionDelta",
     "Malformed",
-    "Parsed",
     "Reading",
     "Sink",
     "StreamingParser",
-    "ToolCall",
 ]
 
 _log = logging.getLogger("troupe.parsers")
@@ -44,43 +40,6 @@ _SCALAR = re.compile(r"true|false|null|-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", r
 _DEPTH = 64
 _LONGEST_NAME = 256
 _PIECE = 4096
-
-
-class FunctionDelta(msgspec.Struct):
-    """``name`` comes with the first delta of a call; ``arguments``, joined over all deltas, are a JSON object."""
-
-    arguments: str
-    name: str | msgspec.UnsetType = msgspec.UNSET
-
-
-class CallDelta(msgspec.Struct):
-    """A piece of a call in the form of OpenAI's streams. ``index``: the call's position among those of its choice."""
-
-    index: int
-    function: FunctionDelta
-    id: str | msgspec.UnsetType = msgspec.UNSET
-    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
-
-
-class CalledFunction(msgspec.Struct):
-    name: str
-    arguments: str
-
-
-class ToolCall(msgspec.Struct):
-    """A whole call in the form of OpenAI's answers."""
-
-    id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
-
-
-class Parsed(msgspec.Struct):
-    """What a piece of text added to a choice."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: list[CallDelta] = []
 
 
 class Malformed(Exception):
@@ -154,7 +113,7 @@ class StreamingParser:
         self._text = ""  # not read yet
         self._ended = False
         self._read: list[str] | None = None  # read since the last mark, if it may become content again
-        self._parsed = Parsed(calls=[])
+        self._pieces: list[Piece] = []
         self._space: list[str] = []  # at the end of the thought, unless more of it follows
         self._held_thought: list[str] = []
         self._called = False  # the current block has a call
@@ -164,19 +123,19 @@ class StreamingParser:
 
     # -- for the caller
 
-    def read(self, text: str) -> Parsed:
-        """Add a piece of the choice; returns what is certain with it."""
+    def read(self, text: str) -> list[Piece]:
+        """Add a piece of the choice; returns what is certain with it, in order."""
         self.chars += len(text)
         for at in range(0, len(text), _PIECE):  # so that joining what is held stays linear
             self._text += text[at : at + _PIECE]
             self._resume()
-        return self._take_parsed()
+        return self._take_pieces()
 
-    def end(self) -> Parsed:
+    def end(self) -> list[Piece]:
         """The rest of the choice. A call without its end is returned as far as it was made."""
         self._ended = True
         self._resume()
-        return self._take_parsed()
+        return self._take_pieces()
 
     def reasoning_tokens(self, token_ids: int) -> int:
         """An estimate by characters of how many of so many tokens are the thought's."""
@@ -188,9 +147,9 @@ class StreamingParser:
         except StopIteration:
             self._text = ""
 
-    def _take_parsed(self) -> Parsed:
-        parsed, self._parsed = self._parsed, Parsed(calls=[])
-        return parsed
+    def _take_pieces(self) -> list[Piece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     # -- what formats override
 
@@ -280,20 +239,31 @@ class StreamingParser:
         if said:
             kept, self._space = "".join((*self._space, said)), []
             if self._stream_thought:
-                self._parsed.reasoning += kept
+                self._reason(kept)
             else:
                 self._held_thought.append(kept)
         if len(said) < len(text):
             self._space.append(text[len(said) :])
 
     def end_thought(self) -> None:
-        self._parsed.reasoning += "".join(self._held_thought)
+        self._reason("".join(self._held_thought))
         self._held_thought, self._space = [], []
+
+    def _reason(self, text: str) -> None:
+        last = self._pieces[-1] if self._pieces else None
+        if isinstance(last, Reasoning):
+            last.text += text
+        elif text:
+            self._pieces.append(Reasoning(text))
 
     # -- content and calls
 
     def add_content(self, text: str) -> None:
-        self._parsed.content += text
+        last = self._pieces[-1] if self._pieces else None
+        if isinstance(last, Text):
+            last.text += text
+        elif text:
+            self._pieces.append(Text(text))
 
     def give_up(self) -> None:
         """Make what was read since the last mark the next text again."""
@@ -328,18 +298,18 @@ class StreamingParser:
             while not identity or identity in self._ids:  # a model may write one twice
                 identity, number = self.new_id(name, number), number + 1
             self._ids.add(identity)
-            self._parsed.calls.append(CallDelta(self.calls, FunctionDelta("", name), identity, "function"))
+            self._pieces.append(CallBegun(self.calls, identity, name))
             self.calls += 1
 
     def add_arguments(self, text: str) -> None:
         """Add to the arguments of the call that began last."""
         if self._suppressed or not text:
             return
-        last = self._parsed.calls[-1] if self._parsed.calls else None
-        if last is not None and last.index == self.calls - 1:
-            last.function.arguments += text
+        last = self._pieces[-1] if self._pieces else None
+        if isinstance(last, CallArguments):  # of this call, for another would have begun in between
+            last.text += text
         else:
-            self._parsed.calls.append(CallDelta(self.calls - 1, FunctionDelta(text)))
+            self._pieces.append(CallArguments(self.calls - 1, text))
 
     def parameters(self, name: str) -> dict[str, Any]:
         """The JSON Schema of a tool's parameters."""

@@ -33,6 +33,7 @@ FAST = (
     "app/apis/test_wrong_values.py",
     "app/cli/test_arguments_sources.py",
     "app/cli/test_bench_commands.py",
+    "app/cli/test_chat_command.py",
     "app/cli/test_cli_command.py",
     "app/cli/test_cli_server.py",
     "app/cli/test_greeting.py",
