@@ -10,6 +10,7 @@ import msgspec
 from werkzeug.exceptions import HTTPException
 
 from actors.protocol.requests import (
+    CompilerBusy,
     EngineDraining,
     EngineFailed,
     EngineNotReady,
@@ -123,6 +124,14 @@ def to_api_error(error: BaseException, reference: str) -> ApiError:
         return error
     if isinstance(error, InvalidRequest):
         return invalid(str(error), param=error.param, code=error.code)
+    if isinstance(error, CompilerBusy):
+        return ApiError(
+            503,
+            f"{error} Send the request again later.",
+            kind="service_unavailable_error",
+            code="grammar_backlog",
+            retry_after=error.retry_after,
+        )
     if isinstance(error, QueueFull):
         return ApiError(
             429, str(error), kind="rate_limit_error", code="queue_full", retry_after=error.retry_after, retryable=True

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,7 @@ class Exchange:
         self.custom_labels: dict[str, Value] = {}  # of the metrics of its requests
         self.error: ApiError | None = None  # the answer, where it is one
         self.outcome = ""  # what ended it, if not the status: "disconnect", "stalled", an error code
+        self.renames: Mapping[str, str] = {}  # parameter names of the engine -> those of this API, for errors
         self.ignored = ""  # fields of the body without effect, for the client and the log
         self.tokens: tuple[int, int] | None = None  # prompt, completion
         self.interruption: ApiError | None = None  # why the server aborts it, set before the abort

@@ -200,6 +200,7 @@ class Service:
         if exchange.custom_labels:
             stream.timeline.request |= exchange.custom_labels
         exchange.own(stream)
+        exchange.renames = rename or {}
         return stream
 
     def check_size(self, prompts: int, choices: int, param: str) -> None:
@@ -260,6 +261,8 @@ class Service:
 
     def failure(self, exchange: Exchange, error: BaseException) -> ApiError:
         """The answer for an error. An abort by the server has the server's reason."""
+        if isinstance(error, InvalidRequest):
+            error = renamed(error, exchange.renames)
         answer = to_api_error(error, exchange.request_id)
         if answer.code == "request_aborted" and exchange.interruption is not None:
             answer = exchange.interruption
