@@ -159,7 +159,8 @@ async def _reader(
     kind = form.json_parser() if as_json else form.parser(with_tools=tools is not None)
     if kind is None:
         return lambda: None
-    thinking, end, hidden = None, None, ()
+    thinking, end = None, None
+    hidden: tuple[str, ...] = ()
     thoughts = form.thoughts
     if thoughts is not None and not form.harmony:
         thinking = thoughts.in_prompt(await service.engine.detokenize(prompt_end, skip_special_tokens=False))
