@@ -11,6 +11,7 @@ import logging
 import re
 
 from app.parsers.base import Malformed, Reading, StreamingParser
+from app.parsers.tools.lark import ANY, Rules, Schema, Unenforceable
 
 __all__ = ["ForcedHarmonyParser", "HarmonyParser"]
 
@@ -77,6 +78,27 @@ class HarmonyParser(StreamingParser):
         self.put_back(mark)
         if not self._stream_thought or not mark:
             self.end_thought()
+
+
+    @classmethod
+    def call_rule(cls, name: str, schema: Schema, rules: Rules) -> str:
+        """From behind the role on. The recipient stands before the channel or behind it."""
+        channel, json = rules.text("<|channel|>commentary"), rules.text(" <|constrain|>json")
+        to = rules.text(f" to=functions.{name}")
+        header = f'({to} {channel} | {channel} {to}) (" json" | {json})?'
+        return f"{header} {rules.text(_MESSAGE)} {rules.json(schema or {'type': 'object'})}"
+
+    @classmethod
+    def answer_rule(cls, calls: list[str], rules: Rules, *, forced: bool, other: str | None) -> str | None:
+        if not all(map(rules.is_token, (*_HEADER, _MESSAGE, _END[0]))):
+            raise Unenforceable("the marks of this format are not in the model's vocabulary")
+        text, message = rules.excluding(ANY), rules.text(_MESSAGE)
+        begun = rules.text("<|end|><|start|>assistant")
+        final = f"{rules.text('<|channel|>final')} {message} {other or text}"
+        kinds = '("analysis" | "commentary")'
+        said = f"{rules.text('<|channel|>')} {kinds} {message} {text} {begun}"
+        last = " | ".join(calls if forced else [*calls, final, f"{rules.text('<|channel|>')} {kinds} {message} {text}"])
+        return f"({said})* ({last})"
 
 
 class ForcedHarmonyParser(HarmonyParser):
