@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from actors.options import Arguments
 from app.apis.admin.routes import ROUTES as ADMIN
+from app.apis.batches.routes import ROUTES as BATCHES
 from app.apis.openai.routes import ROUTES as OPENAI
 from app.apis.probes.routes import ROUTES as PROBES
 from app.apis.sglang.routes import ROUTES as SGLANG
@@ -36,7 +37,7 @@ _DESCRIPTION = (
     ),
 )
 
-ROUTES: tuple[Route, ...] = (*OPENAI, *SGLANG, *TOKENS, *ADMIN, *PROBES, *_DESCRIPTION, *LIVE_PAGE)
+ROUTES: tuple[Route, ...] = (*OPENAI, *BATCHES, *SGLANG, *TOKENS, *ADMIN, *PROBES, *_DESCRIPTION, *LIVE_PAGE)
 
 
 def routes(arguments: Arguments) -> tuple[Route, ...]:
