@@ -25,7 +25,7 @@ from app.server.errors import ApiError, shutting_down, too_many_uploads
 from app.server.exchange import Exchange
 from app.server.middleware import Application, Middleware
 from app.server.request_body import MAX_BODY
-from app.server.route_table import routes
+from app.server.route_table import DIALECTS, routes
 from app.server.routes import Route, RouteTable
 from app.server.service import Service
 from app.server.single_process import refuse_sibling_workers
@@ -61,7 +61,7 @@ class Troupe(Quart):
         self.failed = asyncio.Event()
         self.exit_code = 0
         self.url: str | None = None  # for clients on this machine, if known
-        self.service = Service(engine, arguments, RouteTable(routes(arguments)))
+        self.service = Service(engine, arguments, RouteTable(routes(arguments), DIALECTS))
         if arguments.file_storage_path is not None:
             folder = Path(arguments.file_storage_path).expanduser()
             limit = int(arguments.file_storage_gib * (1 << 30))
@@ -96,7 +96,12 @@ class Troupe(Quart):
     async def _answer_error(self, error: Exception) -> ResponseReturnValue:
         exchange: Exchange = request.scope["troupe.exchange"]  # type: ignore[typeddict-item]
         answer = self.service.failure(exchange, error)
-        return Response(answer.body(), status=answer.status, headers=answer.headers(), content_type="application/json")
+        return Response(
+            exchange.dialect.body(answer, exchange.request_id),
+            status=exchange.dialect.status(answer),
+            headers=answer.headers(),
+            content_type="application/json",
+        )
 
     # -- start and stop -----------------------------------------------------------------------------------------------
 

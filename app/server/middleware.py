@@ -91,6 +91,7 @@ class Middleware:
             keep_alive=service.arguments.sse_keep_alive_interval,
             metrics=service.engine.metrics.streams,
             body=body,
+            dialect=service.table.dialect(route, path, scope["headers"]),
         )
         scope["troupe.exchange"] = exchange
         if service.engine.tracing is not None and route is not None and route.operation:

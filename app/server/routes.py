@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from app.server.auth import Level
+from app.server.dialect import OPENAI, Dialect
 
 if TYPE_CHECKING:
     from quart import Response
@@ -41,6 +42,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     tag: str = "server"
     id_prefix: str = "req-"
     logged: bool = True
+    dialect: Dialect = OPENAI  # the form of its errors and streams
     operation: str = ""  # of those that generate: OpenTelemetry's name, chat | text_completion | generate_content
     needs_engine: bool = False  # 503 while the engine does not take requests, before the body is read
     spelling: tuple[tuple[str, str], ...] = ()  # of those that generate: the engine's name of a field -> the body's
@@ -74,9 +76,13 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouteTable:
-    """Finds the route of a raw path, for the key check and for the handler."""
+    """Finds the route of a raw path, for the key check and for the handler.
 
-    def __init__(self, routes: Iterable[Route]) -> None:
+    ``dialects``: the APIs whose requests are known by their paths and headers.
+    """
+
+    def __init__(self, routes: Iterable[Route], dialects: Iterable[Dialect] = ()) -> None:
+        self._dialects = tuple(dialects)
         self.routes = tuple(routes)
         self._fixed: dict[str, list[Route]] = {}
         self._open: list[tuple[re.Pattern[str], Route]] = []
@@ -100,6 +106,13 @@ class RouteTable:
             if wanted in route.methods:
                 return route
         return None
+
+    def dialect(self, route: Route | None, path: str, headers: Iterable[tuple[bytes, bytes]]) -> Dialect:
+        """The form of the answer to a request, with ``route`` or none."""
+        for dialect in self._dialects:
+            if dialect.speaks(path, headers):
+                return dialect
+        return OPENAI if route is None else route.dialect
 
     def methods(self, path: str) -> list[str]:
         """The methods of a path, for ``Allow``."""

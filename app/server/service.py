@@ -73,6 +73,7 @@ class Service:
         )
         self._screen = FieldScreen(table.routes, engine.metrics.count_unknown_field)
         self._mark_tokens: dict[str, int | None] = {}
+        self._special_marks: dict[str, bool] = {}
         self.warm = arguments.skip_server_warmup  # whether the warm-up requests are done
 
     # -- model names ---------------------------------------------------------------------------------
@@ -125,6 +126,13 @@ class Service:
             ids = await self.engine.tokenize(mark, add_special_tokens=False)
             self._mark_tokens[mark] = ids[0] if len(ids) == 1 else None
         return self._mark_tokens[mark]
+
+    async def is_special(self, mark: str) -> bool:
+        """Whether a mark is a token that ``skip_special_tokens`` leaves out of texts."""
+        if mark not in self._special_marks:
+            token = await self.mark_token(mark)
+            self._special_marks[mark] = token is not None and not await self.engine.detokenize([token])
+        return self._special_marks[mark]
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -208,6 +216,7 @@ class Service:
         if exchange.custom_labels:
             stream.timeline.request |= exchange.custom_labels
         exchange.own(stream)
+        exchange.renames = rename or {}
         return stream
 
     def check_size(self, prompts: int, choices: int, param: str) -> None:
@@ -276,6 +285,8 @@ class Service:
 
     def failure(self, exchange: Exchange, error: BaseException) -> ApiError:
         """The answer for an error. An abort by the server has the server's reason."""
+        if isinstance(error, InvalidRequest):
+            error = renamed(error, exchange.renames)
         answer = to_api_error(error, exchange.request_id)
         if answer.code == "request_aborted" and exchange.interruption is not None:
             answer = exchange.interruption

@@ -26,6 +26,7 @@ FAST = (
     "app/apis/test_batches.py",
     "app/apis/test_chat.py",
     "app/apis/test_completions.py",
+    "app/apis/test_events.py",
     "app/apis/test_model_names.py",
     "app/apis/test_request_fields.py",
     "app/apis/test_sglang.py",
