@@ -50,6 +50,7 @@ async def background_exchange(
         send_deadline=0,
         keep_alive=0,
         metrics=service.engine.metrics.streams,
+        dialect=route.dialect,
         body=RequestBody(_no_body, [], "1.1", service.uploads, is_read=False),
     )
     exchange.tenant, exchange.background = tenant, True
@@ -79,7 +80,9 @@ async def answer_request(service: Service, route: Route, data: bytes, *, tenant:
         except Exception as error:
             failure = service.failure(exchange, error)
             again = failure.retry_after if failure.retryable else None
-            answer = Answer(failure.status, failure.body(), exchange.request_id, again)
+            answer = Answer(
+                failure.status, exchange.dialect.body(failure, exchange.request_id), exchange.request_id, again
+            )
     service.count_http(route.path, answer.status)
     return answer
 

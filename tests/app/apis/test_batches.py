@@ -140,7 +140,7 @@ async def test_a_restart_runs_only_lines_without_a_result(make: Callable[..., Tr
     await until(lambda: record.completed == 2 and len(engine.streams) == 3)
     await first.shutdown()
     output = next(first.service.batches.store.batches.glob("*.output"))
-    output.write_bytes(output.read_bytes() + b'{"cut":')  # as by a loss of power
+    output.write_bytes(output.read_bytes() + b'{"id":"batch_re')  # as by a loss of power
     second = make(api_key="b,a")  # another order of keys
     await second.startup()
     batch = await finished(second, batch_id, until, "a")
