@@ -31,6 +31,7 @@ from app.server.upload_budget import UploadBudget
 
 if TYPE_CHECKING:
     from actors.engine.engine import Engine
+    from app.apis.batches.runner import BatchRunner
 
 __all__ = ["Service", "json_response", "renamed"]
 
@@ -38,6 +39,10 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 SEND_DEADLINE = 120.0
 """Seconds after which a client that reads nothing is disconnected."""
+
+
+_LAST = 1 << 20
+"""The priority of requests for which no client waits."""
 
 
 def json_response(value: object, status: int = 200) -> Response:
@@ -62,6 +67,7 @@ class Service:
         self.feed = Feed(self)
         self.created = int(time.time())
         self.send_deadline = SEND_DEADLINE
+        self.batches: BatchRunner | None = None  # with --file-storage-path
         self._text_tickets = TicketOffice(
             max_sequences=LIMITS.text_requests, max_tokens=None, tenants=max(1, len(arguments.api_keys))
         )
@@ -193,6 +199,8 @@ class Service:
         """
         if label is not None and exchange.label is None and is_label(label):
             exchange.label = label
+        if exchange.background and self.arguments.enable_priority_scheduling:
+            priority = _LAST if self.arguments.schedule_low_priority_values_first else -_LAST
         try:
             stream = self.engine.generate(
                 prompt,
@@ -266,6 +274,14 @@ class Service:
                     raise outcome
         except InvalidRequest as error:
             raise renamed(error, rename) from None
+
+    def owner(self, exchange: Exchange) -> str:
+        """Whose the stored things of this exchange are: the same after a restart, whatever other keys there are."""
+        return self.keyring.owner(exchange.tenant)
+
+    def sees(self, exchange: Exchange, owner: str) -> bool:
+        """Whether this exchange may see what ``owner`` has stored."""
+        return self.keyring.is_admin(exchange.tenant) or owner == self.owner(exchange)
 
     def failure(self, exchange: Exchange, error: BaseException) -> ApiError:
         """The answer for an error. An abort by the server has the server's reason."""
