@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
 from actors.protocol.requests import Grammar
-from app.apis.tool_choice import ToolChoice
+from app.apis.openai.tool_schemas import without_nulls
 from app.parsers.base import StreamingParser
 from app.parsers.tools.constraints import Form, ToolConstraint, forced_calls, native_calls, strict_calls
 from app.parsers.tools.lark import Unenforceable
@@ -15,7 +16,25 @@ from app.parsers.tools.passthrough import PassthroughParser
 from app.server.errors import ApiError, invalid
 from app.server.service import Service
 
-__all__ = ["tool_constraint"]
+__all__ = ["NO_TOOLS", "Mode", "ToolChoice", "tool_constraint"]
+
+Mode = Literal["none", "auto", "required", "named"]
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """``tools``: parameters of the tools that may be called, by name. ``mode``: whether one must be called; ``named``:
+    exactly that one. ``strict``: whether a tool asks that its calls match its schema."""
+
+    mode: Mode
+    tools: dict[str, dict[str, Any]]
+    strict: bool = False
+
+    @property
+    def forced(self) -> bool:
+        return self.mode in ("required", "named")
+
+
+NO_TOOLS = ToolChoice("none", {})
 
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"
 
@@ -30,10 +49,11 @@ async def tool_constraint(
 ) -> ToolConstraint | None:
     """What the choice of tools adds to a request; None if nothing.
 
-    A forced call replaces the ``given`` form, which is the content's. Where a call is not forced, the answer is calls or
-    in that form. ``names``: of the request's fields. Raises 400 where this cannot be enforced.
+    A forced call replaces the ``given`` form, which is the content's. Where none is forced, the answer is either calls
+    or in that form. ``names``: of the request's fields. Raises 400 where this cannot be enforced.
     """
     backend, form = service.arguments.grammar_backend, service.output_format.tools
+    choice = msgspec.structs.replace(choice, tools={name: without_nulls(tool) for name, tool in choice.tools.items()})
     if form is None or form is PassthroughParser:
         form = None
     if choice.forced:

@@ -32,12 +32,14 @@ class HarmonyParser(StreamingParser):
 
     def _everything(self, thinking: bool | None) -> Reading[None]:
         yield
+        if begun := (yield from self.skip(" to=", "to=")):
+            yield from self._headed(_HEADER[0], begun)  # the prompt ends in the header
         while mark := (yield from self.until(self.MARKS, self.add_content)):
             if mark in _HEADER:
                 yield from self._headed(mark)
 
-    def _headed(self, mark: str) -> Reading[None]:
-        """A header, which ``mark`` begins, and its message. What is no header is content."""
+    def _headed(self, mark: str, begun: str = "") -> Reading[None]:
+        """A header, which ``mark`` and ``begun`` begin, and its message. What is no header is content."""
         header: list[str] = []
 
         def sink(text: str) -> None:
@@ -45,10 +47,11 @@ class HarmonyParser(StreamingParser):
             if sum(map(len, header)) > _MOST_HEADER:
                 raise Malformed("the header of a message has no end")
 
-        self._read = []
+        self._read = [begun]
         try:
             while mark in _HEADER:
-                header.append(mark)
+                header += (mark, begun)
+                begun = ""
                 mark = yield from self.until(self.MARKS, sink)
             if mark != _MESSAGE and not _is_header("".join(header)):
                 raise Malformed("the header has no message")
@@ -78,7 +81,6 @@ class HarmonyParser(StreamingParser):
         self.put_back(mark)
         if not self._stream_thought or not mark:
             self.end_thought()
-
 
     @classmethod
     def call_rule(cls, name: str, schema: Schema, rules: Rules) -> str:

@@ -18,8 +18,8 @@ _SPACE = " ?"
 
 
 class ToolConstraint(msgspec.Struct, frozen=True):
-    """A grammar by its kind and text (see ``kernels.contract.grammar``). ``covers_thought``: it begins with the answer's
-    first token, and contains the thought."""
+    """A grammar by its kind and text (see ``kernels.contract.grammar``). ``covers_thought``: it begins with the first
+    token, and contains the thought."""
 
     kind: Literal["ebnf", "json_schema", "structural_tag"]
     text: str
@@ -28,8 +28,8 @@ class ToolConstraint(msgspec.Struct, frozen=True):
 
 
 class Form(msgspec.Struct, frozen=True):
-    """The form of an answer without calls, as in ``kernels.contract.grammar``: json_schema, json_object, regex or choice.
-    ``whitespace``: the pattern of white space in JSON; empty: none."""
+    """The form of an answer without calls, by its kind in ``kernels.contract.grammar``: json_schema, json_object, regex
+    or choice. ``whitespace``: the pattern of white space in JSON; empty: none."""
 
     kind: str
     text: str
@@ -75,9 +75,9 @@ def native_calls(
 ) -> ToolConstraint:
     """Calls in the model's own format, in llguidance's dialect of Lark. Each matches its tool's schema.
 
-    ``tokens``: the ids of marks that are one token. ``forced``: nothing but calls; otherwise text may stand around them,
-    or, with ``other``, the answer is either calls or in that form. ``single``: at most one call. Raises Unenforceable
-    where calls in the format cannot be held to a schema.
+    ``tokens``: the ids of marks that are one token. ``forced``: nothing but calls; otherwise text may stand around
+    them, or, with ``other``, the answer is either calls or in that form. ``single``: at most one call. Raises
+    Unenforceable where calls in the format cannot be held to a schema.
     """
     rules = Rules(tokens)
     calls = [rules.add(form.call_rule(name, schema, rules)) for name, schema in tools.items()]
@@ -123,7 +123,7 @@ def strict_calls(form: type[StreamingParser], tools: Mapping[str, Schema]) -> To
     structures = []
     for name, schema in tools.items():
         frame = form.frame(name)
-        begin = "" if form.SECTION[0] or not form.OPEN else form.OPEN[0]
+        begin = form.OPEN[0] if form.OPEN and form.SECTION[0] in ("", form.OPEN[0]) else ""
         if frame is None or not form.OPEN or not (begin + frame[0]).startswith(form.OPEN[0]):
             raise Unenforceable("this format's calls are enforced with --grammar-backend llguidance only")
         structures.append({"begin": begin + frame[0], "schema": schema or {"type": "object"}, "end": frame[1]})

@@ -53,4 +53,4 @@ class InvokeParser(ParameterParser):
     def member_rule(cls, key: str, value: Value, rules: Rules) -> str:
         said = f' string="{str(value.text).lower()}"' if cls.TYPED else ""
         begin = rules.text(f'<{cls.PREFIX}parameter name="{key}"{said}>')
-        return f'{begin} {value.rule(rules, f"</{cls.PREFIX}parameter>")} {rules.text(chr(10))}'
+        return f"{begin} {value.rule(rules, f'</{cls.PREFIX}parameter>')} {rules.text(chr(10))}"

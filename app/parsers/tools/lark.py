@@ -92,8 +92,8 @@ class Rules:
         return self.add(whole, lazy=True)
 
     def excluding(self, start: str, *without: str) -> str:
-        """A terminal of the texts of ``start`` in which none of these marks is: a model can spell also those that are one
-        token with others."""
+        """A terminal of the texts of ``start`` in which none of these marks is: a model can spell those that are one
+        token with others, too."""
         found = " & ".join([start, *(f"~/(?s:.*){regex(text)}(?s:.*)/" for text in dict.fromkeys(without))])
         return self.add(found, terminal=True)
 

@@ -34,7 +34,7 @@ class Value:
 
 
 class ParameterParser(StreamingParser):
-    """Calls of these formats list the schema's parameters in its order. Text values are passed on as they arrive; others when they are complete, because their type decides their form.
+    """Text values are passed on as they arrive; others when they are complete, because their type decides their form.
 
     ``NEWLINES``: each value stands on lines of its own. ``TYPED``: the tags say whether a value is text.
     """
@@ -94,7 +94,6 @@ class ParameterParser(StreamingParser):
         self.add_arguments(as_json("".join(parts), set() if text is False else types))
         return end
 
-
     @classmethod
     def member_rules(cls, schema: Schema, rules: Rules) -> str:
         """The parameters of a call as part of a grammar. Raises Unenforceable."""
@@ -113,7 +112,10 @@ class ParameterParser(StreamingParser):
 
 
 def members(schema: Schema) -> Iterator[tuple[str, Any, bool]]:
-    """The properties of an object's schema, and whether each is required. Raises Unenforceable for what else it says."""
+    """The properties of an object's schema, and whether each is required.
+
+    Raises Unenforceable for what else it says of the object.
+    """
     found = resolved(schema, schema)
     others = {key for key in found if found[key] is not None} - _OF_OBJECTS - ANNOTATIONS
     if others:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from app.parsers.base import Cut, Malformed, Reading, Sink, StreamingParser
-from app.parsers.tools.lark import Rules, Schema, Unenforceable, placed
+from app.parsers.tools.lark import ANNOTATIONS, Rules, Schema, Unenforceable, placed, resolved
 from app.parsers.tools.parameters import members, types_of
 
 __all__ = ["Llama4Parser", "PythonicParser"]
@@ -183,9 +183,8 @@ class Llama4Parser(PythonicParser):
 
 def _literal(schema: Any, root: Schema, rules: Rules) -> str:
     kinds = types_of(schema, root)
-    plain = not {"enum", "const", "anyOf", "oneOf", "allOf", "not", "$ref"} & set(schema if isinstance(schema, dict) else ())
     words = {"boolean": '"True" | "False"', "null": '"None"'}
-    if plain and kinds and kinds <= set(words):
+    if kinds and kinds <= set(words) and not set(resolved(schema, root)) - ANNOTATIONS - {"type"}:
         return f"({' | '.join(words[kind] for kind in sorted(kinds))})"
     return rules.json(placed(schema, root))
 
