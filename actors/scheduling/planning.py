@@ -255,7 +255,7 @@ class StepPlanning:
     def _is_blocked(self, sequence: Sequence) -> bool:
         """Whether this is the sequence that did not fit, and pages are still too few."""
         table = self._table
-        if table.room is not None and not table.room.fits(sequence):
+        if table.reservations is not None and not table.reservations.fits(sequence):
             return True
         return self._blocked[1] + self._growth.pages(table.running.values(), table.page_size) > self._available
 
@@ -297,7 +297,7 @@ class StepPlanning:
                 continue
             if not config.chunked and step.counts and sequence.length > step.budget:
                 break
-            if table.running and table.room is not None and not table.room.fits(sequence):
+            if table.running and table.reservations is not None and not table.reservations.fits(sequence):
                 table.may_admit = False
                 self._blocked = (sequence.id, 0)
                 break

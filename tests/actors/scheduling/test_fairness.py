@@ -200,5 +200,5 @@ def test_tenants_with_work_waiting_are_served_alike(seed, count, max_running, ov
             assert len(stage.planner.running()) == max_running, "a place stands idle"
         if stage.sent and (not planned or draw.random() < 0.7):
             stage.finish()
-    assert len(stage.told) == number
+    assert len(stage.reported) == number
     assert all(stage.end(n).reason in ("stop", "length") for n in range(number))

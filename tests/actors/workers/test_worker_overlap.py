@@ -20,7 +20,7 @@ from kernels.contract.step import StepBatch, StepResult, StepTiming
 
 
 class Device:
-    """A runner whose steps end when they are told to. ``done``: as on a CPU, where nothing is left to wait for.
+    """A runner whose steps end when the test ends them. ``done``: as on a CPU, where nothing is left to wait for.
     ``drafted`` and ``rest``: what each has drafted, and leaves to do; ``whole``: what it tells of its time, and
     ``runs`` is called while it runs."""
 
@@ -123,13 +123,13 @@ def test_a_step_takes_what_it_keeps_others_from_too(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("actors.workers.worker.time", SimpleNamespace(monotonic=lambda: clock[0]))
     worker = worker_on(Device(True, whole=0.5), monkeypatch)
     worker.step(step(1), 9.0)
-    told = []
+    reported = []
     for sent, now in ((9.5, 12.0), (13.0, 14.0), (12.5, 15.0)):
         clock[0] = now
         answer = worker.step(step(2), sent)
         assert isinstance(answer, StepResult)
-        told.append(answer.timing.whole)
-    assert told == [2.0, 1.0, 1.0]
+        reported.append(answer.timing.whole)
+    assert reported == [2.0, 1.0, 1.0]
 
 
 def test_a_step_of_an_earlier_life_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
