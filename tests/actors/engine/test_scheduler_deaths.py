@@ -46,11 +46,12 @@ from tests.kits.waiting import PATIENCE, until
 class Silent(Actor[WorkerProtocol]):
     """A worker that answers a step when the test says what."""
 
-    def __init__(self, steps: list[tuple[int, Deferred[StepResult]]]) -> None:
-        self._steps = steps
+    def __init__(self, steps: list[tuple[int, Deferred[StepResult]]], messages: list[Step]) -> None:
+        self._steps, self._messages = steps, messages
 
     @handles
     def step(self, message: Step) -> Deferred[StepResult]:
+        self._messages.append(message)
         self._steps.append((message.epoch, self.context.system.loop.create_future()))
         return self._steps[-1][1]
 
@@ -107,6 +108,7 @@ class Rig:
     board: HealthBoard
     journal: Journal
     steps: list[tuple[int, Deferred[StepResult]]]
+    messages: list[Step]  # of the steps
     reported: list[Emission]
     fences: list[Fence]
     fenced: list[asyncio.Event]  # what a fence waits for
@@ -149,13 +151,14 @@ class Rig:
 async def rigged(cache_of: Callable[[HealthBoard], CacheManager] = CacheManager) -> AsyncIterator[Rig]:
     board, journal = HealthBoard(), Journal()
     steps: list[tuple[int, Deferred[StepResult]]] = []
+    messages: list[Step] = []
     reported: list[Emission] = []
     fences: list[Fence] = []
     fenced: list[asyncio.Event] = []
     async with ActorSystem() as system:
         cache = await system.spawn(lambda: cache_of(board), name="cache")
         detokenizer = await system.spawn(lambda: Drain(reported, fences, fenced), name="detokenizer")
-        worker = await system.spawn(lambda: Silent(steps), name="worker-0")
+        worker = await system.spawn(lambda: Silent(steps, messages), name="worker-0")
         config = PlannerConfig(max_running=2, max_slots=3, step_tokens=64, max_prefill_tokens=64, overlap=False)
         scheduler = await system.spawn(
             lambda: Scheduler(
@@ -167,7 +170,7 @@ async def rigged(cache_of: Callable[[HealthBoard], CacheManager] = CacheManager)
             ),
             name="scheduler",
         )
-        rig = Rig(system, scheduler, board, journal, steps, reported, fences, fenced)
+        rig = Rig(system, scheduler, board, journal, steps, messages, reported, fences, fenced)
         rig.ready(0)
         await rig.heard()
         yield rig
@@ -304,6 +307,7 @@ async def test_only_a_death_that_narrows_the_suspects_down_does_not_count() -> N
         rig.board.worker_lost(rig.now())  # one that had not loaded
         counted.append(rig.board.last_death_counts())
         assert counted == [True, False, True]
+        assert [message.idle_work_first for message in rig.messages] == [False, True, True]
 
 
 async def test_workers_that_die_before_they_are_sent_a_step_blame_no_request() -> None:

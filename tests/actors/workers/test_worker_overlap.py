@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from actors.protocol import Step, WorkerConfig
@@ -115,6 +116,14 @@ def test_work_after_a_steps_reply_counts_as_draft_cost(
         assert isinstance(answer, Answered)
         assert answer.answer.timing.whole == (1.0 + waited if whole else 0.0)
         assert answer.answer.timing.observe == (waited if drafted and whole else 0.0)
+
+
+def test_idle_work_of_suspects_comes_before_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+    worker = worker_on(Device(True, rest=lambda: done.append(1)), monkeypatch)
+    answer = worker.step(msgspec.structs.replace(step(1), idle_work_first=True), 0.0)
+    assert isinstance(answer, StepResult)
+    assert done == [1]
 
 
 def test_a_step_takes_what_it_keeps_others_from_too(monkeypatch: pytest.MonkeyPatch) -> None:
