@@ -23,7 +23,7 @@ class DetokenizerProtocol:
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):
-    """Why a sequence ended: stop | length | abort | error | timeout."""
+    """Why a sequence ended: stop | length | abort | error | invalid | timeout. ``invalid``: the request is at fault."""
 
     reason: str
     matched: int | None = None  # the token id that ended it

@@ -53,8 +53,10 @@ class Step(Message[WorkerProtocol, StepResult], frozen=True):
 class CompileGrammar(Message[WorkerProtocol, str], frozen=True):
     """Compile a grammar before a request with it is submitted. The reply is empty, or says why there is none.
 
-    ``timeout``: seconds.
+    ``timeout``: seconds. ``BUSY`` is the reply where others took them.
     """
+
+    BUSY: ClassVar[str] = "busy"
 
     grammar: Grammar
     timeout: float

@@ -264,7 +264,7 @@ class Planner:
         scores = StepScores(result) if result.logprobs else None
         prompts = PromptScores(result) if result.prompt_rows else None
         vectors = pooled_vectors(result) if result.pooled_rows else {}
-        failed = {(error.slot, error.generation): error.message for error in result.failed}
+        failed = {(error.slot, error.generation): error for error in result.failed}
         if self._draft_limits is not None and (flight.adapted or flight.decodes < len(flight.samples)):
             self._draft_limits.learn(flight, result)
         emissions: list[Emission] = []
@@ -280,8 +280,9 @@ class Planner:
             if sequence.serial != serial:
                 continue  # it has ended or left the device since the step was planned
             if failed and (sequence.slot, sequence.generation) in failed:
-                message = failed[sequence.slot, sequence.generation]
-                emissions.append(self._table.end(sequence, Ended("error", message=message)))
+                error = failed[sequence.slot, sequence.generation]
+                ended = Ended("invalid" if error.invalid else "error", message=error.message)
+                emissions.append(self._table.end(sequence, ended))
                 continue
             if suspected:
                 ran.append((sequence, row < flight.decodes))

@@ -146,9 +146,13 @@ class Worker(Actor[WorkerProtocol]):
         except UnsupportedError as error:
             return str(error)
         answer: Later[str] = Future()
-        limit = threading.Timer(
-            message.timeout, _answer, (answer, f"it takes more than {message.timeout:g} s to compile; simplify it")
-        )
+
+        def late() -> None:
+            waits = not (compiled.running() or compiled.done())
+            too_much = f"it takes more than {message.timeout:g} s to compile; simplify it"
+            _answer(answer, message.BUSY if waits else too_much)
+
+        limit = threading.Timer(message.timeout, late)
         limit.daemon = True
         limit.start()
 

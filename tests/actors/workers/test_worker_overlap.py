@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from actors.protocol import Step, WorkerConfig
+from actors.protocol import CompileGrammar, Step, WorkerConfig
 from actors.runtime import Answered, Later
 from actors.workers.worker import StaleStep, Worker
 from kernels.contract.config import RunnerConfig
+from kernels.contract.grammar import Grammar
 from kernels.contract.runner import RunningStep
 from kernels.contract.step import StepBatch, StepResult, StepTiming
 
@@ -137,3 +138,18 @@ def test_a_step_of_an_earlier_life_is_refused(monkeypatch: pytest.MonkeyPatch) -
     worker._epoch = 2
     with pytest.raises(StaleStep, match="of epoch 1"):
         worker.step(step(1), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("begun", "answer"), [(True, "it takes more than 0 s to compile; simplify it"), (False, "busy")]
+)
+def test_a_grammar_that_never_began_to_compile_is_not_at_fault(
+    begun: bool, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: Future[object] = Future()
+    if begun:
+        compiled.set_running_or_notify_cancel()
+    worker = worker_on(SimpleNamespace(compile_grammar=lambda _: compiled), monkeypatch)
+    found = worker.compile_grammar(CompileGrammar(grammar=Grammar("regex", "a"), timeout=0.0), 0.0)
+    assert isinstance(found, Later)
+    assert found.result(60) == answer

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
+from app.apis.events import Call, join
 from app.parsers.registry import TOOL_PARSERS
 from app.parsers.tools.constraints import forced_calls, native_calls, strict_calls
 from app.understudy import MODEL_DIR
@@ -66,8 +67,9 @@ def test_a_frame_around_arguments_is_a_call_in_the_format(name: str) -> None:
     for each in tag["structures"]:
         assert each["begin"].startswith(trigger)
     framed = tag["structures"][1]["begin"] + '{"a": -1.5, "b": null}' + tag["structures"][1]["end"]
-    [call] = form(TOOLS).read(framed).calls
-    assert (call.function.name, msgspec.json.decode(call.function.arguments)) == ADD
+    [call] = join(form(TOOLS).read(framed))
+    assert isinstance(call, Call)
+    assert (call.name, msgspec.json.decode(call.arguments)) == ADD
 
 
 def test_forced_calls_are_in_the_models_format_where_it_is_json() -> None:
