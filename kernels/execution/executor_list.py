@@ -10,7 +10,6 @@ from kernels.execution.executors.eager_pass import EagerPass
 from kernels.execution.executors.following_pass import FollowingPass
 from kernels.execution.executors.host_chains import HostChains
 from kernels.execution.executors.host_decode import HostDecode
-from kernels.execution.executors.host_masked import HostMasked
 from kernels.execution.executors.host_prompt_ends import HostPromptEnds
 from kernels.execution.executors.no_rows import NoRows
 from kernels.execution.executors.verify_pass import VerifyPass
@@ -99,7 +98,5 @@ def _unobserved(context: StepContext, max_rows: int, unobserved: bool) -> list[E
     if model is None:
         return []
     found: list[Executor] = [HostDecode(context, model, max_rows, unobserved)]
-    if loaded.grammars is not None:
-        found.insert(0, HostMasked(context, model, loaded.grammars, max_rows, unobserved))
     ends = HostPromptEnds.make(context, windows, max_rows, unobserved, False)
     return found if ends is None else [*found, ends]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,8 +32,12 @@ MOST_WHITESPACE = 16
 class Matcher(Protocol):
     """The state of one text. Not thread safe."""
 
-    def accept(self, token: int) -> bool:
+    def follow(self, token: int) -> bool:
         """Advance by a token. False: the grammar does not allow it, and the state is of no further use."""
+        ...
+
+    def accept(self, token: int) -> bool:
+        """Advance by a token. False: the grammar does not allow it; the state is unchanged."""
         ...
 
     def rollback(self, tokens: int) -> None:
@@ -53,6 +57,11 @@ Compiled = Callable[[], Matcher]
 class GrammarBackend(Protocol):
     def compile(self, grammar: Grammar) -> Compiled:
         """Raises GrammarError. Thread safe; it holds the interpreter's lock only briefly."""
+        ...
+
+    def fill(self, texts: Sequence[Matcher], rows: Bits) -> bool:
+        """``Matcher.fill`` of several texts at once, by threads: ``rows`` [texts, words]. False: it cannot. A text that
+        has an error raises it when it is filled alone."""
         ...
 
 
