@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,11 +57,6 @@ Compiled = Callable[[], Matcher]
 class GrammarBackend(Protocol):
     def compile(self, grammar: Grammar) -> Compiled:
         """Raises GrammarError. Thread safe; it holds the interpreter's lock only briefly."""
-        ...
-
-    def fill(self, texts: Sequence[Matcher], rows: Bits) -> bool:
-        """``Matcher.fill`` of several texts at once, by threads: ``rows`` [texts, words]. False: it cannot. A text that
-        has an error raises it when it is filled alone."""
         ...
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
 from kernels.contract.errors import UnsupportedError
 from kernels.contract.grammar import Grammar, GrammarError, GrammarSettings
-from kernels.grammar.backend import Bits, Compiled, GrammarBackend, Matcher
+from kernels.grammar.backend import Compiled, GrammarBackend, Matcher
 
 __all__ = ["GrammarCompiler", "open_backend"]
 
@@ -42,10 +41,6 @@ class GrammarCompiler:
             else:
                 self._results.move_to_end(grammar)
             return found
-
-    def fill(self, texts: Sequence[Matcher], rows: Bits) -> bool:
-        """See ``GrammarBackend``."""
-        return self._backend is not None and self._backend.fill(texts, rows)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -7,21 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from typing import cast
 
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
 from kernels.contract.grammar import Grammar, GrammarError, GrammarSettings
-from kernels.devices.cpu.host import usable_cores
-from kernels.grammar.backend import MOST_WHITESPACE, Bits, Compiled, Matcher, read_tags, tokenizer_json
+from kernels.grammar.backend import MOST_WHITESPACE, Bits, Compiled, read_tags, tokenizer_json
 
 __all__ = ["LlGuidance"]
-
-_THREADS = 8
-"""That fill the masks of a step, on an otherwise idle host: 64 masks of a vocabulary of 150,000 take some milliseconds
-alone."""
 
 
 class LlGuidance:
@@ -34,8 +27,6 @@ class LlGuidance:
         )
         # Defaults bound the work of a step; messages must not print the parser's state.
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
-        threads = min(_THREADS, usable_cores())
-        self._executor = llguidance.LLExecutor(threads) if threads > 1 else None
 
     def compile(self, grammar: Grammar) -> Compiled:
         try:
@@ -48,14 +39,6 @@ class LlGuidance:
         if first.is_error():
             raise GrammarError(_first_lines(first.get_error()))
         return lambda: LlMatcher(first.deep_copy())
-
-    def fill(self, texts: Sequence[Matcher], rows: Bits) -> bool:
-        if self._executor is None:
-            return False
-        matchers = [cast(LlMatcher, text).matcher for text in texts]
-        given = [(matcher, row) for row, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(given, rows.ctypes.data, rows.strides[0], len(rows))
-        return not any(matcher.is_error() for matcher in matchers)
 
     def _translate(self, grammar: Grammar) -> str:
         """The grammar in the library's own form."""
@@ -98,21 +81,21 @@ class LlMatcher:
     """See ``Matcher``."""
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
-        self.matcher = matcher
+        self._matcher = matcher
 
     def follow(self, token: int) -> bool:
-        return self.matcher.consume_token(token)
+        return self._matcher.consume_token(token)
 
     def accept(self, token: int) -> bool:
-        return self.matcher.try_consume_tokens([token]) == 1
+        return self._matcher.try_consume_tokens([token]) == 1
 
     def rollback(self, tokens: int) -> None:
-        self.matcher.rollback(tokens)
+        self._matcher.rollback(tokens)
 
     def fill(self, row: Bits) -> None:
-        self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if self.matcher.is_error():
-            raise GrammarError(_first_lines(self.matcher.get_error()))
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._matcher.is_error():
+            raise GrammarError(_first_lines(self._matcher.get_error()))
 
 
 def _first_lines(message: str) -> str:

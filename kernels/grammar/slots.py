@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,9 +28,6 @@ _ALL = -1  # a word of bits: every token is allowed
 
 _COMPILE_SECONDS = 10.0
 """A step waits only for grammars that were compiled before a restart, or that this compiler has forgotten."""
-
-_TOGETHER = 8
-"""Rows from which masks are filled by several threads."""
 
 _TEXT_SECONDS = 1.0
 """Processor time that one text may take for a mask, while others wait; more for tokens from before a restart. Not every
@@ -108,14 +105,9 @@ class GrammarSlots:
         self._take_arrived()
         bits = np.empty((len(rows), len(self._thought)), dtype=np.int32)
         texts = [self._texts[slots[row]] for row in rows]
-        for text, row in zip(texts, rows, strict=True):
-            self._guarded(text, self._follow, slots[row], lengths[row])
-        running = [place for place, text in enumerate(texts) if text.follows_grammar]
-        if len(running) < _TOGETHER or not self._fill_together([texts[place] for place in running], running, bits):
-            running = []
-        for place in sorted(set(range(len(texts))).difference(running)):
-            self._guarded(texts[place], self._fill, bits[place])
-            if texts[place].error:
+        for place, (text, row) in enumerate(zip(texts, rows, strict=True)):
+            self._fill(text, slots[row], lengths[row], bits[place])
+            if text.error:
                 bits[place] = _ALL
         errors = {slots[row]: text.error for text, row in zip(texts, rows, strict=True) if text.error}
         return StepMasks(RowMasks(np.array(rows, dtype=np.int64), bits, self._memory.put), errors)
@@ -150,34 +142,18 @@ class GrammarSlots:
         if texts:
             self._arriving.append((self._memory.fetch([tokens]), texts))
 
-    @staticmethod
-    def _guarded(text: _Text, work: Callable[..., int], *given: Any) -> None:
-        """Do ``work`` for a text, which takes its time for so many masks. An error is the text's own; others go on."""
-        begun = time.thread_time()
+    def _fill(self, text: _Text, slot: int, length: int, row: Bits) -> None:
+        """Follow a text and fill its mask. An error is the text's own; others go on."""
+        if text.error:
+            return
+        tokens, begun = self._tokens(text, slot, length), time.thread_time()
         try:
-            masks = 0 if text.error else work(text, *given)
-            if time.thread_time() - begun > _TEXT_SECONDS * masks:
+            text.follow(tokens)
+            text.fill(row, self._thought)
+            if time.thread_time() - begun > _TEXT_SECONDS * (1 + len(tokens) // 100):
                 raise GrammarError("it takes too long to follow; simplify it")
         except Exception as error:
-            text.error = text.error or f"the grammar cannot go on: {error}"
-
-    def _follow(self, text: _Text, slot: int, length: int) -> int:
-        tokens = self._tokens(text, slot, length)
-        text.follow(tokens)
-        return 1 + len(tokens) // 100
-
-    def _fill(self, text: _Text, row: Bits) -> int:
-        text.fill(row, self._thought)
-        return 1
-
-    def _fill_together(self, texts: list[_Text], places: list[int], bits: Bits) -> bool:
-        """Fill the rows ``places`` by several threads. False: they are to be filled one by one."""
-        rows = bits if len(places) == len(bits) else np.empty((len(places), bits.shape[1]), dtype=np.int32)
-        if not self.compiler.fill([text.matcher for text in texts if text.matcher is not None], rows):
-            return False
-        if rows is not bits:
-            bits[places] = rows
-        return True
+            text.error = f"the grammar cannot go on: {error}"
 
     def _take_arrived(self) -> None:
         for fetched, texts in self._arriving:
@@ -206,7 +182,7 @@ class _Text:
     ) -> None:
         self._compiled, self._after, self._eos = compiled, sampling.grammar_after, eos
         self._opens, self._words = sampling.grammar_opens, words
-        self.matcher: Matcher | None = None
+        self._matcher: Matcher | None = None
         self._tail: tuple[int, ...] = ()
         self._ended = False
         self.error = ""  # why it cannot go on
@@ -253,11 +229,6 @@ class _Text:
         self._started().fill(row)
         return bool(row[token // 32] & _bit(token))
 
-    @property
-    def follows_grammar(self) -> bool:
-        """Whether its ``matcher`` alone decides on the next token."""
-        return self.matcher is not None and not (self.error or self._ended or self._after or self._opens >= 0)
-
     def fill(self, row: Bits, thought: Bits) -> None:
         """Write the allowed tokens. ``thought``: those of a text before its grammar."""
         if self._ended:
@@ -271,9 +242,9 @@ class _Text:
             self._started().fill(row)
 
     def _started(self) -> Matcher:
-        if self.matcher is None:
+        if self._matcher is None:
             try:
-                self.matcher = self._compiled.result(_COMPILE_SECONDS)()
+                self._matcher = self._compiled.result(_COMPILE_SECONDS)()
             except TimeoutError:
                 raise GrammarError(f"it takes more than {_COMPILE_SECONDS:g} s to compile") from None
-        return self.matcher
+        return self._matcher

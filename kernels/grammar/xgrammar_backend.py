@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +14,7 @@ import torch
 import xgrammar
 
 from kernels.contract.grammar import Grammar, GrammarError, GrammarSettings
-from kernels.grammar.backend import MOST_WHITESPACE, Bits, Compiled, Matcher, read_tags, tokenizer_json
+from kernels.grammar.backend import MOST_WHITESPACE, Bits, Compiled, read_tags, tokenizer_json
 from kernels.grammar.keywords import adapt_schema
 
 __all__ = ["XGrammar"]
@@ -56,9 +55,6 @@ class XGrammar:
         except Exception as error:  # of many types
             raise GrammarError(_readable(str(error))) from error
         return lambda: XMatcher(xgrammar.GrammarMatcher(compiled), self._vocab_size)
-
-    def fill(self, texts: Sequence[Matcher], rows: Bits) -> bool:
-        return False  # it has no limit of its own on the time of a text
 
     def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         text, compiler = grammar.text, self._compiler

@@ -256,27 +256,3 @@ def test_a_row_whose_grammar_cannot_go_on_fails_alone() -> None:
     assert found == "daa"
     assert list(failed) == [2]
     assert "does not match" in failed[2]
-
-
-def test_masks_that_threads_fill_together_are_those_of_one_text() -> None:
-    """Beside a thought, a text that has ended and one that is wrong."""
-    slots = GrammarSlots(SETTINGS, VOCAB, Memory(), None)
-    for slot in range(1, 13):
-        after = tuple(ids("d")) if slot == 10 else ()
-        settings = SlotSampling(grammar=Grammar("regex", "[ab]c?d"), grammar_after=after)
-        output = {11: [*ids("ad"), EOS], 12: ids("c")}.get(slot, ids("ac" if slot % 2 else "b"))
-        slots.admit(Admission(slot, 1, pack([7, *output]), 1, 0, b"", settings))
-    together = slots.masks(range(1, 13), [9] * 12)
-    assert list(together.errors) == [12]
-    filled: list[int] = []
-    fill = slots.compiler.fill
-    slots.compiler.fill = lambda texts, rows: filled.append(len(texts)) or fill(texts, rows)  # type: ignore[method-assign]
-    again = slots.masks(range(1, 13), [9] * 12)
-    assert filled == [9]
-    assert again.masks is not None
-    assert together.masks is not None
-    assert (again.masks.bits == together.masks.bits).all()
-    for slot in range(1, 13):
-        alone = slots.masks([slot], [9]).masks
-        assert alone is not None
-        assert (alone.bits[0] == again.masks.bits[slot - 1]).all()
