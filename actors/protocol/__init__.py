@@ -105,6 +105,7 @@ from actors.protocol.tokenizer import (
 )
 from actors.protocol.worker import (
     CompileGrammar,
+    GrammarCompiled,
     Load,
     LoadProgress,
     LoadRefused,
@@ -134,6 +135,7 @@ __all__ = [
     "Fence",
     "Flush",
     "FlushCache",
+    "GrammarCompiled",
     "Grant",
     "GroupUsage",
     "Grow",

@@ -15,6 +15,7 @@ from kernels.contract.topology import WorkerId
 
 __all__ = [
     "CompileGrammar",
+    "GrammarCompiled",
     "Load",
     "LoadProgress",
     "LoadRefused",
@@ -50,8 +51,15 @@ class Step(Message[WorkerProtocol, StepResult], frozen=True):
     epoch: int
 
 
-class CompileGrammar(Message[WorkerProtocol, str], frozen=True):
-    """Compile a grammar before a request with it is submitted. The reply is empty, or says why there is none.
+class GrammarCompiled(msgspec.Struct, frozen=True):
+    """``error``: why there is no grammar; empty: it is ready. ``busy``: it was not begun, since others take long."""
+
+    error: str = ""
+    busy: bool = False
+
+
+class CompileGrammar(Message[WorkerProtocol, GrammarCompiled], frozen=True):
+    """Compile a grammar before a request with it is submitted.
 
     ``timeout``: seconds.
     """

@@ -16,6 +16,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,9 +30,11 @@ from actors.protocol import Abort, CompileGrammar, SequenceSpec, Submit
 from actors.protocol.requests import (
     LIMITS,
     Chat,
+    EngineNotReady,
     Grammar,
     InvalidRequest,
     RequestAborted,
+    RequestFailed,
     RequestTimeout,
     SamplingParams,
     Thought,
@@ -40,7 +43,7 @@ from actors.requests.admission import Ticket, TicketOffice
 from actors.requests.router import Route, Router
 from actors.requests.sampling_rules import resolve, slot_sampling, validate
 from actors.requests.streams import RequestStream
-from actors.runtime import MailboxFull, current_traceparent
+from actors.runtime import ActorDied, MailboxFull, current_traceparent
 from actors.text.encoding import Encoding, characters
 from actors.text.served_model import ServedModel
 from kernels.contract.tasks import Classify, Embed, Generate, Score, Task
@@ -70,6 +73,11 @@ _COMPILED = 128
 """Grammars known to be compiled; fewer than a worker keeps."""
 _COMPILE_TIMEOUT = 60.0
 """Seconds. A worker answers sooner, but it may have to load the model first."""
+
+_DEADLY = (
+    "The model's worker died twice while it compiled this request's grammar, so it is not compiled a third time. "
+    "Change the grammar; report it if a simple one does this."
+)
 
 _CHOICES_PER_CONTEXT = 16
 """One request's choices together may ask for this many contexts of tokens."""
@@ -138,6 +146,7 @@ class Intake:
         self._requests: dict[str, _Request] = {}
         self._numbers = itertools.count(1)
         self._compiled: OrderedDict[tuple[int, int | None, Grammar], None] = OrderedDict()  # by route and epoch
+        self._deadly: OrderedDict[Grammar, None] = OrderedDict()  # grammars that have killed workers
         self._readers = WakeLimiter(_READERS_A_TURN)
         # With --random-seed the same requests in the same order sample the same tokens after a new start.
         seed = arguments.random_seed
@@ -301,7 +310,8 @@ class Intake:
         return ids
 
     async def _compile(self, grammar: Grammar, route: Route) -> None:
-        """Let the workers compile the grammar, so that no step waits for it. Raises InvalidRequest for a wrong one.
+        """Let the workers compile the grammar, so that no step waits for it. Raises InvalidRequest for a wrong one,
+        RequestFailed for one that has killed workers, and EngineNotReady where others take long.
 
         Where a worker does not answer, the request goes on: its next incarnation compiles at the admission.
         """
@@ -310,18 +320,27 @@ class Intake:
         if epoch is not None and key in self._compiled:
             self._compiled.move_to_end(key)
             return
+        if grammar in self._deadly:
+            raise RequestFailed(_DEADLY)
         message = CompileGrammar(grammar=grammar, timeout=LIMITS.grammar_seconds)
-        asked = [worker.ask(message, timeout=_COMPILE_TIMEOUT) for worker in route.workers]
-        for answer in await asyncio.gather(*asked, return_exceptions=True):
-            if isinstance(answer, str) and answer:
-                raise InvalidRequest(f"grammar: {answer.rstrip('.')}.", param="grammar", code="invalid_grammar")
+        for last in (False, True):
+            asked = [worker.ask(message, timeout=_COMPILE_TIMEOUT) for worker in route.workers]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            if not any(isinstance(answer, ActorDied) and answer.cause is not None for answer in answers):
+                break
+            if last:  # it was compiled at both deaths: a third worker does not get it
+                _remember(self._deadly, grammar, _COMPILED)
+                raise RequestFailed(_DEADLY)
+        for answer in answers:
             if isinstance(answer, BaseException):
                 if not isinstance(answer, Exception):
                     raise answer
                 return
-        self._compiled[key] = None
-        if len(self._compiled) > _COMPILED:
-            self._compiled.popitem(last=False)
+            if answer.error:
+                raise InvalidRequest(f"grammar: {answer.error.rstrip('.')}.", param="grammar", code="invalid_grammar")
+            if answer.busy:
+                raise EngineNotReady("The grammars of other requests are still being compiled. Try again soon.")
+        _remember(self._compiled, key, _COMPILED)
 
     def _wanted(self, buffer: StreamBuffer) -> _Request:
         """The request, or what ended it: it was aborted, the engine has ended, or its stream was closed."""
@@ -580,6 +599,12 @@ def _check_logprobs(prompt_tokens: int, max_tokens: int, params: SamplingParams)
             param=field,
             code="too_many_logprobs",
         )
+
+
+def _remember(kept: OrderedDict[Any, None], key: object, most: int) -> None:
+    kept[key] = None
+    if len(kept) > most:
+        kept.popitem(last=False)
 
 
 def _ticket_tokens(prompt_tokens: int, max_tokens: int, params: SamplingParams) -> int:

@@ -16,6 +16,7 @@ import msgspec
 from actors.faults import FaultInjector
 from actors.protocol import (
     CompileGrammar,
+    GrammarCompiled,
     Load,
     LoadProgress,
     LoadRefused,
@@ -137,25 +138,31 @@ class Worker(Actor[WorkerProtocol]):
         return self._waiting.submit(self._finish, step, batch.traces, sent, begun, waited)
 
     @handles_in_thread
-    def compile_grammar(self, message: CompileGrammar, sent: float) -> str | Later[str]:
+    def compile_grammar(self, message: CompileGrammar, sent: float) -> GrammarCompiled | Later[GrammarCompiled]:
         """Compile in another thread; steps go on."""
         if self._runner is None or self._epoch is None:
-            return ""  # the load was refused
+            return GrammarCompiled()  # the load was refused
         try:
             compiled = self._runner.compile_grammar(message.grammar)
         except UnsupportedError as error:
-            return str(error)
-        answer: Later[str] = Future()
-        limit = threading.Timer(
-            message.timeout, _answer, (answer, f"it takes more than {message.timeout:g} s to compile; simplify it")
-        )
+            return GrammarCompiled(str(error))
+        answer: Later[GrammarCompiled] = Future()
+
+        def late() -> None:
+            if compiled.running():
+                _answer(answer, GrammarCompiled(f"it takes more than {message.timeout:g} s to compile; simplify it"))
+            else:
+                _answer(answer, GrammarCompiled(busy=True))
+
+        limit = threading.Timer(message.timeout, late)
         limit.daemon = True
         limit.start()
 
         def done(found: Future[object]) -> None:
             limit.cancel()
-            error = found.exception()
-            _answer(answer, "" if error is None else str(error))
+            if not found.cancelled():
+                error = found.exception()
+                _answer(answer, GrammarCompiled("" if error is None else str(error)))
 
         compiled.add_done_callback(done)
         return answer
@@ -199,10 +206,10 @@ class Worker(Actor[WorkerProtocol]):
         return msgspec.structs.replace(result, spans=spans)
 
 
-def _answer(answer: Later[str], text: str) -> None:
+def _answer(answer: Later[GrammarCompiled], found: GrammarCompiled) -> None:
     """The first answer counts."""
     with contextlib.suppress(InvalidStateError):
-        answer.set_result(text)
+        answer.set_result(found)
 
 
 def _draft_token_spans(spans: tuple[WorkerSpan, ...], result: StepResult) -> tuple[WorkerSpan, ...]:
