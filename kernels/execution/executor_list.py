@@ -78,7 +78,7 @@ def _speculative(
         drafts = drafter.host_drafts(loaded.slots, rows)
         speculator.observer.use_host(drafts, host.features.shape[1])
         if drafts is not None and speculator.is_exact:
-            chains = HostDraftLoop(speculator, drafts, host, loaded.caches, rows)
+            chains = HostDraftLoop(speculator, drafts, host, loaded.caches, rows, context.host_grammars)
             found.append(HostChains(context, chains, decode))
         if ends is not None:
             found.append(ends)

@@ -15,9 +15,9 @@ from kernels.contract.runner import RunningStep
 from kernels.contract.step import RowError, StepBatch, StepResult, StepTiming
 from kernels.core.arrays import Longs, unpack_ints
 from kernels.core.operators import Draws
-from kernels.execution.host_grammars import HostGrammars, MaskedRows
 from kernels.execution.pending_step import PendingStep, StepContext
 from kernels.models.host_model import HostModel
+from kernels.state.host_grammars import MaskedRows
 
 __all__ = ["HostDecode", "skipped"]
 
@@ -40,7 +40,7 @@ class HostDecode:
         )
         self._slots: Longs = np.zeros(0, dtype=np.int64)
         self._draws: Draws | None = None
-        self._logits, self._grammars = model.logits, HostGrammars.make(context)
+        self._logits, self._grammars = model.logits, context.host_grammars
         self._masked: MaskedRows | None = None
 
     def execute(self, step: PendingStep) -> RunningStep | None:

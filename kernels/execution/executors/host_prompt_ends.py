@@ -20,7 +20,6 @@ from kernels.contract.step import RowError, StepBatch, StepResult, StepTiming
 from kernels.core.arrays import unpack_ints
 from kernels.core.batch import ForwardBatch
 from kernels.devices.prepared import PassLogits, ReachEnds
-from kernels.execution.host_grammars import HostGrammars
 from kernels.execution.pending_step import PendingStep, StepContext
 from kernels.state.step_rows import ReachedRows
 
@@ -50,7 +49,7 @@ class HostPromptEnds:
         self._speculator = None if unobserved else loaded.speculator
         self._reach, self._features, self._max_rows, self._unobserved = reach, features, max_rows, unobserved
         self._draws = loaded.device.sampling.draw is not None
-        self._logits, self._grammars = logits, HostGrammars.make(context)
+        self._logits, self._grammars = logits, context.host_grammars
 
     @classmethod
     def make(

@@ -15,12 +15,12 @@ from kernels.contract.config import RunnerConfig
 from kernels.contract.grammar import Grammar, GrammarError, GrammarSettings
 from kernels.contract.step import Admission, SlotSampling
 from kernels.devices.memory import DeviceMemory, MemoryUsage
-from kernels.execution.host_grammars import HostGrammars
 from kernels.execution.runner import ModelRunner
 from kernels.grammar.compiler import GrammarCompiler
 from kernels.grammar.slots import GrammarSlots
 from kernels.sampling.masks import RowMasks
 from kernels.sampling.sampler import Sampler
+from kernels.state.host_grammars import HostGrammars
 from tests.kits.driver import Driver, pack
 from tests.kits.executors import remove_executor
 from tests.kits.grammars import BACKENDS, EOS, FILE, VOCAB, tokenizer
