@@ -105,7 +105,6 @@ from actors.protocol.tokenizer import (
 )
 from actors.protocol.worker import (
     CompileGrammar,
-    GrammarCompiled,
     Load,
     LoadProgress,
     LoadRefused,
@@ -135,7 +134,6 @@ __all__ = [
     "Fence",
     "Flush",
     "FlushCache",
-    "GrammarCompiled",
     "Grant",
     "GroupUsage",
     "Grow",

@@ -15,7 +15,6 @@ from kernels.contract.topology import WorkerId
 
 __all__ = [
     "CompileGrammar",
-    "GrammarCompiled",
     "Load",
     "LoadProgress",
     "LoadRefused",
@@ -45,24 +44,24 @@ class Load(Message[WorkerProtocol, None], frozen=True):
 
 class Step(Message[WorkerProtocol, StepResult], frozen=True):
     """Run one step. A worker that did not load for ``epoch`` refuses: the batch's slots belong to another epoch. Every
-    rank of a group runs it; only rank 0's answer holds results."""
+    rank of a group runs it; only rank 0's answer holds results.
+
+    ``idle_work_first``: reply after the step's idle work, not before it. Suspects of a death run in such steps,
+    so that work that kills the worker belongs to the step that it came from.
+    """
 
     batch: StepBatch
     epoch: int
+    idle_work_first: bool = False
 
 
-class GrammarCompiled(msgspec.Struct, frozen=True):
-    """``error``: why there is no grammar; empty: it is ready. ``busy``: it was not begun, since others take long."""
+class CompileGrammar(Message[WorkerProtocol, str], frozen=True):
+    """Compile a grammar before a request with it is submitted. The reply is empty, or says why there is none.
 
-    error: str = ""
-    busy: bool = False
-
-
-class CompileGrammar(Message[WorkerProtocol, GrammarCompiled], frozen=True):
-    """Compile a grammar before a request with it is submitted.
-
-    ``timeout``: seconds.
+    ``timeout``: seconds. ``BUSY`` is the reply where others took them.
     """
+
+    BUSY: ClassVar[str] = "busy"
 
     grammar: Grammar
     timeout: float

@@ -14,9 +14,7 @@ import itertools
 import random
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,24 +24,22 @@ from actors.boards.stream_buffer import StreamBuffer
 from actors.boards.wake_limiter import WakeLimiter
 from actors.faults import FaultInjector
 from actors.options import Arguments
-from actors.protocol import Abort, CompileGrammar, SequenceSpec, Submit
+from actors.protocol import Abort, SequenceSpec, Submit
 from actors.protocol.requests import (
     LIMITS,
     Chat,
-    EngineNotReady,
-    Grammar,
     InvalidRequest,
     RequestAborted,
-    RequestFailed,
     RequestTimeout,
     SamplingParams,
     Thought,
 )
 from actors.requests.admission import Ticket, TicketOffice
+from actors.requests.grammar_compiles import GrammarCompiles
 from actors.requests.router import Route, Router
 from actors.requests.sampling_rules import resolve, slot_sampling, validate
 from actors.requests.streams import RequestStream
-from actors.runtime import ActorDied, MailboxFull, current_traceparent
+from actors.runtime import MailboxFull, current_traceparent
 from actors.text.encoding import Encoding, characters
 from actors.text.served_model import ServedModel
 from kernels.contract.tasks import Classify, Embed, Generate, Score, Task
@@ -68,16 +64,6 @@ _READERS_A_TURN = 32
 """Streams that are woken in one turn of the loop: each may cost its reader a write to a socket."""
 
 _MAX_TOKENS = 2**31
-
-_COMPILED = 128
-"""Grammars known to be compiled; fewer than a worker keeps."""
-_COMPILE_TIMEOUT = 60.0
-"""Seconds. A worker answers sooner, but it may have to load the model first."""
-
-_DEADLY = (
-    "The model's worker died twice while it compiled this request's grammar, so it is not compiled a third time. "
-    "Change the grammar; report it if a simple one does this."
-)
 
 _CHOICES_PER_CONTEXT = 16
 """One request's choices together may ask for this many contexts of tokens."""
@@ -145,8 +131,7 @@ class Intake:
         self._timelines = timelines
         self._requests: dict[str, _Request] = {}
         self._numbers = itertools.count(1)
-        self._compiled: OrderedDict[tuple[int, int | None, Grammar], None] = OrderedDict()  # by route and epoch
-        self._deadly: OrderedDict[Grammar, None] = OrderedDict()  # grammars that have killed workers
+        self._grammars = GrammarCompiles()
         self._readers = WakeLimiter(_READERS_A_TURN)
         # With --random-seed the same requests in the same order sample the same tokens after a new start.
         seed = arguments.random_seed
@@ -289,8 +274,8 @@ class Intake:
         else:
             ids = list(prompt)
         route = self._router.choose()
-        if params.grammar is not None:
-            await self._compile(params.grammar, route)
+        while params.grammar is not None and await self._grammars.compile(params.grammar, route):
+            route = self._router.choose()  # another may have less to do by now
         bad_words = [ids for word in params.bad_words for ids in await encoding.spellings(word)]
         self._wanted(buffer)
         given = len(ids)
@@ -308,39 +293,6 @@ class Intake:
         specs = self._write_down(request, route.journal, ids, max_tokens, tuple(bad_words))
         await route.scheduler.tell(Submit(sequences=specs))
         return ids
-
-    async def _compile(self, grammar: Grammar, route: Route) -> None:
-        """Let the workers compile the grammar, so that no step waits for it. Raises InvalidRequest for a wrong one,
-        RequestFailed for one that has killed workers, and EngineNotReady where others take long.
-
-        Where a worker does not answer, the request goes on: its next incarnation compiles at the admission.
-        """
-        epoch = None if route.board.worker is None else route.board.worker[1]
-        key = (id(route), epoch, grammar)
-        if epoch is not None and key in self._compiled:
-            self._compiled.move_to_end(key)
-            return
-        if grammar in self._deadly:
-            raise RequestFailed(_DEADLY)
-        message = CompileGrammar(grammar=grammar, timeout=LIMITS.grammar_seconds)
-        for last in (False, True):
-            asked = [worker.ask(message, timeout=_COMPILE_TIMEOUT) for worker in route.workers]
-            answers = await asyncio.gather(*asked, return_exceptions=True)
-            if not any(isinstance(answer, ActorDied) and answer.cause is not None for answer in answers):
-                break
-            if last:  # it was compiled at both deaths: a third worker does not get it
-                _remember(self._deadly, grammar, _COMPILED)
-                raise RequestFailed(_DEADLY)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                if not isinstance(answer, Exception):
-                    raise answer
-                return
-            if answer.error:
-                raise InvalidRequest(f"grammar: {answer.error.rstrip('.')}.", param="grammar", code="invalid_grammar")
-            if answer.busy:
-                raise EngineNotReady("The grammars of other requests are still being compiled. Try again soon.")
-        _remember(self._compiled, key, _COMPILED)
 
     def _wanted(self, buffer: StreamBuffer) -> _Request:
         """The request, or what ended it: it was aborted, the engine has ended, or its stream was closed."""
@@ -599,12 +551,6 @@ def _check_logprobs(prompt_tokens: int, max_tokens: int, params: SamplingParams)
             param=field,
             code="too_many_logprobs",
         )
-
-
-def _remember(kept: OrderedDict[Any, None], key: object, most: int) -> None:
-    kept[key] = None
-    if len(kept) > most:
-        kept.popitem(last=False)
 
 
 def _ticket_tokens(prompt_tokens: int, max_tokens: int, params: SamplingParams) -> int:

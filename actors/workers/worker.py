@@ -16,7 +16,6 @@ import msgspec
 from actors.faults import FaultInjector
 from actors.protocol import (
     CompileGrammar,
-    GrammarCompiled,
     Load,
     LoadProgress,
     LoadRefused,
@@ -134,25 +133,27 @@ class Worker(Actor[WorkerProtocol]):
             result = self._finish(step, batch.traces, sent, begun, waited)
             if step.idle_work is None:
                 return result
+            if message.idle_work_first:
+                step.idle_work()
+                return result
             return Answered(result, partial(self._run_idle_work, step.idle_work) if result.drafted else step.idle_work)
         return self._waiting.submit(self._finish, step, batch.traces, sent, begun, waited)
 
     @handles_in_thread
-    def compile_grammar(self, message: CompileGrammar, sent: float) -> GrammarCompiled | Later[GrammarCompiled]:
+    def compile_grammar(self, message: CompileGrammar, sent: float) -> str | Later[str]:
         """Compile in another thread; steps go on."""
         if self._runner is None or self._epoch is None:
-            return GrammarCompiled()  # the load was refused
+            return ""  # the load was refused
         try:
             compiled = self._runner.compile_grammar(message.grammar)
         except UnsupportedError as error:
-            return GrammarCompiled(str(error))
-        answer: Later[GrammarCompiled] = Future()
+            return str(error)
+        answer: Later[str] = Future()
 
         def late() -> None:
-            if compiled.running():
-                _answer(answer, GrammarCompiled(f"it takes more than {message.timeout:g} s to compile; simplify it"))
-            else:
-                _answer(answer, GrammarCompiled(busy=True))
+            waits = not (compiled.running() or compiled.done())
+            too_much = f"it takes more than {message.timeout:g} s to compile; simplify it"
+            _answer(answer, message.BUSY if waits else too_much)
 
         limit = threading.Timer(message.timeout, late)
         limit.daemon = True
@@ -160,9 +161,8 @@ class Worker(Actor[WorkerProtocol]):
 
         def done(found: Future[object]) -> None:
             limit.cancel()
-            if not found.cancelled():
-                error = found.exception()
-                _answer(answer, GrammarCompiled("" if error is None else str(error)))
+            error = found.exception()
+            _answer(answer, "" if error is None else str(error))
 
         compiled.add_done_callback(done)
         return answer
@@ -206,10 +206,10 @@ class Worker(Actor[WorkerProtocol]):
         return msgspec.structs.replace(result, spans=spans)
 
 
-def _answer(answer: Later[GrammarCompiled], found: GrammarCompiled) -> None:
+def _answer(answer: Later[str], text: str) -> None:
     """The first answer counts."""
     with contextlib.suppress(InvalidStateError):
-        answer.set_result(found)
+        answer.set_result(text)
 
 
 def _draft_token_spans(spans: tuple[WorkerSpan, ...], result: StepResult) -> tuple[WorkerSpan, ...]:
