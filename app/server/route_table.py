@@ -9,6 +9,7 @@ from app.apis.batches.routes import ROUTES as BATCHES
 from app.apis.ollama.dialect import OLLAMA
 from app.apis.openai.routes import ROUTES as OPENAI
 from app.apis.probes.routes import ROUTES as PROBES
+from app.apis.responses.routes import ROUTES as RESPONSES
 from app.apis.sglang.routes import ROUTES as SGLANG
 from app.apis.tokens.routes import ROUTES as TOKENS
 from app.live.routes import ROUTES as LIVE_PAGE
@@ -39,7 +40,17 @@ _DESCRIPTION = (
     ),
 )
 
-ROUTES: tuple[Route, ...] = (*OPENAI, *BATCHES, *SGLANG, *TOKENS, *ADMIN, *PROBES, *_DESCRIPTION, *LIVE_PAGE)
+ROUTES: tuple[Route, ...] = (
+    *OPENAI,
+    *RESPONSES,
+    *BATCHES,
+    *SGLANG,
+    *TOKENS,
+    *ADMIN,
+    *PROBES,
+    *_DESCRIPTION,
+    *LIVE_PAGE,
+)
 
 DIALECTS = (ANTHROPIC, OLLAMA)
 

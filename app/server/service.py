@@ -32,6 +32,7 @@ from app.server.upload_budget import UploadBudget
 if TYPE_CHECKING:
     from actors.engine.engine import Engine
     from app.apis.batches.runner import BatchRunner
+    from app.apis.responses.handlers import Responses
 
 __all__ = ["Service", "json_response", "renamed"]
 
@@ -67,6 +68,7 @@ class Service:
         self.feed = Feed(self)
         self.created = int(time.time())
         self.send_deadline = SEND_DEADLINE
+        self.responses: Responses  # set by the application
         self.batches: BatchRunner | None = None  # with --file-storage-path
         self._text_tickets = TicketOffice(
             max_sequences=LIMITS.text_requests, max_tokens=None, tenants=max(1, len(arguments.api_keys))
@@ -172,7 +174,8 @@ class Service:
         """Decode the body as ``kind``. Fields without effect are reported to the client; unsupported ones raise 400."""
         body, fields = decode(data, kind)
         compared: set[str] = set()
-        ignored = [*self._screen.taken(body), *self._screen.left(fields, kind, route, "", compared)]
+        taken = [name for name in self._screen.taken(body) if name not in route.effects]
+        ignored = [*taken, *self._screen.left(fields, kind, route, "", compared)]
         for name, part in route.nested:
             for inner in shallow_objects(fields.get(name), name):
                 ignored += self._screen.left(inner, part, route, name, compared)

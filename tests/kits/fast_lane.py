@@ -29,6 +29,8 @@ FAST = (
     "app/apis/test_events.py",
     "app/apis/test_model_names.py",
     "app/apis/test_request_fields.py",
+    "app/apis/test_response_store.py",
+    "app/apis/test_responses.py",
     "app/apis/test_sglang.py",
     "app/apis/test_tokens.py",
     "app/apis/test_tool_calls.py",
