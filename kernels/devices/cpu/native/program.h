@@ -25,7 +25,7 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //   WRITE      a keys and values -> out cache; i0 elements of a token
 //   WRITE_NARROW  a keys and values -> out cache of 8 bits (narrow.h); i0 dim, i1 heads of a token
 //   ATTENTION  a queries, b cache [pages, i4, 2, i2, i0] -> out; i0 dim, i1 heads, i2 kv heads, i3 window, f0 scale
-//   FAKE_QUANTIZE     a x -> out, each row rounded to whole shares of its largest over 127; i0 elements of a row, a multiple of 16
+//   FAKE_QUANTIZE     a x -> out, each row rounded to multiples of its largest magnitude over 127; i0 elements of a row, a multiple of 16
 //   SILU       a gate | up [rows, 2 * i0] -> out [rows, i0]
 //   ADD        a x, b y or null -> out = x + y; i0 elements of a row. c logits or null: out = x + sigmoid(logit) * y, i1 from
 //              one to the next

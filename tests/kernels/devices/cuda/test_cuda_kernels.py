@@ -401,7 +401,7 @@ def test_scratch_that_was_outgrown_stays_where_it_was():
 
 
 def test_long_rows_with_few_tokens_are_left_to_cublas(monkeypatch):
-    for name in ("overlapping", "roomy"):
+    for name in ("overlapping", "has_large_shared_memory"):
         monkeypatch.setattr(gemm_small, name, lambda device: True)
     long, short = (torch.empty(6144, inputs, dtype=torch.bfloat16) for inputs in (4096, 1024))
     chosen = [
