@@ -192,6 +192,14 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         ),
     ] = 30.0
 
+    is_embedding: Annotated[
+        bool,
+        Option(
+            group="HTTP server",
+            help="The model was trained for embeddings: /v1/embeddings answers with its last hidden states.",
+        ),
+    ] = False
+
     file_storage_path: Annotated[
         str | None,
         Option(

@@ -16,7 +16,8 @@ _CHAT, _TEXT = "POST /v1/chat/completions", "POST /v1/completions"
 
 _NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     # Pattern of paths, the API they belong to, and the path to use.
-    (r"/(v1/)?(embeddings|embed|encode|embedding|pooling|classify)|/api/embed(dings)?", "Computing embeddings", ""),
+    (r"/(embed|encode|embedding)|/api/embed(dings)?", "This form of embeddings", "POST /v1/embeddings"),
+    (r"/(v1/)?(pooling|classify)", "Computing vectors and classes", ""),
     (r"/(v1/|v2/)?(rerank|score)", "Ranking", ""),
     (r"/(v1/)?(audio|images|videos|realtime)(/.*)?", "Audio, images and video", _CHAT),
     (r"/(v1/)?uploads(/.*)?", "Uploading in parts", "POST /v1/files"),

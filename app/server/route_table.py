@@ -6,6 +6,7 @@ from actors.options import Arguments
 from app.apis.admin.routes import ROUTES as ADMIN
 from app.apis.anthropic.dialect import ANTHROPIC
 from app.apis.batches.routes import ROUTES as BATCHES
+from app.apis.embeddings.routes import ROUTES as EMBEDDINGS
 from app.apis.ollama.dialect import OLLAMA
 from app.apis.openai.routes import ROUTES as OPENAI
 from app.apis.probes.routes import ROUTES as PROBES
@@ -43,6 +44,7 @@ _DESCRIPTION = (
 ROUTES: tuple[Route, ...] = (
     *OPENAI,
     *RESPONSES,
+    *EMBEDDINGS,
     *BATCHES,
     *SGLANG,
     *TOKENS,

@@ -17,6 +17,7 @@ from actors.engine.status import EngineStatus
 from actors.options import Arguments
 from actors.protocol.requests import LIMITS, Chat, InvalidRequest, QueueFull, SamplingParams
 from actors.requests.admission import TicketOffice, most_for_one
+from actors.requests.intake import GENERATE
 from actors.requests.streams import RequestStream
 from app.live.feed.frames import Feed
 from app.parsers.registry import OutputFormat, output_format
@@ -28,6 +29,7 @@ from app.server.field_screen import FieldScreen, ignored_fields
 from app.server.ids import Ids
 from app.server.routes import Route, RouteTable
 from app.server.upload_budget import UploadBudget
+from kernels.contract.tasks import Task
 
 if TYPE_CHECKING:
     from actors.engine.engine import Engine
@@ -194,6 +196,7 @@ class Service:
         cache_salt: str | None = None,
         label: str | None = None,
         rename: Mapping[str, str] | None = None,
+        task: Task = GENERATE,
     ) -> RequestStream:
         """Submit a request to the engine before anything is awaited; the exchange closes the stream.
 
@@ -213,6 +216,7 @@ class Service:
                 cache_salt=cache_salt,
                 tenant=exchange.tenant,
                 timeline=exchange.take_timeline(label),
+                task=task,
             )
         except InvalidRequest as error:
             raise renamed(error, rename) from None

@@ -27,6 +27,7 @@ FAST = (
     "app/apis/test_chat.py",
     "app/apis/test_completions.py",
     "app/apis/test_events.py",
+    "app/apis/test_embeddings.py",
     "app/apis/test_model_names.py",
     "app/apis/test_request_fields.py",
     "app/apis/test_response_store.py",

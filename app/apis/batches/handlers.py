@@ -198,6 +198,8 @@ async def create_batch(service: Service, exchange: Exchange, body: BatchRequest)
     runner = _runner(service)
     if body.endpoint not in ENDPOINTS or service.table.find("POST", body.endpoint) is None:
         raise invalid(f"endpoint: must be one of {', '.join(ENDPOINTS)}, not {body.endpoint[:64]!r}.", param="endpoint")
+    if body.endpoint == "/v1/embeddings" and not service.arguments.is_embedding:
+        raise invalid("endpoint: this model generates text; embeddings need --is-embedding.", param="endpoint")
     file = runner.store.get(body.input_file_id)
     if file is None or not service.sees(exchange, file.owner):
         raise invalid(

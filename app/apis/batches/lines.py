@@ -24,7 +24,7 @@ __all__ = [
     "result_line",
 ]
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_LINES = 50_000
 MAX_LINE = 8 << 20
 """Bytes of a line, as of any body."""

@@ -10,7 +10,7 @@ from quart import Response
 from app.apis.responses.answers import ConversationAnswer, ConversationDeleted, ItemList
 from app.apis.responses.handlers import item_list
 from app.apis.responses.items import new_items
-from app.apis.responses.preparing import see_owner
+from app.apis.responses.preparing import see_owner, too_long
 from app.apis.responses.requests import ConversationRequest, ConversationUpdate, ItemsRequest
 from app.apis.responses.store import ResponseStore
 from app.server.errors import ApiError, invalid
@@ -89,6 +89,8 @@ async def list_items(service: Service, exchange: Exchange, conversation_id: str)
 async def add_items(service: Service, exchange: Exchange, body: ItemsRequest) -> Response:
     answer = _found(service, exchange, exchange.parts["conversation_id"])
     items = _items(body.items, service)
+    if _store(service).is_full(answer.id):
+        raise too_long("items")
     _store(service).extend(answer.id, service.owner(exchange), items)
     ends = str(items[0]["id"]), str(items[-1]["id"])
     return json_response(ItemList(data=items, first_id=ends[0], last_id=ends[1], has_more=False))

@@ -15,13 +15,13 @@ from app.apis.openai.tool_choice import tool_choice_of
 from app.apis.responses.answers import ResponseAnswer
 from app.apis.responses.items import messages_of, new_items
 from app.apis.responses.requests import ConversationReference, ResponsesRequest, ResponsesTool
-from app.apis.responses.store import ResponseStore
+from app.apis.responses.store import ResponseStore, TooLong
 from app.apis.responses.writer import WriterOptions
 from app.server.errors import ApiError, invalid
 from app.server.exchange import Exchange
 from app.server.service import Service
 
-__all__ = ["Prepared", "prepare", "see_owner"]
+__all__ = ["Prepared", "prepare", "see_owner", "too_long"]
 
 Item = dict[str, Any]
 
@@ -136,13 +136,17 @@ def _context(service: Service, exchange: Exchange, body: ResponsesRequest, store
     """The items before those of the request."""
     owner = see_owner(service, exchange)
     if store is not None and (previous := body.previous_response_id) is not None:
-        if previous in service.responses.runs:
+        run = service.responses.runs.get(previous)
+        if run is not None and service.sees(exchange, run.owner):
             raise invalid(
                 f"previous_response_id: {previous[:64]} is not finished; wait until it is.",
                 param="previous_response_id",
                 code="response_not_finished",
             )
-        found = store.turns(previous, owner)
+        try:
+            found = store.turns(previous, owner)
+        except TooLong:
+            raise too_long("previous_response_id") from None
         if found is None:
             raise ApiError(
                 404,
@@ -157,8 +161,19 @@ def _context(service: Service, exchange: Exchange, body: ResponsesRequest, store
             raise ApiError(
                 404, f"conversation: there is no {conversation[:64]!r}.", param="conversation", code="not_found"
             )
+        if store.is_full(conversation):
+            raise too_long("conversation")
         return store.items(conversation)
     return []
+
+
+def too_long(param: str) -> ApiError:
+    """The error for a conversation that cannot go on."""
+    return invalid(
+        f"{param}: this conversation is too long to go on; begin a new one, with a summary.",
+        param=param,
+        code="conversation_too_long",
+    )
 
 
 def conversation_id(body: ResponsesRequest) -> str | None:

@@ -120,7 +120,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     include: Annotated[list[Name], Meta(max_length=32)] | None = None
     instructions: Text | None = None
     max_output_tokens: Count | None = None
-    max_tool_calls: Count | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     metadata: Metadata | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: Name | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import sqlite3
 from collections.abc import AsyncGenerator, AsyncIterator
 from types import TracebackType
 
@@ -21,6 +23,9 @@ from app.server.routes import Route
 from app.server.service import Service
 
 __all__ = ["BackgroundRun", "EventBody", "Run"]
+
+
+log = logging.getLogger("troupe.responses")
 
 
 class Run:
@@ -58,11 +63,14 @@ class Run:
         response = prepared.response
         if store is None or prepared.owner is None:
             return
-        if not response.background:  # a background run stores itself, with its events
-            store.put(StoredResponse(prepared.owner, response, prepared.items))
-        if response.conversation is not None and response.status in ("completed", "incomplete"):
-            items = [*prepared.items, *response.output]
-            store.extend(response.conversation["id"], prepared.owner, items)
+        try:
+            if not response.background:  # a background run stores itself, with its events
+                store.put(StoredResponse(prepared.owner, response, prepared.items))
+            if response.conversation is not None and response.status in ("completed", "incomplete"):
+                items = [*prepared.items, *response.output]
+                store.extend(response.conversation["id"], prepared.owner, items)
+        except sqlite3.Error as error:  # such as a full disk: the client has its answer
+            log.error("%s could not be stored: %s", response.id, error)
 
 
 class BackgroundRun:
@@ -88,6 +96,7 @@ class BackgroundRun:
             async with background_exchange(
                 service, route, tenant=outer.tenant, request_id=response.id, timeline=timeline
             ) as exchange:
+                exchange.custom_labels = outer.custom_labels
                 try:
                     asked = await ask(service, exchange, self.prepared.question)
                 except Exception as error:

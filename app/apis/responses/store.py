@@ -14,12 +14,15 @@ from actors.options import ArgumentError
 from actors.requests.admission import most_for_one
 from app.apis.responses.answers import ResponseAnswer
 
-__all__ = ["MAX_TURNS", "ResponseStore", "StoredResponse"]
+__all__ = ["MAX_CONVERSATION", "ResponseStore", "StoredResponse", "TooLong"]
 
 Item = dict[str, Any]
 
-MAX_TURNS = 10_000
-"""Responses before one that belong to its conversation."""
+MAX_TURNS = 1000
+"""Responses of one conversation."""
+
+MAX_CONVERSATION = 32 << 20
+"""Stored bytes of one conversation."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS things (
@@ -36,7 +39,21 @@ CREATE INDEX IF NOT EXISTS items_id ON items (id);
 """
 # A thing is a response or a conversation. Items: of a conversation, or of the output of a response.
 
+_CHAIN = """
+WITH RECURSIVE chain (id, previous, bytes, place) AS (
+    SELECT id, previous, bytes, 1 FROM things WHERE id = ?1
+    UNION ALL
+    SELECT things.id, things.previous, things.bytes, place + 1
+    FROM things JOIN chain ON things.id = chain.previous WHERE place <= ?2
+)
+SELECT count(*), coalesce(sum(bytes), 0) FROM chain
+"""
+
 _encode = msgspec.json.encode
+
+
+class TooLong(Exception):
+    """A conversation has more turns or bytes than can go on."""
 
 
 class StoredResponse(msgspec.Struct):
@@ -126,10 +143,13 @@ class ResponseStore:
 
     def turns(self, response_id: str, owner: str | None) -> list[Item] | None:
         """All items up to and with the output of a response, from the first of its conversation; None if one of the
-        responses is missing."""
+        responses is missing. Raises TooLong."""
+        count, size = self._db.execute(_CHAIN, (response_id, MAX_TURNS)).fetchone()
+        if count > MAX_TURNS or size > MAX_CONVERSATION:
+            raise TooLong
         turns: list[list[Item]] = []
         now: str | None = response_id
-        while now is not None and len(turns) < MAX_TURNS:
+        while now is not None:
             stored = self.get(now, owner)
             if stored is None:
                 return None
@@ -162,6 +182,11 @@ class ResponseStore:
 
     def update_conversation(self, conversation: str, data: bytes) -> None:
         self._db.execute("UPDATE things SET data = ?, used = ? WHERE id = ?", (data, time.time(), conversation))
+
+    def is_full(self, conversation: str) -> bool:
+        """Whether a conversation is too long to go on."""
+        row = self._db.execute("SELECT bytes FROM things WHERE id = ?", (conversation,)).fetchone()
+        return row is not None and row[0] > MAX_CONVERSATION
 
     def items(self, conversation: str) -> list[Item]:
         """The items of a conversation in their order."""

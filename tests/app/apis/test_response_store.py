@@ -9,7 +9,7 @@ import pytest
 
 from actors.options import ArgumentError
 from app.apis.responses.answers import ResponseAnswer
-from app.apis.responses.store import ResponseStore, StoredResponse
+from app.apis.responses.store import ResponseStore, StoredResponse, TooLong
 
 
 def stored(number: int, owner: str = "a", previous: int | None = None, size: int = 1000) -> StoredResponse:
@@ -51,6 +51,19 @@ def test_using_a_conversation_keeps_all_its_turns() -> None:
     turns = store.turns("resp_1", "a")
     assert turns is not None
     assert [item["id"] for item in turns] == ["in_0", "msg_0", "in_1", "msg_1"]
+
+
+def test_a_conversation_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ResponseStore(None, 1 << 20, 60)
+    for number in range(4):
+        store.put(stored(number, previous=number - 1 if number else None))
+    monkeypatch.setattr("app.apis.responses.store.MAX_TURNS", 3)
+    assert len(store.turns("resp_2", "a") or ()) == 6
+    with pytest.raises(TooLong):
+        store.turns("resp_3", "a")
+    monkeypatch.setattr("app.apis.responses.store.MAX_CONVERSATION", 2000)
+    with pytest.raises(TooLong):
+        store.turns("resp_1", "a")
 
 
 def test_an_owner_does_not_push_out_the_share_of_another() -> None:

@@ -378,7 +378,7 @@ ITEMS: dict[str, list[Any]] = {
     "[].type": [item(type=OVER_NAME), item(type="computer_call")],
     "[].id": [item(id=OVER_NAME)],
     "[].role": [item(role="owner"), item(role=5)],
-    "[].content": [item(content=5), item(content=[{"type": "input_image"}]), item(content=parted() * 4097)],
+    "[].content": [item(content=5), item(content=[{"type": "input_image"}])],
     "[].content[].type": [parted(type=OVER_NAME), parted(type="input_image")],
     "[].content[].text": [parted(text=5), parted(text=None)],
     "[].content[].refusal": [parted(refusal=5), parted(type="refusal")],
@@ -404,7 +404,7 @@ TABLE["/v1/responses"] = {
         "safety_identifier", "seed", "service_tier", "store", "stream", "temperature", "top_k", "top_p", "user",
     )},
     "input": [[], item() * (LIMITS.messages + 1), 5, OVER_CONTEXT, item(content=OVER_CONTEXT)],
-    **{f"input{path}": values for path, values in ITEMS.items()},
+    **{f"input{path}": named(f"input{path}".replace("[]", "[0]"), *values) for path, values in ITEMS.items()},
     "background": [5, (True, "background", {"store": False})],
     "chat_template_kwargs": CONVERSATION["chat_template_kwargs"],
     "conversation": [OVER_NAME, 5, ("conv_1", "conversation", {"previous_response_id": "resp_1"})],
@@ -438,7 +438,7 @@ TABLE["/v1/responses"] = {
 TABLE["/v1/responses/input_tokens"] = {name: [] for name in TABLE["/v1/responses"]}  # the same body
 TABLE["/v1/conversations"] = {
     "items": [5, item() * 21],
-    **{f"items{path}": values for path, values in ITEMS.items()},
+    **{f"items{path}": named(f"items{path}".replace("[]", "[0]"), *values) for path, values in ITEMS.items()},
     "metadata": OPENAI["metadata"],
 }
 TABLE["/v1/conversations/{conversation_id}"] = {"metadata": OPENAI["metadata"]}
@@ -446,6 +446,16 @@ TABLE["/v1/conversations/{conversation_id}/items"] = {
     "items": [[], 5, item() * 21],
     # The items themselves are checked as those of a new conversation, when the conversation was found.
     **{f"items{path}": [] for path in ITEMS},
+}
+TABLE["/v1/embeddings"] = {
+    "input": [5, []],
+    "model": [OVER_NAME, 5, "tiny"],
+    "encoding_format": ["hex"],
+    "dimensions": [0, -1, HUGE],
+    "user": OPENAI["user"],
+    "cache_salt": [5],
+    "priority": OPENAI["priority"],
+    "rid": [OVER_LABEL],
 }
 TABLE["/v1/batches"] = {
     "input_file_id": [OVER_NAME, 5, "file-x"],
@@ -462,6 +472,7 @@ TABLE["/v1/batches"] = {
 TABLE |= {f"/v1{path}": TABLE[path] for path in ("/tokenize", "/detokenize")}
 
 NEEDED: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": "hi"},
     "/v1/responses": {"input": "hi", "max_output_tokens": 1},
     "/v1/responses/input_tokens": {},
     "/v1/conversations": {},
