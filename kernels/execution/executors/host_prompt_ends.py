@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.contract.runner import RunningStep
-from kernels.contract.step import StepBatch, StepResult, StepTiming
+from kernels.contract.step import RowError, StepBatch, StepResult, StepTiming
 from kernels.core.arrays import unpack_ints
 from kernels.core.batch import ForwardBatch
 from kernels.devices.prepared import PassLogits, ReachEnds
@@ -32,13 +33,14 @@ TOKENS = 256
 
 class HostPromptEnds:
     """Takes steps of up to ``max_rows`` rows. ``features``: the array to which the pass writes each token's features,
-    as raw bits. ``unobserved``: as in ``HostDecode``."""
+    as raw bits. ``logits`` [rows, vocab]: those of the rows' ends. ``unobserved``: as in ``HostDecode``."""
 
     def __init__(
         self,
         context: StepContext,
         reach: ReachEnds,
         features: npt.NDArray[np.int16],
+        logits: Tensor,
         max_rows: int,
         unobserved: bool = False,
     ) -> None:
@@ -47,6 +49,7 @@ class HostPromptEnds:
         self._speculator = None if unobserved else loaded.speculator
         self._reach, self._features, self._max_rows, self._unobserved = reach, features, max_rows, unobserved
         self._draws = loaded.device.sampling.draw is not None
+        self._logits, self._grammars = logits, context.host_grammars
 
     @classmethod
     def make(
@@ -82,7 +85,7 @@ class HostPromptEnds:
         logits, argmax, broken = kept[2:]
         reach = body.reach(heading, loaded.slots.table, hidden, last, PassLogits(logits, argmax), broken.numpy())
         bits: npt.NDArray[np.int16] = features.view(torch.int16).numpy()
-        return cls(context, reach, bits, max_rows, unobserved)
+        return cls(context, reach, bits, logits, max_rows, unobserved)
 
     def execute(self, step: PendingStep) -> RunningStep | None:
         if step.batch.draft_limits or step.batch.unobserved is not self._unobserved:
@@ -95,7 +98,7 @@ class HostPromptEnds:
         if builder.failed:
             return None
         prepared = time.perf_counter()
-        found = self.run(batch)
+        found, failed = self.run(batch)
         if found is None:
             return None
         if self._speculator is not None:
@@ -109,26 +112,38 @@ class HostPromptEnds:
             whole=ended - step.begun,
         )
         accepted = np.ones(rows, dtype=np.int32).tobytes()
-        result = StepResult(batch.number, accepted=accepted, tokens=found.tokens, timing=timing)
+        result = StepResult(batch.number, accepted=accepted, tokens=found.tokens, failed=failed, timing=timing)
         return RunningStep(lambda: result, True, None if self._speculator is None else self._context.idle_work)
 
-    def run(self, batch: StepBatch) -> ReachedRows | None:
-        """Run the rows of a prepared step. None if they do not fit or one is not finite; state is unchanged then."""
+    def run(self, batch: StepBatch) -> tuple[ReachedRows | None, tuple[RowError, ...]]:
+        """Run the rows of a prepared step; also returns those whose grammar cannot go on. None if they do not fit or
+        one is not finite; state is unchanged then."""
         slots, generations, counts = (unpack_ints(part) for part in (batch.slots, batch.generations, batch.counts))
         state = self._state
         if not 0 < len(slots) <= self._max_rows or not 1 < counts.max() <= LONGEST or counts.sum() > TOKENS:
-            return None
+            return None, ()
         if state.errors(slots, generations, counts):
-            return None
+            return None, ()
         at = slots.astype(np.int64)
         starts, run = state.computed[at], counts.astype(np.int64)
         if (starts + run != state.known[at]).any() or (state.prompt_logprobs[at] >= 0).any():
-            return None
+            return None, ()
         named = tuple(slots.tolist())
         if not self._sampler.raced(named):
-            return None
-        draws = self._sampler.draws(named)
-        if draws is not None and not self._draws:
-            return None
-        tokens = self._reach(at, starts, run, draws)
-        return None if tokens is None else ReachedRows(tokens, at, starts, run, self._features)
+            return None, ()
+        some = self._sampler.masked(named)
+        draws = self._sampler.draws(named, greedy=bool(some))
+        if (draws is not None and not self._draws) or (some and self._grammars is None):
+            return None, ()
+        masked, masks = None, None
+        if some and self._grammars is not None:
+            masked = self._grammars.rows(named, some)
+            masks = self._grammars.masks(masked, len(slots))
+        tokens = self._reach(at, starts, run, draws, masks)
+        if tokens is None:
+            return None, ()
+        found, failed = ReachedRows(tokens, at, starts, run, self._features), tuple[RowError, ...]()
+        if masked is not None and self._grammars is not None:
+            tokens, failed = self._grammars.judge(masked, self._logits, tokens)
+            found = replace(found, tokens=tokens)
+        return found, failed
