@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from actors.engine.engine import Engine
+    from actors.protocol import CacheUsage
     from actors.runtime import ActorStatus
     from telemetry.metrics.exposition import Samples
 
@@ -149,6 +150,20 @@ def _cache(engine: Engine) -> dict[str, Samples]:
         "troupe_cache_hit_tokens_total": cache.hit_tokens,
         "troupe_cache_queried_tokens_total": cache.queried_tokens,
         "troupe_cache_evicted_pages_total": cache.evicted_pages,
+        **_cache_groups(cache),
+    }
+
+
+def _cache_groups(cache: CacheUsage) -> dict[str, Samples]:
+    groups = cache.groups()
+    if not groups:
+        return {}
+    states = ("free", "evictable", "used")
+    return {
+        "troupe_cache_group_pages": {
+            (name, state): getattr(group, state) for name, group in groups.items() for state in states
+        },
+        "troupe_cache_group_evicted_pages_total": {(name,): group.evicted for name, group in groups.items()},
     }
 
 

@@ -19,11 +19,11 @@ __all__ = [
 
 
 class DetokenizerProtocol:
-    """Turns token ids into text, finds stop strings, and hands deltas to the journal."""
+    """Turns token ids into text, finds stop strings, and passes deltas to the journal."""
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):
-    """Why a sequence ended: stop | length | abort | error | timeout."""
+    """Why a sequence ended: stop | length | abort | error | invalid | timeout. ``invalid``: the request is at fault."""
 
     reason: str
     matched: int | None = None  # the token id that ended it

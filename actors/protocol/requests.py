@@ -15,6 +15,7 @@ __all__ = [
     "LIMITS",
     "Acceptance",
     "Chat",
+    "CompilerBusy",
     "Delta",
     "EngineDraining",
     "EngineFailed",
@@ -209,6 +210,10 @@ class QueueFull(RequestError):
     def __init__(self, message: str, *, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class CompilerBusy(QueueFull):
+    """Other requests' grammars are being compiled: HTTP 503. ``retry_after`` in seconds."""
 
 
 class EngineNotReady(RequestError):

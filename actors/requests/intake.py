@@ -14,7 +14,6 @@ import itertools
 import random
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -25,11 +24,10 @@ from actors.boards.stream_buffer import StreamBuffer
 from actors.boards.wake_limiter import WakeLimiter
 from actors.faults import FaultInjector
 from actors.options import Arguments
-from actors.protocol import Abort, CompileGrammar, SequenceSpec, Submit
+from actors.protocol import Abort, SequenceSpec, Submit
 from actors.protocol.requests import (
     LIMITS,
     Chat,
-    Grammar,
     InvalidRequest,
     RequestAborted,
     RequestTimeout,
@@ -37,6 +35,7 @@ from actors.protocol.requests import (
     Thought,
 )
 from actors.requests.admission import Ticket, TicketOffice
+from actors.requests.grammar_compiles import GrammarCompiles
 from actors.requests.router import Route, Router
 from actors.requests.sampling_rules import resolve, slot_sampling, validate
 from actors.requests.streams import RequestStream
@@ -65,11 +64,6 @@ _READERS_A_TURN = 32
 """Streams that are woken in one turn of the loop: each may cost its reader a write to a socket."""
 
 _MAX_TOKENS = 2**31
-
-_COMPILED = 128
-"""Grammars known to be compiled; fewer than a worker keeps."""
-_COMPILE_TIMEOUT = 60.0
-"""Seconds. A worker answers sooner, but it may have to load the model first."""
 
 _CHOICES_PER_CONTEXT = 16
 """One request's choices together may ask for this many contexts of tokens."""
@@ -137,7 +131,7 @@ class Intake:
         self._timelines = timelines
         self._requests: dict[str, _Request] = {}
         self._numbers = itertools.count(1)
-        self._compiled: OrderedDict[tuple[int, int | None, Grammar], None] = OrderedDict()  # by route and epoch
+        self._grammars = GrammarCompiles()
         self._readers = WakeLimiter(_READERS_A_TURN)
         # With --random-seed the same requests in the same order sample the same tokens after a new start.
         seed = arguments.random_seed
@@ -280,8 +274,8 @@ class Intake:
         else:
             ids = list(prompt)
         route = self._router.choose()
-        if params.grammar is not None:
-            await self._compile(params.grammar, route)
+        while params.grammar is not None and await self._grammars.compile(params.grammar, route):
+            route = self._router.choose()  # another may have less to do by now
         bad_words = [ids for word in params.bad_words for ids in await encoding.spellings(word)]
         self._wanted(buffer)
         given = len(ids)
@@ -299,29 +293,6 @@ class Intake:
         specs = self._write_down(request, route.journal, ids, max_tokens, tuple(bad_words))
         await route.scheduler.tell(Submit(sequences=specs))
         return ids
-
-    async def _compile(self, grammar: Grammar, route: Route) -> None:
-        """Let the workers compile the grammar, so that no step waits for it. Raises InvalidRequest for a wrong one.
-
-        Where a worker does not answer, the request goes on: its next incarnation compiles at the admission.
-        """
-        epoch = None if route.board.worker is None else route.board.worker[1]
-        key = (id(route), epoch, grammar)
-        if epoch is not None and key in self._compiled:
-            self._compiled.move_to_end(key)
-            return
-        message = CompileGrammar(grammar=grammar, timeout=LIMITS.grammar_seconds)
-        asked = [worker.ask(message, timeout=_COMPILE_TIMEOUT) for worker in route.workers]
-        for answer in await asyncio.gather(*asked, return_exceptions=True):
-            if isinstance(answer, str) and answer:
-                raise InvalidRequest(f"grammar: {answer.rstrip('.')}.", param="grammar", code="invalid_grammar")
-            if isinstance(answer, BaseException):
-                if not isinstance(answer, Exception):
-                    raise answer
-                return
-        self._compiled[key] = None
-        if len(self._compiled) > _COMPILED:
-            self._compiled.popitem(last=False)
 
     def _wanted(self, buffer: StreamBuffer) -> _Request:
         """The request, or what ended it: it was aborted, the engine has ended, or its stream was closed."""

@@ -26,8 +26,8 @@ class RequestStream:
     has, and with which few its prompt ends (``prompt_end``). :meth:`aclose` ends it early: the engine then frees its
     slot and pages. A stream that is simply dropped is ended so too, when it is collected.
 
-    Raises while iterating: ``InvalidRequest`` (only before the first delta), ``RequestFailed``, ``RequestTimeout``,
-    ``RequestAborted``, ``EngineFailed``.
+    Raises while iterating: ``InvalidRequest`` (behind the first delta only for a grammar that cannot go on),
+    ``RequestFailed``, ``RequestTimeout``, ``RequestAborted``, ``EngineFailed``.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RequestStream:
 
     @property
     def complete(self) -> bool:
-        """Whether the last delta of every choice was handed out."""
+        """Whether the last delta of every choice was returned."""
         return self._buffer.open_choices == 0
 
     async def ready(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from actors.boards.suspects import Cohort, Rerun, Suspects, Verdict
 from actors.protocol import Emission, Ended, SchedulerLoad, SequenceSpec, TokenScores
-from actors.scheduling.bounded_room import BoundedRoom
+from actors.scheduling.bounded_reservations import BoundedReservations
 from actors.scheduling.config import PlannerConfig
 from actors.scheduling.fairness import FairShare
 from actors.scheduling.planning import CacheMessage, CacheReply, StepPlanning, too_large
@@ -148,10 +148,12 @@ class Planner:
         """
         self._info = info
         self._flights.clear()
-        bounded, room = info.bounded_groups, None
+        bounded, reservations = info.bounded_groups, None
         if bounded:
-            room = BoundedRoom(bounded, info.page_size, self._config.step_tokens + self._config.tail_tokens)
-        self._table.new_worker(info.page_size, room)
+            reservations = BoundedReservations(
+                bounded, info.page_size, self._config.step_tokens + self._config.tail_tokens
+            )
+        self._table.new_worker(info.page_size, reservations)
         draft_limits = DraftLimits(info, self._config.adaptive)
         self._draft_limits = draft_limits if draft_limits.is_enabled else None
         self._planning.new_worker(info.num_pages - 1, self._draft_limits)
@@ -264,7 +266,7 @@ class Planner:
         scores = StepScores(result) if result.logprobs else None
         prompts = PromptScores(result) if result.prompt_rows else None
         vectors = pooled_vectors(result) if result.pooled_rows else {}
-        failed = {(error.slot, error.generation): error.message for error in result.failed}
+        failed = {(error.slot, error.generation): error for error in result.failed}
         if self._draft_limits is not None and (flight.adapted or flight.decodes < len(flight.samples)):
             self._draft_limits.learn(flight, result)
         emissions: list[Emission] = []
@@ -280,8 +282,9 @@ class Planner:
             if sequence.serial != serial:
                 continue  # it has ended or left the device since the step was planned
             if failed and (sequence.slot, sequence.generation) in failed:
-                message = failed[sequence.slot, sequence.generation]
-                emissions.append(self._table.end(sequence, Ended("error", message=message)))
+                error = failed[sequence.slot, sequence.generation]
+                ended = Ended("invalid" if error.invalid else "error", message=error.message)
+                emissions.append(self._table.end(sequence, ended))
                 continue
             if suspected:
                 ran.append((sequence, row < flight.decodes))

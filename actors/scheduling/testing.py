@@ -91,7 +91,8 @@ class _Slot:
 
 
 class SimulatedRunner:
-    """Runs steps. ``fails(tokens)`` returns an error message to fail a row, or None.
+    """Runs steps. ``fails(tokens)`` returns an error message to fail a row, or None. In those that begin
+    with "invalid" the request is at fault.
 
     ``accepts(most)`` returns how many of at most ``most`` draft tokens a row accepts. ``seconds(nodes, levels)`` is the
     time of a step that verified ``nodes`` draft tokens, at most ``levels`` deep.
@@ -150,7 +151,7 @@ class SimulatedRunner:
             _expect(slot.generation == generation, f"generation {generation} of slot {number} is {slot.generation}")
             message = self._fails(slot.tokens)  # a failed slot fails again in the step already in flight
             if message is not None:
-                result.failed.append(RowError(number, generation, message))
+                result.failed.append(RowError(number, generation, message, message.startswith("invalid")))
                 result.accepted.append(0)
                 continue
             last = count == 1 and slot.computed + 1 == len(slot.tokens)

@@ -24,6 +24,7 @@ from actors.protocol import (
 from actors.protocol.requests import (
     Acceptance,
     FinishReason,
+    InvalidRequest,
     RequestAborted,
     RequestFailed,
     RequestTimeout,
@@ -235,4 +236,6 @@ def _error(ended: Ended) -> Exception:
         return RequestTimeout(ended.message or "The request timed out. Request fewer tokens or allow more time.")
     if ended.reason == "abort":
         return RequestAborted(ended.message or "The request was aborted.")
+    if ended.reason == "invalid":
+        return InvalidRequest(ended.message, param="grammar", code="grammar_failed")
     return RequestFailed(ended.message or "The request failed inside the engine. Send it again.")

@@ -133,6 +133,9 @@ class Worker(Actor[WorkerProtocol]):
             result = self._finish(step, batch.traces, sent, begun, waited)
             if step.idle_work is None:
                 return result
+            if message.idle_work_first:
+                step.idle_work()
+                return result
             return Answered(result, partial(self._run_idle_work, step.idle_work) if result.drafted else step.idle_work)
         return self._waiting.submit(self._finish, step, batch.traces, sent, begun, waited)
 
@@ -146,9 +149,13 @@ class Worker(Actor[WorkerProtocol]):
         except UnsupportedError as error:
             return str(error)
         answer: Later[str] = Future()
-        limit = threading.Timer(
-            message.timeout, _answer, (answer, f"it takes more than {message.timeout:g} s to compile; simplify it")
-        )
+
+        def late() -> None:
+            waits = not (compiled.running() or compiled.done())
+            too_much = f"it takes more than {message.timeout:g} s to compile; simplify it"
+            _answer(answer, message.BUSY if waits else too_much)
+
+        limit = threading.Timer(message.timeout, late)
         limit.daemon = True
         limit.start()
 

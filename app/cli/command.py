@@ -27,7 +27,7 @@ log = logging.getLogger("troupe")
 
 OK, USAGE = 0, 2
 
-COMMANDS = ("serve", "dashboards", "help", "version")
+COMMANDS = ("serve", "chat", "batch", "dashboards", "help", "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return OK
         case ["serve", *rest]:
             return _serve(rest)
+        case ["chat", *rest]:
+            from app.cli.chat import chat
+
+            return chat(rest)
+        case ["batch", *rest]:
+            from app.cli.batch import batch
+
+            return batch(rest)
         case ["dashboards", *rest]:
             return _dashboards(rest)
         case [first, *_] if first.startswith("--") or Path(first).is_dir():

@@ -10,23 +10,20 @@ import logging
 import re
 from collections.abc import Callable, Generator, Mapping
 from secrets import token_hex
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
+from app.parsers.events import CallArguments, CallBegun, Piece, Reasoning, Text
 from app.parsers.reasoning.thoughts import Thoughts
+from app.parsers.tools.lark import Rules, Schema, Unenforceable
 
 __all__ = [
-    "CallDelta",
-    "CalledFunction",
     "Cut",
-    "FunctionDelta",
     "Malformed",
-    "Parsed",
     "Reading",
     "Sink",
     "StreamingParser",
-    "ToolCall",
 ]
 
 _log = logging.getLogger("troupe.parsers")
@@ -46,43 +43,6 @@ _LONGEST_NAME = 256
 _PIECE = 4096
 
 
-class FunctionDelta(msgspec.Struct):
-    """``name`` comes with the first delta of a call; ``arguments``, joined over all deltas, are a JSON object."""
-
-    arguments: str
-    name: str | msgspec.UnsetType = msgspec.UNSET
-
-
-class CallDelta(msgspec.Struct):
-    """A piece of a call in the form of OpenAI's streams. ``index``: the call's position among those of its choice."""
-
-    index: int
-    function: FunctionDelta
-    id: str | msgspec.UnsetType = msgspec.UNSET
-    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
-
-
-class CalledFunction(msgspec.Struct):
-    name: str
-    arguments: str
-
-
-class ToolCall(msgspec.Struct):
-    """A whole call in the form of OpenAI's answers."""
-
-    id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
-
-
-class Parsed(msgspec.Struct):
-    """What a piece of text added to a choice."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: list[CallDelta] = []
-
-
 class Malformed(Exception):
     """The text is not what the format says. What was read of it since the last mark becomes content."""
 
@@ -95,12 +55,14 @@ class Cut(Malformed):
 
 
 class _Written(msgspec.Struct):
-    """What is known of a call that is written as JSON. ``begun``: its arguments were passed on."""
+    """What is known of a call that is written as JSON. ``begun``: its arguments were passed on. ``unknown``: an object
+    under another key was skipped."""
 
     name: str = ""
     arguments: str | None = None
     id: str | None = None
     begun: bool = False
+    unknown: bool = False
 
 
 class StreamingParser:
@@ -108,13 +70,15 @@ class StreamingParser:
 
     A format declares its marks and overrides :meth:`block`, which reads one block of calls behind a mark of ``OPEN``.
     Marks never become content. A block that is no call of a given tool becomes content without its marks, and a warning
-    is logged. Nothing is evaluated; the cost is linear in the length of the text.
+    is logged; of a call that is malformed behind its name, the rest becomes content. Nothing is evaluated; the cost is
+    linear in the length of the text.
 
     ``tools``: the parameters of the tools that may be called, by name; calls of other tools are content. None: no call
     is looked for. Unless ``parallel``, only the first call is returned. ``thoughts``: the format of the thought before
     the answer, None for none. ``thinking``: whether the prompt has begun the thought (True) or ended it (False); None
     if it says nothing. Unless ``separate``, the thought becomes content with its marks. ``stream_thought`` False
-    returns the thought at its end only.
+    returns the thought at its end only. ``hidden``: marks of thoughts that are special tokens, which are dropped from
+    content.
     """
 
     OPEN: ClassVar[tuple[str, ...]] = ()
@@ -127,7 +91,20 @@ class StreamingParser:
     """Special tokens that are parts of the format's syntax."""
 
     SECTION: ClassVar[tuple[str, str]] = ("", "")
-    """Marks around all calls of an answer."""
+    """What stands around all calls of an answer; its begin is a mark of ``OPEN`` or ``MARKS``, if the format has any.
+    Without a begin, the first mark of ``OPEN`` stands before each call."""
+
+    BETWEEN: ClassVar[str] = '"\\n"?'
+    """What stands between two calls, as part of a grammar."""
+
+    STARTS: ClassVar[str] = ""
+    """Characters that begin a call at the start of an answer."""
+
+    BARE: ClassVar[bool] = False
+    """Whether calls at the start of an answer need no mark."""
+
+    TEXT_MARKS: ClassVar[tuple[str, ...]] = ()
+    """Marks that are dropped from content and stand in answers without calls, too."""
 
     TAKES_IDS: ClassVar[bool] = False
     """Whether an ``id`` that the model writes in a call becomes the call's id."""
@@ -141,6 +118,7 @@ class StreamingParser:
         thinking: bool | None = None,
         separate: bool = True,
         stream_thought: bool = True,
+        hidden: tuple[str, ...] = (),
     ) -> None:
         self.calls = 0
         self._ids: set[str] = set()
@@ -151,32 +129,34 @@ class StreamingParser:
         self._thoughts = thoughts
         self._separate = separate
         self._stream_thought = stream_thought
+        self._hidden = hidden
         self._text = ""  # not read yet
         self._ended = False
-        self._read: list[str] | None = None  # read since the last mark, if it may become content again
-        self._parsed = Parsed(calls=[])
+        self._read: list[str] | None = None  # read and not passed on yet, if it may become content again
+        self._pieces: list[Piece] = []
         self._space: list[str] = []  # at the end of the thought, unless more of it follows
         self._held_thought: list[str] = []
         self._called = False  # the current block has a call
+        self._calling = False  # which has begun, and not ended
         self._suppressed = False  # the current call is not returned
         self._run = self._everything(thinking)
         next(self._run)
 
     # -- for the caller
 
-    def read(self, text: str) -> Parsed:
-        """Add a piece of the choice; returns what is certain with it."""
+    def read(self, text: str) -> list[Piece]:
+        """Add a piece of the choice; returns what is certain with it, in order."""
         self.chars += len(text)
         for at in range(0, len(text), _PIECE):  # so that joining what is held stays linear
             self._text += text[at : at + _PIECE]
             self._resume()
-        return self._take_parsed()
+        return self._take_pieces()
 
-    def end(self) -> Parsed:
+    def end(self) -> list[Piece]:
         """The rest of the choice. A call without its end is returned as far as it was made."""
         self._ended = True
         self._resume()
-        return self._take_parsed()
+        return self._take_pieces()
 
     def reasoning_tokens(self, token_ids: int) -> int:
         """An estimate by characters of how many of so many tokens are the thought's."""
@@ -188,9 +168,9 @@ class StreamingParser:
         except StopIteration:
             self._text = ""
 
-    def _take_parsed(self) -> Parsed:
-        parsed, self._parsed = self._parsed, Parsed(calls=[])
-        return parsed
+    def _take_pieces(self) -> list[Piece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     # -- what formats override
 
@@ -207,11 +187,11 @@ class StreamingParser:
     def answer(self) -> Reading[None]:
         """Read everything behind the thought."""
         yield from self.attempt(self.at_start(), expected=False)
-        marks = (*self.OPEN, *self.MARKS)
+        marks = (*self.OPEN, *self.MARKS, *self._hidden)
         while mark := (yield from self.until(marks, self.add_content)):
             if mark in self.OPEN:
                 yield from self.attempt(self.block(mark))
-            else:
+            elif mark in self.MARKS:
                 yield from self.space()
 
     @classmethod
@@ -222,9 +202,24 @@ class StreamingParser:
 
     @classmethod
     def frame(cls, name: str) -> tuple[str, str] | None:
-        """What stands before and behind the JSON arguments of a call; it begins with the first mark of ``OPEN``. None
-        if arguments are no JSON, or the text before them varies."""
+        """What stands before and behind the JSON arguments of a call. None if arguments are no JSON, or the text before
+        them varies."""
         del name
+        return None
+
+    @classmethod
+    def call_rule(cls, name: str, schema: Schema, rules: Rules) -> str:
+        """A call whose arguments match the schema, as part of a grammar. Raises Unenforceable."""
+        frame = cls.frame(name)
+        if frame is None:
+            raise Unenforceable("this format's calls have no grammar")
+        return f"{rules.text(frame[0])} {rules.json(schema or {'type': 'object'})} {rules.text(frame[1])}"
+
+    @classmethod
+    def answer_rule(cls, calls: list[str], rules: Rules, *, forced: bool, other: str | None) -> str | None:
+        """A whole answer, in formats that do not have calls in the middle of text. ``calls``: each a rule; ``forced``,
+        ``other``: see :func:`app.parsers.tools.constraints.native_calls`."""
+        del calls, rules, forced, other
         return None
 
     @classmethod
@@ -240,7 +235,8 @@ class StreamingParser:
         if self._thoughts is not None:
             yield from self._think(self._thoughts, thinking)
         if self._tools is None:
-            yield from self.until((), self.add_content)
+            while (yield from self.until(self._hidden, self.add_content)):
+                pass
         else:
             yield from self.answer()
 
@@ -251,6 +247,8 @@ class StreamingParser:
         has_begin = yield from self.skip(begun)
         if not has_begin and not (thinking or (thoughts.always and thinking is None)):
             self.give_up()
+            if thinking is False:
+                yield from self._repeated(thoughts)
             return
         self.thought = True
         before, self._read = self._read, None
@@ -266,6 +264,19 @@ class StreamingParser:
             self.add_content(mark)
         if mark and self._separate:
             yield from self.space()
+            yield from self._repeated(thoughts)
+
+    def _repeated(self, thoughts: Thoughts) -> Reading[None]:
+        """Drop the end marks that a model repeats."""
+        self._read = []
+        yield from self.space()
+        if not (yield from self.skip(thoughts.end)):
+            self.give_up()
+            return
+        self._read = None
+        yield from self.space()
+        while (yield from self.skip(thoughts.end)):
+            yield from self.space()
 
     def _think_aloud(self, text: str) -> None:
         self.thought_chars += len(text)
@@ -280,20 +291,31 @@ class StreamingParser:
         if said:
             kept, self._space = "".join((*self._space, said)), []
             if self._stream_thought:
-                self._parsed.reasoning += kept
+                self._reason(kept)
             else:
                 self._held_thought.append(kept)
         if len(said) < len(text):
             self._space.append(text[len(said) :])
 
     def end_thought(self) -> None:
-        self._parsed.reasoning += "".join(self._held_thought)
+        self._reason("".join(self._held_thought))
         self._held_thought, self._space = [], []
+
+    def _reason(self, text: str) -> None:
+        last = self._pieces[-1] if self._pieces else None
+        if isinstance(last, Reasoning):
+            last.text += text
+        elif text:
+            self._pieces.append(Reasoning(text))
 
     # -- content and calls
 
     def add_content(self, text: str) -> None:
-        self._parsed.content += text
+        last = self._pieces[-1] if self._pieces else None
+        if isinstance(last, Text):
+            last.text += text
+        elif text:
+            self._pieces.append(Text(text))
 
     def give_up(self) -> None:
         """Make what was read since the last mark the next text again."""
@@ -305,13 +327,16 @@ class StreamingParser:
 
         ``expected``: a mark says that there is a call.
         """
-        self._read, self._called = [], False
+        self._read, self._called, self._calling = [], False, False
         try:
             yield from reading
         except Malformed as error:
             if self._called or (expected and not isinstance(error, Cut)):
                 _log.warning("The model wrote a tool call that cannot be read: %s. The rest of it stays text.", error)
-            self.give_up()
+            if self._calling and isinstance(error, Cut):
+                self._text = ""  # the begin of a mark
+            else:
+                self.give_up()
         self._read = None
         if self._called:
             yield from self.space()
@@ -321,25 +346,30 @@ class StreamingParser:
         name = name.strip()
         if self._tools is None or name not in self._tools:
             raise Malformed(f"no tool {name[:64]!r}")
-        self._read, self._called = None, True
+        self._read, self._called, self._calling = [], True, True
         self._suppressed = not self._parallel and self.calls > 0
         if not self._suppressed:
             number = self.calls
             while not identity or identity in self._ids:  # a model may write one twice
                 identity, number = self.new_id(name, number), number + 1
             self._ids.add(identity)
-            self._parsed.calls.append(CallDelta(self.calls, FunctionDelta("", name), identity, "function"))
+            self._pieces.append(CallBegun(self.calls, identity, name))
             self.calls += 1
 
     def add_arguments(self, text: str) -> None:
         """Add to the arguments of the call that began last."""
+        self._read = []
         if self._suppressed or not text:
             return
-        last = self._parsed.calls[-1] if self._parsed.calls else None
-        if last is not None and last.index == self.calls - 1:
-            last.function.arguments += text
+        last = self._pieces[-1] if self._pieces else None
+        if isinstance(last, CallArguments):  # of this call, for another would have begun in between
+            last.text += text
         else:
-            self._parsed.calls.append(CallDelta(self.calls - 1, FunctionDelta(text)))
+            self._pieces.append(CallArguments(self.calls - 1, text))
+
+    def end_call(self) -> None:
+        """The call that began last is complete; another may follow."""
+        self._read, self._calling = [], False
 
     def parameters(self, name: str) -> dict[str, Any]:
         """The JSON Schema of a tool's parameters."""
@@ -365,7 +395,7 @@ class StreamingParser:
         """Make what was read last the next text again."""
         self._text = text + self._text
         if self._read:
-            self._read[-1] = self._read[-1].removesuffix(text)
+            self._read = ["".join(self._read).removesuffix(text)]
 
     def peek(self) -> Reading[str]:
         """The next character; raises Malformed at the end."""
@@ -389,27 +419,32 @@ class StreamingParser:
         yield from self.run(_SPACE)
 
     def until(self, marks: tuple[str, ...], sink: Sink) -> Reading[str]:
-        """Pass text on up to the next mark and read the mark; returns it, or "" at the end."""
+        """Pass text on up to the next mark and read the mark; returns it, or "" at the end.
+
+        In a call the begin of a mark at the end is no text: the answer was cut there.
+        """
         while True:
             at, mark = min(((at, mark) for mark in marks if (at := self._text.find(mark)) >= 0), default=(-1, ""))
             if mark:
                 if at:
                     sink(self.take(at))
                 return self.take(len(mark), mark=True)
-            keep = 0 if self._ended else max((_begun(self._text, mark) for mark in marks), default=0)
+            keep = max((_begun(self._text, mark) for mark in marks), default=0)
+            if self._ended and not self._calling:
+                keep = 0
             if len(self._text) > keep:
                 sink(self.take(len(self._text) - keep))
             if not (yield from self.more()):
                 return ""
 
     def name_until(self, *marks: str) -> Reading[tuple[str, str]]:
-        """A short text before one of the marks, and the mark; raises Malformed if there is none."""
+        """A name before one of the marks, and the mark; raises Malformed if there is none."""
         parts: list[str] = []
 
         def sink(text: str) -> None:
             parts.append(text)
-            if sum(map(len, parts)) > _LONGEST_NAME:
-                raise Malformed("a name is too long")
+            if sum(map(len, parts)) > _LONGEST_NAME or "<" in text or "\n" in text:
+                raise Malformed(f"{''.join(parts)[:32]!r} is no name")
 
         mark = yield from self.until(marks, sink)
         if not mark:
@@ -539,7 +574,7 @@ class StreamingParser:
             if not self._called:
                 self.begin_call(name, identity)
             raise
-        self._read = []
+        self.end_call()
 
     def _whole(self) -> Reading[str]:
         parts: list[str] = []
@@ -557,9 +592,11 @@ class StreamingParser:
             raise
         if not written.name:
             raise Malformed("it has no name")
+        if not written.begun and written.arguments is None and written.unknown:
+            raise Malformed("its arguments are under another key")
         if not written.begun:
             self._call_with(written.name, written.arguments, written.id)
-        self._read = []  # another call may follow
+        self.end_call()
 
     def _json_members(self, written: _Written, name_key: str, argument_keys: tuple[str, ...]) -> Reading[None]:
         yield from self.symbol("{")
@@ -578,7 +615,8 @@ class StreamingParser:
             elif key == "id" and self.TAKES_IDS:
                 written.id = yield from self.text_string()
             else:
-                yield from self._whole()
+                skipped = yield from self._whole()
+                written.unknown = written.unknown or skipped.startswith("{")
             if (yield from self.symbol(",", "}")) == "}":
                 return
 

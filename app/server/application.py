@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from quart import Quart, Response, request
@@ -14,6 +16,10 @@ from quart.typing import ResponseReturnValue
 from werkzeug.exceptions import RequestTimeout
 
 from actors.options import Arguments
+from app.apis.batches.runner import BatchRunner
+from app.apis.batches.storage import FileStore
+from app.apis.responses.handlers import Responses
+from app.apis.responses.store import ResponseStore
 from app.cli.greeting import first_steps
 from app.cli.progress import ProgressReport
 from app.server.decoding import check_json_content
@@ -21,7 +27,7 @@ from app.server.errors import ApiError, shutting_down, too_many_uploads
 from app.server.exchange import Exchange
 from app.server.middleware import Application, Middleware
 from app.server.request_body import MAX_BODY
-from app.server.route_table import routes
+from app.server.route_table import DIALECTS, routes
 from app.server.routes import Route, RouteTable
 from app.server.service import Service
 from app.server.single_process import refuse_sibling_workers
@@ -57,7 +63,8 @@ class Troupe(Quart):
         self.failed = asyncio.Event()
         self.exit_code = 0
         self.url: str | None = None  # for clients on this machine, if known
-        self.service = Service(engine, arguments, RouteTable(routes(arguments)))
+        self.service = Service(engine, arguments, RouteTable(routes(arguments), DIALECTS))
+        self._open_stores(arguments)
         self.config["MAX_CONTENT_LENGTH"] = MAX_BODY
         self.config["BODY_TIMEOUT"] = BODY_TIMEOUT
         self.config["RESPONSE_TIMEOUT"] = None  # Quart's default of 60 s would cut streams
@@ -71,15 +78,28 @@ class Troupe(Quart):
         self.after_serving(self._finish)
         self._middleware = Middleware(cast(Application, super().asgi_app), self.service)
 
+    def _open_stores(self, arguments: Arguments) -> None:
+        """What the service keeps between requests."""
+        tenants = max(1, len(arguments.api_keys))
+        database = None
+        if arguments.file_storage_path is not None:
+            folder = Path(arguments.file_storage_path).expanduser()
+            limit = int(arguments.file_storage_gib * (1 << 30))
+            self.service.batches = BatchRunner(self.service, FileStore(folder, limit, tenants))
+            database = folder / "responses.sqlite"
+        store = None
+        if arguments.response_store_mib:
+            seconds = arguments.response_store_hours * 3600
+            store = ResponseStore(database, arguments.response_store_mib << 20, seconds, tenants)
+        self.service.responses = Responses(store)
+
     async def asgi_app(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass every connection through the middleware."""
         await self._middleware(scope, receive, send)
 
     def _serve(self, route: Route) -> None:
-        variable = route.variable
-        rule = route.path if variable is None else f"{route.prefix}<path:{variable}>"
         self.add_url_rule(
-            rule,
+            re.sub(r"\{(\w+)\}", r"<path:\1>" if route.slashes else r"<\1>", route.path),
             endpoint=f"{' '.join(route.methods)} {route.path}",
             view_func=_view(self.service, route),
             methods=list(route.methods),
@@ -90,7 +110,12 @@ class Troupe(Quart):
     async def _answer_error(self, error: Exception) -> ResponseReturnValue:
         exchange: Exchange = request.scope["troupe.exchange"]  # type: ignore[typeddict-item]
         answer = self.service.failure(exchange, error)
-        return Response(answer.body(), status=answer.status, headers=answer.headers(), content_type="application/json")
+        return Response(
+            exchange.dialect.body(answer, exchange.request_id),
+            status=exchange.dialect.status(answer),
+            headers=answer.headers(),
+            content_type="application/json",
+        )
 
     # -- start and stop -----------------------------------------------------------------------------------------------
 
@@ -99,6 +124,8 @@ class Troupe(Quart):
         refuse_sibling_workers()
         await self.engine.start(wait=False)
         self._watch = asyncio.create_task(self._watch_engine(), name="troupe-watch")
+        if self.service.batches is not None:
+            self.service.batches.start()
 
     async def _watch_engine(self) -> None:
         """Report the progress of the start, warm up, and detect an engine that gave up."""
@@ -130,6 +157,8 @@ class Troupe(Quart):
         Requests that still run then end with an error in their API's form. Return True if there were none.
         """
         self.engine.begin_drain()
+        if self.service.batches is not None:
+            await self.service.batches.stop()
         limit = self.arguments.shutdown_timeout if timeout is None else timeout
         complete = await self.engine.drain(limit)
         await self._end_live(drained=complete)
@@ -160,24 +189,26 @@ class Troupe(Quart):
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
+        if self.service.batches is not None:
+            await self.service.batches.aclose()
         if self.engine.status.phase in ("ready", "draining"):
             self.engine.begin_drain()
             await self._end_live()
+        await self.service.responses.aclose()
         await self.engine.aclose()
 
 
 def _view(service: Service, route: Route) -> Callable[..., Awaitable[Response]]:
     """The view function of a route: read and decode the body, and call the handler."""
-    variable = route.variable
+    variables = route.variables
 
-    async def view(**parts: Any) -> Response:
+    async def view(**parts: str) -> Response:
         exchange: Exchange = request.scope["troupe.exchange"]  # type: ignore[typeddict-item]
         if exchange.route is not route:
             raise ApiError(404, "There is nothing at this path.", code="not_found")
-        if variable is not None:
-            return await route.handler(service, exchange, parts[variable])
+        exchange.parts = parts
         if route.body is None:
-            return await route.handler(service, exchange, None)
+            return await route.handler(service, exchange, parts[variables[-1]] if variables else None)
         if route.needs_engine:
             service.require_ready()
         headers = request.headers

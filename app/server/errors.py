@@ -5,12 +5,12 @@ from __future__ import annotations
 import http
 import logging
 import math
-from itertools import dropwhile
 
 import msgspec
 from werkzeug.exceptions import HTTPException
 
 from actors.protocol.requests import (
+    CompilerBusy,
     EngineDraining,
     EngineFailed,
     EngineNotReady,
@@ -27,7 +27,6 @@ __all__ = [
     "ApiError",
     "ErrorBody",
     "ErrorEnvelope",
-    "encode_error",
     "invalid",
     "shutting_down",
     "to_api_error",
@@ -40,16 +39,6 @@ _STARTING_RETRY = 5  # seconds
 _DRAINING_RETRY = 10
 _UPLOADS_RETRY = 5
 _LONGEST_RETRY = 120  # OpenAI clients stop retrying when the wait is longer
-_ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
@@ -93,28 +82,6 @@ class ApiError(Exception):
         self.retryable = retryable if retryable is not None else retry_after is not None
         self._headers = headers or {}
 
-    def body(self) -> bytes:
-        """The JSON envelope."""
-        return msgspec.json.encode(
-            ErrorEnvelope(ErrorBody(message=self.message, type=self.kind, param=self.param, code=self.code))
-        )
-
-    def event(self) -> bytes:
-        """A server-sent event that carries the envelope, for a stream whose headers have left."""
-        return b"".join(
-            (
-                b'data: {"error":{"message":',
-                msgspec.json.encode(self.message),
-                b',"type":',
-                msgspec.json.encode(self.kind),
-                b',"param":',
-                msgspec.json.encode(self.param),
-                b',"code":',
-                msgspec.json.encode(self.code if self.code is not None else self.status),
-                b',"retryable":true}}\n\n' if self.retryable else b',"retryable":false}}\n\n',
-            )
-        )
-
     def headers(self) -> dict[str, str]:
         """``Retry-After`` when waiting helps; ``x-should-retry: false`` when a retry cannot succeed."""
         headers = dict(self._headers)
@@ -157,6 +124,14 @@ def to_api_error(error: BaseException, reference: str) -> ApiError:
         return error
     if isinstance(error, InvalidRequest):
         return invalid(str(error), param=error.param, code=error.code)
+    if isinstance(error, CompilerBusy):
+        return ApiError(
+            503,
+            f"{error} Send the request again later.",
+            kind="service_unavailable_error",
+            code="grammar_backlog",
+            retry_after=error.retry_after,
+        )
     if isinstance(error, QueueFull):
         return ApiError(
             429, str(error), kind="rate_limit_error", code="queue_full", retry_after=error.retry_after, retryable=True
@@ -223,18 +198,3 @@ def _from_http(error: HTTPException) -> ApiError:
         retryable=status == 408,
         headers=headers,
     )
-
-
-def encode_error(error: ApiError, path: str, request_id: str) -> bytes:
-    """The JSON body of ``error`` as the answer to a request for ``path``."""
-    segments = [segment for segment in path.split("/") if segment]
-    if segments[:1] == ["anthropic"]:
-        del segments[0]
-    segments = list(dropwhile(lambda segment: segment == "v1", segments))
-    if segments[:1] == ["messages"]:
-        kind = _ANTHROPIC_TYPES.get(error.status, "api_error")
-        inner = {"type": kind, "message": error.message}
-        return msgspec.json.encode({"type": "error", "error": inner, "request_id": request_id})
-    if path.startswith("/api/") and segments[1:2] != ["v1"]:
-        return msgspec.json.encode({"error": error.message})
-    return error.body()

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from actors.requests.streams import RequestStream
-from app.server.errors import ApiError, encode_error
+from app.server.dialect import OPENAI, Dialect
+from app.server.errors import ApiError
 from app.server.request_body import RequestBody
 from app.server.routes import Route
 from telemetry.metrics.streams import StreamMetrics
@@ -20,7 +21,7 @@ from telemetry.timeline import RequestTimeline, Value
 if TYPE_CHECKING:
     from telemetry.traces.tracing import ServerSpan
 
-__all__ = ["DONE", "KEEP_ALIVE", "Exchange", "Send", "current_request_id", "is_label"]
+__all__ = ["Exchange", "Send", "current_request_id", "is_label"]
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
@@ -28,11 +29,6 @@ current_request_id: ContextVar[str | None] = ContextVar("troupe_request_id", def
 """The id of the current exchange, for logs."""
 
 _LABEL = re.compile(r"[\x21-\x7e]{1,256}")
-
-DONE = b"data: [DONE]\n\n"
-"""The end of every event stream."""
-
-KEEP_ALIVE = b": keep-alive\n\n"
 
 
 def is_label(text: str) -> bool:
@@ -61,7 +57,9 @@ class Exchange:
         keep_alive: float,
         metrics: StreamMetrics,
         body: RequestBody,
+        dialect: Dialect = OPENAI,
     ) -> None:
+        self.dialect = dialect
         self.route = route
         self.method = method
         self.path = path
@@ -69,6 +67,8 @@ class Exchange:
         self.grants: Callable[[Iterable[bytes]], list[tuple[bytes, bytes]]] | None = None  # CORS, for an allowed page
         self.request_id = request_id
         self.tenant = ""  # tenant of its API key, where there are several keys
+        self.parts: dict[str, str] = {}  # the variable parts of its path
+        self.background = False  # whether no client waits for it: it makes room for those that have one
         self.started = time.monotonic()
         self.status = 0  # 0: nothing was sent
         self.timeline: RequestTimeline | None = None  # of a generating request
@@ -76,6 +76,7 @@ class Exchange:
         self.custom_labels: dict[str, Value] = {}  # of the metrics of its requests
         self.error: ApiError | None = None  # the answer, where it is one
         self.outcome = ""  # what ended it, if not the status: "disconnect", "stalled", an error code
+        self.renames: Mapping[str, str] = {}  # parameter names of the engine -> those of this API, for errors
         self.ignored = ""  # fields of the body without effect, for the client and the log
         self.tokens: tuple[int, int] | None = None  # prompt, completion
         self.interruption: ApiError | None = None  # why the server aborts it, set before the abort
@@ -89,7 +90,7 @@ class Exchange:
         self._send = send
         self._http_version = http_version
         self._send_deadline = send_deadline
-        self._keep_alive = keep_alive
+        self._keep_alive = keep_alive if dialect.keep_alive else 0.0
         self._metrics = metrics
         self.body = body
         self._sending_since: float | None = None
@@ -127,13 +128,15 @@ class Exchange:
     async def _forward(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            self._event_stream = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
+            media_type = self.dialect.media_type.encode()
+            self._event_stream = any(value.startswith(media_type) for _, value in message["headers"])
             headers = [
                 (name, value)
                 for name, value in message["headers"]
                 if not (name.lower() == b"connection" and self._http_version >= "2")
             ]
             headers.append((b"x-request-id", (self.label or self.request_id).encode("latin-1")))
+            headers += self.dialect.headers(self.request_id)
             if self.span is not None:
                 headers.append((b"traceparent", self.span.traceparent.encode()))
             if self.ignored:
@@ -169,10 +172,10 @@ class Exchange:
         """Send an error as a complete response."""
         self.error = error
         empty = error.status == 204
-        body = b"" if empty or self.method == "HEAD" else encode_error(error, self.path, self.request_id)
+        body = b"" if empty or self.method == "HEAD" else self.dialect.body(error, self.request_id)
         headers = [] if empty else [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         headers += [(name.lower().encode(), value.encode()) for name, value in error.headers().items()]
-        await self._forward({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self._forward({"type": "http.response.start", "status": self.dialect.status(error), "headers": headers})
         await self._forward({"type": "http.response.body", "body": body, "more_body": False})
 
     async def cut(self, error: ApiError) -> None:
@@ -186,7 +189,8 @@ class Exchange:
         if self.status == 0:
             await self.answer(error)
         elif self._event_stream and not self.complete:
-            await self._forward({"type": "http.response.body", "body": error.event() + DONE, "more_body": False})
+            last = self.dialect.event(error, self.request_id) + self.dialect.end
+            await self._forward({"type": "http.response.body", "body": last, "more_body": False})
 
     def waiting(self) -> None:
         """Mark the start of a wait for the next delta: keep-alive comments may be sent."""
@@ -219,7 +223,7 @@ class Exchange:
 
     async def _write_comment(self) -> None:
         with contextlib.suppress(OSError):  # not CancelledError: it may belong to the waiter
-            await self.send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            await self.send({"type": "http.response.body", "body": self.dialect.keep_alive, "more_body": True})
             self._metrics.keep_alives += 1
 
     async def close(self) -> None:

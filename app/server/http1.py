@@ -130,7 +130,7 @@ class Http1(H11Protocol):
         version = self.connection.their_http_version
         return (
             response.status_code == 200  # some other statuses have no body in any case
-            and headers.get(b"content-type", b"").startswith(b"text/event-stream")
+            and headers.get(b"content-type", b"").startswith((b"text/event-stream", b"application/x-ndjson"))
             and b"content-length" not in headers
             and version is not None
             and version >= b"1.1"

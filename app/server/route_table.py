@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from actors.options import Arguments
 from app.apis.admin.routes import ROUTES as ADMIN
+from app.apis.anthropic.dialect import ANTHROPIC
+from app.apis.batches.routes import ROUTES as BATCHES
+from app.apis.embeddings.routes import ROUTES as EMBEDDINGS
+from app.apis.ollama.dialect import OLLAMA
 from app.apis.openai.routes import ROUTES as OPENAI
 from app.apis.probes.routes import ROUTES as PROBES
+from app.apis.responses.routes import ROUTES as RESPONSES
 from app.apis.sglang.routes import ROUTES as SGLANG
 from app.apis.tokens.routes import ROUTES as TOKENS
 from app.live.routes import ROUTES as LIVE_PAGE
@@ -14,7 +19,7 @@ from app.server.openapi import openapi
 from app.server.openapi_page import docs
 from app.server.routes import Route
 
-__all__ = ["ROUTES", "routes"]
+__all__ = ["DIALECTS", "ROUTES", "routes"]
 
 _DESCRIPTION = (
     Route(
@@ -36,7 +41,20 @@ _DESCRIPTION = (
     ),
 )
 
-ROUTES: tuple[Route, ...] = (*OPENAI, *SGLANG, *TOKENS, *ADMIN, *PROBES, *_DESCRIPTION, *LIVE_PAGE)
+ROUTES: tuple[Route, ...] = (
+    *OPENAI,
+    *RESPONSES,
+    *EMBEDDINGS,
+    *BATCHES,
+    *SGLANG,
+    *TOKENS,
+    *ADMIN,
+    *PROBES,
+    *_DESCRIPTION,
+    *LIVE_PAGE,
+)
+
+DIALECTS = (ANTHROPIC, OLLAMA)
 
 
 def routes(arguments: Arguments) -> tuple[Route, ...]:

@@ -17,6 +17,7 @@ from actors.engine.status import EngineStatus
 from actors.options import Arguments
 from actors.protocol.requests import LIMITS, Chat, InvalidRequest, QueueFull, SamplingParams
 from actors.requests.admission import TicketOffice, most_for_one
+from actors.requests.intake import GENERATE
 from actors.requests.streams import RequestStream
 from app.live.feed.frames import Feed
 from app.parsers.registry import OutputFormat, output_format
@@ -28,9 +29,12 @@ from app.server.field_screen import FieldScreen, ignored_fields
 from app.server.ids import Ids
 from app.server.routes import Route, RouteTable
 from app.server.upload_budget import UploadBudget
+from kernels.contract.tasks import Task
 
 if TYPE_CHECKING:
     from actors.engine.engine import Engine
+    from app.apis.batches.runner import BatchRunner
+    from app.apis.responses.handlers import Responses
 
 __all__ = ["Service", "json_response", "renamed"]
 
@@ -38,6 +42,10 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 SEND_DEADLINE = 120.0
 """Seconds after which a client that reads nothing is disconnected."""
+
+
+_LAST = 1 << 20
+"""The priority of requests for which no client waits."""
 
 
 def json_response(value: object, status: int = 200) -> Response:
@@ -62,11 +70,14 @@ class Service:
         self.feed = Feed(self)
         self.created = int(time.time())
         self.send_deadline = SEND_DEADLINE
+        self.responses: Responses  # set by the application
+        self.batches: BatchRunner | None = None  # with --file-storage-path
         self._text_tickets = TicketOffice(
             max_sequences=LIMITS.text_requests, max_tokens=None, tenants=max(1, len(arguments.api_keys))
         )
         self._screen = FieldScreen(table.routes, engine.metrics.count_unknown_field)
         self._mark_tokens: dict[str, int | None] = {}
+        self._special_marks: dict[str, bool] = {}
         self.warm = arguments.skip_server_warmup  # whether the warm-up requests are done
 
     # -- model names ---------------------------------------------------------------------------------
@@ -120,6 +131,13 @@ class Service:
             self._mark_tokens[mark] = ids[0] if len(ids) == 1 else None
         return self._mark_tokens[mark]
 
+    async def is_special(self, mark: str) -> bool:
+        """Whether a mark is a token that ``skip_special_tokens`` leaves out of texts."""
+        if mark not in self._special_marks:
+            token = await self.mark_token(mark)
+            self._special_marks[mark] = token is not None and not await self.engine.detokenize([token])
+        return self._special_marks[mark]
+
     # -- state ------------------------------------------------------------------------------------------------------
 
     @property
@@ -158,7 +176,8 @@ class Service:
         """Decode the body as ``kind``. Fields without effect are reported to the client; unsupported ones raise 400."""
         body, fields = decode(data, kind)
         compared: set[str] = set()
-        ignored = [*self._screen.taken(body), *self._screen.left(fields, kind, route, "", compared)]
+        taken = [name for name in self._screen.taken(body) if name not in route.effects]
+        ignored = [*taken, *self._screen.left(fields, kind, route, "", compared)]
         for name, part in route.nested:
             for inner in shallow_objects(fields.get(name), name):
                 ignored += self._screen.left(inner, part, route, name, compared)
@@ -177,6 +196,7 @@ class Service:
         cache_salt: str | None = None,
         label: str | None = None,
         rename: Mapping[str, str] | None = None,
+        task: Task = GENERATE,
     ) -> RequestStream:
         """Submit a request to the engine before anything is awaited; the exchange closes the stream.
 
@@ -185,6 +205,8 @@ class Service:
         """
         if label is not None and exchange.label is None and is_label(label):
             exchange.label = label
+        if exchange.background and self.arguments.enable_priority_scheduling:
+            priority = _LAST if self.arguments.schedule_low_priority_values_first else -_LAST
         try:
             stream = self.engine.generate(
                 prompt,
@@ -194,12 +216,14 @@ class Service:
                 cache_salt=cache_salt,
                 tenant=exchange.tenant,
                 timeline=exchange.take_timeline(label),
+                task=task,
             )
         except InvalidRequest as error:
             raise renamed(error, rename) from None
         if exchange.custom_labels:
             stream.timeline.request |= exchange.custom_labels
         exchange.own(stream)
+        exchange.renames = rename or {}
         return stream
 
     def check_size(self, prompts: int, choices: int, param: str) -> None:
@@ -258,8 +282,18 @@ class Service:
         except InvalidRequest as error:
             raise renamed(error, rename) from None
 
+    def owner(self, exchange: Exchange) -> str:
+        """Whose the stored things of this exchange are: the same after a restart, whatever other keys there are."""
+        return self.keyring.owner(exchange.tenant)
+
+    def sees(self, exchange: Exchange, owner: str) -> bool:
+        """Whether this exchange may see what ``owner`` has stored."""
+        return self.keyring.is_admin(exchange.tenant) or owner == self.owner(exchange)
+
     def failure(self, exchange: Exchange, error: BaseException) -> ApiError:
         """The answer for an error. An abort by the server has the server's reason."""
+        if isinstance(error, InvalidRequest):
+            error = renamed(error, exchange.renames)
         answer = to_api_error(error, exchange.request_id)
         if answer.code == "request_aborted" and exchange.interruption is not None:
             answer = exchange.interruption

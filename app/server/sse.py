@@ -1,4 +1,4 @@
-"""Server-sent events: a stream of deltas as a response that always ends with [DONE]."""
+"""Streams of deltas as responses, in the framing of their API."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from quart.wrappers.response import ResponseBody
 from actors.protocol.requests import Delta, RequestAborted
 from actors.requests.streams import RequestStream
 from app.apis.collecting import Merged
-from app.server.exchange import DONE, Exchange
+from app.server.exchange import Exchange
 from app.server.service import Service
 
 __all__ = ["ChunkWriter", "sse_response"]
 
 _HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
@@ -32,7 +31,7 @@ class ChunkWriter(Protocol):
         ...
 
     def end(self) -> bytes:
-        """The events after the last delta, before [DONE]."""
+        """The events after the last delta."""
         ...
 
     def aborted(self) -> bytes | None:
@@ -82,16 +81,18 @@ class SseBody(ResponseBody):
                     await comment
             if isinstance(self._source, RequestStream) and self._source.complete:
                 self._ended = True
-                return self._writer.chunk(delta) + self._writer.end() + DONE
+                return self._writer.chunk(delta) + self._writer.end() + exchange.dialect.end
             return self._writer.chunk(delta)
         except StopAsyncIteration:
             self._ended = True
-            return self._writer.end() + DONE
+            return self._writer.end() + exchange.dialect.end
         except Exception as error:
             self._ended = True
             answer = self._service.failure(exchange, error)
             last = self._writer.aborted() if isinstance(error, RequestAborted) else None
-            return (answer.event() if last is None else last) + DONE
+            if last is None:
+                last = exchange.dialect.event(answer, exchange.request_id)
+            return last + exchange.dialect.end
 
 
 def sse_response(
@@ -103,4 +104,5 @@ def sse_response(
     """A streamed response. Call it only after all checks that could still return an error status."""
     if exchange.timeline is not None:
         exchange.timeline.request["gen_ai.request.stream"] = True
-    return Response(SseBody(service, exchange, source, writer), headers=dict(_HEADERS))
+    headers = {"Content-Type": f"{exchange.dialect.media_type}; charset=utf-8", **_HEADERS}
+    return Response(SseBody(service, exchange, source, writer), headers=headers)

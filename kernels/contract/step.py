@@ -134,11 +134,12 @@ class StepTiming(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowError(msgspec.Struct, frozen=True, array_like=True):
-    """The failure of one row; other rows of the step are not affected."""
+    """The failure of one row; other rows of the step are not affected. ``invalid``: the request is at fault."""
 
     slot: int
     generation: int
     message: str
+    invalid: bool = False
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -179,7 +179,7 @@ class StepOutputs:
         assert self._grammars is not None
         self._grammars.sampled(slots, tokens)
         for slot, message in allowed.errors.items():
-            builder.failed.append(RowError(slot, int(self._slots.generation[slot]), message))
+            builder.failed.append(RowError(slot, int(self._slots.generation[slot]), message, invalid=True))
 
     @staticmethod
     def _places(step: StepRows, hidden: Tensor) -> npt.NDArray[np.int64]:

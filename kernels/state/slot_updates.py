@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from kernels.contract.grammar import GrammarError
 from kernels.contract.step import Admission, RowError, StepBatch
 from kernels.core.arrays import Ints, unpack_ints
 from kernels.core.layer_context import LayerContext
@@ -81,7 +82,8 @@ class SlotUpdates:
                     self._observer.admit(admission)
             except Exception as error:  # an error of one request fails this request alone
                 self._drop(admission.slot)
-                failed.append(RowError(admission.slot, admission.generation, str(error)))
+                invalid = isinstance(error, GrammarError)
+                failed.append(RowError(admission.slot, admission.generation, str(error), invalid))
         failed += self.grant(batch) if granted is None else granted
 
     def grant(self, batch: StepBatch) -> list[RowError]:

@@ -123,7 +123,7 @@ _ADMISSION = (
 )
 
 _CACHE = (
-    _gauge("troupe_cache_pages", "Pages of the key-value cache."),
+    _gauge("troupe_cache_pages", "Pages of the key-value cache; of several cache groups, those of the main one."),
     _gauge("troupe_cache_pages_free", "Empty pages."),
     _gauge("troupe_cache_pages_evictable", "Pages of cached prefixes that are not in use."),
     _gauge("troupe_cache_pages_used", "Pages of running sequences."),
@@ -131,6 +131,13 @@ _CACHE = (
     _counter("troupe_cache_hit_tokens_total", "Prompt tokens found in the prefix cache."),
     _counter("troupe_cache_queried_tokens_total", "Prompt tokens looked up in the prefix cache."),
     _counter("troupe_cache_evicted_pages_total", "Pages evicted from the prefix cache."),
+    _gauge(
+        "troupe_cache_group_pages",
+        "Pages by cache group and state (free, evictable, used), of models with several groups: main, window, state.",
+        "group",
+        "state",
+    ),
+    _counter("troupe_cache_group_evicted_pages_total", "Evicted pages by cache group.", "group"),
 )
 
 _RUNTIME = (

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import msgspec
 
 from actors.protocol.requests import TokenLogprob, Usage
-from app.parsers.base import ToolCall
 
 __all__ = [
+    "CalledFunction",
     "ChatAnswer",
     "ChatChoice",
     "ChatLogprobs",
@@ -21,6 +21,7 @@ __all__ = [
     "CompletionLogprobs",
     "CompletionTokensDetails",
     "PromptTokensDetails",
+    "ToolCall",
     "UsageAnswer",
     "characters",
     "chat_logprobs",
@@ -97,6 +98,17 @@ class ChatTokenLogprob(msgspec.Struct):
 class ChatLogprobs(msgspec.Struct):
     content: list[ChatTokenLogprob]
     refusal: None = None
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
 
 
 class ChatMessageAnswer(msgspec.Struct, kw_only=True):

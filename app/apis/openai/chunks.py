@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from actors.protocol.requests import Delta, Usage
+from app.apis.choice_reader import ChoiceReader
+from app.apis.events import CallArguments, CallBegun, ChoiceEvents, Ended, Event, Reasoning, Text
 from app.apis.openai.answers import UsageAnswer, characters, chat_logprobs, completion_logprobs, usage_answer
-from app.apis.openai.choice_reader import ChoiceReader
 from app.apis.openai.requests import ChatRequest, CompletionRequest, StreamOptions
-from app.parsers.base import Parsed
 from app.server.exchange import Exchange
 
 __all__ = ["ChatChunks", "CompletionChunks", "UsageReport"]
@@ -84,10 +84,13 @@ def _head(identity: str, kind: bytes, created: int, model: str, fingerprint: str
     )
 
 
+_GOES_ON = b',"finish_reason":null}'
+
+
 def _finish(delta: Delta, reason: str | None = None) -> bytes:
     """The end of a choice in a chunk. ``reason``: replaces the delta's finish reason."""
     if delta.finish_reason is None:
-        return b',"finish_reason":null}'
+        return _GOES_ON
     finish = b',"finish_reason":"' + (reason or delta.finish_reason).encode() + b'"'
     matched = _encode(delta.matched_stop)
     return finish + b',"stop_reason":' + matched + b',"matched_stop":' + matched + b"}"
@@ -101,7 +104,7 @@ class ChatChunks:
     """``chat.completion.chunk`` events. Each choice begins with a chunk that has its role. Thought, content and calls
     are in chunks of their own.
 
-    ``reader``: creates the reader of a choice; None where all text is content.
+    ``reader``: creates the reader of a choice.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class ChatChunks:
         created: int,
         model: str,
         fingerprint: str,
-        reader: Callable[[], ChoiceReader] | None = None,
+        reader: Callable[[], ChoiceReader | None],
     ) -> None:
         self._head = _head(identity, b"chat.completion.chunk", created, model, fingerprint)
         self._usage = usage
@@ -122,35 +125,38 @@ class ChatChunks:
         self._ids = bool(body.return_token_ids)
         self._shows_thoughts = body.include_reasoning is not False
         self._reader = reader
-        self._readers: dict[int, ChoiceReader] = {}
+        self._choices: dict[int, ChoiceEvents] = {}
         self._plain = not (self._logprobs or self._ids)
-        self._begun: set[int] = set()
 
     def chunk(self, delta: Delta) -> bytes:
-        parsed, finish = self._read(delta)
+        choice = self._choices.get(delta.index)
+        begins = choice is None
+        if choice is None:
+            choice = self._choices[delta.index] = ChoiceEvents(self._reader())
+        events = choice.read(delta)
+        self._usage.reasoning_tokens[delta.index] = choice.reasoning_tokens
         tail = self._usage.note(delta)
-        begins, ends = delta.index not in self._begun, delta.finish_reason is not None
-        if self._plain and not (begins or ends or parsed.calls or parsed.reasoning) and parsed.content:
+        if self._plain and not begins and len(events) == 1 and isinstance(event := events[0], Text):
             return b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b' % (
                 self._head,
                 delta.index,
-                _encode(parsed.content),
+                _encode(event.text),
                 tail,
             )
-        pieces: list[bytes] = []
-        if begins:
-            self._begun.add(delta.index)
-            pieces.append(self._part(delta, b'"role":"assistant","content":""', tail))
-        if parsed.reasoning:
-            thought = _encode(parsed.reasoning)
-            pieces.append(self._part(delta, b'"reasoning_content":%b,"reasoning":%b' % (thought, thought), tail))
-        text = b'"content":' + _encode(parsed.content) if parsed.content else b""
-        if parsed.calls:  # before the last chunk of a choice, in which clients expect no calls
+        pieces = [self._part(delta, b'"role":"assistant","content":""', tail)] if begins else []
+        text, finish = b"", _GOES_ON
+        for event in events:
+            if isinstance(event, Ended):
+                finish = _finish(delta, event.reason)
+                continue
             if text:
                 pieces.append(self._part(delta, text, tail))
                 text = b""
-            pieces += [self._part(delta, b'"tool_calls":' + _encode([call]), tail) for call in parsed.calls]
-        if text or ends or not self._plain or not pieces:
+            if isinstance(event, Text):
+                text = b'"content":' + _encode(event.text)
+            elif fields := self._fields(event):
+                pieces.append(self._part(delta, fields, tail))
+        if text or finish is not _GOES_ON or not self._plain or not pieces:
             logprobs = b"null"
             if self._logprobs and delta.logprobs:
                 logprobs = _encode(chat_logprobs(delta.logprobs, as_ids=self._as_ids))
@@ -158,29 +164,25 @@ class ChatChunks:
             pieces.append(self._part(delta, text, tail, end))
         return b"".join(pieces)
 
+    def _fields(self, event: Event) -> bytes:
+        """A thought or a piece of a call, as fields of a delta."""
+        match event:
+            case Reasoning() if self._shows_thoughts:
+                thought = _encode(event.text)
+                return b'"reasoning_content":%b,"reasoning":%b' % (thought, thought)
+            case CallBegun():
+                return (
+                    b'"tool_calls":[{"index":%d,"id":%b,"type":"function","function":{"name":%b,"arguments":""}}]'
+                    % (event.index, _encode(event.id), _encode(event.name))
+                )
+            case CallArguments():
+                return b'"tool_calls":[{"index":%d,"function":{"arguments":%b}}]' % (event.index, _encode(event.text))
+        return b""
+
     def _part(
         self, delta: Delta, fields: bytes, tail: bytes, end: bytes = b',"logprobs":null,"finish_reason":null}'
     ) -> bytes:
         return b'%b{"index":%d,"delta":{%b}%b%b' % (self._head, delta.index, fields, end, tail)
-
-    def _read(self, delta: Delta) -> tuple[Parsed, bytes]:
-        """What the delta adds to its choice, and the end of the choice."""
-        if self._reader is None:
-            return Parsed(delta.text), _finish(delta)
-        if (reader := self._readers.get(delta.index)) is None:
-            reader = self._readers[delta.index] = self._reader()
-        parsed = reader.read(delta.text, delta.token_ids)
-        reason = None
-        if delta.finish_reason is not None:
-            rest = reader.end()
-            parsed.content += rest.content
-            parsed.reasoning += rest.reasoning
-            parsed.calls += rest.calls
-            reason = "tool_calls" if reader.calls and delta.finish_reason == "stop" else None
-        if not self._shows_thoughts:
-            parsed.reasoning = ""
-        self._usage.reasoning_tokens[delta.index] = reader.reasoning_tokens
-        return parsed, _finish(delta, reason)
 
     def end(self) -> bytes:
         return self._usage.last_chunk(self._head)

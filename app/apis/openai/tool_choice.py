@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
-
+from app.apis.conversations import NO_TOOLS, Mode, ToolChoice
 from app.apis.openai.requests import ChatRequest
 from app.server.errors import invalid
 
-__all__ = ["ToolChoice", "tool_choice_of"]
-
-
-Mode = Literal["none", "auto", "required", "named"]
-
-
-class ToolChoice(msgspec.Struct, frozen=True):
-    """``tools``: parameters of the tools that may be called, by name. ``mode``: whether one must be called; ``named``:
-    exactly that one. ``strict``: whether a tool asks that its calls match its schema."""
-
-    mode: Mode
-    tools: dict[str, dict[str, Any]]
-    strict: bool = False
-
-    @property
-    def forced(self) -> bool:
-        return self.mode in ("required", "named")
+__all__ = ["tool_choice_of"]
 
 
 def tool_choice_of(body: ChatRequest) -> ToolChoice:
@@ -48,7 +31,7 @@ def tool_choice_of(body: ChatRequest) -> ToolChoice:
     else:
         names, mode = _object(given or {}, set(tools))
     if mode == "none":
-        return ToolChoice("none", {})
+        return NO_TOOLS
     return ToolChoice(
         mode,
         {name: tools[name].function.parameters or {} for name in names},

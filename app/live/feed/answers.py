@@ -10,6 +10,7 @@ import msgspec
 
 __all__ = [
     "ActorView",
+    "CacheGroupView",
     "CacheView",
     "EdgeView",
     "Frame",
@@ -60,6 +61,15 @@ class CacheView(msgspec.Struct, kw_only=True):
     used: int
     queried_tokens: int
     hit_tokens: int
+    groups: list[CacheGroupView]
+
+
+class CacheGroupView(msgspec.Struct, kw_only=True):
+    """Pages of one cache group, of a model that has several; the main page table is one of them."""
+
+    name: str
+    total: int
+    used: int
 
 
 class ActorView(msgspec.Struct, kw_only=True):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from app.live.feed.answers import ActorView, CacheView, Frame, LoadView, ModelView, RequestView
+from app.live.feed.answers import ActorView, CacheGroupView, CacheView, Frame, LoadView, ModelView, RequestView
 from app.live.feed.graph import edges, role_of
 from app.live.feed.requests import RequestViews
 from app.server.auth import sees_all
@@ -150,6 +150,7 @@ def _cache(engine: Engine) -> CacheView | None:
         used=usage.used,
         queried_tokens=usage.queried_tokens,
         hit_tokens=usage.hit_tokens,
+        groups=[CacheGroupView(name=name, total=g.total, used=g.used) for name, g in usage.groups().items()],
     )
 
 

@@ -8,8 +8,9 @@ from quart import Response, request
 from quart.wrappers.response import ResponseBody
 
 from app.live.feed.frames import MOST_VIEWERS, Feed
+from app.server.dialect import OPENAI
 from app.server.errors import ApiError, invalid
-from app.server.exchange import DONE, Exchange
+from app.server.exchange import Exchange
 from app.server.service import Service, json_response
 
 __all__ = ["MOST_FRAMES", "feed", "feed_request"]
@@ -77,7 +78,8 @@ class _Frames(ResponseBody):
         interruption = self._exchange.interruption
         if self._left == 0 or interruption is not None:
             self._left = -1
-            return (interruption.event() if interruption is not None else b"") + DONE
+            last = b"" if interruption is None else OPENAI.event(interruption, self._exchange.request_id)
+            return last + OPENAI.end
         self._left -= 1
         self._seen, frame = await self._feed.next(self._seen, self._exchange.tenant)
         return b"data: " + frame + b"\n\n"

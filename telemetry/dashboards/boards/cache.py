@@ -103,6 +103,34 @@ _PAGES = Row(
     ),
 )
 
+_GROUPS = Row(
+    "Cache groups",
+    (
+        TimeSeries(
+            "In use by group",
+            "Of models whose layers keep windows or states: share of each group's pages that sequences hold.",
+            (
+                Query(
+                    'sum by (group) (troupe_cache_group_pages{state="used",@})'
+                    " / sum by (group) (troupe_cache_group_pages{@})",
+                    "{{group}}",
+                ),
+            ),
+            unit="percentunit",
+            maximum=1,
+            width=12,
+            thresholds=((0.95, RED),),
+        ),
+        TimeSeries(
+            "Evicted pages by group",
+            "Evicted pages per second. A group that evicts while others are empty is the short one.",
+            (Query(rate("troupe_cache_group_evicted_pages_total", "group"), "{{group}}"),),
+            unit="si:pages/s",
+            width=12,
+        ),
+    ),
+)
+
 _PREFIXES = Row(
     "Prefix cache",
     (
@@ -196,5 +224,5 @@ CACHE = Board(
     "troupe-cache",
     "Troupe: cache",
     "The key-value cache: its pages, hits of the prefix cache, and shortages.",
-    (_NOW, _PAGES, _PREFIXES, _PRESSURE, _LENGTHS),
+    (_NOW, _PAGES, _GROUPS, _PREFIXES, _PRESSURE, _LENGTHS),
 )

@@ -56,7 +56,20 @@ def test_loads_and_caches_are_summed() -> None:
     assert usage is not None
     assert (usage.page_size, usage.total, usage.free) == (16, 16, 11)
     assert usage.bounded == (GroupUsage("window", total=8, free=2, evictable=2, used=4, evicted=6),)
+    assert list(usage.groups()) == ["main", "window"]
     second.worker = (model_info(num_pages=9, page_size=16), 3)
     assert both.worker == second.worker
     second.step_sent(StepShape(2.0))
     assert (both.oldest_step_sent, both.step_age(5.0)) == (2.0, 3.0)
+
+
+def test_groups_of_one_kind_have_different_names() -> None:
+    window = GroupUsage("window", total=4, free=1, evictable=1, used=2, evicted=3)
+    usage = CacheUsage(total=8, free=3, used=5, bounded=(window, msgspec.structs.replace(window, kind="state"), window))
+    assert {name: group.used for name, group in usage.groups().items()} == {
+        "main": 5,
+        "window": 2,
+        "state": 2,
+        "window-2": 2,
+    }
+    assert CacheUsage(total=8).groups() == {}

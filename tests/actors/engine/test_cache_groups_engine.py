@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from actors.boards.stream_buffer import merge
 from actors.engine.engine import Engine
+from actors.engine.report import readings
 from actors.protocol.requests import Delta, SamplingParams
 from actors.requests.streams import RequestStream
 from tests.kits.engines import rest, small_engine
@@ -64,6 +65,13 @@ async def test_answers_are_those_without_a_prefix_cache(model: Path, engine: Eng
     assert usage is not None
     assert [group.kind for group in usage.bounded] == ["window", "state"]
     assert all(group.used == 0 and group.evictable > 0 for group in usage.bounded)
+    assert [group["kind"] for group in engine.describe()["cache"]["bounded"]] == ["window", "state"]
+    pages = readings(engine)["troupe_cache_group_pages"]
+    assert isinstance(pages, Mapping)
+    assert pages["main", "evictable"] == usage.evictable
+    assert sum(pages["window", state] for state in ("free", "evictable", "used")) == usage.bounded[0].total
+    evicted = readings(engine)["troupe_cache_group_evicted_pages_total"]
+    assert evicted == {(name,): group.evicted for name, group in usage.groups().items()}
 
 
 async def test_a_stream_goes_on_after_its_worker_died(engine: Engine) -> None:

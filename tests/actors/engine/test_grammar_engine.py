@@ -136,6 +136,16 @@ async def test_a_wrong_grammar_is_refused_with_the_reason(engine: Engine, gramma
     assert caught.value.param == "grammar"
 
 
+async def test_a_grammar_that_cannot_go_on_is_the_requests_error(engine: Engine) -> None:
+    large = {"type": "object", "properties": {f"k{number}": {"type": "string"} for number in range(700)}}
+    schema = {"type": "object", "properties": {"one two": large}, "required": ["one two"]}
+    stream = engine.generate("Hi", SamplingParams(grammar=Grammar("json_schema", json.dumps(schema))))
+    assert (await anext(stream)).text.startswith("{")
+    with pytest.raises(InvalidRequest, match="cannot go on") as caught:
+        [delta async for delta in stream]
+    assert (caught.value.param, caught.value.code) == ("grammar", "grammar_failed")
+
+
 async def test_the_grammar_begins_behind_a_thought_of_the_prompt(engine: Engine) -> None:
     thought = Thought(begin="<think>", end="</think>")
     closed = "Hi <think>\n\n</think>\n\n"

@@ -62,6 +62,13 @@ def test_a_failed_row_ends_its_sequence_and_no_other():
     assert stage.tokens(1) == says([6, 7], 9)
 
 
+def test_a_row_that_is_at_fault_itself_ends_as_invalid():
+    stage = Stage(fails=lambda tokens: "invalid grammar" if len(tokens) > 3 else None)
+    stage.submit(spec(0, [5, 6], max_tokens=9))
+    stage.play()
+    assert (stage.end(0).reason, stage.end(0).message) == ("invalid", "invalid grammar")
+
+
 def test_deadlines_end_waiting_and_running_sequences():
     stage = Stage(max_running=1, max_slots=2)
     stage.submit(spec(0, range(3), max_tokens=99, deadline=5.0), spec(1, range(3), deadline=4.0), spec(2, range(3)))

@@ -6,7 +6,7 @@ import msgspec
 import openai
 import pytest
 
-from actors.protocol.requests import InvalidRequest, QueueFull, RequestFailed
+from actors.protocol.requests import CompilerBusy, InvalidRequest, QueueFull, RequestFailed
 from tests.kits.app_requests import BODY, MESSAGES, events, post
 
 
@@ -277,6 +277,24 @@ async def test_a_full_queue_has_a_retry_after(application, engine):
     assert response.status_code == 429
     assert response.headers["Retry-After"] == "120"
     assert msgspec.json.decode(data)["error"]["code"] == "queue_full"
+
+
+async def test_a_backlog_of_grammars_is_a_503_with_retry_after(application, engine):
+    engine.ready_error = CompilerBusy("64 grammars wait to be compiled.", retry_after=5.0)
+    response, data = await post(application, BODY)
+    assert (response.status_code, response.headers["Retry-After"]) == (503, "5")
+    assert msgspec.json.decode(data)["error"]["code"] == "grammar_backlog"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_grammar_that_cannot_go_on_names_its_field(application, engine, stream):
+    engine.fail_at = 2
+    engine.stream_error = InvalidRequest("the grammar cannot go on", param="grammar", code="grammar_failed")
+    body = {**BODY, "stream": stream, "response_format": {"type": "json_object"}}
+    response, data = await post(application, body)
+    error = events(data)[-2]["error"] if stream else msgspec.json.decode(data)["error"]
+    assert response.status_code == (200 if stream else 400)
+    assert (error["param"], error["code"]) == ("response_format", "grammar_failed")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from actors.options import Arguments
+from app.apis.choice_reader import ChoiceReader
 from app.apis.collecting import Collected
-from app.apis.openai.chat import _message
-from app.apis.openai.choice_reader import ChoiceReader
+from app.apis.events import read_whole
 from app.parsers.tools.hermes import HermesParser
 from app.server.application import create_app
 from tests.kits.app_requests import BODY, events, post
@@ -57,9 +57,9 @@ async def test_the_loop_runs_while_a_long_answer_is_parsed() -> None:
             await asyncio.sleep(0)
 
     other = asyncio.create_task(turn())
-    message, _ = await _message(choice, lambda: ChoiceReader(HermesParser({"add": {}}), None), shown=True)
+    answer = await read_whole(choice, ChoiceReader(HermesParser({"add": {}}), None))
     other.cancel()
-    assert [call.function.arguments for call in message.tool_calls] == [arguments]
+    assert [call.arguments for call in answer.calls] == [arguments]
     assert turns >= 5
 
 
@@ -80,7 +80,7 @@ async def test_tools_need_not_be_called(stream: bool, application, engine) -> No
 
 async def test_marks_are_read_where_they_are_special_tokens(application, engine) -> None:
     marks = ("<tool_call>", "</tool_call>")
-    asked = ({}, marks), ({"skip_special_tokens": True}, ()), ({"tool_choice": "none"}, ()), ({"tools": []}, ())
+    asked = ({}, marks), ({"skip_special_tokens": True}, marks), ({"tool_choice": "none"}, ()), ({"tools": []}, ())
     for fields, shown in asked:
         await post(application, {**BODY, "tools": TOOLS, **fields})
         params = engine.requests[-1]["params"]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from actors.options import ARGUMENTS
 from app.parsers.base import StreamingParser
+from app.parsers.events import Reasoning, Text
 from app.parsers.harmony import HarmonyParser
 from app.parsers.reasoning.thoughts import THOUGHTS
 from app.parsers.registry import AUTO, OFF, output_format
@@ -24,8 +25,11 @@ BASE = THOUGHTS["base"]
 def read(pieces: list[str], kind: type[StreamingParser] = StreamingParser, **keywords: Any) -> Read:
     """Thought, content and the number of calls."""
     reader = kind(keywords.pop("tools", None), **{"thoughts": BASE, **keywords})
-    parsed = [*map(reader.read, pieces), reader.end()]
-    return "".join(each.reasoning for each in parsed), "".join(each.content for each in parsed), reader.calls
+    events = [event for part in (*map(reader.read, pieces), reader.end()) for event in part]
+    thought, content = (
+        "".join(event.text for event in events if isinstance(event, kind)) for kind in (Reasoning, Text)
+    )
+    return thought, content, reader.calls
 
 
 @pytest.mark.parametrize("name", THOUGHTS)
@@ -71,8 +75,8 @@ def test_a_thought_may_stay_in_the_content() -> None:
 
 def test_a_thought_may_come_as_a_whole() -> None:
     reader = StreamingParser(None, thoughts=BASE, stream_thought=False)
-    said = [reader.read(piece).reasoning for piece in ("<think>", "Hm", ", so", "</think>", "x")]
-    assert said == ["", "", "", "Hm, so", ""]
+    said = [reader.read(piece) for piece in ("<think>", "Hm", ", so", "</think>", "x")]
+    assert said == [[], [], [], [Reasoning("Hm, so")], [Text("x")]]
 
 
 def test_calls_in_a_thought_are_thought() -> None:

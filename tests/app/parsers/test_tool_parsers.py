@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from actors.options import ARGUMENTS
 from app.parsers.base import StreamingParser
+from app.parsers.events import CallArguments, CallBegun, Text
 from app.parsers.registry import AUTO, OFF, TOOL_PARSERS, output_format
 from tests.kits.tool_formats import ADD, OSLO, TOOLS, written
 
@@ -27,15 +28,15 @@ def read(pieces: list[str], name: str = "hermes", **keywords: Any) -> Read:
     """Content, and the calls with their arguments as text."""
     reader = TOOL_PARSERS[name](TOOLS, **keywords)
     content, calls = "", []
-    for parsed in (*map(reader.read, pieces), reader.end()):
-        content += parsed.content
-        for call in parsed.calls:
-            if call.id is not msgspec.UNSET:
-                assert (call.index, call.type) == (len(calls), "function")
-                calls.append([call.function.name, call.function.arguments, call.id])
-            else:
-                assert call.function.name is msgspec.UNSET
-                calls[call.index][1] += call.function.arguments
+    for event in [event for part in (*map(reader.read, pieces), reader.end()) for event in part]:
+        if isinstance(event, Text):
+            content += event.text
+        elif isinstance(event, CallBegun):
+            assert event.index == len(calls)
+            calls.append([event.name, "", event.id])
+        elif isinstance(event, CallArguments):
+            assert event.index == len(calls) - 1
+            calls[-1][1] += event.text
     assert len({call[2] for call in calls}) == len(calls) == reader.calls
     return content, [(called, arguments) for called, arguments, _ in calls]
 
@@ -51,9 +52,9 @@ def splits(text: str) -> st.SearchStrategy[list[str]]:
 
 def test_ids_that_a_model_repeats_are_made_unique() -> None:
     whole = written("kimi_k2", OSLO, ADD)
-    calls = TOOL_PARSERS["kimi_k2"](TOOLS).read(whole + whole).calls
+    events = TOOL_PARSERS["kimi_k2"](TOOLS).read(whole + whole)
     names = ["get_weather:0", "add:1", "get_weather:2", "add:3"]
-    ids = [call.id for call in calls if call.id is not msgspec.UNSET]
+    ids = [event.id for event in events if isinstance(event, CallBegun)]
     assert ids == [f"functions.{name}" for name in names]
 
 
@@ -125,8 +126,9 @@ def test_arguments_arrive_while_they_are_made(name: str) -> None:
     text = written(name, OSLO)
     reader = TOOL_PARSERS[name](TOOLS)
     reader.read(text[: text.index("Oslo")])
-    [delta] = reader.read("Oslo ").calls
-    assert delta.function.arguments.rstrip() == "Oslo"
+    [piece] = reader.read("Oslo ")
+    assert isinstance(piece, CallArguments)
+    assert piece.text.rstrip() == "Oslo"
 
 
 HERMES: dict[str, Read] = {
@@ -144,7 +146,7 @@ HERMES: dict[str, Read] = {
     '<tool_call>{"name": "add", "arguments": "[1]"}</tool_call>': ('{"name": "add", "arguments": "[1]"}', []),
     '<tool_call>{"name": 5, "arguments": {}}</tool_call>': ('{"name": 5, "arguments": {}}', []),
     "<tool_call>__import__('os')</tool_call>": ("__import__('os')", []),
-    '<tool_call>{"name": "add", "arguments": {"a": 01}}</tool_call>': ("}}", [("add", '{"a": ')]),
+    '<tool_call>{"name": "add", "arguments": {"a": 01}}</tool_call>': ("01}}", [("add", '{"a": ')]),
 }
 
 
@@ -192,15 +194,16 @@ def test_values_take_the_types_of_the_schema() -> None:
     }
     body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
     reader = TOOL_PARSERS["qwen3_coder"](tools)
-    [call] = reader.read(f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>").calls
-    assert msgspec.json.decode(call.function.arguments) == {
+    _, arguments = reader.read(f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>")
+    assert isinstance(arguments, CallArguments)
+    assert msgspec.json.decode(arguments.text) == {
         "text": "1", "either": None, "some": {"a": 1}, "flag": True, "wrong": "two", "choice": "1", "free": [1],
     }  # fmt: skip
 
 
 def test_ids_are_those_that_the_models_know() -> None:
     def ids(name: str, text: str) -> list[str]:
-        return [call.id for call in TOOL_PARSERS[name](TOOLS).read(text).calls]
+        return [event.id for event in TOOL_PARSERS[name](TOOLS).read(text) if isinstance(event, CallBegun)]
 
     assert ids("kimi_k2", written("kimi_k2", NOW, ADD)) == ["functions.now:0", "functions.add:1"]
     assert ids("mistral", '[TOOL_CALLS][{"name": "now", "id": "abcdefghi", "arguments": {}}]') == ["abcdefghi"]
@@ -228,9 +231,8 @@ def test_calls_in_other_spellings() -> None:
 
 def test_text_is_returned_as_soon_as_it_cannot_be_a_call() -> None:
     reader = TOOL_PARSERS["hermes"](TOOLS)
-    assert [reader.read(piece).content for piece in ("Hel", "lo <", "b> <tool", "_box>")] == [
-        "Hel", "lo ", "<b> ", "<tool_box>",
-    ]  # fmt: skip
+    said = [reader.read(piece) for piece in ("Hel", "lo <", "b> <tool", "_box>")]
+    assert said == [[Text("Hel")], [Text("lo ")], [Text("<b> ")], [Text("<tool_box>")]]
 
 
 def test_every_choice_of_the_options_is_a_registered_format() -> None:

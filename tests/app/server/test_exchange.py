@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import MutableMapping
 from typing import Any
 
-from app.server.exchange import KEEP_ALIVE, Exchange
+from app.server.dialect import OPENAI
+from app.server.exchange import Exchange
 from app.server.request_body import RequestBody
 from app.server.upload_budget import UploadBudget
 from tests.kits.waiting import PATIENCE
@@ -17,7 +18,7 @@ async def test_a_cancellation_is_not_lost_in_a_comment_that_is_being_written(eng
     writing, never = asyncio.Event(), asyncio.Event()
 
     async def send(message: MutableMapping[str, Any]) -> None:
-        if message.get("body") == KEEP_ALIVE:
+        if message.get("body") == OPENAI.keep_alive:
             writing.set()
             await never.wait()
 

@@ -8,6 +8,7 @@ from typing import Any
 from actors.boards.stream_buffer import StreamBuffer
 from actors.protocol.requests import Delta
 from actors.requests.streams import RequestStream
+from app.server.dialect import OPENAI
 from app.server.sse import SseBody
 from telemetry.timeline import Timelines
 
@@ -30,7 +31,7 @@ async def test_the_end_travels_with_the_last_piece() -> None:
     buffer = StreamBuffer(Timelines().open("r", operation="chat", model="m"), 2)
     stream = RequestStream(buffer, label=None, deadline=None, admit=admit, release=lambda buffer: None)
     nothing: Any = None
-    exchange: Any = SimpleNamespace(waiting=lambda: None, woken=lambda: None)
+    exchange: Any = SimpleNamespace(dialect=OPENAI, waiting=lambda: None, woken=lambda: None)
     body = SseBody(nothing, exchange, stream, Writer())
     pieces = []
     for delta in (

@@ -87,6 +87,9 @@ export class Figures {
       `${count(cache.free)} free`,
     ];
     if (cache.queried_tokens) words.push(`${percent(cache.hit_tokens, cache.queried_tokens)} of prompt tokens found`);
+    for (const group of cache.groups.slice(1)) {
+      words.push(`${group.name}: ${count(group.used)} of ${count(group.total)} pages in use`);
+    }
     say(this.pagesText, words.join(" · "));
   }
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.parsers.base import Parsed, StreamingParser
+from app.parsers.base import StreamingParser
+from app.parsers.events import Piece
 
 __all__ = ["ChoiceReader"]
 
@@ -19,14 +20,14 @@ class ChoiceReader:
         self._tokens = 0
         self._thought: int | None = None
 
-    def read(self, text: str, token_ids: Sequence[int]) -> Parsed:
+    def read(self, text: str, token_ids: Sequence[int]) -> list[Piece]:
         """Add a piece of the choice; returns what is certain with it."""
         if self._thought is None and self._end is not None and self._end in token_ids:
             self._thought = self._tokens + list(token_ids).index(self._end)
         self._tokens += len(token_ids)
         return self._parser.read(text)
 
-    def end(self) -> Parsed:
+    def end(self) -> list[Piece]:
         """The rest of the choice."""
         return self._parser.end()
 

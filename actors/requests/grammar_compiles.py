@@ -1,0 +1,93 @@
+"""Workers compile a grammar before its request is submitted, so that no step waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+
+from actors.protocol import CompileGrammar
+from actors.protocol.requests import LIMITS, CompilerBusy, Grammar, InvalidRequest, RequestFailed
+from actors.requests.router import Route
+from actors.runtime import ActorDied
+
+__all__ = ["GrammarCompiles"]
+
+_KNOWN = 128
+"""Grammars known to be compiled; fewer than a worker keeps."""
+_WAITING = 64
+"""Different grammars that may wait at a time. A worker compiles two at once, most in milliseconds."""
+_TIMEOUT = 60.0
+"""Seconds. A worker answers sooner, but it may have to load the model first."""
+_RETRY = 5.0
+
+_TRIES = 2
+_DEADLY = (
+    "The model's worker died twice while it compiled this request's grammar, so it is not compiled a third time. "
+    "Change the grammar; report it if a simple one does this."
+)
+
+Key = tuple[int, int | None, Grammar]
+"""By the identity of the route, and the epoch of its worker."""
+
+
+class GrammarCompiles:
+    """The grammars of one engine's requests."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Key, None] = OrderedDict()
+        self._waiting: Counter[Key] = Counter()
+        self._deadly: OrderedDict[Grammar, None] = OrderedDict()
+        """Those at whose compilation workers died."""
+
+    async def compile(self, grammar: Grammar, route: Route) -> bool:
+        """Let the workers of a route compile; whether this took time.
+
+        Where a worker does not answer, the request goes on: its next incarnation compiles at the admission. Raises
+        InvalidRequest for a wrong grammar, CompilerBusy, and RequestFailed for a grammar at whose compilation two
+        workers died.
+        """
+        epoch = None if route.board.worker is None else route.board.worker[1]
+        key = (id(route), epoch, grammar)
+        if epoch is not None and key in self._known:
+            self._known.move_to_end(key)
+            return False
+        if len(self._waiting) >= _WAITING and key not in self._waiting:
+            raise CompilerBusy(f"{len(self._waiting)} grammars wait to be compiled.", retry_after=_RETRY)
+        self._waiting[key] += 1
+        try:
+            answered = await self._ask(grammar, route)
+        finally:
+            self._waiting[key] -= 1
+            self._waiting += Counter()  # drops what nobody waits for
+        if answered:
+            self._known[key] = None
+            if len(self._known) > _KNOWN:
+                self._known.popitem(last=False)
+        return answered
+
+    async def _ask(self, grammar: Grammar, route: Route) -> bool:
+        for _ in range(0 if grammar in self._deadly else _TRIES):
+            try:
+                return await _ask(grammar, route)
+            except ActorDied:
+                continue  # the next worker may live: others' work kills, too
+        self._deadly[grammar] = None
+        if len(self._deadly) > _KNOWN:
+            self._deadly.popitem(last=False)
+        raise RequestFailed(_DEADLY)
+
+
+async def _ask(grammar: Grammar, route: Route) -> bool:
+    """Whether all workers have compiled it. Raises ActorDied where one died at it."""
+    message = CompileGrammar(grammar=grammar, timeout=LIMITS.grammar_seconds)
+    asked = [worker.ask(message, timeout=_TIMEOUT) for worker in route.workers]
+    for answer in await asyncio.gather(*asked, return_exceptions=True):
+        if answer == CompileGrammar.BUSY:
+            raise CompilerBusy("The worker compiles other grammars.", retry_after=_RETRY)
+        if isinstance(answer, str) and answer:
+            raise InvalidRequest(f"grammar: {answer.rstrip('.')}.", param="grammar", code="invalid_grammar")
+        if isinstance(answer, BaseException):
+            if not isinstance(answer, Exception) or (isinstance(answer, ActorDied) and answer.cause is not None):
+                raise answer
+            return False
+    return True

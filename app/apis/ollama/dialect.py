@@ -1,0 +1,33 @@
+"""Ollama's errors, and its framing of streams: a JSON object a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from app.server.dialect import Dialect
+from app.server.errors import ApiError
+
+__all__ = ["OLLAMA", "OllamaDialect"]
+
+
+class OllamaDialect(Dialect):
+    """``{"error": MESSAGE}``. A stream ends with its last line; no line can say that it goes on."""
+
+    name = "ollama"
+    media_type = "application/x-ndjson"
+    end = b""
+    keep_alive = b""
+
+    def speaks(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        return path.startswith("/api/") and not path.startswith("/api/v1/")
+
+    def body(self, error: ApiError, request_id: str) -> bytes:
+        return msgspec.json.encode({"error": error.message})
+
+    def event(self, error: ApiError, request_id: str) -> bytes:
+        return self.body(error, request_id) + b"\n"
+
+
+OLLAMA = OllamaDialect()
