@@ -28,7 +28,7 @@ from actors.protocol.requests import (
 )
 from actors.requests.sampling_rules import validate
 from actors.runtime import ActorStatus, current_traceparent
-from app.server.application import Troupe
+from app.application import Troupe
 from telemetry.metrics.engine import EngineMetrics
 from telemetry.metrics.traffic import Traffic
 from telemetry.timeline import Outcome, RequestTimeline, Timelines

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from actors.options import Arguments
-from app.server.application import create_app
+from app.application import create_app
 from tests.kits.app_requests import BODY, post
 from tests.kits.fake_engine import FakeEngine
 

@@ -18,14 +18,15 @@ from werkzeug.exceptions import RequestTimeout
 from actors.options import Arguments
 from app.apis.batches.runner import BatchRunner
 from app.apis.batches.storage import FileStore
-from app.cli.greeting import first_steps
-from app.cli.progress import ProgressReport
+from app.live.feed.frames import Feed
+from app.route_table import DIALECTS, routes
 from app.server.decoding import check_json_content
 from app.server.errors import ApiError, shutting_down, too_many_uploads
 from app.server.exchange import Exchange
+from app.server.greeting import first_steps
 from app.server.middleware import Application, Middleware
+from app.server.progress import ProgressReport
 from app.server.request_body import MAX_BODY
-from app.server.route_table import DIALECTS, routes
 from app.server.routes import Route, RouteTable
 from app.server.service import Service
 from app.server.single_process import refuse_sibling_workers
@@ -62,6 +63,7 @@ class Troupe(Quart):
         self.exit_code = 0
         self.url: str | None = None  # for clients on this machine, if known
         self.service = Service(engine, arguments, RouteTable(routes(arguments), DIALECTS))
+        self.service.feed = Feed(self.service)
         if arguments.file_storage_path is not None:
             folder = Path(arguments.file_storage_path).expanduser()
             limit = int(arguments.file_storage_gib * (1 << 30))
