@@ -6,9 +6,11 @@ from actors.options import Arguments
 from app.apis.admin.routes import ROUTES as ADMIN
 from app.apis.anthropic.dialect import ANTHROPIC
 from app.apis.batches.routes import ROUTES as BATCHES
+from app.apis.embeddings.routes import ROUTES as EMBEDDINGS
 from app.apis.ollama.dialect import OLLAMA
 from app.apis.openai.routes import ROUTES as OPENAI
 from app.apis.probes.routes import ROUTES as PROBES
+from app.apis.responses.routes import ROUTES as RESPONSES
 from app.apis.sglang.routes import ROUTES as SGLANG
 from app.apis.tokens.routes import ROUTES as TOKENS
 from app.live.routes import ROUTES as LIVE_PAGE
@@ -39,7 +41,18 @@ _DESCRIPTION = (
     ),
 )
 
-ROUTES: tuple[Route, ...] = (*OPENAI, *BATCHES, *SGLANG, *TOKENS, *ADMIN, *PROBES, *_DESCRIPTION, *LIVE_PAGE)
+ROUTES: tuple[Route, ...] = (
+    *OPENAI,
+    *RESPONSES,
+    *EMBEDDINGS,
+    *BATCHES,
+    *SGLANG,
+    *TOKENS,
+    *ADMIN,
+    *PROBES,
+    *_DESCRIPTION,
+    *LIVE_PAGE,
+)
 
 DIALECTS = (ANTHROPIC, OLLAMA)
 

@@ -90,7 +90,7 @@ EXCUSED = ("should_sample", "__call__")
 
 
 def test_functions_have_at_most_6_positional_parameters() -> None:
-    """More are keyword-only, so that each call names them (decision 0045)."""
+    """More are keyword-only, so that each call names them (decision 0047)."""
     root, found, seen = TESTS.parent, [], 0
     for file in (file for package in PACKAGES for file in (root / package).rglob("*.py")):
         path = file.relative_to(root).as_posix()

@@ -204,6 +204,7 @@ def load_model(
         own_greedy=device.sampling.greedy,
         own_draw=device.sampling.draw,
         apart=device.traits.samples_apart,
+        own_mask=device.sampling.mask,
     )
     scales = opened.cache.scales
     sizes = GroupSizes.of(
