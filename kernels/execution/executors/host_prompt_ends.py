@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -98,7 +97,7 @@ class HostPromptEnds:
         if builder.failed:
             return None
         prepared = time.perf_counter()
-        found, failed = self.run(batch)
+        found = self.run(batch)
         if found is None:
             return None
         if self._speculator is not None:
@@ -112,38 +111,36 @@ class HostPromptEnds:
             whole=ended - step.begun,
         )
         accepted = np.ones(rows, dtype=np.int32).tobytes()
-        result = StepResult(batch.number, accepted=accepted, tokens=found.tokens, failed=failed, timing=timing)
+        result = StepResult(batch.number, accepted=accepted, tokens=found.tokens, failed=found.failed, timing=timing)
         return RunningStep(lambda: result, True, None if self._speculator is None else self._context.idle_work)
 
-    def run(self, batch: StepBatch) -> tuple[ReachedRows | None, tuple[RowError, ...]]:
-        """Run the rows of a prepared step; also returns those whose grammar cannot go on. None if they do not fit or
-        one is not finite; state is unchanged then."""
+    def run(self, batch: StepBatch) -> ReachedRows | None:
+        """Run the rows of a prepared step. None if they do not fit or one is not finite; state is unchanged then."""
         slots, generations, counts = (unpack_ints(part) for part in (batch.slots, batch.generations, batch.counts))
         state = self._state
         if not 0 < len(slots) <= self._max_rows or not 1 < counts.max() <= LONGEST or counts.sum() > TOKENS:
-            return None, ()
+            return None
         if state.errors(slots, generations, counts):
-            return None, ()
+            return None
         at = slots.astype(np.int64)
         starts, run = state.computed[at], counts.astype(np.int64)
         if (starts + run != state.known[at]).any() or (state.prompt_logprobs[at] >= 0).any():
-            return None, ()
+            return None
         named = tuple(slots.tolist())
         if not self._sampler.raced(named):
-            return None, ()
+            return None
         some = self._sampler.masked(named)
         draws = self._sampler.draws(named, greedy=bool(some))
         if (draws is not None and not self._draws) or (some and self._grammars is None):
-            return None, ()
+            return None
         masked, masks = None, None
         if some and self._grammars is not None:
             masked = self._grammars.rows(named, some)
             masks = self._grammars.masks(masked, len(slots))
         tokens = self._reach(at, starts, run, draws, masks)
         if tokens is None:
-            return None, ()
-        found, failed = ReachedRows(tokens, at, starts, run, self._features), tuple[RowError, ...]()
+            return None
+        failed: tuple[RowError, ...] = ()
         if masked is not None and self._grammars is not None:
             tokens, failed = self._grammars.judge(masked, self._logits, tokens)
-            found = replace(found, tokens=tokens)
-        return found, failed
+        return ReachedRows(tokens, at, starts, run, self._features, failed)
