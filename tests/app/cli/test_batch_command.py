@@ -85,6 +85,16 @@ def test_a_server_that_is_gone_ends_the_run(files: tuple[str, str], capsys: pyte
     assert "The same command goes on from here." in capsys.readouterr().err
 
 
+def test_answers_of_other_servers_become_one_line_each(files: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [(200, b'{\n  "a": 1\n}', "id"), (200, b"<html>\n</html>", ""), (502, b"<html>", "")]
+    monkeypatch.setattr("app.cli.client.ApiClient.post", lambda *_: answers.pop())
+    assert batch(["run", *files, "--url", "127.0.0.1:1"]) == 1
+    [good] = map(json.loads, Path(files[1]).read_text().splitlines())
+    assert good["response"]["body"] == {"a": 1}
+    bad = [json.loads(line) for line in Path(files[1].replace(".jsonl", ".errors.jsonl")).read_text().splitlines()]
+    assert [one["error"]["code"] for one in bad] == ["no_json", "no_json"]
+
+
 def test_another_file_is_not_taken_for_results(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     for content in ("dear diary", "dear diary\n", '{"a": 1}\n'):
         Path(files[1]).write_text(content)
