@@ -143,8 +143,8 @@ class GrammarSlots:
             self._arriving.append((self._memory.fetch([tokens]), texts))
 
     def _fill(self, text: _Text, slot: int, length: int, row: Bits, begun: float) -> None:
-        """Follow a text and fill its mask. An error is the text's own; others go on. ``begun``: the thread's time before
-        the step's first text; to read it takes a call of the system."""
+        """Follow a text and fill its mask. An error is the text's own; others go on. ``begun``: the thread's time
+        before the step's first text; to read it takes a call of the system."""
         if text.error:
             return
         tokens, started = self._tokens(text, slot, length), time.perf_counter()
