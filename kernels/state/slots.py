@@ -41,6 +41,7 @@ class SlotTable:
     def __init__(
         self,
         device: Device,
+        *,
         max_slots: int,
         context: int,
         page_size: int,

@@ -224,6 +224,14 @@ def test_a_schema_in_itself_ends() -> None:
     assert native_calls(TOOL_PARSERS["qwen3_coder"], {"f": loop}, {}, forced=True)
 
 
+def test_the_length_of_a_grammar_is_bounded_while_it_is_made() -> None:
+    color = {"enum": ["c" * 1000]}
+    properties = {f"p{number}": {"items": {"$ref": "#/$defs/Color"}, "type": "array"} for number in range(1000)}
+    tool = {"type": "object", "properties": properties, "$defs": {"Color": color}}
+    with pytest.raises(Unenforceable, match="65536 bytes"):
+        native_calls(TOOL_PARSERS["qwen3_coder"], {"f": tool}, {}, forced=False)
+
+
 def test_other_forms_stand_beside_calls() -> None:
     vocabulary = marked("hermes", True)
     for form, good, wrong in (
