@@ -24,7 +24,7 @@ _NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     (r"/(v1/)?(assistants|threads|conversations|vector_stores|containers|evals)(/.*)?", "This API of OpenAI", _CHAT),
     (r"/(v1/)?(fine_tuning|fine-tunes|moderations)(/.*)?", "This API of OpenAI", ""),
     (r"/(v1/)?(load|unload)_lora_adapter|/(v1/)?lora_adapters?(/.*)?", "LoRA", ""),
-    (r"/(anthropic/)?(v1/)?messages(/.*)?|/v1/complete", "Anthropic's API", _CHAT),
+    (r"/(anthropic/)?(v1/)?messages/(?!count_tokens$).*|/v1/complete", "This API of Anthropic", "POST /v1/messages"),
     (r"/v1(beta|alpha|beta1)?/models/.*:\w+", "Google's API", _CHAT),
     (r"/api/chat", "Ollama's API", _CHAT),
     (r"/api/generate", "Ollama's API", _TEXT),

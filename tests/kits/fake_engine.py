@@ -102,7 +102,7 @@ class FakeStream:
         await self.ready()
         params = self.params
         ids = self.prompt if isinstance(self.prompt, list) else await self.engine.tokenize(self.prompt)
-        pieces = self.engine.answer[: params.max_tokens or len(self.engine.answer)]
+        pieces = self.engine.answer[: params.max_tokens or params.default_max_tokens]
         for step, piece in enumerate(pieces):
             await self._pause(step)
             if self.engine.fail_at == step:

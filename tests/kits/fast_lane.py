@@ -23,6 +23,8 @@ FAST = (
     "actors/text/test_turns.py",
     "actors/workers/test_placement.py",
     "actors/workers/test_watchdog.py",
+    "app/apis/test_anthropic.py",
+    "app/apis/test_anthropic_conversation.py",
     "app/apis/test_chat.py",
     "app/apis/test_completions.py",
     "app/apis/test_events.py",

@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 from actors.protocol.requests import LIMITS
+from app.server.dialect import OPENAI as OPENAI_FORM
 from app.server.route_table import ROUTES
+from tests.kits.field_limits import NEEDED_ELSEWHERE, OTHER_APIS
 from tests.kits.target import ADMIN, Target
 
 HUGE = 2**70
@@ -37,6 +39,7 @@ def strings(count: int) -> list[str]:
 
 
 OVER_NAME = "x" * 513
+OVER_TOOL = "x" * (LIMITS.tool_name_chars + 1)
 OVER_LABEL = "x" * (LIMITS.request_id_chars + 1)
 OVER_SALT = "x" * (LIMITS.cache_salt_chars + 1)
 OVER_STOP = "x" * (LIMITS.stop_string_chars + 1)
@@ -196,7 +199,7 @@ CONVERSATION: dict[str, list[Any]] = {
     ],
     "tools[].function": [([{"type": "function", "function": 5}], "tools[0].function", {})],
     "tools[].function.name": [
-        (tool(name=name), "tools[0].function.name", {}) for name in (OVER_NAME, "", "a.b", "x" * 65, "é")
+        (tool(name=name), "tools[0].function.name", {}) for name in (OVER_NAME, "", "a.b", OVER_TOOL, "é")
     ],
     "tools[].function.description": [(tool(description=5), "tools[0].function.description", {})],
     "tools[].function.parameters": [
@@ -338,6 +341,7 @@ TABLE: dict[str, dict[str, list[Any]]] = {
     "/abort_request": {"rid": [OVER_LABEL, "", 5], "abort_all": [5]},
     "/set_trace_level": {"level": [-1, 4, HUGE, "1"]},
 }
+TABLE |= OTHER_APIS
 TABLE |= {f"/v1{path}": TABLE[path] for path in ("/tokenize", "/detokenize")}
 
 NEEDED: dict[str, dict[str, Any]] = {
@@ -350,7 +354,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/v1/detokenize": {"tokens": [1]},
     "/abort_request": {},
     "/set_trace_level": {},
-}
+} | NEEDED_ELSEWHERE
 
 # Where another field than the one in hand is named, by design: a conversation that is too long, an unknown model ...
 ALSO_NAMED = {
@@ -379,6 +383,7 @@ def structs_in(annotation: Any, listed: bool = False) -> Iterator[tuple[Any, boo
 
 
 BODIES = {route.path: route.body for route in ROUTES if route.body is not None}
+DIALECTS = {route.path: route.dialect for route in ROUTES}
 
 
 def test_every_field_of_every_body_is_in_the_table() -> None:
@@ -405,6 +410,11 @@ def test_past_its_limit_a_field_is_named(target: Target, path: str, field: str, 
     answer = target.post(path, data, headers={"Content-Type": "application/json", **ADMIN})
     assert answer.status_code == 400, answer.text[:500]
     error = answer.json()["error"]
+    if path in OTHER_APIS and DIALECTS[path] is not OPENAI_FORM:  # they have no name of the field but in the message
+        message = error if isinstance(error, str) else error["message"]
+        assert message.startswith((*ALSO_NAMED.get(named, ()), named)), error
+        assert len(message) < 1000
+        return
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
     assert error["param"] is not None, error

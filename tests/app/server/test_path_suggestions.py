@@ -91,14 +91,12 @@ async def test_ollamas_paths_answer_in_its_form(application, path):
     assert answer["error"].startswith("Ollama's")
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/v1/messages", "/anthropic/v1/messages"]
-)
+@pytest.mark.parametrize("path", ["/v1/messages/batches", "/v1/complete", "/v1/v1/messages", "/anthropic/v1/messages"])
 async def test_anthropics_paths_answer_in_its_form(application, path):
     status, answer = await ask(application, "POST", path)
     assert status == 404
     assert (answer["type"], answer["error"]["type"]) == ("error", "not_found_error")
-    assert CHAT in answer["error"]["message"]
+    assert "POST /v1/messages" in answer["error"]["message"]
     assert answer["request_id"].startswith("req-")
 
 
