@@ -192,6 +192,29 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         ),
     ] = 30.0
 
+    file_storage_path: Annotated[
+        str | None,
+        Option(
+            group="HTTP server",
+            default_text="none",
+            metavar="DIRECTORY",
+            help="Keep the files and batches of /v1/files and /v1/batches in this directory, which no other server "
+            "uses. Without it they are off.",
+        ),
+    ] = None
+
+    file_storage_gib: Annotated[
+        float,
+        Option(
+            group="HTTP server",
+            minimum=0,
+            maximum=1_000_000,
+            above=True,
+            metavar="GIB",
+            help="Files and results of batches together have at most this size.",
+        ),
+    ] = 10.0
+
     request_timeout: Annotated[
         float | None,
         Option(

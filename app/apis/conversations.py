@@ -44,8 +44,7 @@ class Question(msgspec.Struct, kw_only=True):
     """``names``: the engine's parameter names -> the API's fields, for errors.
 
     ``parallel``: whether more than one call is returned. ``thought_limit``: the field that limits the thought, and its
-    tokens. ``show_marks``: whether special tokens that the format needs are kept. ``separate`` and ``stream_thought``:
-    see :class:`app.parsers.base.StreamingParser`.
+    tokens. ``separate`` and ``stream_thought``: see :class:`app.parsers.base.StreamingParser`.
     """
 
     chat: Chat
@@ -56,7 +55,6 @@ class Question(msgspec.Struct, kw_only=True):
     thought_limit: tuple[str, int] | None = None
     separate: bool = True
     stream_thought: bool = True
-    show_marks: bool = True
     priority: int | None = None
     cache_salt: str | None = None
     label: str | None = None
@@ -77,7 +75,7 @@ async def ask(service: Service, exchange: Exchange, question: Question) -> Asked
         grammar = Grammar(constraint.kind, constraint.text, constraint.whitespace)
         params = msgspec.structs.replace(params, grammar=grammar)
         names["grammar"] = "tool_choice" if choice.forced else "tools"
-    if question.show_marks and (marks := form.special_tokens(choice.mode != "none")):
+    if params.skip_special_tokens and (marks := form.special_tokens(choice.mode != "none")):
         params = msgspec.structs.replace(params, shown_special_tokens=marks)
     if params.grammar is not None and (thought := _thought(form)) is not None:
         params = msgspec.structs.replace(params, thought=thought)
@@ -162,17 +160,19 @@ async def _reader(
     if kind is None:
         return lambda: None
     thinking, end = None, None
+    hidden: tuple[str, ...] = ()
     thoughts = form.thoughts
     if thoughts is not None and not form.harmony:
         thinking = thoughts.in_prompt(await service.engine.detokenize(prompt_end, skip_special_tokens=False))
-        if thinking is False and tools is None:
-            return lambda: None
         end = await service.mark_token(thoughts.end)
+        if question.params.skip_special_tokens:  # they were kept for the reader alone
+            hidden = tuple([mark for mark in thoughts.marks if await service.is_special(mark)])
     options: dict[str, Any] = {
         "parallel": question.parallel,
         "thoughts": thoughts,
         "thinking": thinking,
         "separate": question.separate,
         "stream_thought": question.stream_thought,
+        "hidden": hidden,
     }
     return lambda: ChoiceReader(kind(tools, **options), end)

@@ -60,12 +60,13 @@ class ApiClient:
             return _json(answer.read())
 
     def post(self, path: str, body: bytes) -> tuple[int, bytes, str]:
-        """Status, body and request id of an answer, also of an error. Raises ClientError without an answer."""
+        """Status, body and request id of an answer, also of an error. Raises ClientError without an answer, and for
+        status 429 and 503, after which the request may be sent again."""
         try:
             with self._open(path, body) as answer:
                 return answer.status, answer.read(), answer.headers.get("x-request-id", "")
         except ClientError as error:
-            if not error.status or error.retry_after is not None:
+            if error.status in (0, 429, 503):
                 raise
             return error.status, error.body, ""
         except OSError as error:

@@ -50,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from app.cli.chat import chat
 
             return chat(rest)
+        case ["batch", *rest]:
+            from app.cli.batch import batch
+
+            return batch(rest)
         case ["dashboards", *rest]:
             return _dashboards(rest)
         case [first, *_] if first.startswith("--") or Path(first).is_dir():

@@ -23,6 +23,7 @@ Usage:
   troupe serve --help              all arguments
   troupe serve --help-all          and those of other engines that are refused, with the reason
   troupe chat                      a conversation in the terminal with a server (--url, default: this machine's)
+  troupe batch run IN OUT          answer the requests of a JSONL file, by an engine of its own or a server (--url)
   troupe dashboards FOLDER         put Grafana boards, Prometheus rules and a compose file into FOLDER
   troupe --version
 """

@@ -22,6 +22,7 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(
         path="/page/{file}",
+        slashes=True,
         methods=("GET",),
         level=Level.PUBLIC,
         handler=page_file,
@@ -43,6 +44,7 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(
         path="/stage/requests/{id}",
+        slashes=True,
         methods=("GET",),
         level=Level.USER,
         handler=feed_request,

@@ -54,12 +54,14 @@ class Cut(Malformed):
 
 
 class _Written(msgspec.Struct):
-    """What is known of a call that is written as JSON. ``begun``: its arguments were passed on."""
+    """What is known of a call that is written as JSON. ``begun``: its arguments were passed on. ``unknown``: an object
+    under another key was skipped."""
 
     name: str = ""
     arguments: str | None = None
     id: str | None = None
     begun: bool = False
+    unknown: bool = False
 
 
 class StreamingParser:
@@ -67,13 +69,15 @@ class StreamingParser:
 
     A format declares its marks and overrides :meth:`block`, which reads one block of calls behind a mark of ``OPEN``.
     Marks never become content. A block that is no call of a given tool becomes content without its marks, and a warning
-    is logged. Nothing is evaluated; the cost is linear in the length of the text.
+    is logged; of a call that is malformed behind its name, the rest becomes content. Nothing is evaluated; the cost is
+    linear in the length of the text.
 
     ``tools``: the parameters of the tools that may be called, by name; calls of other tools are content. None: no call
     is looked for. Unless ``parallel``, only the first call is returned. ``thoughts``: the format of the thought before
     the answer, None for none. ``thinking``: whether the prompt has begun the thought (True) or ended it (False); None
     if it says nothing. Unless ``separate``, the thought becomes content with its marks. ``stream_thought`` False
-    returns the thought at its end only.
+    returns the thought at its end only. ``hidden``: marks of thoughts that are special tokens, which are dropped from
+    content.
     """
 
     OPEN: ClassVar[tuple[str, ...]] = ()
@@ -100,6 +104,7 @@ class StreamingParser:
         thinking: bool | None = None,
         separate: bool = True,
         stream_thought: bool = True,
+        hidden: tuple[str, ...] = (),
     ) -> None:
         self.calls = 0
         self._ids: set[str] = set()
@@ -110,13 +115,15 @@ class StreamingParser:
         self._thoughts = thoughts
         self._separate = separate
         self._stream_thought = stream_thought
+        self._hidden = hidden
         self._text = ""  # not read yet
         self._ended = False
-        self._read: list[str] | None = None  # read since the last mark, if it may become content again
+        self._read: list[str] | None = None  # read and not passed on yet, if it may become content again
         self._pieces: list[Piece] = []
         self._space: list[str] = []  # at the end of the thought, unless more of it follows
         self._held_thought: list[str] = []
         self._called = False  # the current block has a call
+        self._calling = False  # which has begun, and not ended
         self._suppressed = False  # the current call is not returned
         self._run = self._everything(thinking)
         next(self._run)
@@ -166,11 +173,11 @@ class StreamingParser:
     def answer(self) -> Reading[None]:
         """Read everything behind the thought."""
         yield from self.attempt(self.at_start(), expected=False)
-        marks = (*self.OPEN, *self.MARKS)
+        marks = (*self.OPEN, *self.MARKS, *self._hidden)
         while mark := (yield from self.until(marks, self.add_content)):
             if mark in self.OPEN:
                 yield from self.attempt(self.block(mark))
-            else:
+            elif mark in self.MARKS:
                 yield from self.space()
 
     @classmethod
@@ -199,7 +206,8 @@ class StreamingParser:
         if self._thoughts is not None:
             yield from self._think(self._thoughts, thinking)
         if self._tools is None:
-            yield from self.until((), self.add_content)
+            while (yield from self.until(self._hidden, self.add_content)):
+                pass
         else:
             yield from self.answer()
 
@@ -210,6 +218,8 @@ class StreamingParser:
         has_begin = yield from self.skip(begun)
         if not has_begin and not (thinking or (thoughts.always and thinking is None)):
             self.give_up()
+            if thinking is False:
+                yield from self._repeated(thoughts)
             return
         self.thought = True
         before, self._read = self._read, None
@@ -224,6 +234,19 @@ class StreamingParser:
         elif mark and not self._separate:
             self.add_content(mark)
         if mark and self._separate:
+            yield from self.space()
+            yield from self._repeated(thoughts)
+
+    def _repeated(self, thoughts: Thoughts) -> Reading[None]:
+        """Drop the end marks that a model repeats."""
+        self._read = []
+        yield from self.space()
+        if not (yield from self.skip(thoughts.end)):
+            self.give_up()
+            return
+        self._read = None
+        yield from self.space()
+        while (yield from self.skip(thoughts.end)):
             yield from self.space()
 
     def _think_aloud(self, text: str) -> None:
@@ -275,13 +298,16 @@ class StreamingParser:
 
         ``expected``: a mark says that there is a call.
         """
-        self._read, self._called = [], False
+        self._read, self._called, self._calling = [], False, False
         try:
             yield from reading
         except Malformed as error:
             if self._called or (expected and not isinstance(error, Cut)):
                 _log.warning("The model wrote a tool call that cannot be read: %s. The rest of it stays text.", error)
-            self.give_up()
+            if self._calling and isinstance(error, Cut):
+                self._text = ""  # the begin of a mark
+            else:
+                self.give_up()
         self._read = None
         if self._called:
             yield from self.space()
@@ -291,7 +317,7 @@ class StreamingParser:
         name = name.strip()
         if self._tools is None or name not in self._tools:
             raise Malformed(f"no tool {name[:64]!r}")
-        self._read, self._called = None, True
+        self._read, self._called, self._calling = [], True, True
         self._suppressed = not self._parallel and self.calls > 0
         if not self._suppressed:
             number = self.calls
@@ -303,6 +329,7 @@ class StreamingParser:
 
     def add_arguments(self, text: str) -> None:
         """Add to the arguments of the call that began last."""
+        self._read = []
         if self._suppressed or not text:
             return
         last = self._pieces[-1] if self._pieces else None
@@ -310,6 +337,10 @@ class StreamingParser:
             last.text += text
         else:
             self._pieces.append(CallArguments(self.calls - 1, text))
+
+    def end_call(self) -> None:
+        """The call that began last is complete; another may follow."""
+        self._read, self._calling = [], False
 
     def parameters(self, name: str) -> dict[str, Any]:
         """The JSON Schema of a tool's parameters."""
@@ -335,7 +366,7 @@ class StreamingParser:
         """Make what was read last the next text again."""
         self._text = text + self._text
         if self._read:
-            self._read[-1] = self._read[-1].removesuffix(text)
+            self._read = ["".join(self._read).removesuffix(text)]
 
     def peek(self) -> Reading[str]:
         """The next character; raises Malformed at the end."""
@@ -359,27 +390,32 @@ class StreamingParser:
         yield from self.run(_SPACE)
 
     def until(self, marks: tuple[str, ...], sink: Sink) -> Reading[str]:
-        """Pass text on up to the next mark and read the mark; returns it, or "" at the end."""
+        """Pass text on up to the next mark and read the mark; returns it, or "" at the end.
+
+        In a call the begin of a mark at the end is no text: the answer was cut there.
+        """
         while True:
             at, mark = min(((at, mark) for mark in marks if (at := self._text.find(mark)) >= 0), default=(-1, ""))
             if mark:
                 if at:
                     sink(self.take(at))
                 return self.take(len(mark), mark=True)
-            keep = 0 if self._ended else max((_begun(self._text, mark) for mark in marks), default=0)
+            keep = max((_begun(self._text, mark) for mark in marks), default=0)
+            if self._ended and not self._calling:
+                keep = 0
             if len(self._text) > keep:
                 sink(self.take(len(self._text) - keep))
             if not (yield from self.more()):
                 return ""
 
     def name_until(self, *marks: str) -> Reading[tuple[str, str]]:
-        """A short text before one of the marks, and the mark; raises Malformed if there is none."""
+        """A name before one of the marks, and the mark; raises Malformed if there is none."""
         parts: list[str] = []
 
         def sink(text: str) -> None:
             parts.append(text)
-            if sum(map(len, parts)) > _LONGEST_NAME:
-                raise Malformed("a name is too long")
+            if sum(map(len, parts)) > _LONGEST_NAME or "<" in text or "\n" in text:
+                raise Malformed(f"{''.join(parts)[:32]!r} is no name")
 
         mark = yield from self.until(marks, sink)
         if not mark:
@@ -509,7 +545,7 @@ class StreamingParser:
             if not self._called:
                 self.begin_call(name, identity)
             raise
-        self._read = []
+        self.end_call()
 
     def _whole(self) -> Reading[str]:
         parts: list[str] = []
@@ -527,9 +563,11 @@ class StreamingParser:
             raise
         if not written.name:
             raise Malformed("it has no name")
+        if not written.begun and written.arguments is None and written.unknown:
+            raise Malformed("its arguments are under another key")
         if not written.begun:
             self._call_with(written.name, written.arguments, written.id)
-        self._read = []  # another call may follow
+        self.end_call()
 
     def _json_members(self, written: _Written, name_key: str, argument_keys: tuple[str, ...]) -> Reading[None]:
         yield from self.symbol("{")
@@ -548,7 +586,8 @@ class StreamingParser:
             elif key == "id" and self.TAKES_IDS:
                 written.id = yield from self.text_string()
             else:
-                yield from self._whole()
+                skipped = yield from self._whole()
+                written.unknown = written.unknown or skipped.startswith("{")
             if (yield from self.symbol(",", "}")) == "}":
                 return
 

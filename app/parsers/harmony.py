@@ -7,42 +7,57 @@ recipient, the answer on ``final``.
 
 from __future__ import annotations
 
+import logging
 import re
 
-from app.parsers.base import Reading, StreamingParser
+from app.parsers.base import Malformed, Reading, StreamingParser
 
 __all__ = ["ForcedHarmonyParser", "HarmonyParser"]
 
-_HEADER = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
+_log = logging.getLogger("troupe.parsers")
+
+_HEADER = ("<|start|>", "<|channel|>", "<|constrain|>")
+_MESSAGE = "<|message|>"
 _END = ("<|end|>", "<|return|>", "<|call|>")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?(\S+)")
+_WORDS = ("assistant", "analysis", "commentary", "final", "json", "code", "to=")
 _MOST_HEADER = 512
 
 
 class HarmonyParser(StreamingParser):
     """Reads thoughts, too. Messages to other recipients than functions are thoughts, as for the model's own tools."""
 
-    MARKS = (*_HEADER, *_END)
+    MARKS = (*_HEADER, _MESSAGE, *_END)
 
     def _everything(self, thinking: bool | None) -> Reading[None]:
         yield
-        header: list[str] | None = None  # the words and marks of a message's header, None outside of one
-        while True:
-            parts: list[str] = []
-            mark = yield from self.until(self.MARKS, self.add_content if header is None else parts.append)
-            if header is not None:
-                header += parts
-            if mark == "<|message|>" and header is not None:
-                yield from self._message("".join(header))
-                header = None
-            elif mark in _HEADER:
-                header = [*(header or ()), mark]
-            elif mark:
-                header = None
-            else:
-                return
-            if header is not None and sum(map(len, header)) > _MOST_HEADER:
-                header = None
+        while mark := (yield from self.until(self.MARKS, self.add_content)):
+            if mark in _HEADER:
+                yield from self._headed(mark)
+
+    def _headed(self, mark: str) -> Reading[None]:
+        """A header, which ``mark`` begins, and its message. What is no header is content."""
+        header: list[str] = []
+
+        def sink(text: str) -> None:
+            header.append(text)
+            if sum(map(len, header)) > _MOST_HEADER:
+                raise Malformed("the header of a message has no end")
+
+        self._read = []
+        try:
+            while mark in _HEADER:
+                header.append(mark)
+                mark = yield from self.until(self.MARKS, sink)
+            if mark != _MESSAGE and not _is_header("".join(header)):
+                raise Malformed("the header has no message")
+        except Malformed as error:
+            _log.warning("The model wrote a message that cannot be read: %s. It stays text.", error)
+            self.give_up()
+            return
+        self._read = None
+        if mark == _MESSAGE:
+            yield from self._message("".join(header))
 
     def _message(self, header: str) -> Reading[None]:
         recipient = _RECIPIENT.search(header)
@@ -72,3 +87,11 @@ class ForcedHarmonyParser(HarmonyParser):
             yield from self.attempt(self.json_calls())
         else:
             yield from super()._message(header)
+
+
+def _is_header(header: str) -> bool:
+    """Whether the words of a header may be one's, as far as it goes."""
+    return all(
+        any(word.startswith(known) if known == "to=" else known.startswith(word) for known in _WORDS)
+        for word in re.split(r"<\|\w+\|>|\s+", header)
+    )

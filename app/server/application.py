@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from quart import Quart, Response, request
@@ -14,6 +16,8 @@ from quart.typing import ResponseReturnValue
 from werkzeug.exceptions import RequestTimeout
 
 from actors.options import Arguments
+from app.apis.batches.runner import BatchRunner
+from app.apis.batches.storage import FileStore
 from app.cli.greeting import first_steps
 from app.cli.progress import ProgressReport
 from app.server.decoding import check_json_content
@@ -58,6 +62,10 @@ class Troupe(Quart):
         self.exit_code = 0
         self.url: str | None = None  # for clients on this machine, if known
         self.service = Service(engine, arguments, RouteTable(routes(arguments), DIALECTS))
+        if arguments.file_storage_path is not None:
+            folder = Path(arguments.file_storage_path).expanduser()
+            limit = int(arguments.file_storage_gib * (1 << 30))
+            self.service.batches = BatchRunner(self.service, FileStore(folder, limit, max(1, len(arguments.api_keys))))
         self.config["MAX_CONTENT_LENGTH"] = MAX_BODY
         self.config["BODY_TIMEOUT"] = BODY_TIMEOUT
         self.config["RESPONSE_TIMEOUT"] = None  # Quart's default of 60 s would cut streams
@@ -76,10 +84,8 @@ class Troupe(Quart):
         await self._middleware(scope, receive, send)
 
     def _serve(self, route: Route) -> None:
-        variable = route.variable
-        rule = route.path if variable is None else f"{route.prefix}<path:{variable}>"
         self.add_url_rule(
-            rule,
+            re.sub(r"\{(\w+)\}", r"<path:\1>" if route.slashes else r"<\1>", route.path),
             endpoint=f"{' '.join(route.methods)} {route.path}",
             view_func=_view(self.service, route),
             methods=list(route.methods),
@@ -104,6 +110,8 @@ class Troupe(Quart):
         refuse_sibling_workers()
         await self.engine.start(wait=False)
         self._watch = asyncio.create_task(self._watch_engine(), name="troupe-watch")
+        if self.service.batches is not None:
+            self.service.batches.start()
 
     async def _watch_engine(self) -> None:
         """Report the progress of the start, warm up, and detect an engine that gave up."""
@@ -135,6 +143,8 @@ class Troupe(Quart):
         Requests that still run then end with an error in their API's form. Return True if there were none.
         """
         self.engine.begin_drain()
+        if self.service.batches is not None:
+            await self.service.batches.stop()
         limit = self.arguments.shutdown_timeout if timeout is None else timeout
         complete = await self.engine.drain(limit)
         await self._end_live(drained=complete)
@@ -165,6 +175,8 @@ class Troupe(Quart):
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
+        if self.service.batches is not None:
+            await self.service.batches.aclose()
         if self.engine.status.phase in ("ready", "draining"):
             self.engine.begin_drain()
             await self._end_live()
@@ -173,16 +185,15 @@ class Troupe(Quart):
 
 def _view(service: Service, route: Route) -> Callable[..., Awaitable[Response]]:
     """The view function of a route: read and decode the body, and call the handler."""
-    variable = route.variable
+    variables = route.variables
 
-    async def view(**parts: Any) -> Response:
+    async def view(**parts: str) -> Response:
         exchange: Exchange = request.scope["troupe.exchange"]  # type: ignore[typeddict-item]
         if exchange.route is not route:
             raise ApiError(404, "There is nothing at this path.", code="not_found")
-        if variable is not None:
-            return await route.handler(service, exchange, parts[variable])
+        exchange.parts = parts
         if route.body is None:
-            return await route.handler(service, exchange, None)
+            return await route.handler(service, exchange, parts[variables[-1]] if variables else None)
         if route.needs_engine:
             service.require_ready()
         headers = request.headers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import hmac
 import ipaddress
 from collections.abc import Iterable
@@ -37,6 +38,9 @@ class Keyring:
         several = len(self._user + self._admin) > 1
         self._tenants = [f"key-{number}" if several else "" for number in range(1, len(self._user) + 1)]
         self._tenants += [_ADMIN if several else ""] * len(self._admin)
+        # Stored things outlive the server and the order of its keys.
+        digests = [hashlib.blake2b(key, digest_size=16, person=b"troupe-owner").hexdigest() for key in self._user]
+        self._owners = dict(zip(self._tenants, digests, strict=False))
 
     def check(self, level: Level, headers: Iterable[tuple[bytes, bytes]], server: tuple[str, int | None] | None) -> str:
         """The tenant of the key in the headers, or "" where there is only one.
@@ -59,6 +63,17 @@ class Keyring:
         elif self._user:
             return self._tenants[self._demand(headers, self._user + self._admin)]
         return ""
+
+    def owner(self, tenant: str) -> str:
+        """A name for the owner of stored things: a digest of the API key; empty without one."""
+        return self._owners.get(tenant, "")
+
+    def tenant_of(self, owner: str) -> str:
+        """The tenant of an owner of stored things; that of no key if the key is gone."""
+        return next((tenant for tenant, known in self._owners.items() if known == owner), "")
+
+    def is_admin(self, tenant: str) -> bool:
+        return tenant == _ADMIN
 
     def guards(self, level: Level) -> bool:
         """Whether ``level`` is protected by a key.

@@ -67,6 +67,8 @@ class Exchange:
         self.grants: Callable[[Iterable[bytes]], list[tuple[bytes, bytes]]] | None = None  # CORS, for an allowed page
         self.request_id = request_id
         self.tenant = ""  # tenant of its API key, where there are several keys
+        self.parts: dict[str, str] = {}  # the variable parts of its path
+        self.background = False  # whether no client waits for it: it makes room for those that have one
         self.started = time.monotonic()
         self.status = 0  # 0: nothing was sent
         self.timeline: RequestTimeline | None = None  # of a generating request

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from app.server.service import Service
     from telemetry.traces.tracing import ServerSpan, Tracing
 
-__all__ = ["Application", "Middleware"]
+__all__ = ["Application", "Middleware", "close_timeline"]
 
 log = logging.getLogger("troupe.http")
 
@@ -77,7 +77,8 @@ class Middleware:
         label, traceparent = _labels(scope["headers"])
         http_version = scope.get("http_version", "1.1")
         is_read = route is not None and route.body is not None
-        body = RequestBody(receive, scope["headers"], http_version, service.uploads, is_read=is_read)
+        upload = route is not None and route.upload
+        body = RequestBody(receive, scope["headers"], http_version, service.uploads, is_read=is_read, upload=upload)
         exchange = Exchange(
             send,
             request_id=service.ids.new(route.id_prefix if route is not None else "req-"),
@@ -135,7 +136,7 @@ class Middleware:
                 await exchange.close()
             finally:
                 service.live.discard(exchange)
-                self._close_timeline(exchange)
+                close_timeline(service, exchange)
                 if exchange.span is not None:
                     exchange.span.end(exchange.status, "" if exchange.complete else exchange.outcome or "disconnect")
                 self._record(exchange)
@@ -183,19 +184,6 @@ class Middleware:
             return ApiError(404, suggest_path(service.table, method, path), code="not_found")
         return None
 
-    def _close_timeline(self, exchange: Exchange) -> None:
-        """Close the timeline of a request that never reached the engine; the engine closes the others."""
-        timeline, error = exchange.timeline, exchange.error
-        if timeline is None or timeline.end is not None:
-            return
-        if error is None:
-            timeline.mark("client_gone", time.monotonic())
-            outcome = Outcome(error_type="abort", message="The client disconnected before the request was read.")
-        else:
-            timeline.mark("rejected", time.monotonic(), status=error.status)
-            outcome = Outcome(error_type=error.code or str(error.status), message=error.message)
-        self._service.engine.timelines.close(timeline, outcome)
-
     def _record(self, exchange: Exchange) -> None:
         route = exchange.route
         endpoint = route.path if route is not None else "other"
@@ -226,6 +214,20 @@ class Middleware:
                 },
             )
         )
+
+
+def close_timeline(service: Service, exchange: Exchange) -> None:
+    """Close the timeline of a request that never reached the engine; the engine closes the others."""
+    timeline, error = exchange.timeline, exchange.error
+    if timeline is None or timeline.end is not None:
+        return
+    if error is None:
+        timeline.mark("client_gone", time.monotonic())
+        outcome = Outcome(error_type="abort", message="The client disconnected before the request was read.")
+    else:
+        timeline.mark("rejected", time.monotonic(), status=error.status)
+        outcome = Outcome(error_type=error.code or str(error.status), message=error.message)
+    service.engine.timelines.close(timeline, outcome)
 
 
 def _serve(tracing: Tracing, scope: Scope, route: Route, exchange: Exchange) -> ServerSpan | None:

@@ -40,6 +40,16 @@ _IGNORED = {
 }
 
 
+_FORM = {
+    "type": "object",
+    "properties": {
+        "purpose": {"type": "string"},
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+    },
+    "required": ["purpose", "file"],
+}
+
+
 async def openapi(service: Service, exchange: Exchange, body: None) -> Response:
     """OpenAPI 3.1."""
     arguments = service.arguments
@@ -114,8 +124,13 @@ def _operation(
         }
         for name, meaning, least, most in route.query
     ]
-    if route.variable is not None:
-        parameters.append({"name": route.variable, "in": "path", "required": True, "schema": {"type": "string"}})
+    parameters += [
+        {"name": name, "in": "query", "description": meaning, "schema": {"type": "string"}}
+        for name, meaning in route.words
+    ]
+    parameters += [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in route.variables
+    ]
     if parameters:
         operation["parameters"] = parameters
     if route.body is not None:
@@ -123,4 +138,6 @@ def _operation(
             "required": not route.optional_body,
             "content": {"application/json": {"schema": references[route.body]}},
         }
+    if route.upload:
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}
     return operation

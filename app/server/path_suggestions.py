@@ -20,7 +20,7 @@ _NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     (r"/(v1/)?(embeddings|embed|encode|embedding|pooling|classify)|/api/embed(dings)?", "Computing embeddings", ""),
     (r"/(v1/|v2/)?(rerank|score)", "Ranking", ""),
     (r"/(v1/)?(audio|images|videos|realtime)(/.*)?", "Audio, images and video", _CHAT),
-    (r"/(v1/)?(files|batches|uploads)(/.*)?", "The batch API", _CHAT),
+    (r"/(v1/)?uploads(/.*)?", "Uploading in parts", "POST /v1/files"),
     (r"/(v1/)?(assistants|threads|conversations|vector_stores|containers|evals)(/.*)?", "This API of OpenAI", _CHAT),
     (r"/(v1/)?(fine_tuning|fine-tunes|moderations)(/.*)?", "This API of OpenAI", ""),
     (r"/(v1/)?(load|unload)_lora_adapter|/(v1/)?lora_adapters?(/.*)?", "LoRA", ""),
@@ -65,7 +65,7 @@ def suggest_path(table: RouteTable, method: str, path: str) -> str:
         once = path.split("/").count("v1") == 1
         base = "" if once or not right.startswith("/v1/") else " The base URL of OpenAI clients ends in /v1, once."
         return f"There is nothing at {shown}; use {verb} {right}.{base}"
-    fixed = [route.path for route in table.routes if route.variable is None and len(route.path) > 1]
+    fixed = [route.path for route in table.routes if not route.variables and len(route.path) > 1]
     if near := get_close_matches(plain[:_LONGEST_SHOWN], fixed, n=1, cutoff=0.75):
         return f"There is nothing at {shown}; did you mean {table.at(near[0])[0].methods[0]} {near[0]}?"
     return f"There is nothing at {shown}; GET /openapi.json lists what there is."
@@ -97,4 +97,4 @@ def _right_path(table: RouteTable, method: str, plain: str) -> str | None:
 
 
 def _is_known(table: RouteTable, path: str) -> bool:
-    return any(route.variable is None or path.startswith("/v1/models/") for route in table.at(path))
+    return any(not route.variables or path.startswith("/v1/models/") for route in table.at(path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
 from app.server.upload_budget import FREE, UploadBudget
@@ -20,6 +20,8 @@ MOST_BYTES = 2 * MAX_BODY  # of a dropped body, in total
 _PERIOD = 1.0
 _LEAST = 16 << 10  # bytes in each period: a slower client is not waited for
 _SECONDS = 10.0
+_WAITING = 4  # pieces of an upload that wait for its reader
+_SILENCE = 60.0  # seconds without a byte of an upload
 
 
 class RequestBody:
@@ -31,7 +33,8 @@ class RequestBody:
 
     ``is_read``: whether the route takes a body; without it the application sees an empty one. ``owner``: whose share of
     ``budget`` the body counts in while it is unfinished. ``refused``: the body exceeded that share, and the
-    application saw only its first part.
+    application saw only its first part. ``upload``: the application sees an empty body, and the handler reads the real
+    one piece by piece (:meth:`pieces`); the client waits while it does not.
     """
 
     def __init__(
@@ -42,11 +45,13 @@ class RequestBody:
         budget: UploadBudget,
         *,
         is_read: bool = True,
+        upload: bool = False,
     ) -> None:
         self.owner = ""
         self.refused = False
         self._budget = budget
         self._is_read = is_read
+        self._pieces: asyncio.Queue[bytes | None] | None = asyncio.Queue(_WAITING) if upload else None
         self._counted = 0
         self._receive = receive
         self._over = asyncio.Event()
@@ -63,6 +68,8 @@ class RequestBody:
         message = await self._receive()
         self._bytes += len(message.get("body", b""))
         whole = message["type"] != "http.request" or not message.get("more_body", False)
+        if self._pieces is not None:
+            return await self._hand_over(message, whole)
         if whole or self._bytes >= MOST_BYTES:
             self._over.set()
         if whole:
@@ -74,6 +81,41 @@ class RequestBody:
             self.release()
             return {**message, "body": b"", "more_body": False}
         return message
+
+    async def _hand_over(self, message: MutableMapping[str, Any], whole: bool) -> MutableMapping[str, Any]:
+        """Pass a message's bytes to the reader of an upload, if it still reads."""
+        pieces = self._pieces
+        if whole or (pieces is None and self._bytes >= MOST_BYTES):
+            self._over.set()
+        if pieces is not None and message["type"] == "http.request":
+            if message.get("body"):
+                await pieces.put(message["body"])
+            if whole:
+                await pieces.put(None)
+        return {**message, "body": b""}
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The bytes of an upload as they arrive. Raises TimeoutError when the client sends nothing for a while."""
+        pieces = self._pieces
+        if pieces is None:
+            raise RuntimeError("this route declares no upload")
+        try:
+            while True:
+                async with asyncio.timeout(_SILENCE):
+                    piece = await pieces.get()
+                if piece is None:
+                    return
+                yield piece
+        finally:
+            self._end_upload()
+
+    def _end_upload(self) -> None:
+        """Drop what is left of an upload, so that no message waits to be read."""
+        pieces, self._pieces = self._pieces, None
+        if pieces is not None:
+            self._bytes = 0
+            while not pieces.empty():
+                pieces.get_nowait()
 
     def _count(self) -> bool:
         """Count what has arrived. False: it is more than the share of its owner."""
@@ -93,6 +135,7 @@ class RequestBody:
 
     async def drop(self) -> None:
         """Read and drop the rest, until it is over, too slow, or too much. Others may read at the same time."""
+        self._end_upload()
         reader = asyncio.create_task(self._read(), name="troupe-drop-body")
         loop = asyncio.get_running_loop()
         deadline, seen = loop.time() + _SECONDS, self._bytes - _LEAST

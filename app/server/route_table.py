@@ -6,6 +6,7 @@ from actors.options import Arguments
 from app.apis.admin.routes import ROUTES as ADMIN
 from app.apis.anthropic.dialect import ANTHROPIC
 from app.apis.anthropic.routes import ROUTES as ANTHROPIC_ROUTES
+from app.apis.batches.routes import ROUTES as BATCHES
 from app.apis.ollama.dialect import OLLAMA
 from app.apis.openai.routes import ROUTES as OPENAI
 from app.apis.probes.routes import ROUTES as PROBES
@@ -39,7 +40,17 @@ _DESCRIPTION = (
     ),
 )
 
-ROUTES: tuple[Route, ...] = (*OPENAI, *ANTHROPIC_ROUTES, *SGLANG, *TOKENS, *ADMIN, *PROBES, *_DESCRIPTION, *LIVE_PAGE)
+ROUTES: tuple[Route, ...] = (
+    *OPENAI,
+    *BATCHES,
+    *ANTHROPIC_ROUTES,
+    *SGLANG,
+    *TOKENS,
+    *ADMIN,
+    *PROBES,
+    *_DESCRIPTION,
+    *LIVE_PAGE,
+)
 
 DIALECTS = (ANTHROPIC, OLLAMA)
 

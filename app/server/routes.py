@@ -23,10 +23,11 @@ Handler = Callable[["Service", "Exchange", Any], Awaitable["Response"]]
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """One operation. ``path`` may end in one variable part, as in ``/v1/models/{model}``, which may contain slashes.
+    """One operation. ``path`` may have variable parts, as in ``/v1/models/{model}``; the exchange has their values
+    (``exchange.parts``).
 
-    ``body``: the struct of the JSON body; None without a body. ``handler(service, exchange, body)`` receives the body,
-    or the variable part of the path.
+    ``body``: the struct of the JSON body; None without a body. ``handler(service, exchange, body)`` receives the body;
+    without one, the last variable part of the path.
     """
 
     path: str
@@ -46,19 +47,32 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     needs_engine: bool = False  # 503 while the engine does not take requests, before the body is read
     spelling: tuple[tuple[str, str], ...] = ()  # of those that generate: the engine's name of a field -> the body's
     query: tuple[tuple[str, str, int, int], ...] = ()  # whole numbers after the ?: name, meaning, least and most
+    words: tuple[tuple[str, str], ...] = ()  # texts after the ?: name and meaning
+    slashes: bool = False  # whether the last variable part may contain slashes
+    upload: bool = False  # multipart/form-data, which the handler reads from exchange.body
     nested: tuple[
         tuple[str, type[msgspec.Struct]], ...
     ] = ()  # fields of the body that hold structs to be screened as well
 
     @property
-    def variable(self) -> str | None:
-        found = re.search(r"\{(\w+)\}$", self.path)
-        return found.group(1) if found else None
+    def variables(self) -> tuple[str, ...]:
+        """The names of the variable parts."""
+        return tuple(re.findall(r"\{(\w+)\}", self.path))
 
     @property
     def prefix(self) -> str:
-        """The fixed part of the path."""
+        """The part of the path before the first variable one."""
         return self.path.partition("{")[0]
+
+    def filled(self, value: str) -> str:
+        """The path with this value in all variable parts."""
+        return re.sub(r"\{\w+\}", lambda _: value, self.path)
+
+    def pattern(self) -> re.Pattern[str]:
+        """Matches the paths of this operation."""
+        fixed = re.split(r"\{\w+\}", self.path)
+        part = "(.+)" if self.slashes else "([^/]+)"
+        return re.compile(part.join(map(re.escape, fixed)))
 
 
 class RouteTable:
@@ -71,19 +85,19 @@ class RouteTable:
         self._dialects = tuple(dialects)
         self.routes = tuple(routes)
         self._fixed: dict[str, list[Route]] = {}
-        self._open: list[Route] = []
+        self._open: list[tuple[re.Pattern[str], Route]] = []
         for route in self.routes:
-            if route.variable is None:
-                self._fixed.setdefault(route.path, []).append(route)
+            if route.variables:
+                self._open.append((route.pattern(), route))
             else:
-                self._open.append(route)
+                self._fixed.setdefault(route.path, []).append(route)
 
     def at(self, path: str) -> list[Route]:
         """All routes of this path, with any method."""
         found = self._fixed.get(path)
         if found is not None:
             return found
-        return [route for route in self._open if path.startswith(route.prefix) and len(path) > len(route.prefix)]
+        return [route for pattern, route in self._open if path.startswith(route.prefix) and pattern.fullmatch(path)]
 
     def find(self, method: str, path: str) -> Route | None:
         """The route of a request; HEAD uses the route of GET."""

@@ -31,6 +31,7 @@ from app.server.upload_budget import UploadBudget
 
 if TYPE_CHECKING:
     from actors.engine.engine import Engine
+    from app.apis.batches.runner import BatchRunner
 
 __all__ = ["Service", "json_response", "renamed"]
 
@@ -38,6 +39,10 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 SEND_DEADLINE = 120.0
 """Seconds after which a client that reads nothing is disconnected."""
+
+
+_LAST = 1 << 20
+"""The priority of requests for which no client waits."""
 
 
 def json_response(value: object, status: int = 200) -> Response:
@@ -62,11 +67,13 @@ class Service:
         self.feed = Feed(self)
         self.created = int(time.time())
         self.send_deadline = SEND_DEADLINE
+        self.batches: BatchRunner | None = None  # with --file-storage-path
         self._text_tickets = TicketOffice(
             max_sequences=LIMITS.text_requests, max_tokens=None, tenants=max(1, len(arguments.api_keys))
         )
         self._screen = FieldScreen(table.routes, engine.metrics.count_unknown_field)
         self._mark_tokens: dict[str, int | None] = {}
+        self._special_marks: dict[str, bool] = {}
         self.warm = arguments.skip_server_warmup  # whether the warm-up requests are done
 
     # -- model names ---------------------------------------------------------------------------------
@@ -119,6 +126,13 @@ class Service:
             ids = await self.engine.tokenize(mark, add_special_tokens=False)
             self._mark_tokens[mark] = ids[0] if len(ids) == 1 else None
         return self._mark_tokens[mark]
+
+    async def is_special(self, mark: str) -> bool:
+        """Whether a mark is a token that ``skip_special_tokens`` leaves out of texts."""
+        if mark not in self._special_marks:
+            token = await self.mark_token(mark)
+            self._special_marks[mark] = token is not None and not await self.engine.detokenize([token])
+        return self._special_marks[mark]
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -185,6 +199,8 @@ class Service:
         """
         if label is not None and exchange.label is None and is_label(label):
             exchange.label = label
+        if exchange.background and self.arguments.enable_priority_scheduling:
+            priority = _LAST if self.arguments.schedule_low_priority_values_first else -_LAST
         try:
             stream = self.engine.generate(
                 prompt,
@@ -258,6 +274,14 @@ class Service:
                     raise outcome
         except InvalidRequest as error:
             raise renamed(error, rename) from None
+
+    def owner(self, exchange: Exchange) -> str:
+        """Whose the stored things of this exchange are: the same after a restart, whatever other keys there are."""
+        return self.keyring.owner(exchange.tenant)
+
+    def sees(self, exchange: Exchange, owner: str) -> bool:
+        """Whether this exchange may see what ``owner`` has stored."""
+        return self.keyring.is_admin(exchange.tenant) or owner == self.owner(exchange)
 
     def failure(self, exchange: Exchange, error: BaseException) -> ApiError:
         """The answer for an error. An abort by the server has the server's reason."""

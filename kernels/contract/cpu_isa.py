@@ -12,6 +12,7 @@ from pathlib import Path
 
 __all__ = [
     "AUTO",
+    "FEATURES",
     "VARIABLE",
     "CpuIsa",
     "IsaError",
@@ -51,13 +52,13 @@ class CpuIsa(IntEnum):
 
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512vbmi"}
-_NEEDED = {
+FEATURES = {
     CpuIsa.AMX: _AVX512 | {"amx_tile", "amx_bf16", "amx_int8", "avx512_fp16"},
     CpuIsa.AVX512: _AVX512,
     CpuIsa.AVX2: _AVX2,
     CpuIsa.NEON: frozenset({"asimd"}),
 }
-"""Flags of the processor for each level, the highest first."""
+"""What each level needs of the processor, by Linux's names; the highest level first."""
 
 _LIMITS = {
     # MKL's name for AVX-512 with VNNI; the next ones bring AMX.
@@ -84,7 +85,7 @@ def processor_features() -> frozenset[str]:
 def processor_isa() -> CpuIsa:
     """The highest level that this processor has; TORCH where that is unknown."""
     features = processor_features()
-    return next((level for level, needed in _NEEDED.items() if needed <= features), CpuIsa.TORCH)
+    return next((level for level, needed in FEATURES.items() if needed <= features), CpuIsa.TORCH)
 
 
 def levels(highest: CpuIsa) -> list[CpuIsa]:

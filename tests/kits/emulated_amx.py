@@ -19,5 +19,5 @@ _VERSION = hashlib.sha256(_HEADER.read_bytes()).hexdigest()[:16]  # the cache co
 _REAL = OPERATORS[CpuIsa.AVX512]
 _FLAGS = (*_REAL.flags, f"-DEMULATION_{_VERSION}", "-include", str(_HEADER))
 OPERATORS[CpuIsa.AMX] = _REAL._replace(flags=_FLAGS, cache="cpu-amx-emulated")
-cpu_isa._NEEDED[CpuIsa.AMX] = cpu_isa._NEEDED[CpuIsa.AVX512]
+cpu_isa.FEATURES[CpuIsa.AMX] = cpu_isa.FEATURES[CpuIsa.AVX512]
 assert chosen_isa() == CpuIsa.AMX, "AMX is emulated on AVX-512, where TROUPE_CPU_ISA sets no other level"

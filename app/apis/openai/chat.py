@@ -46,7 +46,6 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
         thought_limit=_thought_limit(body),
         separate=body.separate_reasoning is not False,
         stream_thought=body.stream_reasoning is not False,
-        show_marks=body.skip_special_tokens is None,
         priority=body.priority,
         cache_salt=salt_of(body),
         label=label_of(body),

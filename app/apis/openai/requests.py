@@ -25,6 +25,7 @@ __all__ = [
     "DraftTokens",
     "Label",
     "Least",
+    "Metadata",
     "MinP",
     "Name",
     "OwnTemplate",
@@ -71,6 +72,13 @@ Name = Annotated[str, Meta(max_length=512)]
 ToolName = Annotated[Name, Meta(extra_json_schema={"pattern": rf"^[a-zA-Z0-9_-]{{1,{LIMITS.tool_name_chars}}}$"})]
 Label = Annotated[str, Meta(max_length=LIMITS.request_id_chars)]
 Salt = Annotated[str, Meta(max_length=LIMITS.cache_salt_chars)]
+Metadata = Annotated[
+    dict[
+        Annotated[str, Meta(max_length=LIMITS.metadata_key_chars)],
+        Annotated[str, Meta(max_length=LIMITS.metadata_value_chars)],
+    ],
+    Meta(max_length=LIMITS.metadata_pairs),
+]
 OwnTemplate = Annotated[str, Meta(max_length=LIMITS.template_chars)]
 
 
@@ -94,17 +102,7 @@ class Labels(GrammarFields, kw_only=True):
     """Fields that change no token of an answer, beside those that constrain it."""
 
     user: Annotated[Name, _no_effect("no answer depends on it")] | None = None
-    metadata: (
-        Annotated[
-            dict[
-                Annotated[str, Meta(max_length=LIMITS.metadata_key_chars)],
-                Annotated[str, Meta(max_length=LIMITS.metadata_value_chars)],
-            ],
-            Meta(max_length=LIMITS.metadata_pairs),
-            _no_effect("nothing is stored with it"),
-        ]
-        | None
-    ) = None
+    metadata: Annotated[Metadata, _no_effect("nothing is stored with it")] | None = None
     safety_identifier: Annotated[Name, _no_effect("no answer depends on it")] | None = None
     prompt_cache_key: Annotated[Name, _no_effect("prefixes are found by their tokens")] | None = None
     prompt_cache_retention: Annotated[Name, _no_effect("prefixes stay while there is room")] | None = None

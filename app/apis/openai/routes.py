@@ -24,6 +24,7 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(
         path="/v1/models/{model}",
+        slashes=True,
         methods=("GET",),
         level=Level.USER,
         handler=get_model,

@@ -29,10 +29,12 @@ class ParameterParser(StreamingParser):
         except Cut:
             raise
         except Malformed:
+            read = self._read
             self._close()
+            self._read = read
             raise
         self._close()
-        self._read = []
+        self.end_call()
 
     def _close(self) -> None:
         self.add_arguments("}" if self._members else "{}")
@@ -64,6 +66,7 @@ class ParameterParser(StreamingParser):
         parts: list[str] = []
         end = yield from self.until(ends, parts.append)
         if not end:
+            self.add_arguments("".join(parts).lstrip())  # no value yet, as the call is not complete
             raise Cut
         self.add_arguments(as_json("".join(parts), set() if text is False else types))
         return end

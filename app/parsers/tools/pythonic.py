@@ -50,7 +50,7 @@ class PythonicParser(StreamingParser):
             yield from self.space()
         self.take(1)
         self.add_arguments("{}" if opening == "{" else "}")
-        self._read = []
+        self.end_call()
 
     def _word(self, pattern: re.Pattern[str]) -> Reading[str]:
         yield from self.space()

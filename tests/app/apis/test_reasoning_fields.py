@@ -165,3 +165,19 @@ async def test_a_budget_names_the_marks_tokens() -> None:
     for name, options in (("off", {"reasoning_parser": "off"}), ("kimi", {"reasoning_parser": "kimi"})):
         response, data = await post(served(**options)[0], {**BODY, "thinking_budget": 7})
         assert (response.status_code, msgspec.json.decode(data)["error"]["param"]) == (400, "thinking_budget"), name
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_special_tokens_are_left_out_after_the_thought_is_read(stream: bool) -> None:
+    application, engine = served()
+    detokenize = engine.detokenize
+
+    async def without_special_tokens(ids: Any, *, skip_special_tokens: bool = True) -> str:
+        return "" if skip_special_tokens and list(ids) in ([1000], [1003]) else str(await detokenize(ids))
+
+    engine.detokenize = without_special_tokens
+    engine.answer = [*THOUGHT, "</think>", "<think>", "!"]
+    answer = await said(application, stream, skip_special_tokens=True)
+    assert (answer["thought"], answer["content"]) == ("Hm, so", "It is.!")
+    answer = await said(application, stream, skip_special_tokens=False)
+    assert (answer["thought"], answer["content"]) == ("Hm, so", "It is.</think><think>!")

@@ -80,7 +80,7 @@ async def test_tools_need_not_be_called(stream: bool, application, engine) -> No
 
 async def test_marks_are_read_where_they_are_special_tokens(application, engine) -> None:
     marks = ("<tool_call>", "</tool_call>")
-    asked = ({}, marks), ({"skip_special_tokens": True}, ()), ({"tool_choice": "none"}, ()), ({"tools": []}, ())
+    asked = ({}, marks), ({"skip_special_tokens": True}, marks), ({"tool_choice": "none"}, ()), ({"tools": []}, ())
     for fields, shown in asked:
         await post(application, {**BODY, "tools": TOOLS, **fields})
         params = engine.requests[-1]["params"]

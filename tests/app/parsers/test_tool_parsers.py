@@ -146,7 +146,7 @@ HERMES: dict[str, Read] = {
     '<tool_call>{"name": "add", "arguments": "[1]"}</tool_call>': ('{"name": "add", "arguments": "[1]"}', []),
     '<tool_call>{"name": 5, "arguments": {}}</tool_call>': ('{"name": 5, "arguments": {}}', []),
     "<tool_call>__import__('os')</tool_call>": ("__import__('os')", []),
-    '<tool_call>{"name": "add", "arguments": {"a": 01}}</tool_call>': ("}}", [("add", '{"a": ')]),
+    '<tool_call>{"name": "add", "arguments": {"a": 01}}</tool_call>': ("01}}", [("add", '{"a": ')]),
 }
 
 

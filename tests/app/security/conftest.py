@@ -24,6 +24,7 @@ def target(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
         "--max-running-requests",
         "64",
     ]
+    options += ["--file-storage-path", str(log.parent / "store")]
     keys = ["--api-key", "user-key", "--admin-api-key", "admin-key"]
     with running(log, str(tiny_model), *options, *keys, "--served-model-name", "tiny") as server:
         yield Target(server)

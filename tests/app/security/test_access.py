@@ -84,7 +84,7 @@ def protected(application: Troupe) -> list[Route]:
 
 
 def concrete(route: Route) -> str:
-    return route.prefix + "fake" if route.variable else route.path
+    return route.filled("fake")
 
 
 def test_every_rule_of_the_application_is_declared(locked: Troupe) -> None:

@@ -342,9 +342,22 @@ TABLE: dict[str, dict[str, list[Any]]] = {
     "/set_trace_level": {"level": [-1, 4, HUGE, "1"]},
 }
 TABLE |= OTHER_APIS
+TABLE["/v1/batches"] = {
+    "input_file_id": [OVER_NAME, 5, "file-x"],
+    "endpoint": [OVER_NAME, "/v1/embeddings", 5],
+    "completion_window": ["1h", 5],
+    "metadata": OPENAI["metadata"],
+    "output_expires_after": [5, {"anchor": "x", "seconds": 3600}],
+    "output_expires_after.anchor": [({"anchor": "x", "seconds": 3600}, "output_expires_after.anchor", {})],
+    "output_expires_after.seconds": [
+        ({"anchor": "created_at", "seconds": 3599}, "output_expires_after.seconds", {}),
+        ({"anchor": "created_at", "seconds": HUGE}, "output_expires_after.seconds", {}),
+    ],
+}
 TABLE |= {f"/v1{path}": TABLE[path] for path in ("/tokenize", "/detokenize")}
 
 NEEDED: dict[str, dict[str, Any]] = {
+    "/v1/batches": {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"},
     "/v1/completions": {"prompt": "hi", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [MESSAGE], "max_tokens": 1},
     "/generate": {"text": "hi"},

@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kernels.contract.cpu_isa import CpuIsa, chosen_isa, processor_features
+from kernels.contract.cpu_isa import FEATURES, CpuIsa, chosen_isa, processor_features
 from kernels.devices.native_cache import is_trusted, make_private, native_cache
 
 __all__ = [
@@ -84,11 +84,15 @@ def neon_flags(features: frozenset[str]) -> tuple[str, ...]:
     return (f"-march=armv8.2-a{products}" if products else "-march=armv8-a",)
 
 
-_PROCESSORS = {
-    CpuIsa.AMX: ("-march=sapphirerapids",),
-    CpuIsa.AVX512: ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mavx512vbmi"),
-    CpuIsa.AVX2: ("-mavx2", "-mfma", "-mf16c"),
-    CpuIsa.NEON: neon_flags(processor_features()),
+def x86_flags(isa: CpuIsa) -> tuple[str, ...]:
+    """The compiler's flags for what ``isa`` needs of a processor, and no more: `-march=NAME` would allow instructions
+    that a virtual machine can hide."""
+    features = (name.replace("amx_", "amx-").replace("_", "") for name in sorted(FEATURES[isa]))
+    return tuple(f"-m{name}" for name in features)
+
+
+_PROCESSORS = {isa: x86_flags(isa) for isa in (CpuIsa.AMX, CpuIsa.AVX512, CpuIsa.AVX2)} | {
+    CpuIsa.NEON: neon_flags(processor_features())
 }
 OPERATORS = {isa: Source(HERE / "program.cpp", FLAGS + flags, f"cpu-{isa}") for isa, flags in _PROCESSORS.items()}
 """The library of each level that has native operators."""

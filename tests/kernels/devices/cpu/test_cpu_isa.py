@@ -73,6 +73,13 @@ def test_products_of_aarch64_are_compiled_for_what_the_processor_has():
     assert library.neon_flags(frozenset({"asimd"})) == ("-march=armv8-a",)
 
 
+def test_x86_is_compiled_for_what_a_level_needs_and_no_more():
+    assert library.x86_flags(CpuIsa.AVX2) == ("-mavx2", "-mf16c", "-mfma")
+    flags = library.x86_flags(CpuIsa.AMX)
+    assert {"-mamx-tile", "-mavx512fp16", "-mavx512vnni"} < set(flags)
+    assert not any(flag.startswith("-march") for flag in flags)
+
+
 def test_limits_of_torch_that_a_user_set_stay(processor):
     processor(AMX)
     limited = isa_environment({"TROUPE_CPU_ISA": "avx2", "ONEDNN_MAX_CPU_ISA": "SSE41"})

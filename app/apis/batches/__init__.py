@@ -1,0 +1,1 @@
+"""OpenAI's files and batches, kept in a directory (``--file-storage-path``)."""
