@@ -16,7 +16,7 @@ from actors.protocol.requests import LIMITS, Grammar
 from app.server.decoding import check_depth, check_size
 from app.server.errors import invalid
 
-__all__ = ["GrammarFields", "NativeGrammarFields", "StructuredOutputs", "grammar_of", "schema_text"]
+__all__ = ["GrammarFields", "NativeGrammarFields", "Schema", "StructuredOutputs", "grammar_of", "schema_text"]
 
 Schema = dict[str, Any] | bool | str
 """A JSON schema as it is, or as text."""

@@ -256,6 +256,12 @@ LABELS = frozenset(
 )
 """Fields that no answer depends on: they are accepted silently."""
 
+_LOADING = (
+    *("num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "use_mmap", "use_mlock", "low_vram", "f16_kv"),
+    *("vocab_only", "logits_all", "embedding_only", "penalize_newline", "mirostat_tau", "mirostat_eta"),
+)
+"""Options of Ollama that say how a model is loaded, or that belong to a sampler that is off."""
+
 NO_EFFECT: dict[str, tuple[object, ...]] = {
     "store": (),
     "service_tier": ("auto", "default"),
@@ -277,6 +283,26 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "extra_body": (),
     "extra_query": (),
     "id_slot": (-1,),
+    **dict.fromkeys(
+        (
+            "num_batch",
+            "num_gpu",
+            "main_gpu",
+            "num_thread",
+            "numa",
+            "use_mmap",
+            "use_mlock",
+            "low_vram",
+            "f16_kv",
+            "vocab_only",
+            "logits_all",
+            "embedding_only",
+            "penalize_newline",
+            "mirostat_tau",
+            "mirostat_eta",
+        ),
+        (),
+    ),
     "inference_geo": (),
     "diagnostics": (),
     "user_profile_id": (),

@@ -12,12 +12,12 @@ __all__ = ["suggest_path"]
 _LONGEST_SHOWN = 128
 _MOST_SEGMENTS = 8
 
-_CHAT, _TEXT = "POST /v1/chat/completions", "POST /v1/completions"
+_CHAT = "POST /v1/chat/completions"
 
 _NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     # Pattern of paths, the API they belong to, and the path to use.
     (r"/(v1/)?responses(/.*)?", "OpenAI's Responses API", _CHAT),
-    (r"/(v1/)?(embeddings|embed|encode|embedding|pooling|classify)|/api/embed(dings)?", "Computing embeddings", ""),
+    (r"/(v1/)?(embeddings|embed|encode|embedding|pooling|classify)", "Computing embeddings", ""),
     (r"/(v1/|v2/)?(rerank|score)", "Ranking", ""),
     (r"/(v1/)?(audio|images|videos|realtime)(/.*)?", "Audio, images and video", _CHAT),
     (r"/(v1/)?uploads(/.*)?", "Uploading in parts", "POST /v1/files"),
@@ -26,14 +26,8 @@ _NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     (r"/(v1/)?(load|unload)_lora_adapter|/(v1/)?lora_adapters?(/.*)?", "LoRA", ""),
     (r"/(anthropic/)?(v1/)?messages/(?!count_tokens$).*|/v1/complete", "This API of Anthropic", "POST /v1/messages"),
     (r"/v1(beta|alpha|beta1)?/models/.*:\w+", "Google's API", _CHAT),
-    (r"/api/chat", "Ollama's API", _CHAT),
-    (r"/api/generate", "Ollama's API", _TEXT),
-    (r"/api/(tags|ps|show)", "Ollama's API", "GET /v1/models"),
     (r"/api/(pull|push|create|copy|delete|blobs)(/.*)?", "Ollama's management of models", "troupe serve MODEL"),
-    (r"/api/version", "Ollama's API", "GET /version"),
-    (r"/completion", "llama.cpp's API", _TEXT),
-    (r"/infill", "llama.cpp's API", f"{_TEXT} with suffix"),
-    (r"/(props|slots|lora-adapters)", "llama.cpp's API", "GET /server_info"),
+    (r"/slots/.*|/lora-adapters", "This path of llama.cpp's API", "GET /slots"),
     (r"/generate_stream", "TGI's API", "POST /generate with stream true"),
     (r"/info", "TGI's API", "GET /model_info"),
     (r"/(start|stop)_profile", "Profiling", ""),

@@ -240,6 +240,9 @@ class FakeEngine:
             prompt = "".join(f"{message['role']}: {message['content']}\n" for message in prompt.messages)
         return [ord(character) for character in prompt]
 
+    async def render(self, chat: Chat) -> str:
+        return "".join(chr(token) for token in await self.tokenize(chat))
+
     async def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         self.check_ids(ids)
         return "".join(chr(token) for token in ids)

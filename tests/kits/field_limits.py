@@ -130,7 +130,168 @@ SHARED: Table = {
 }
 FORM = {"type": "json_schema", "schema": {"type": "nope"}}
 
+SAMPLING: Table = {
+    "temperature": [-0.1, 100.1],
+    "top_k": [-2, HUGE],
+    "top_p": [0, 1.01],
+    "min_p": [-0.1, 1.1],
+    "seed": [2**64, 1.5],
+    "stop": [["x"] * (LIMITS.stop_strings + 1), [LONG_STOP], [""], 5],
+    "repeat_penalty": [0, 101],
+    "presence_penalty": [2.01],
+    "frequency_penalty": [-2.01],
+    "repeat_last_n": [1.5, HUGE],
+}
+
+
+def function(**fields: object) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", **fields}}]
+
+
+def called(**fields: object) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "tool_calls": [{"function": {"name": "f", **fields}}]}, MESSAGE]
+
+
+TOOLS: Table = {
+    "tools": [function() * (LIMITS.tools + 1), 5],
+    "tools[].type": [([{"type": "other", "function": {"name": "f"}}], "tools[0].type", {})],
+    "tools[].function": [([{"type": "function", "function": 5}], "tools[0].function", {})],
+    "tools[].function.name": [(function(name=LONG_TOOL), "tools[0].function.name", {})],
+    "tools[].function.description": [(function(description=5), "tools[0].function.description", {})],
+    "tools[].function.parameters": [
+        (function(parameters={"x": "y" * LIMITS.schema_bytes}), "tools[0].function.parameters", {})
+    ],
+    "tools[].function.strict": [(function(strict=5), "tools[0].function.strict", {})],
+}
+OLLAMA: Table = {
+    "model": [LONG, 5, ""],
+    "stream": [5],
+    "format": [5, "xml", {"type": "nope"}],
+    "options": [5],
+    **{
+        f"options.{name}": [({name: value}, f"options.{name}", {}) for value in values]
+        for name, values in {
+            **SAMPLING,
+            "num_predict": [0, 2**31, HUGE, 100_000],
+            "num_ctx": [1_000_000, HUGE],
+            "num_keep": [1.5],
+        }.items()
+    },
+    "keep_alive": ["x" * 65, [5]],
+    "think": ["x", 5],
+    "logprobs": [5],
+    "top_logprobs": [5, (LIMITS.logprobs + 1, "top_logprobs", {"logprobs": True})],
+    "priority": [2**31],
+    "rid": ["x" * (LIMITS.request_id_chars + 1)],
+}
+LLAMA: Table = SAMPLING | {
+    "model": [LONG, 5],
+    "n_predict": [0, -2, HUGE, 100_000],
+    "ignore_eos": [5],
+    "logit_bias": [[[1, 101]], [[1, "x"]], [["x", 1]], [[1]], {str(i): 1 for i in range(LIMITS.logit_bias + 1)}],
+    "n_probs": [-1, LIMITS.logprobs + 1],
+    "grammar": [5, "root ::= ("],
+    "json_schema": [5, "{", {"type": "nope"}],
+    "stream": [5],
+    "return_tokens": [5],
+    "priority": [2**31],
+    "rid": ["x" * (LIMITS.request_id_chars + 1)],
+}
+
 OTHER_APIS: dict[str, Table] = {
+    "/api/chat": OLLAMA
+    | TOOLS
+    | {
+        "messages": [[MESSAGE] * (LIMITS.messages + 1), 5, ([{**MESSAGE, "content": LONG_CONTEXT}], "prompt", {})],
+        "messages[].role": [([{"role": "x"}], "messages[0].role", {})],
+        "messages[].content": [([{"role": "user", "content": 5}], "messages[0].content", {})],
+        "messages[].thinking": [([{"role": "user", "thinking": 5}], "messages[0].thinking", {})],
+        "messages[].images": [([{**MESSAGE, "images": ["x"]}], "messages[0].images", {})],
+        "messages[].tool_name": [([{**MESSAGE, "tool_name": LONG}], "messages[0].tool_name", {})],
+        "messages[].tool_call_id": [([{**MESSAGE, "tool_call_id": LONG}], "messages[0].tool_call_id", {})],
+        "messages[].tool_calls": [
+            ([{**MESSAGE, "tool_calls": [{"function": {"name": "f"}}]}], "messages[0].tool_calls", {}),
+            (called(arguments={"x": "y" * LIMITS.tools_bytes}), "messages[].tool_calls", {}),
+        ],
+        "messages[].tool_calls[].id": [
+            (
+                [{"role": "assistant", "tool_calls": [{"id": LONG, "function": {"name": "f"}}]}],
+                "messages[0].tool_calls[0].id",
+                {},
+            )
+        ],
+        "messages[].tool_calls[].function": [
+            ([{"role": "assistant", "tool_calls": [{"function": 5}]}], "messages[0].tool_calls[0].function", {})
+        ],
+        "messages[].tool_calls[].function.name": [
+            (called(name="a b"), "messages[0].tool_calls[0].function.name", {}),
+        ],
+        "messages[].tool_calls[].function.arguments": [
+            (called(arguments={"x": deep(70)}), "messages[0].tool_calls[0].function.arguments", {}),
+            (called(arguments="x"), "messages[0].tool_calls[0].function.arguments", {}),
+        ],
+    },
+    "/api/generate": OLLAMA
+    | {
+        "prompt": [5, (LONG_CONTEXT, "prompt", {"raw": True})],
+        "suffix": ["x", 5],
+        "system": [5, ("x", "system", {"raw": True})],
+        "raw": [5],
+        "template": ["x"],
+        "context": [[1], 5],
+        "images": [["x"]],
+    },
+    "/api/show": {"model": [LONG, 5], "name": [LONG], "verbose": [5]},
+    "/api/embed": {
+        "model": [LONG, "", 5],
+        "input": [["x"] * (LIMITS.prompts + 1), 5],
+        "truncate": [5, True],
+        "dimensions": [0, 3],
+        "options": [5],
+        "keep_alive": ["x" * 65],
+    },
+    "/api/embeddings": {"model": [LONG, "", 5], "prompt": [5], "options": [5], "keep_alive": ["x" * 65]},
+    "/completion": LLAMA | {"prompt": ["", [], [[]], ["x"] * (LIMITS.prompts + 1), [HUGE], LONG_CONTEXT, 5]},
+    "/infill": LLAMA
+    | {
+        "input_prefix": [5],
+        "input_suffix": ["x", 5],
+        "input_extra": [["x"]],
+        "prompt": [5],
+    },
+    "/apply-template": TOOLS
+    | {
+        "model": [LONG],
+        "messages": [[], 5],
+        "messages[].role": [([{"role": "x", "content": "x"}], "messages[0].role", {})],
+        "messages[].content": [([{"role": "user", "content": 5}], "messages[0].content", {})],
+        "messages[].content[].type": blocks("type", block("image")),
+        "messages[].content[].text": blocks("text", block(text=5)),
+        "messages[].content[].refusal": blocks("refusal", block("refusal", refusal=5)),
+        **{
+            f"messages[].{name}": [([{**MESSAGE, name: 5}], f"messages[0].{name}", {})]
+            for name in ("name", "reasoning_content", "reasoning", "refusal", "tool_calls", "tool_call_id")
+        },
+        **{
+            f"messages[].tool_calls[].{name}": [
+                (
+                    [{**MESSAGE, "tool_calls": [{"function": {"name": "f"}, name: 5}]}],
+                    f"messages[0].tool_calls[0].{name}",
+                    {},
+                )
+            ]
+            for name in ("id", "type", "function")
+        },
+        **{
+            f"messages[].tool_calls[].function.{name}": [
+                (called(**{name: 5}), f"messages[0].tool_calls[0].function.{name}", {})
+            ]
+            for name in ("name", "arguments")
+        },
+        "chat_template": ["{{ 1 }}"],
+        "chat_template_kwargs": [({"_x": 1}, "chat_template_kwargs._x", {})],
+        "add_generation_prompt": [5],
+    },
     "/v1/messages": SHARED
     | {
         "max_tokens": [0, -1, 2**31, HUGE],
@@ -158,6 +319,14 @@ OTHER_APIS: dict[str, Table] = {
 }
 
 NEEDED_ELSEWHERE: dict[str, dict[str, Any]] = {
+    "/api/chat": {**MESSAGES, "model": "tiny", "options": {"num_predict": 1}},
+    "/api/generate": {"prompt": "hi", "model": "tiny", "options": {"num_predict": 1}},
+    "/api/show": {"model": "tiny"},
+    "/api/embed": {"model": "tiny", "input": "x"},
+    "/api/embeddings": {"model": "tiny", "prompt": "x"},
+    "/completion": {"prompt": "hi", "n_predict": 1},
+    "/infill": {"input_prefix": "hi", "n_predict": 1},
+    "/apply-template": MESSAGES,
     "/v1/messages": {**MESSAGES, "max_tokens": 1, "model": "tiny"},
     "/v1/messages/count_tokens": {**MESSAGES, "model": "tiny"},
 }

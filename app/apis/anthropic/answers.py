@@ -10,15 +10,23 @@ import msgspec
 
 from actors.protocol.requests import Delta, Usage
 from app.apis.choice_reader import ChoiceReader
-from app.apis.events import Answer, Call, CallArguments, CallBegun, ChoiceEvents, Ended, Event, Reasoning, Text
+from app.apis.events import (
+    Answer,
+    Call,
+    CallArguments,
+    CallBegun,
+    ChoiceEvents,
+    Ended,
+    Event,
+    Reasoning,
+    Text,
+    input_of,
+)
 from app.server.exchange import Exchange
 
 __all__ = ["MessageAnswer", "MessageChunks", "UsageReport", "message_of", "usage_of"]
 
 _encode = msgspec.json.encode
-_CUT = "INVALID_JSON"
-"""The key under which Anthropic's guide puts input that is no JSON; ``max_tokens`` may cut a call."""
-
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
@@ -80,21 +88,12 @@ def _signature(thought: str) -> str:
     return base64.b64encode(hashlib.blake2s(thought.encode(), digest_size=24).digest()).decode()
 
 
-def _input(arguments: str) -> object:
-    """A call's arguments as they were written, if they are an object."""
-    try:
-        msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeError):
-        return {_CUT: arguments}
-    return msgspec.Raw(arguments.encode())
-
-
 def message_of(answer: Answer, *, identity: str, model: str, max_tokens: int, shows_thought: bool) -> MessageAnswer:
     """A whole answer. ``shows_thought``: whether the thought has its text."""
     content: list[dict[str, Any]] = []
     for part in answer.parts:
         if isinstance(part, Call):
-            content.append({"type": "tool_use", "id": part.id, "name": part.name, "input": _input(part.arguments)})
+            content.append({"type": "tool_use", "id": part.id, "name": part.name, "input": input_of(part.arguments)})
         elif isinstance(part, Reasoning):
             shown = part.text if shows_thought else ""
             content.append({"type": "thinking", "thinking": shown, "signature": _signature(part.text)})

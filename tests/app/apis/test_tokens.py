@@ -28,7 +28,7 @@ async def test_tokenize_and_detokenize(application, prefix):
     _, told = await call(application, f"{prefix}/tokenize", json={"prompt": ["a", "bc"]})
     assert (told["tokens"], told["count"]) == ([[97], [98, 99]], [1, 2])
     _, told = await call(application, f"{prefix}/detokenize", json={"tokens": [97, 98]})
-    assert told == {"text": "ab", "prompt": "ab"}
+    assert told == {"text": "ab", "prompt": "ab", "content": "ab"}
     _, told = await call(application, f"{prefix}/detokenize", json={"tokens": [[97], [98]]})
     assert told["text"] == ["a", "b"]
 

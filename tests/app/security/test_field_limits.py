@@ -322,6 +322,10 @@ TABLE: dict[str, dict[str, list[Any]]] = {
         "prompt": [strings(LIMITS.prompts + 1), 5, deep(100)],
         "add_special_tokens": [5],
         "return_token_strs": [(True, "return_token_strs", {"prompt": "x" * 300_000})],
+        "content": [5, "x"],
+        "add_special": [5],
+        "parse_special": [5, (False, "parse_special", {"prompt": None, "content": "x"})],
+        "with_pieces": [5],
         **{
             field: [
                 (
