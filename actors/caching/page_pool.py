@@ -18,8 +18,8 @@ class CacheCorrupted(RuntimeError):
 class PagePool:
     """Pages ``1 .. num_pages - 1``; page 0 takes the writes of padded rows and is never given out.
 
-    A page is free, or has one owner: a sequence (a number >= 0), or the radix tree (:data:`TREE`). A page changes hands
-    only when the giver is its owner, so that two writers of one page are an error here rather than wrong text there.
+    A page is free, or has one owner: a sequence (a number >= 0), or the radix tree (:data:`TREE`). Only its owner can
+    transfer it, so that two writers of one page are an error here rather than wrong text there.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -57,7 +57,7 @@ class PagePool:
             free.append(page)
 
     def transfer(self, pages: Iterable[int], owner: int, to: int) -> None:
-        """Hand pages of ``owner`` over to another one."""
+        """Transfer pages of ``owner`` to another one."""
         owners, most = self._owners, self.total
         for page in pages:
             if not 0 < page <= most or owners[page] != owner:

@@ -18,12 +18,6 @@ _TABLE: tuple[Refused, ...] = (
         unset=("code-revision",),
     ),
     Refused(
-        group="Model and tokenizer",
-        reason="embedding models are not built yet",
-        remedy="leave it out and serve a generative model",
-        flags=("is-embedding",),
-    ),
-    Refused(
         group="Multimodal",
         reason="multimodal input is not built yet",
         remedy="leave it out and send text",

@@ -192,6 +192,14 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         ),
     ] = 30.0
 
+    is_embedding: Annotated[
+        bool,
+        Option(
+            group="HTTP server",
+            help="The model was trained for embeddings: /v1/embeddings answers with its last hidden states.",
+        ),
+    ] = False
+
     file_storage_path: Annotated[
         str | None,
         Option(
@@ -214,6 +222,30 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
             help="Files and results of batches together have at most this size.",
         ),
     ] = 10.0
+
+    response_store_mib: Annotated[
+        int,
+        Option(
+            group="HTTP server",
+            minimum=0,
+            maximum=1_000_000,
+            metavar="MIB",
+            help="Keep responses and conversations of OpenAI's Responses API up to this size, the least recently used "
+            "of which are deleted first: in memory, or with --file-storage-path in that directory. 0 keeps none.",
+        ),
+    ] = 256
+
+    response_store_hours: Annotated[
+        float,
+        Option(
+            group="HTTP server",
+            minimum=0,
+            maximum=1_000_000,
+            above=True,
+            metavar="HOURS",
+            help="Delete stored responses and conversations that were not used for this long.",
+        ),
+    ] = 720.0
 
     request_timeout: Annotated[
         float | None,

@@ -19,7 +19,7 @@ __all__ = [
 
 
 class DetokenizerProtocol:
-    """Turns token ids into text, finds stop strings, and hands deltas to the journal."""
+    """Turns token ids into text, finds stop strings, and passes deltas to the journal."""
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):

@@ -44,10 +44,15 @@ class Load(Message[WorkerProtocol, None], frozen=True):
 
 class Step(Message[WorkerProtocol, StepResult], frozen=True):
     """Run one step. A worker that did not load for ``epoch`` refuses: the batch's slots belong to another epoch. Every
-    rank of a group runs it; only rank 0's answer holds results."""
+    rank of a group runs it; only rank 0's answer holds results.
+
+    ``idle_work_first``: reply after the step's idle work, not before it. Suspects of a death run in such steps,
+    so that work that kills the worker belongs to the step that it came from.
+    """
 
     batch: StepBatch
     epoch: int
+    idle_work_first: bool = False
 
 
 class CompileGrammar(Message[WorkerProtocol, str], frozen=True):

@@ -6,8 +6,9 @@ import asyncio
 from collections import Counter, OrderedDict
 
 from actors.protocol import CompileGrammar
-from actors.protocol.requests import LIMITS, CompilerBusy, Grammar, InvalidRequest
+from actors.protocol.requests import LIMITS, CompilerBusy, Grammar, InvalidRequest, RequestFailed
 from actors.requests.router import Route
+from actors.runtime import ActorDied
 
 __all__ = ["GrammarCompiles"]
 
@@ -19,6 +20,12 @@ _TIMEOUT = 60.0
 """Seconds. A worker answers sooner, but it may have to load the model first."""
 _RETRY = 5.0
 
+_TRIES = 2
+_DEADLY = (
+    "The model's worker died twice while it compiled this request's grammar, so it is not compiled a third time. "
+    "Change the grammar; report it if a simple one does this."
+)
+
 Key = tuple[int, int | None, Grammar]
 """By the identity of the route, and the epoch of its worker."""
 
@@ -29,12 +36,15 @@ class GrammarCompiles:
     def __init__(self) -> None:
         self._known: OrderedDict[Key, None] = OrderedDict()
         self._waiting: Counter[Key] = Counter()
+        self._deadly: OrderedDict[Grammar, None] = OrderedDict()
+        """Those at whose compilation workers died."""
 
     async def compile(self, grammar: Grammar, route: Route) -> bool:
         """Let the workers of a route compile; whether this took time.
 
         Where a worker does not answer, the request goes on: its next incarnation compiles at the admission. Raises
-        InvalidRequest for a wrong grammar, and CompilerBusy.
+        InvalidRequest for a wrong grammar, CompilerBusy, and RequestFailed for a grammar at whose compilation two
+        workers died.
         """
         epoch = None if route.board.worker is None else route.board.worker[1]
         key = (id(route), epoch, grammar)
@@ -45,7 +55,7 @@ class GrammarCompiles:
             raise CompilerBusy(f"{len(self._waiting)} grammars wait to be compiled.", retry_after=_RETRY)
         self._waiting[key] += 1
         try:
-            answered = await _ask(grammar, route)
+            answered = await self._ask(grammar, route)
         finally:
             self._waiting[key] -= 1
             self._waiting += Counter()  # drops what nobody waits for
@@ -55,9 +65,20 @@ class GrammarCompiles:
                 self._known.popitem(last=False)
         return answered
 
+    async def _ask(self, grammar: Grammar, route: Route) -> bool:
+        for _ in range(0 if grammar in self._deadly else _TRIES):
+            try:
+                return await _ask(grammar, route)
+            except ActorDied:
+                continue  # the next worker may live: others' work kills, too
+        self._deadly[grammar] = None
+        if len(self._deadly) > _KNOWN:
+            self._deadly.popitem(last=False)
+        raise RequestFailed(_DEADLY)
+
 
 async def _ask(grammar: Grammar, route: Route) -> bool:
-    """Whether all workers have compiled it."""
+    """Whether all workers have compiled it. Raises ActorDied where one died at it."""
     message = CompileGrammar(grammar=grammar, timeout=LIMITS.grammar_seconds)
     asked = [worker.ask(message, timeout=_TIMEOUT) for worker in route.workers]
     for answer in await asyncio.gather(*asked, return_exceptions=True):
@@ -66,7 +87,7 @@ async def _ask(grammar: Grammar, route: Route) -> bool:
         if isinstance(answer, str) and answer:
             raise InvalidRequest(f"grammar: {answer.rstrip('.')}.", param="grammar", code="invalid_grammar")
         if isinstance(answer, BaseException):
-            if not isinstance(answer, Exception):
+            if not isinstance(answer, Exception) or (isinstance(answer, ActorDied) and answer.cause is not None):
                 raise answer
             return False
     return True

@@ -149,7 +149,7 @@ def slot_sampling(
 
 
 def _max_drafts(params: SamplingParams) -> int:
-    if not params.speculative or params.grammar is not None:  # draft tokens are not checked by grammars
+    if not params.speculative:
         return 0
     return -1 if params.speculative_num_draft_tokens is None else params.speculative_num_draft_tokens - 1
 

@@ -62,7 +62,7 @@ class RequestStream:
 
     @property
     def complete(self) -> bool:
-        """Whether the last delta of every choice was handed out."""
+        """Whether the last delta of every choice was returned."""
         return self._buffer.open_choices == 0
 
     async def ready(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from actors.boards.suspects import Cohort, Rerun, Suspects, Verdict
 from actors.protocol import Emission, Ended, SchedulerLoad, SequenceSpec, TokenScores
-from actors.scheduling.bounded_room import BoundedRoom
+from actors.scheduling.bounded_reservations import BoundedReservations
 from actors.scheduling.config import PlannerConfig
 from actors.scheduling.fairness import FairShare
 from actors.scheduling.planning import CacheMessage, CacheReply, StepPlanning, too_large
@@ -148,10 +148,12 @@ class Planner:
         """
         self._info = info
         self._flights.clear()
-        bounded, room = info.bounded_groups, None
+        bounded, reservations = info.bounded_groups, None
         if bounded:
-            room = BoundedRoom(bounded, info.page_size, self._config.step_tokens + self._config.tail_tokens)
-        self._table.new_worker(info.page_size, room)
+            reservations = BoundedReservations(
+                bounded, info.page_size, self._config.step_tokens + self._config.tail_tokens
+            )
+        self._table.new_worker(info.page_size, reservations)
         draft_limits = DraftLimits(info, self._config.adaptive)
         self._draft_limits = draft_limits if draft_limits.is_enabled else None
         self._planning.new_worker(info.num_pages - 1, self._draft_limits)

@@ -67,6 +67,9 @@ class StepPlanning:
         first = yield from self._make_room(step)
         yield from self._plan_decodes(step)
         step.limit_prefills(config.max_prefill_tokens)
+        if self._are_owed(step):
+            yield from self._admit_within_share(step, first, now)
+            first = None
         yield from self._plan_prefills(step)
         if idle and step.empty and table.running and (cohort is None or self._is_last(cohort)):
             self._end_last(step)
@@ -172,9 +175,48 @@ class StepPlanning:
         candidates = [sequence for sequence in running if sequence is not strongest and eligible(sequence)]
         return self._policy.weakest(candidates) if candidates else None
 
+    def _are_owed(self, step: StepBuilder) -> bool:
+        """Whether tenants may be admitted before the running prompts of others take the whole step."""
+        table = self._table
+        return (
+            self._config.chunked
+            and len(table.prefilling) > 0
+            and table.may_admit
+            and self._may_join(step)
+            and self._policy.are_owed(table.waiting, table.prefilling.values())
+        )
+
+    def _admit_within_share(self, step: StepBuilder, first: Sequence | None, now: float) -> Planning:
+        """Admit sequences with the part of the budget that is a tenant's where all have a prompt."""
+        others = len({sequence.tenant for sequence in self._table.prefilling.values()})
+        kept = step.budget - -(-step.budget // (others + 1))
+        step.budget -= kept
+        yield from self._admit(step, first, now)
+        step.budget += kept
+
     def _plan_prefills(self, step: StepBuilder) -> Planning:
-        """Add the next chunks of running prefills, in the order of their admission."""
-        for sequence in list(self._of_cohort(self._table.prefilling.values())):
+        """Add the next chunks of running prefills. Tenants get equal parts of the budget, and what others leave; the
+        prompts of one tenant run in the order of their admission."""
+        groups = self._prefilling(step)
+        for number, group in enumerate(groups):
+            kept = step.budget - -(-step.budget // (len(groups) - number))
+            step.budget -= kept
+            yield from self._plan_chunks(step, group)
+            step.budget += kept
+
+    def _prefilling(self, step: StepBuilder) -> list[list[Sequence]]:
+        """The running prefills that the step has no chunk of, by tenant; those with the fewest tokens left first."""
+        running = [s for s in self._of_cohort(self._table.prefilling.values()) if s.id not in step.admitted]
+        if not self._policy.has_tenants or not self._config.chunked:
+            return [running]
+        groups: dict[str, list[Sequence]] = {}
+        for sequence in running:
+            groups.setdefault(sequence.tenant, []).append(sequence)
+        return sorted(groups.values(), key=lambda group: sum(s.known - s.scheduled for s in group))
+
+    def _plan_chunks(self, step: StepBuilder, sequences: Iterable[Sequence]) -> Planning:
+        """Add the next chunks of these prefills."""
+        for sequence in sequences:
             if step.budget <= 0 or step.prefill_rows <= 0:
                 break
             rest = sequence.known - sequence.scheduled
@@ -255,7 +297,7 @@ class StepPlanning:
     def _is_blocked(self, sequence: Sequence) -> bool:
         """Whether this is the sequence that did not fit, and pages are still too few."""
         table = self._table
-        if table.room is not None and not table.room.fits(sequence):
+        if table.reservations is not None and not table.reservations.fits(sequence):
             return True
         return self._blocked[1] + self._growth.pages(table.running.values(), table.page_size) > self._available
 
@@ -297,7 +339,7 @@ class StepPlanning:
                 continue
             if not config.chunked and step.counts and sequence.length > step.budget:
                 break
-            if table.running and table.room is not None and not table.room.fits(sequence):
+            if table.running and table.reservations is not None and not table.reservations.fits(sequence):
                 table.may_admit = False
                 self._blocked = (sequence.id, 0)
                 break

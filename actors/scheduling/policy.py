@@ -36,6 +36,20 @@ class Policy:
         self._ageing = config.ageing_seconds
         self._lpm = config.policy == "lpm" and config.use_cache
 
+    @property
+    def has_tenants(self) -> bool:
+        """Whether sequences of more than one tenant wait or run."""
+        return self._shares.several
+
+    def are_owed(self, waiting: WaitingQueue, prefilling: Collection[Sequence]) -> bool:
+        """Whether a waiting tenant without a running prompt has had no more service than one with a prompt."""
+        if not self._shares.several:
+            return False
+        busy = {sequence.tenant for sequence in prefilling}
+        others = {sequence.tenant for sequence in waiting} - busy
+        served = self._shares.served
+        return bool(others) and min(map(served, others)) <= max(map(served, busy))
+
     def strength(self, priority: int) -> int:
         """The priority of a request with larger values first; 0 when priorities are off."""
         return self._sign * priority if self._priorities else 0

@@ -307,9 +307,10 @@ class Scheduler(Actor[SchedulerProtocol]):
             self._sent.pop(batch.number, None)  # now, however long the message waits in the mailbox
             return StepDone(result=result, epoch=epoch)
 
+        step = Step(batch=batch, epoch=epoch, idle_work_first=len(self._journal.suspects) > 0)
         self.context.pipe(
             self._worker,
-            Step(batch=batch, epoch=epoch),
+            step,
             timeout=self._step_timeout,
             on_reply=answered,
             on_error=lambda error: StepFailed(
@@ -324,7 +325,7 @@ class Scheduler(Actor[SchedulerProtocol]):
 
             self.context.pipe(
                 peer,
-                Step(batch=batch, epoch=epoch),
+                step,
                 timeout=self._step_timeout,
                 on_reply=answered_by_peer,
                 on_error=lambda error: StepFailed(

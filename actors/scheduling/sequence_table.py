@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from actors.protocol import Commit, Emission, Ended, Lease
-from actors.scheduling.bounded_room import BoundedRoom
+from actors.scheduling.bounded_reservations import BoundedReservations
 from actors.scheduling.config import PlannerConfig
 from actors.scheduling.fairness import FairShare
 from actors.scheduling.sequence import Sequence, Status
@@ -44,7 +44,7 @@ class SequenceTable:
         self.slots = Slots(config.max_slots)
         self.siblings = PrefillsUnderWay(1)
         self.page_size = 0
-        self.room: BoundedRoom | None = None  # None: no group is bounded
+        self.reservations: BoundedReservations | None = None  # None: no group is bounded
         self.preemptions = 0
         self.moves: list[Move] = []
         self.may_admit = True  # False: the head of the queue did not fit, and no room was freed since
@@ -53,10 +53,10 @@ class SequenceTable:
         self._final_commits: list[Commit] = []  # last commits of the sequences in ...
         self._closes: list[int] = []  # ... this list, which the cache closes
 
-    def new_worker(self, page_size: int, room: BoundedRoom | None = None) -> None:
+    def new_worker(self, page_size: int, reservations: BoundedReservations | None = None) -> None:
         """Start with empty slots and an empty cache: running sequences wait again, unsent updates are dropped."""
         self.page_size = page_size
-        self.room = room
+        self.reservations = reservations
         self.slots.reset()
         self.siblings = PrefillsUnderWay(page_size)
         self.prefilling.clear()
@@ -95,9 +95,9 @@ class SequenceTable:
         sequence.commit_at = sys.maxsize
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = lease.cached
-        if self.room is not None:
-            self.room.take(sequence)
-        if self._use_cache or self.room is not None:  # commits also release pages of bounded groups
+        if self.reservations is not None:
+            self.reservations.take(sequence)
+        if self._use_cache or self.reservations is not None:  # commits also release pages of bounded groups
             sequence.commit_at = lease.cached + size
         if self._use_cache and sequence.shared < sequence.prompt_length // size:
             self.siblings.add(sequence)
@@ -153,8 +153,8 @@ class SequenceTable:
         self.prefilling.pop(sequence.id, None)
         self.siblings.discard(sequence)
         self.slots.give_back(sequence.slot)
-        if self.room is not None:
-            self.room.give_back(sequence)
+        if self.reservations is not None:
+            self.reservations.give_back(sequence)
         if sequence.computed >= sequence.commit_at:
             self._final_commits.append(self._commit(sequence))
         self._closes.append(sequence.id)

@@ -133,6 +133,9 @@ class Worker(Actor[WorkerProtocol]):
             result = self._finish(step, batch.traces, sent, begun, waited)
             if step.idle_work is None:
                 return result
+            if message.idle_work_first:
+                step.idle_work()
+                return result
             return Answered(result, partial(self._run_idle_work, step.idle_work) if result.drafted else step.idle_work)
         return self._waiting.submit(self._finish, step, batch.traces, sent, begun, waited)
 

@@ -6,38 +6,20 @@ It is submitted to the engine, with the reader of its answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from actors.protocol.requests import Chat, Grammar, SamplingParams, Thought, ThoughtBudget
 from actors.requests.streams import RequestStream
 from app.apis.choice_reader import ChoiceReader
+from app.apis.tool_grammars import NO_TOOLS, Mode, ToolChoice, tool_constraint
 from app.parsers.registry import OutputFormat
-from app.parsers.tools.constraints import ToolConstraint, forced_calls, native_calls, strict_calls
 from app.server.errors import invalid
 from app.server.exchange import Exchange
 from app.server.service import Service
 
 __all__ = ["NO_TOOLS", "Asked", "Mode", "Question", "ToolChoice", "ask"]
-
-Mode = Literal["none", "auto", "required", "named"]
-
-
-class ToolChoice(msgspec.Struct, frozen=True):
-    """``tools``: parameters of the tools that may be called, by name. ``mode``: whether one must be called; ``named``:
-    exactly that one. ``strict``: whether a tool asks that its calls match its schema."""
-
-    mode: Mode
-    tools: dict[str, dict[str, Any]]
-    strict: bool = False
-
-    @property
-    def forced(self) -> bool:
-        return self.mode in ("required", "named")
-
-
-NO_TOOLS = ToolChoice("none", {})
 
 
 class Question(msgspec.Struct, kw_only=True):
@@ -70,14 +52,16 @@ class Asked(NamedTuple):
 async def ask(service: Service, exchange: Exchange, question: Question) -> Asked:
     """Submit a conversation and wait until it is accepted. Raises what is wrong with it."""
     form, choice, params, names = service.output_format, question.choice, question.params, dict(question.names)
-    constraint = await _constraint(service, question, form, params.grammar)
+    constraint = await tool_constraint(service, choice, params.grammar, names, parallel=question.parallel)
     if constraint is not None:
+        if choice.forced or params.grammar is None:
+            names["grammar"] = "tool_choice" if choice.forced else "tools"
         grammar = Grammar(constraint.kind, constraint.text, constraint.whitespace)
         params = msgspec.structs.replace(params, grammar=grammar)
-        names["grammar"] = "tool_choice" if choice.forced else "tools"
     if params.skip_special_tokens and (marks := form.special_tokens(choice.mode != "none")):
         params = msgspec.structs.replace(params, shown_special_tokens=marks)
-    if params.grammar is not None and (thought := _thought(form)) is not None:
+    covered = constraint is not None and constraint.covers_thought
+    if params.grammar is not None and not covered and (thought := _thought(form)) is not None:
         params = msgspec.structs.replace(params, thought=thought)
     if question.thought_limit is not None:
         budget = await _thought_budget(service, *question.thought_limit, form)
@@ -122,31 +106,6 @@ async def _thought_budget(service: Service, name: str, tokens: int, form: Output
             code="unsupported_parameter",
         )
     return ThoughtBudget(tokens, -1 if thoughts.always or begin is None else begin, end)
-
-
-async def _constraint(
-    service: Service, question: Question, form: OutputFormat, given: Grammar | None
-) -> ToolConstraint | None:
-    """What the choice of tools adds. A forced call replaces the ``given`` form, which is the content's."""
-    choice = question.choice
-    if not choice.forced and not (choice.strict and given is None and form.tools is not None):
-        return None
-    backend = service.arguments.grammar_backend
-    if backend == "none" and not choice.forced:
-        return None
-    named = choice.mode == "named"
-    found = None
-    if backend != "xgrammar" and form.tools is not None:
-        tokens = {mark: await service.mark_token(mark) for mark in (*form.tools.OPEN, *form.tools.MARKS)}
-        single = choice.forced and (named or not question.parallel)
-        found = native_calls(form.tools, choice.tools, tokens, forced=choice.forced, single=single)
-    if found is not None:
-        return found
-    if choice.forced:
-        calls = forced_calls(choice.tools, named=named, parallel=question.parallel)
-        # xgrammar takes no pattern of white space.
-        return msgspec.structs.replace(calls, whitespace=None) if backend == "xgrammar" else calls
-    return None if form.tools is None else strict_calls(form.tools, choice.tools)
 
 
 async def _reader(

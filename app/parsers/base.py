@@ -16,6 +16,7 @@ import msgspec
 
 from app.parsers.events import CallArguments, CallBegun, Piece, Reasoning, Text
 from app.parsers.reasoning.thoughts import Thoughts
+from app.parsers.tools.lark import Rules, Schema, Unenforceable
 
 __all__ = [
     "Cut",
@@ -90,7 +91,20 @@ class StreamingParser:
     """Special tokens that are parts of the format's syntax."""
 
     SECTION: ClassVar[tuple[str, str]] = ("", "")
-    """Marks around all calls of an answer."""
+    """What stands around all calls of an answer; its begin is a mark of ``OPEN`` or ``MARKS``, if the format has any.
+    Without a begin, the first mark of ``OPEN`` stands before each call."""
+
+    BETWEEN: ClassVar[str] = '"\\n"?'
+    """What stands between two calls, as part of a grammar."""
+
+    STARTS: ClassVar[str] = ""
+    """Characters that begin a call at the start of an answer."""
+
+    BARE: ClassVar[bool] = False
+    """Whether calls at the start of an answer need no mark."""
+
+    TEXT_MARKS: ClassVar[tuple[str, ...]] = ()
+    """Marks that are dropped from content and stand in answers without calls, too."""
 
     TAKES_IDS: ClassVar[bool] = False
     """Whether an ``id`` that the model writes in a call becomes the call's id."""
@@ -188,9 +202,24 @@ class StreamingParser:
 
     @classmethod
     def frame(cls, name: str) -> tuple[str, str] | None:
-        """What stands before and behind the JSON arguments of a call; it begins with the first mark of ``OPEN``. None
-        if arguments are no JSON, or the text before them varies."""
+        """What stands before and behind the JSON arguments of a call. None if arguments are no JSON, or the text before
+        them varies."""
         del name
+        return None
+
+    @classmethod
+    def call_rule(cls, name: str, schema: Schema, rules: Rules) -> str:
+        """A call whose arguments match the schema, as part of a grammar. Raises Unenforceable."""
+        frame = cls.frame(name)
+        if frame is None:
+            raise Unenforceable("this format's calls have no grammar")
+        return f"{rules.text(frame[0])} {rules.json(schema or {'type': 'object'})} {rules.text(frame[1])}"
+
+    @classmethod
+    def answer_rule(cls, calls: list[str], rules: Rules, *, forced: bool, other: str | None) -> str | None:
+        """A whole answer, in formats that do not have calls in the middle of text. ``calls``: each a rule; ``forced``,
+        ``other``: see :func:`app.parsers.tools.constraints.native_calls`."""
+        del calls, rules, forced, other
         return None
 
     @classmethod

@@ -11,6 +11,7 @@ import logging
 import re
 
 from app.parsers.base import Malformed, Reading, StreamingParser
+from app.parsers.tools.lark import ANY, Rules, Schema, Unenforceable
 
 __all__ = ["ForcedHarmonyParser", "HarmonyParser"]
 
@@ -31,12 +32,14 @@ class HarmonyParser(StreamingParser):
 
     def _everything(self, thinking: bool | None) -> Reading[None]:
         yield
+        if begun := (yield from self.skip(" to=", "to=")):
+            yield from self._headed(_HEADER[0], begun)  # the prompt ends in the header
         while mark := (yield from self.until(self.MARKS, self.add_content)):
             if mark in _HEADER:
                 yield from self._headed(mark)
 
-    def _headed(self, mark: str) -> Reading[None]:
-        """A header, which ``mark`` begins, and its message. What is no header is content."""
+    def _headed(self, mark: str, begun: str = "") -> Reading[None]:
+        """A header, which ``mark`` and ``begun`` begin, and its message. What is no header is content."""
         header: list[str] = []
 
         def sink(text: str) -> None:
@@ -44,10 +47,11 @@ class HarmonyParser(StreamingParser):
             if sum(map(len, header)) > _MOST_HEADER:
                 raise Malformed("the header of a message has no end")
 
-        self._read = []
+        self._read = [begun]
         try:
             while mark in _HEADER:
-                header.append(mark)
+                header += (mark, begun)
+                begun = ""
                 mark = yield from self.until(self.MARKS, sink)
             if mark != _MESSAGE and not _is_header("".join(header)):
                 raise Malformed("the header has no message")
@@ -77,6 +81,26 @@ class HarmonyParser(StreamingParser):
         self.put_back(mark)
         if not self._stream_thought or not mark:
             self.end_thought()
+
+    @classmethod
+    def call_rule(cls, name: str, schema: Schema, rules: Rules) -> str:
+        """From behind the role on. The recipient stands before the channel or behind it."""
+        channel, json = rules.text("<|channel|>commentary"), rules.text(" <|constrain|>json")
+        to = rules.text(f" to=functions.{name}")
+        header = f'({to} {channel} | {channel} {to}) (" json" | {json})?'
+        return f"{header} {rules.text(_MESSAGE)} {rules.json(schema or {'type': 'object'})}"
+
+    @classmethod
+    def answer_rule(cls, calls: list[str], rules: Rules, *, forced: bool, other: str | None) -> str | None:
+        if not all(map(rules.is_token, (*_HEADER, _MESSAGE, _END[0]))):
+            raise Unenforceable("the marks of this format are not in the model's vocabulary")
+        text, message = rules.excluding(ANY), rules.text(_MESSAGE)
+        begun = rules.text("<|end|><|start|>assistant")
+        final = f"{rules.text('<|channel|>final')} {message} {other or text}"
+        kinds = '("analysis" | "commentary")'
+        said = f"{rules.text('<|channel|>')} {kinds} {message} {text} {begun}"
+        last = " | ".join(calls if forced else [*calls, final, f"{rules.text('<|channel|>')} {kinds} {message} {text}"])
+        return f"({said})* ({last})"
 
 
 class ForcedHarmonyParser(HarmonyParser):

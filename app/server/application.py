@@ -18,6 +18,8 @@ from werkzeug.exceptions import RequestTimeout
 from actors.options import Arguments
 from app.apis.batches.runner import BatchRunner
 from app.apis.batches.storage import FileStore
+from app.apis.responses.handlers import Responses
+from app.apis.responses.store import ResponseStore
 from app.cli.greeting import first_steps
 from app.cli.progress import ProgressReport
 from app.server.decoding import check_json_content
@@ -62,10 +64,7 @@ class Troupe(Quart):
         self.exit_code = 0
         self.url: str | None = None  # for clients on this machine, if known
         self.service = Service(engine, arguments, RouteTable(routes(arguments), DIALECTS))
-        if arguments.file_storage_path is not None:
-            folder = Path(arguments.file_storage_path).expanduser()
-            limit = int(arguments.file_storage_gib * (1 << 30))
-            self.service.batches = BatchRunner(self.service, FileStore(folder, limit, max(1, len(arguments.api_keys))))
+        self._open_stores(arguments)
         self.config["MAX_CONTENT_LENGTH"] = MAX_BODY
         self.config["BODY_TIMEOUT"] = BODY_TIMEOUT
         self.config["RESPONSE_TIMEOUT"] = None  # Quart's default of 60 s would cut streams
@@ -78,6 +77,21 @@ class Troupe(Quart):
         self.before_serving(self._start)
         self.after_serving(self._finish)
         self._middleware = Middleware(cast(Application, super().asgi_app), self.service)
+
+    def _open_stores(self, arguments: Arguments) -> None:
+        """What the service keeps between requests."""
+        tenants = max(1, len(arguments.api_keys))
+        database = None
+        if arguments.file_storage_path is not None:
+            folder = Path(arguments.file_storage_path).expanduser()
+            limit = int(arguments.file_storage_gib * (1 << 30))
+            self.service.batches = BatchRunner(self.service, FileStore(folder, limit, tenants))
+            database = folder / "responses.sqlite"
+        store = None
+        if arguments.response_store_mib:
+            seconds = arguments.response_store_hours * 3600
+            store = ResponseStore(database, arguments.response_store_mib << 20, seconds, tenants)
+        self.service.responses = Responses(store)
 
     async def asgi_app(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass every connection through the middleware."""
@@ -180,6 +194,7 @@ class Troupe(Quart):
         if self.engine.status.phase in ("ready", "draining"):
             self.engine.begin_drain()
             await self._end_live()
+        await self.service.responses.aclose()
         await self.engine.aclose()
 
 

@@ -13,6 +13,7 @@ from app.server.middleware import close_timeline
 from app.server.request_body import RequestBody
 from app.server.routes import Route
 from app.server.service import Service
+from telemetry.timeline import RequestTimeline
 
 __all__ = ["Answer", "answer_request", "background_exchange", "interactive_requests"]
 
@@ -36,9 +37,15 @@ async def _no_body() -> MutableMapping[str, Any]:
 
 @asynccontextmanager
 async def background_exchange(
-    service: Service, route: Route, *, tenant: str, request_id: str | None = None
+    service: Service,
+    route: Route,
+    *,
+    tenant: str,
+    request_id: str | None = None,
+    timeline: RequestTimeline | None = None,
 ) -> AsyncIterator[Exchange]:
-    """An exchange without a client. It is live like any other: a key can abort it, and a stopping server ends it."""
+    """An exchange without a client. It is live like any other: a key can abort it, and a stopping server ends it.
+    ``timeline``: one that is open already."""
     exchange = Exchange(
         _nothing,
         request_id=request_id or service.ids.new(route.id_prefix),
@@ -54,7 +61,7 @@ async def background_exchange(
         body=RequestBody(_no_body, [], "1.1", service.uploads, is_read=False),
     )
     exchange.tenant, exchange.background = tenant, True
-    exchange.timeline = service.engine.timelines.open(
+    exchange.timeline = timeline or service.engine.timelines.open(
         exchange.request_id, operation=route.operation, model=service.model_name, tenant=tenant
     )
     service.live.add(exchange)

@@ -16,12 +16,12 @@ _CHAT = "POST /v1/chat/completions"
 
 _NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     # Pattern of paths, the API they belong to, and the path to use.
-    (r"/(v1/)?responses(/.*)?", "OpenAI's Responses API", _CHAT),
-    (r"/(v1/)?(embeddings|embed|encode|embedding|pooling|classify)", "Computing embeddings", ""),
+    (r"/(embed|encode|embedding)", "This form of embeddings", "POST /v1/embeddings"),
+    (r"/(v1/)?(pooling|classify)", "Computing vectors and classes", ""),
     (r"/(v1/|v2/)?(rerank|score)", "Ranking", ""),
     (r"/(v1/)?(audio|images|videos|realtime)(/.*)?", "Audio, images and video", _CHAT),
     (r"/(v1/)?uploads(/.*)?", "Uploading in parts", "POST /v1/files"),
-    (r"/(v1/)?(assistants|threads|conversations|vector_stores|containers|evals)(/.*)?", "This API of OpenAI", _CHAT),
+    (r"/(v1/)?(assistants|threads|vector_stores|containers|evals)(/.*)?", "This API of OpenAI", _CHAT),
     (r"/(v1/)?(fine_tuning|fine-tunes|moderations)(/.*)?", "This API of OpenAI", ""),
     (r"/(v1/)?(load|unload)_lora_adapter|/(v1/)?lora_adapters?(/.*)?", "LoRA", ""),
     (r"/(anthropic/)?(v1/)?messages/(?!count_tokens$).*|/v1/complete", "This API of Anthropic", "POST /v1/messages"),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from quart import request
 
 from app.server.errors import invalid
 
-__all__ = ["choice", "number", "word"]
+__all__ = ["choice", "number", "page", "word"]
+
+One = TypeVar("One")
 
 _MAX_CHARS = 512
 
@@ -37,3 +42,18 @@ def number(name: str, default: int, least: int, most: int) -> int:
     if not (text.isascii() and text.isdecimal()) or not least <= int(text[:12]) <= most:
         raise invalid(f"{name}: must be a whole number from {least} to {most}, not {text[:64]!r}.", param=name)
     return int(text)
+
+
+def page(newest_first: list[One], name: Callable[[One], str], *, most: int, default: int) -> tuple[list[One], bool]:
+    """The part of a list that ``after``, ``limit`` and ``order`` ask for, and whether there is more behind it.
+
+    ``name``: the id of a member. ``most`` and ``default``: of the limit.
+    """
+    after, limit = word("after"), number("limit", default, 1, most)
+    found = newest_first if choice("order", ("desc", "asc")) == "desc" else newest_first[::-1]
+    if after is not None:
+        place = next((place for place, one in enumerate(found) if name(one) == after), None)
+        if place is None:
+            raise invalid(f"after: there is no {after[:64]!r} in this list.", param="after")
+        found = found[place + 1 :]
+    return found[:limit], len(found) > limit

@@ -7,11 +7,13 @@ from app.apis.admin.routes import ROUTES as ADMIN
 from app.apis.anthropic.dialect import ANTHROPIC
 from app.apis.anthropic.routes import ROUTES as ANTHROPIC_ROUTES
 from app.apis.batches.routes import ROUTES as BATCHES
+from app.apis.embeddings.routes import ROUTES as EMBEDDINGS
 from app.apis.llamacpp.routes import ROUTES as LLAMA_CPP
 from app.apis.ollama.dialect import OLLAMA
 from app.apis.ollama.routes import ROUTES as OLLAMA_ROUTES
 from app.apis.openai.routes import ROUTES as OPENAI
 from app.apis.probes.routes import ROUTES as PROBES
+from app.apis.responses.routes import ROUTES as RESPONSES
 from app.apis.sglang.routes import ROUTES as SGLANG
 from app.apis.tokens.routes import ROUTES as TOKENS
 from app.live.routes import ROUTES as LIVE_PAGE
@@ -44,6 +46,8 @@ _DESCRIPTION = (
 
 ROUTES: tuple[Route, ...] = (
     *OPENAI,
+    *RESPONSES,
+    *EMBEDDINGS,
     *BATCHES,
     *ANTHROPIC_ROUTES,
     *OLLAMA_ROUTES,

@@ -48,6 +48,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     spelling: tuple[tuple[str, str], ...] = ()  # of those that generate: the engine's name of a field -> the body's
     query: tuple[tuple[str, str, int, int], ...] = ()  # whole numbers after the ?: name, meaning, least and most
     words: tuple[tuple[str, str], ...] = ()  # texts after the ?: name and meaning
+    effects: tuple[str, ...] = ()  # fields that have an effect here, though they have none at other paths
     slashes: bool = False  # whether the last variable part may contain slashes
     upload: bool = False  # multipart/form-data, which the handler reads from exchange.body
     nested: tuple[

@@ -17,6 +17,7 @@ from actors.engine.status import EngineStatus
 from actors.options import Arguments
 from actors.protocol.requests import LIMITS, Chat, InvalidRequest, QueueFull, SamplingParams
 from actors.requests.admission import TicketOffice, most_for_one
+from actors.requests.intake import GENERATE
 from actors.requests.streams import RequestStream
 from app.live.feed.frames import Feed
 from app.parsers.registry import OutputFormat, output_format
@@ -28,10 +29,12 @@ from app.server.field_screen import FieldScreen, ignored_fields
 from app.server.ids import Ids
 from app.server.routes import Route, RouteTable
 from app.server.upload_budget import UploadBudget
+from kernels.contract.tasks import Task
 
 if TYPE_CHECKING:
     from actors.engine.engine import Engine
     from app.apis.batches.runner import BatchRunner
+    from app.apis.responses.handlers import Responses
 
 __all__ = ["Service", "json_response", "renamed"]
 
@@ -67,6 +70,7 @@ class Service:
         self.feed = Feed(self)
         self.created = int(time.time())
         self.send_deadline = SEND_DEADLINE
+        self.responses: Responses  # set by the application
         self.batches: BatchRunner | None = None  # with --file-storage-path
         self._text_tickets = TicketOffice(
             max_sequences=LIMITS.text_requests, max_tokens=None, tenants=max(1, len(arguments.api_keys))
@@ -172,7 +176,8 @@ class Service:
         """Decode the body as ``kind``. Fields without effect are reported to the client; unsupported ones raise 400."""
         body, fields = decode(data, kind)
         compared: set[str] = set()
-        ignored = [*self._screen.taken(body), *self._screen.left(fields, kind, route, "", compared)]
+        taken = [name for name in self._screen.taken(body) if name not in route.effects]
+        ignored = [*taken, *self._screen.left(fields, kind, route, "", compared)]
         for name, part in route.nested:
             for inner in shallow_objects(fields.get(name), name):
                 ignored += self._screen.left(inner, part, route, name, compared)
@@ -191,6 +196,7 @@ class Service:
         cache_salt: str | None = None,
         label: str | None = None,
         rename: Mapping[str, str] | None = None,
+        task: Task = GENERATE,
     ) -> RequestStream:
         """Submit a request to the engine before anything is awaited; the exchange closes the stream.
 
@@ -210,6 +216,7 @@ class Service:
                 cache_salt=cache_salt,
                 tenant=exchange.tenant,
                 timeline=exchange.take_timeline(label),
+                task=task,
             )
         except InvalidRequest as error:
             raise renamed(error, rename) from None

@@ -20,6 +20,8 @@ __all__ = [
     "Greedy",
     "Linear",
     "Lookup",
+    "MaskLogits",
+    "Masks",
     "Norm",
     "NormInProgress",
     "PendingResidual",
@@ -59,12 +61,33 @@ DRAWS = np.dtype(
 Draws = npt.NDArray[Any]
 """Rows of ``DRAWS``."""
 
-Draw = Callable[[Tensor, Draws, Tensor, Tensor | None, int], tuple[Tensor, Tensor] | None]
-"""``(logits [rows, vocab], draws [rows], positions int64 [rows], ids, vocab)`` -> what ``Greedy`` finds, sampled. None:
-not of such logits, or not yet.
+Masks = npt.NDArray[np.int32]
+"""The tokens that each row may sample, [rows, words]: a bit a token, the lowest first."""
 
-``ids`` int64: the tokens that logits are of, of ``vocab`` in all, whose noise counts; None: their own indices.
-"""
+
+MaskLogits = Callable[[Tensor, Tensor], None]
+"""Sets forbidden tokens of logits [rows, vocab] to -inf. Packed int32 [n, 1 + words]: a row and its ``Masks``."""
+
+
+class Draw(Protocol):
+    """Samples whole rows."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        draws: Draws,
+        positions: Tensor,
+        ids: Tensor | None,
+        vocab: int,
+        masks: Masks | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Logits [rows, vocab], draws [rows], positions int64 [rows] -> what ``Greedy`` finds, sampled. None: not of
+        such logits, or not yet.
+
+        ``ids`` int64: the tokens that logits are of, of ``vocab`` in all, whose noise counts; None: their own indices.
+        ``masks``: of the rows; the logits of other tokens are overwritten.
+        """
+        ...
 
 
 @dataclass(frozen=True)

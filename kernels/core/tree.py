@@ -131,9 +131,9 @@ class Growth:
     arXiv 2406.16858, section 4).
 
     A node's score is the sum of the draft's log-probabilities along its path, an estimate of how likely it is to be
-    accepted. The ``width`` best of each level are expanded (section 4.1). Of all nodes that were seen, the best are
-    kept in the end (section 4.2); a child's score never is above its parent's, and of equal scores the earlier node
-    wins, so that a node's parent is always kept before it, and the first n nodes are the best tree of n nodes.
+    accepted. The ``width`` best of each level are expanded (section 4.1). The best of all nodes that were seen
+    are kept in the end (section 4.2). A child's score is never above its parent's, and the earlier of two nodes with
+    equal scores wins. So a parent is always kept before its children, and the first n nodes are the best tree of n.
     """
 
     def __init__(self, root: Tensor, width: int) -> None:

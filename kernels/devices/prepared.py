@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.core.attention_rows import DecodeTokens, PromptTokens, StepTokens, TokenTable
 from kernels.core.batch import ForwardBatch
-from kernels.core.operators import Acceptance, Draws
+from kernels.core.operators import Acceptance, Draws, Masks
 from kernels.core.tree import DraftTree
 
 __all__ = [
@@ -132,9 +132,9 @@ class Steps:
     prompts: Callable[[PromptTokens], StepFound | None] | None = None
 
 
-Advance = Callable[[npt.NDArray[np.int64], Draws | None], bytes | None]
+Advance = Callable[[npt.NDArray[np.int64], Draws | None, Masks | None], bytes | None]
 """Decodes one token of each of the slots int64 [rows], sampled by ``Draws`` [rows] or greedily, and appends it to the
-table.
+table. Masks need draws.
 
 Returns these int32 [rows]; no bytes if all sequences have ended; None if a row has no decode to run or its logits are
 broken: state is unchanged, and the caller may try the next executor."""
@@ -152,9 +152,9 @@ Returns how many each row gained, int64 [rows]; None if logits are broken: state
 the next executor."""
 
 
-ReachEnds = Callable[[Longs, Longs, Longs, Draws | None], bytes | None]
+ReachEnds = Callable[[Longs, Longs, Longs, Draws | None, Masks | None], bytes | None]
 """Runs ``counts`` tokens of each of ``slots`` from position ``starts`` on, int64 [rows], up to the last known token.
-The tokens that follow, sampled by ``Draws`` [rows] or greedily, are appended to the table.
+The tokens that follow, sampled by ``Draws`` [rows] or greedily, are appended to the table. Masks need draws.
 
 Returns these int32 [rows]; None if logits are broken: state is unchanged, and the caller may try the next executor."""
 

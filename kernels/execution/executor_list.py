@@ -10,7 +10,6 @@ from kernels.execution.executors.eager_pass import EagerPass
 from kernels.execution.executors.following_pass import FollowingPass
 from kernels.execution.executors.host_chains import HostChains
 from kernels.execution.executors.host_decode import HostDecode
-from kernels.execution.executors.host_masked import HostMasked
 from kernels.execution.executors.host_prompt_ends import HostPromptEnds
 from kernels.execution.executors.no_rows import NoRows
 from kernels.execution.executors.verify_pass import VerifyPass
@@ -79,7 +78,7 @@ def _speculative(
         drafts = drafter.host_drafts(loaded.slots, rows)
         speculator.observer.use_host(drafts, host.features.shape[1])
         if drafts is not None and speculator.is_exact:
-            chains = HostDraftLoop(speculator, drafts, host, loaded.caches, rows)
+            chains = HostDraftLoop(speculator, drafts, host, loaded.caches, rows, context.host_grammars)
             found.append(HostChains(context, chains, decode))
         if ends is not None:
             found.append(ends)
@@ -99,7 +98,5 @@ def _unobserved(context: StepContext, max_rows: int, unobserved: bool) -> list[E
     if model is None:
         return []
     found: list[Executor] = [HostDecode(context, model, max_rows, unobserved)]
-    if loaded.grammars is not None:
-        found.insert(0, HostMasked(context, model, loaded.grammars, max_rows, unobserved))
     ends = HostPromptEnds.make(context, windows, max_rows, unobserved, False)
     return found if ends is None else [*found, ends]

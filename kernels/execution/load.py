@@ -204,6 +204,7 @@ def load_model(
         device.sampling.greedy,
         device.sampling.draw,
         device.traits.samples_apart,
+        device.sampling.mask,
     )
     scales = opened.cache.scales
     sizes = GroupSizes.of(

@@ -32,8 +32,12 @@ MOST_WHITESPACE = 16
 class Matcher(Protocol):
     """The state of one text. Not thread safe."""
 
-    def accept(self, token: int) -> bool:
+    def follow(self, token: int) -> bool:
         """Advance by a token. False: the grammar does not allow it, and the state is of no further use."""
+        ...
+
+    def accept(self, token: int) -> bool:
+        """Advance by a token. False: the grammar does not allow it; the state is unchanged."""
         ...
 
     def rollback(self, tokens: int) -> None:

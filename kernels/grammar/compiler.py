@@ -17,6 +17,7 @@ __all__ = ["GrammarCompiler", "open_backend"]
 _ERROR_CHARS = 400
 
 _KEPT = 256
+_KEPT_ERRORS = 64
 _THREADS = 2
 
 
@@ -29,18 +30,32 @@ class GrammarCompiler:
         self._backend: GrammarBackend | None = None
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="troupe-grammar")
         self._results: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
+        self._errors: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
+        """Apart, so that wrong grammars push out no good ones."""
 
     def compile(self, grammar: Grammar) -> Future[Compiled]:
         """A result that may not be there yet. It raises GrammarError, or UnsupportedError where there is no backend."""
         with self._lock:
-            found = self._results.get(grammar)
-            if found is None:
-                found = self._results[grammar] = self._threads.submit(self._compile, grammar)
-                if len(self._results) > _KEPT:
-                    self._results.popitem(last=False)
-            else:
-                self._results.move_to_end(grammar)
-            return found
+            for kept in (self._results, self._errors):
+                if grammar in kept:
+                    kept.move_to_end(grammar)
+                    return kept[grammar]
+            found = self._results[grammar] = self._threads.submit(self._compile, grammar)
+            if len(self._results) > _KEPT:
+                self._results.popitem(last=False)
+        found.add_done_callback(lambda done: self._set_apart(grammar, done))
+        return found
+
+    def _set_apart(self, grammar: Grammar, done: Future[Compiled]) -> None:
+        """Keep an error apart from good results."""
+        if done.cancelled() or done.exception() is None:
+            return
+        with self._lock:
+            if self._results.get(grammar) is done:
+                del self._results[grammar]
+                self._errors[grammar] = done
+                if len(self._errors) > _KEPT_ERRORS:
+                    self._errors.popitem(last=False)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -83,8 +83,11 @@ class LlMatcher:
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self._matcher = matcher
 
-    def accept(self, token: int) -> bool:
+    def follow(self, token: int) -> bool:
         return self._matcher.consume_token(token)
+
+    def accept(self, token: int) -> bool:
+        return self._matcher.try_consume_tokens([token]) == 1
 
     def rollback(self, tokens: int) -> None:
         self._matcher.rollback(tokens)

@@ -85,7 +85,7 @@ class GrammarSlots:
         if compiled.done():
             compiled.result()
         output = np.frombuffer(admission.tokens, dtype=np.int32)[admission.prompt_length :].tolist()
-        text = _Text(compiled, sampling, self._eos, admission.prompt_length)
+        text = _Text(compiled, sampling, self._eos, admission.prompt_length, len(self._thought))
         if self._table is None:
             text.arrived = output
         self._texts[admission.slot] = text
@@ -104,18 +104,35 @@ class GrammarSlots:
             return NO_MASKS
         self._take_arrived()
         bits = np.empty((len(rows), len(self._thought)), dtype=np.int32)
-        errors: dict[int, str] = {}
-        for place, row in enumerate(rows):
-            text = self._texts[slots[row]]
-            if not text.error:
-                try:
-                    self._fill(text, slots[row], lengths[row], bits[place])
-                except Exception as error:  # of one text: others go on
-                    text.error = f"the grammar cannot go on: {error}"
+        texts = [self._texts[slots[row]] for row in rows]
+        for place, (text, row) in enumerate(zip(texts, rows, strict=True)):
+            self._fill(text, slots[row], lengths[row], bits[place])
             if text.error:
                 bits[place] = _ALL
-                errors[slots[row]] = text.error
+        errors = {slots[row]: text.error for text, row in zip(texts, rows, strict=True) if text.error}
         return StepMasks(RowMasks(np.array(rows, dtype=np.int64), bits, self._memory.put), errors)
+
+    def accept(self, slots: Sequence[int], lengths: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """Advance by a token of each slot, sampled without a mask after its first ``lengths`` tokens; slots without a
+        text accept everything. Returns the indices whose grammar does not allow the token: their state is unchanged.
+        Only where the device is the host. ``errors`` says which grammars cannot go on."""
+        refused: list[int] = []
+        for row, slot in enumerate(slots):
+            text = self._texts.get(slot)
+            if text is None or text.error:
+                continue
+            try:
+                if text.position < lengths[row]:
+                    text.follow(self._tokens(text, slot, lengths[row]))
+                if not text.accept(tokens[row]):
+                    refused.append(row)
+            except Exception as error:  # of one text: others go on
+                text.error = f"the grammar cannot go on: {error}"
+        return refused
+
+    def errors(self, slots: Sequence[int]) -> dict[int, str]:
+        """By slot, why its grammar cannot go on."""
+        return {slot: text.error for slot in slots if (text := self._texts.get(slot)) is not None and text.error}
 
     def sampled(self, slots: Sequence[int], tokens: Tensor) -> None:
         """``tokens`` int64 [rows] follow in these slots."""
@@ -126,11 +143,17 @@ class GrammarSlots:
             self._arriving.append((self._memory.fetch([tokens]), texts))
 
     def _fill(self, text: _Text, slot: int, length: int, row: Bits) -> None:
+        """Follow a text and fill its mask. An error is the text's own; others go on."""
+        if text.error:
+            return
         tokens, begun = self._tokens(text, slot, length), time.thread_time()
-        text.follow(tokens)
-        text.fill(row, self._thought)
-        if time.thread_time() - begun > _TEXT_SECONDS * (1 + len(tokens) // 100):
-            raise GrammarError("it takes too long to follow; simplify it")
+        try:
+            text.follow(tokens)
+            text.fill(row, self._thought)
+            if time.thread_time() - begun > _TEXT_SECONDS * (1 + len(tokens) // 100):
+                raise GrammarError("it takes too long to follow; simplify it")
+        except Exception as error:
+            text.error = f"the grammar cannot go on: {error}"
 
     def _take_arrived(self) -> None:
         for fetched, texts in self._arriving:
@@ -152,11 +175,13 @@ def _bit(token: int) -> Any:
 
 
 class _Text:
-    """One text. ``position``: in the slot's tokens, of the next one to follow."""
+    """One text. ``position``: in the slot's tokens, of the next one to follow. ``words``: of a mask."""
 
-    def __init__(self, compiled: Future[Compiled], sampling: SlotSampling, eos: frozenset[int], position: int) -> None:
+    def __init__(
+        self, compiled: Future[Compiled], sampling: SlotSampling, eos: frozenset[int], position: int, words: int
+    ) -> None:
         self._compiled, self._after, self._eos = compiled, sampling.grammar_after, eos
-        self._opens = sampling.grammar_opens
+        self._opens, self._words = sampling.grammar_opens, words
         self._matcher: Matcher | None = None
         self._tail: tuple[int, ...] = ()
         self._ended = False
@@ -167,20 +192,42 @@ class _Text:
     def follow(self, tokens: list[int]) -> None:
         """Raises GrammarError for a token that the grammar does not allow."""
         for token in tokens:
-            self.position += 1
-            if self._ended:
-                continue  # steps that were sent before the end was known
-            opens, self._opens = self._opens, -1
-            if opens >= 0 and token != opens:
-                self._after = ()  # no thought
-            if self._after:
-                self._tail = (*self._tail, token)[-len(self._after) :]
-                if self._tail == self._after:
-                    self._after = ()
-            elif token in self._eos:
-                self._ended = True
-            elif not self._started().accept(token):
+            if not self._step(token, True):
                 raise GrammarError(f"token {token} does not match it")
+
+    def accept(self, token: int) -> bool:
+        """Advance by a token. False: the grammar does not allow it; the state is unchanged."""
+        return self._step(token, False)
+
+    def _step(self, token: int, sure: bool) -> bool:
+        """``sure``: the token was sampled with a mask. If it is wrong all the same, the state is of no further use."""
+        opens, after = self._opens, self._after
+        if not after and not self._ended and token not in self._eos:  # nearly always
+            allowed = self._started().follow(token) if sure else self._started().accept(token)
+            self.position += allowed
+            return allowed
+        if self._ended or token == opens:  # ended: of steps that were sent before the end was known
+            allowed = True
+        elif after and opens < 0:
+            allowed = sure or token not in self._eos
+        elif token in self._eos:
+            self._ended = allowed = sure or self._may_end(token)
+        else:  # no thought
+            allowed = self._started().follow(token) if sure else self._started().accept(token)
+            self._after = () if allowed else after
+        if not allowed:
+            return False
+        self._opens, self.position = -1, self.position + 1
+        if self._after:
+            self._tail = (*self._tail, token)[-len(after) :]
+            if self._tail == after:
+                self._after = ()
+        return True
+
+    def _may_end(self, token: int) -> bool:
+        row = np.zeros(self._words, dtype=np.int32)
+        self._started().fill(row)
+        return bool(row[token // 32] & _bit(token))
 
     def fill(self, row: Bits, thought: Bits) -> None:
         """Write the allowed tokens. ``thought``: those of a text before its grammar."""

@@ -95,6 +95,8 @@ class XMatcher:
     def accept(self, token: int) -> bool:
         return bool(self._matcher.accept_token(token))
 
+    follow = accept
+
     def rollback(self, tokens: int) -> None:
         self._matcher.rollback(tokens)
 

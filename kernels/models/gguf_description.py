@@ -224,7 +224,7 @@ def _factors(header: GgufHeader, dim: int) -> list[float]:
 
 
 def _dtype(header: GgufHeader) -> str:
-    """Of a file in floats its own, else bfloat16: what quantized weights are multiplied with."""
+    """The dtype of a file with float weights; bfloat16 for quantized weights, which are multiplied with it."""
     matrices = [one for name, one in header.tensors.items() if len(one.shape) > 1 and "ffn_gate_inp" not in name]
     kinds = {one.kind for one in matrices}
     return _FLOATS.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"

@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.core.operators import MaskLogits
+
 __all__ = ["RowMasks"]
 
 _POWERS = (1 << np.arange(32, dtype=np.int64)).astype(np.uint32).view(np.int32)
@@ -25,8 +27,12 @@ class RowMasks:
     bits: npt.NDArray[np.int32]
     put: Callable[[npt.NDArray[Any]], Tensor]
 
-    def apply(self, logits: Tensor) -> None:
-        """Set the logits of forbidden tokens to -inf, in ``logits`` [all rows, vocab] of any floating dtype."""
+    def apply(self, logits: Tensor, own: MaskLogits | None = None) -> None:
+        """Set the logits of forbidden tokens to -inf, in ``logits`` [all rows, vocab] of any floating dtype. ``own``:
+        the device's kernel for it."""
+        if own is not None and logits.is_contiguous():
+            own(logits, self.put(np.concatenate((self.rows[:, None].astype(np.int32), self.bits), axis=1)))
+            return
         vocab, here = logits.shape[1], logits.device.type == "cpu"
         forbidden = self.unpack(vocab) if here else self.unpack_on_device(vocab)
         if len(self.rows) == len(logits):

@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.contract.step import SlotSampling
 from kernels.core.logit_blocks import argmax, block_maxima, log_normalizer, top
 from kernels.core.noise import keys_at, race, race_over_all, seed_key, uniform
-from kernels.core.operators import DRAWS, Draw, Draws, Greedy, TopKTopP
+from kernels.core.operators import DRAWS, Draw, Draws, Greedy, MaskLogits, TopKTopP
 from kernels.sampling.edits import BatchEdits, Put, SlotEdits
 from kernels.sampling.masks import RowMasks
 from kernels.sampling.nucleus import cut, outside
@@ -178,8 +178,8 @@ class Sampler:
     vocab_size: width of the logits. max_slots: slots are ``0 .. max_slots - 1``; one that was never admitted is greedy.
     own_top_k_top_p: the device's kernel for top-k and top-p. put: copies an array to the device. own_greedy: the
     device's kernel for batches whose rows need only the argmax. own_draw: that for rows without logit edits and
-    log-probabilities. apart: sample each row separately, because the last bits of an operator's result may depend on
-    the batch.
+    log-probabilities. own_mask: that for masks of grammars. apart: sample each row separately, because the last bits of
+    an operator's result may depend on the batch.
     """
 
     def __init__(
@@ -192,10 +192,12 @@ class Sampler:
         own_greedy: Greedy | None = None,
         own_draw: Draw | None = None,
         apart: bool = False,
+        own_mask: MaskLogits | None = None,
     ) -> None:
         self._apart = apart
         self._most_plans = _PLANS + max_slots if apart else _PLANS
         self._own_top_k_top_p, self._own_greedy, self._own_draw = own_top_k_top_p, own_greedy, own_draw
+        self._own_mask = own_mask
         self._put = put or (lambda array: torch.from_numpy(array).to(self.device))
         self.vocab_size = vocab_size
         self.device = torch.device(device)
@@ -239,19 +241,18 @@ class Sampler:
         return bool((state.raced[at] & ~state.masked[at]).all()) and not state.temperature[at].any()
 
     def raced(self, slots: tuple[int, ...]) -> bool:
-        """Whether none of them has logit edits or a grammar, or requests log-probabilities."""
-        at = list(slots)
-        return bool((self._slots.raced[at] & ~self._slots.masked[at]).all())
+        """Whether none of them has logit edits, or requests log-probabilities. Grammars may mask them."""
+        return bool(self._slots.raced[list(slots)].all())
 
-    def masked(self, slots: tuple[int, ...]) -> bool:
-        """Whether a grammar masks one of them, and none has logit edits or requests log-probabilities."""
-        state, at = self._slots, list(slots)
-        return bool(state.masked[at].any() and state.raced[at].all())
+    def masked(self, slots: tuple[int, ...]) -> list[int]:
+        """The indices of those that a grammar masks."""
+        found: list[int] = np.flatnonzero(self._slots.masked[list(slots)]).tolist()
+        return found
 
-    def draws(self, slots: tuple[int, ...]) -> Draws | None:
-        """The draws of slots that are ``raced`` or ``masked``; None if all are greedy."""
+    def draws(self, slots: tuple[int, ...], greedy: bool = False) -> Draws | None:
+        """The draws of slots that are ``raced``; None if all are greedy, unless ``greedy`` asks for these too."""
         at = np.array(slots, dtype=np.int64)
-        return self._slots.draws(at) if self._slots.temperature[at].any() else None
+        return self._slots.draws(at) if greedy or self._slots.temperature[at].any() else None
 
     def sample(
         self,
@@ -280,7 +281,7 @@ class Sampler:
         if self._apart and len(logits) > 1 and (masks is not None or not plan.plain):
             return self._sample_apart(plan, logits, slots, positions, history, host_slots, masks)
         if masks is not None and (plan.plain or plan.draws is not None):
-            masks.apply(logits)  # nothing needs the raw logits
+            masks.apply(logits, self._own_mask)  # nothing needs the raw logits
             masks = None
         if self._own_greedy is not None and plan.plain:
             return Sampled(*self._own_greedy(logits))
@@ -299,7 +300,7 @@ class Sampler:
             if plan.scored is not None or masks is not None or (plan.edits is not None and plan.edits.masks):
                 work = raw.clone()
             if masks is not None:
-                masks.apply(work)
+                masks.apply(work, self._own_mask)
             if plan.edits is not None:
                 plan.edits.apply(work, slots, positions, plan.held_until, history)
             if plan.penalized is not None:
@@ -440,9 +441,8 @@ class Sampler:
                 tokens[some] = race(logits, *narrowed, floor[some], floor_id[some])
         return tokens
 
-    @staticmethod
     def _fall_back(
-        edits: BatchEdits | None, masks: RowMasks | None, tokens: Tensor, exhausted: Tensor, raw: Tensor
+        self, edits: BatchEdits | None, masks: RowMasks | None, tokens: Tensor, exhausted: Tensor, raw: Tensor
     ) -> None:
         if raw.device.type != "cpu" or bool(exhausted.any()):  # reading it on an accelerator would synchronize
             spare = raw.clamp(
@@ -454,7 +454,7 @@ class Sampler:
                 edits.allow(spare)
             if masks is not None:
                 masks.restore(spare, raw)
-                masks.apply(spare)
+                masks.apply(spare, self._own_mask)
             torch.where(exhausted, spare.argmax(-1), tokens, out=tokens)
 
     @staticmethod

@@ -231,8 +231,8 @@ class HostChains(HostDrafts):
 class BlockModel:
     """A draft model that drafts a block in one pass (DFlash), for up to ``rows`` rows.
 
-    ``model`` runs over ``caches`` in ``dtype``, from features ``features`` wide. Of the ``block`` tokens, all but the
-    root ``mask``, the first ``nodes`` count.
+    ``model`` runs over ``caches`` in ``dtype``, from features ``features`` wide. A block is the root and
+    ``mask`` tokens, ``block`` in all; the first ``nodes`` count.
     """
 
     model: Any

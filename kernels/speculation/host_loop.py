@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.contract.step import StepBatch
+from kernels.contract.step import RowError, StepBatch
 from kernels.core.arrays import ragged
 from kernels.core.attention_rows import DecodeTokens
 from kernels.core.operators import Draws
@@ -22,6 +22,7 @@ from kernels.models.host_model import HostModel
 from kernels.speculation.drafter import Drafter
 from kernels.speculation.host_drafts import HostDrafts, HostObservation, HostTrees, places_of
 from kernels.speculation.speculator import Speculator
+from kernels.state.host_grammars import HostChainsFound, HostGrammars, MaskedRows
 
 __all__ = ["HostDraftLoop", "HostDraftResult"]
 
@@ -33,13 +34,15 @@ Longs = npt.NDArray[np.int64]
 
 class HostDraftResult(NamedTuple):
     """``tokens`` int32 [accepted]: all rows', one after the other. ``accepted``, ``drafted`` (draft tokens verified)
-    and ``depths`` (as in ``StepResult``) int32 [rows]. ``drafted_at``: ``time.perf_counter`` when they were drafted."""
+    and ``depths`` (as in ``StepResult``) int32 [rows]. ``drafted_at``: ``time.perf_counter`` when they were drafted.
+    ``failed``: rows whose grammar cannot go on."""
 
     tokens: bytes
     accepted: bytes
     drafted: bytes
     depths: bytes
     drafted_at: float
+    failed: tuple[RowError, ...] = ()
 
     @property
     def idle(self) -> bool:
@@ -51,8 +54,16 @@ class HostDraftLoop:
     """Drafts with ``drafts`` and verifies by ``target``, over its ``caches``, for up to ``max_rows`` rows."""
 
     def __init__(
-        self, speculator: Speculator, drafts: HostDrafts, target: HostModel, caches: list[object], max_rows: int
+        self,
+        speculator: Speculator,
+        drafts: HostDrafts,
+        target: HostModel,
+        caches: list[object],
+        max_rows: int,
+        grammars: HostGrammars | None = None,
     ) -> None:
+        self._grammars = grammars
+        self._masked: MaskedRows | None = None  # of the bound rows
         self._speculator, self._drafts, self._target, self._caches = speculator, drafts, target, caches
         self._device, self._state, self._sampler = speculator.device, speculator.slots, speculator.sampler
         self._max_rows, self._steps = max_rows, speculator.settings.num_steps
@@ -100,7 +111,12 @@ class HostDraftLoop:
             draws, at = self._sampler.draws(named), slots.astype(np.int64)
             if (draws is not None and self._target.draw is None) or not self._speculator.is_wanted(at):
                 return False
+            some = self._sampler.masked(named)
+            masked = self._grammars.rows(named, some) if self._grammars is not None and some else None
+            if some and masked is None:
+                return False
             self._draws, self._slots, self._rows = draws, at, (batch.slots, batch.generations)
+            self._masked = masked
         return self.refresh()
 
     def refresh(self) -> bool:
@@ -141,11 +157,24 @@ class HostDraftLoop:
             speculator.mark_seen()
         if found is None:
             return None
-        if found.emitted:
-            features = self._target.features if speculator.drafter.features else None
-            shown = HostObservation(self._slots, found.roots, found.accepted, features, found.places)
-            self._show(batch, shown, found.depths, not found.over)
-        return HostDraftResult(found.tokens, found.emitted, found.drafted, found.depths, found.drafted_at)
+        if not found.emitted:
+            return HostDraftResult(found.tokens, found.emitted, found.drafted, found.depths, found.drafted_at)
+        features = self._target.features if speculator.drafter.features else None
+        tokens = np.frombuffer(found.tokens, dtype=np.int32)
+        judged = self._judge(HostChainsFound(found.roots, found.accepted, tokens, found.places))
+        whole = judged.accepted is found.accepted  # else the cycle does not know what is left to observe
+        shown = HostObservation(self._slots, judged.roots, judged.accepted, features, judged.places)
+        self._show(batch, shown, found.depths, whole and not found.over)
+        emitted = found.emitted if whole else judged.accepted.astype(np.int32).tobytes()
+        return HostDraftResult(
+            *(judged.tokens.tobytes(), emitted, found.drafted, found.depths, found.drafted_at, judged.failed)
+        )
+
+    def _judge(self, chains: HostChainsFound) -> HostChainsFound:
+        """Let grammars judge the accepted tokens."""
+        if self._masked is None or self._grammars is None:
+            return chains
+        return self._grammars.judge_chains(self._masked, chains, self._target.logits)
 
     def _show(self, batch: StepBatch, seen: HostObservation, depths: bytes, continues: bool = False) -> None:
         """Record accepted tokens for the drafter. ``continues``: as in ``Speculator.record_accepted``."""
@@ -194,16 +223,17 @@ class HostDraftLoop:
             if found is None:
                 return None
             accepted, kept, depths = found
-        features = self._target.features if self._speculator.drafter.features else None
-        levels = depths.astype(np.int32).tobytes()
-        self._show(batch, HostObservation(slots, roots, accepted, features, kept), levels)
         if len(slots) == 1:
             first = int(roots[0]) + 1
             emitted = state.here[int(slots[0]), first : first + int(accepted[0])]
         else:
             emitted = state.here[np.repeat(slots, accepted), ragged(roots + 1, accepted)]
-        emitted_counts, drafted = (part.astype(np.int32).tobytes() for part in (accepted, counts - 1))
-        return HostDraftResult(emitted.tobytes(), emitted_counts, drafted, levels, drafted_at)
+        judged = self._judge(HostChainsFound(roots, accepted, emitted, kept))
+        features = self._target.features if self._speculator.drafter.features else None
+        levels = depths.astype(np.int32).tobytes()
+        self._show(batch, HostObservation(slots, roots, judged.accepted, features, judged.places), levels)
+        emitted_counts, drafted = (part.astype(np.int32).tobytes() for part in (judged.accepted, counts - 1))
+        return HostDraftResult(judged.tokens.tobytes(), emitted_counts, drafted, levels, drafted_at, judged.failed)
 
     def _run_trees(
         self, trees: HostTrees, roots: Longs, offsets: Longs, draws: Draws | None

@@ -264,6 +264,7 @@ class Speculator:
         limits = np.minimum(most[head], state.page_count[slots] * state.page_size - known)
         limits = np.minimum(limits, self.drafter.most_nodes - 1)
         wants = (step.starts[head] + 1 == known) & self._wants[slots] & (state.left(slots) > 1)
+        wants[self.sampler.masked(tuple(slots.tolist()))] = False  # grammars judge the native loop's draft tokens only
         limits = np.where(wants, limits, 0)
         chosen = np.flatnonzero(limits > 0)
         if not len(chosen):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kernels.contract.step import RowError
 from kernels.core.tree import Drafts
 from kernels.state.slots import SlotTable
 
@@ -79,6 +80,7 @@ class ReachedRows:
 
     ``tokens``: int32 [rows], what each row sampled. Row r ran ``counts[r]`` tokens of ``slots[r]`` from position
     ``starts[r]`` on, int64 [rows]. ``features`` [tokens, n]: features of these tokens, as their bits, row after row.
+    ``failed``: rows whose grammar cannot go on.
     """
 
     tokens: bytes
@@ -86,3 +88,4 @@ class ReachedRows:
     starts: Longs
     counts: Longs
     features: npt.NDArray[np.int16]
+    failed: tuple[RowError, ...] = ()

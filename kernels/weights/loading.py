@@ -61,7 +61,7 @@ class WeightFiles(Files, Protocol):
 
 
 class WeightLoader:
-    """Hands out weights in the model's dtype and counts them: ``parameters`` of the whole model, ``weight_bytes`` here.
+    """Returns weights in the model's dtype and counts them: ``parameters`` of the whole model, ``weight_bytes`` here.
 
     ``tensors``: what the model declares. ``progress`` is called with the fraction of the tensors taken.
     """

@@ -33,8 +33,8 @@ class _Seen(msgspec.Struct, eq=False):
 class Repeats:
     """Decides which records are logged. Times are seconds of a monotonic clock.
 
-    Of warnings and errors with the same text one is logged in ``window`` seconds. Of those from one line of code with
-    different texts (such as aborts with their ids) ``burst`` are. All others are logged: records below WARNING are
+    In ``window`` seconds, one of the warnings and errors with the same text is logged, and ``burst`` of those from one
+    line of code with different texts (such as aborts with their ids). All others are logged: records below WARNING are
     separate events, and CRITICAL must never be hidden.
 
     At most ``most`` texts and as many lines of code are remembered.

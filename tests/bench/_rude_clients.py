@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 KEYS = ("soak-one", "soak-two")
-"""Of the server that they ask."""
+"""The server's API keys."""
 
 
 class Unexpected(Exception):
@@ -152,9 +152,9 @@ class Client:
         status, headers = await http.head()
         if status == 200:
             return headers
-        told = await http.body(headers)
+        reported = await http.body(headers)
         if status != 429 or not 1 <= int(headers.get("retry-after", "0")) <= 120:
-            raise Unexpected(f"status {status}: {told[:300]!r}")
+            raise Unexpected(f"status {status}: {reported[:300]!r}")
         return None
 
     async def _events(self, http: Http, headers: dict[str, str], body: dict[str, Any], pause: float = 0.0) -> str:
@@ -191,8 +191,8 @@ class Client:
         if any(finished[index] != 1 for index in range(body["n"])):
             raise Unexpected(f"finish reasons by choice: {dict(finished)} of {body['n']}")
         if usage != body["n"] * body["max_tokens"]:
-            told = f"{usage} tokens, not {body['n']} x {body['max_tokens']}"
-            raise Unexpected(f"{told}, for {reasons - {None}}, after {text[-200:]!r}; asked: {body}")
+            reported = f"{usage} tokens, not {body['n']} x {body['max_tokens']}"
+            raise Unexpected(f"{reported}, for {reasons - {None}}, after {text[-200:]!r}; asked: {body}")
         return "complete"
 
     async def _stream(self, http: Http, pause: float = 0.0, length: int | None = None) -> str:
@@ -214,14 +214,14 @@ class Client:
         path, body = self._request(stream=False)
         http.send(path, body)
         status, headers = await http.head()
-        told = await http.body(headers)
+        reported = await http.body(headers)
         if status == 429:
             return "refused"
         if status == 500:
             return "set apart"
         if status != 200:
-            raise Unexpected(f"status {status}: {told[:300]!r}")
-        answer = msgspec.json.decode(told)
+            raise Unexpected(f"status {status}: {reported[:300]!r}")
+        answer = msgspec.json.decode(reported)
         if (
             answer["usage"]["completion_tokens"] != body["n"] * body["max_tokens"]
             or len(answer["choices"]) != body["n"]
@@ -271,9 +271,9 @@ class Client:
         try:
             status, headers = await http.head()
             if status != 200:
-                told = await http.body(headers)
+                reported = await http.body(headers)
                 if status not in (429, 499):
-                    raise Unexpected(f"status {status}: {told[:300]!r}")
+                    raise Unexpected(f"status {status}: {reported[:300]!r}")
                 return "refused" if status == 429 else "aborted"
             outcome = await self._events(http, headers, body)
         finally:
@@ -299,7 +299,7 @@ class Client:
         )
         http.send(path, bad)
         status, headers = await http.head()
-        told = msgspec.json.decode(await http.body(headers))
-        if status != 400 or not told["error"]["message"]:
-            raise Unexpected(f"status {status} for {str(bad)[:200]}: {told}")
+        reported = msgspec.json.decode(await http.body(headers))
+        if status != 400 or not reported["error"]["message"]:
+            raise Unexpected(f"status {status} for {str(bad)[:200]}: {reported}")
         return "refused with 400"

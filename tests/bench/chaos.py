@@ -93,7 +93,7 @@ class Chaos:
         assert engine._system is not None
         assert engine._actor_tree is not None
         engine._system.on_event(self._on_event)
-        self._told_ready, engine._actor_tree._on_ready = engine._actor_tree._on_ready, self._on_loaded
+        self._report_ready, engine._actor_tree._on_ready = engine._actor_tree._on_ready, self._on_loaded
 
     def _on_event(self, event: Event) -> None:
         if event.kind is EventKind.DIED and event.actor != "renderer-0":
@@ -103,7 +103,7 @@ class Chaos:
 
     def _on_loaded(self, info: ModelInfo) -> None:
         self._loaded.append(time.monotonic())
-        self._told_ready(info)
+        self._report_ready(info)
 
     async def _read(self, prompt: list[int], stream: Stream) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=self._tokens, ignore_eos=True)

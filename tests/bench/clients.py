@@ -122,6 +122,62 @@ def openai_ways(url: str, model: str) -> Iterator[Way]:
     )
 
 
+def openai_responses_ways(url: str, model: str) -> Iterator[Way]:
+    from openai import OpenAI
+
+    client = OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE)
+    create: Any = client.responses.create
+    options: dict[str, Any] = {"model": model, "max_output_tokens": MOST_TOKENS}
+    tool = {"type": "function", "name": "get_weather", "parameters": TOOL["function"]["parameters"]}  # type: ignore[index]
+
+    def called(choice: object, text: str = WEATHER) -> object:
+        answer = create(**options, input=text, tools=[tool], tool_choice=choice)
+        return next(item for item in answer.output if item.type == "function_call").arguments
+
+    def answered() -> object:
+        first = create(**options, input=WEATHER, tools=[tool], tool_choice="required")
+        call = next(item for item in first.output if item.type == "function_call")
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "It is sunny."}
+        return need(create(**options, input=[output], previous_response_id=first.id, tools=[tool]).output_text, str)
+
+    def streamed() -> object:
+        with client.responses.stream(**options, input=PERSON, text_format=Person) as stream:
+            for _ in stream:
+                pass
+            return need(stream.get_final_response().output_parsed, Person)
+
+    def in_background() -> object:
+        answer = create(**options, input=PERSON, background=True)
+        while answer.status in ("queued", "in_progress"):
+            time.sleep(0.1)
+            answer = client.responses.retrieve(answer.id)
+        return need(answer.output_text, str)
+
+    def conversed() -> object:
+        made = client.conversations.create()
+        create(**options, input=PERSON, conversation=made.id)
+        create(**options, input="And who else?", conversation=made.id)
+        return client.conversations.items.list(made.id).data[3]
+
+    def managed() -> object:
+        answer = create(**options, input=PERSON)
+        need(client.responses.retrieve(answer.id).output_text, str)
+        need(client.responses.input_items.list(answer.id).data[0].content[0].text, str)
+        return client.responses.delete(answer.id)
+
+    yield "parse(text_format=)", lambda: need(
+        client.responses.parse(**options, input=PERSON, text_format=Person).output_parsed, Person
+    )  # fmt: skip
+    yield "stream(text_format=)", streamed
+    yield "tools, auto", lambda: called("auto")
+    yield "tools, required", lambda: called("required", "Hello!")
+    yield "tools, named", lambda: called({"type": "function", "name": "get_weather"}, "Hello!")
+    yield "previous_response_id", answered
+    yield "conversation", conversed
+    yield "background", in_background
+    yield "retrieve, input_items, delete", managed
+
+
 def instructor_ways(url: str, model: str) -> Iterator[Way]:
     import instructor
     from openai import OpenAI
@@ -254,10 +310,12 @@ def llama_index_ways(url: str, model: str) -> Iterator[Way]:
 
 
 def agents_ways(url: str, model: str) -> Iterator[Way]:
+    """With the Responses API, which is the package's default, and with the chat API."""
     from agents import (
         Agent,
         ModelSettings,
         OpenAIChatCompletionsModel,
+        OpenAIResponsesModel,
         Runner,
         function_tool,
         set_tracing_disabled,
@@ -266,12 +324,20 @@ def agents_ways(url: str, model: str) -> Iterator[Way]:
 
     set_tracing_disabled(True)
 
-    def run(text: str, **keywords: Any) -> Any:
+    def run(text: str, api: Any, hands_off: bool = False, streamed: bool = False, **keywords: Any) -> Any:
         async def once() -> Any:
             client = AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE)
-            served = OpenAIChatCompletionsModel(model=model, openai_client=client)
+            served = api(model=model, openai_client=client)
             agent: Any = Agent(name="a", model=served, **keywords)
-            return await Runner.run(agent, text, max_turns=4)
+            if hands_off:
+                settings = ModelSettings(max_tokens=MOST_TOKENS, tool_choice="required")
+                agent = Agent(name="first", model=served, handoffs=[agent], model_settings=settings)
+            if not streamed:
+                return await Runner.run(agent, text, max_turns=4)
+            result = Runner.run_streamed(agent, text, max_turns=4)
+            async for _ in result.stream_events():
+                pass
+            return result
 
         return asyncio.run(once())
 
@@ -283,19 +349,40 @@ def agents_ways(url: str, model: str) -> Iterator[Way]:
         cities.append(city)
         return "It is sunny."
 
-    def with_tool(choice: str | None) -> object:
+    def with_tool(api: Any, choice: str | None) -> object:
         cities.clear()
-        run(WEATHER, tools=[get_weather], model_settings=ModelSettings(tool_choice=choice, max_tokens=MOST_TOKENS))
+        settings = ModelSettings(tool_choice=choice, max_tokens=MOST_TOKENS)
+        run(WEATHER, api, tools=[get_weather], model_settings=settings)
         return cities[0]
 
     settings = ModelSettings(max_tokens=MOST_TOKENS)
-    yield "output_type", lambda: need(run(PERSON, output_type=Person, model_settings=settings).final_output, Person)
-    yield "a tool, auto", lambda: with_tool(None)
-    yield "a tool, required", lambda: with_tool("required")
+    apis: dict[str, Any] = {"responses": OpenAIResponsesModel, "chat": OpenAIChatCompletionsModel}
+    for name, api in apis.items():
+        yield (
+            f"{name}: output_type",
+            lambda api=api: need(  # type: ignore[misc]
+                run(PERSON, api, output_type=Person, model_settings=settings).final_output, Person
+            ),
+        )
+        yield f"{name}: a tool, auto", lambda api=api: with_tool(api, None)  # type: ignore[misc]
+        yield f"{name}: a tool, required", lambda api=api: with_tool(api, "required")  # type: ignore[misc]
+        yield (
+            f"{name}: streamed",
+            lambda api=api: need(  # type: ignore[misc]
+                run(PERSON, api, streamed=True, model_settings=settings).final_output, str
+            ),
+        )
+        yield (
+            f"{name}: a handoff",
+            lambda api=api: need_equal(  # type: ignore[misc]
+                run(PERSON, api, hands_off=True, model_settings=settings).last_agent.name, "a"
+            ),
+        )
 
 
 PACKAGES: dict[str, Callable[[str, str], Iterator[Way]]] = {
     "openai": openai_ways,
+    "openai (responses)": openai_responses_ways,
     "instructor": instructor_ways,
     "pydantic-ai-slim": pydantic_ai_ways,
     "langchain-openai": langchain_ways,
@@ -312,6 +399,12 @@ PACKAGES: dict[str, Callable[[str, str], Iterator[Way]]] = {
 def need(value: object, kind: type[object]) -> object:
     if not isinstance(value, kind):
         raise TypeError(f"{type(value).__name__} instead of {kind.__name__}: {str(value)[:100]}")
+    return value
+
+
+def need_equal(value: object, wanted: object) -> object:
+    if value != wanted:
+        raise ValueError(f"{value} instead of {wanted}")
     return value
 
 
@@ -333,7 +426,8 @@ def run(url: str, only: Sequence[str]) -> int:
         if only and package not in only:
             continue
         try:
-            name = f"{package} {version(package)}"
+            distribution = package.partition(" ")[0]
+            name = package.replace(distribution, f"{distribution} {version(distribution)}")
             found = list(ways(base, model))
         except (PackageNotFoundError, ImportError) as error:
             print(f"{package:34}  skipped: {error}", flush=True)

@@ -72,8 +72,8 @@ print(*late)
 
     async def stop(self) -> list[float]:
         """Seconds that each sleep was late."""
-        told, _ = await self._process.communicate(b"\n")
-        return [float(word) for word in told.split()]
+        reported, _ = await self._process.communicate(b"\n")
+        return [float(word) for word in reported.split()]
 
 
 async def one(host: str, port: int, body: bytes, length: int, crowd: Crowd) -> None:

@@ -2,6 +2,7 @@
 
     python -m tests.bench grammar                                  # its own server, the model in the box
     python -m tests.bench grammar --points 1:32:128,32:32:128 -- --grammar-backend xgrammar
+    python -m tests.bench grammar --shape 8b --points 1:512:128,64:512:128    # a GPU, made-up weights and vocabulary
 
 A point is ``concurrency:input tokens:output tokens``. Each round runs it three times, one after the other: without a
 grammar, with one schema of ten fields for all requests, and with a new schema in every request. The fields are texts
@@ -14,11 +15,15 @@ import asyncio
 import itertools
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import uvloop
 
+from tests.bench._device_rows import CONTEXT, SHAPES, write_model
+from tests.bench._device_server import write_tokenizer
 from tests.bench._options import server_command_line
 from tests.bench._record import record
 from tests.bench.serving import Client, OwnServer, Point, Sample
@@ -114,7 +119,14 @@ async def measure(points: list[Point], model: str | None, url: str | None, optio
 
 def main(argv: list[str]) -> int:
     parser = server_command_line(__name__, __doc__, "1:32:128,32:32:128", 5)
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="serve this shape with made-up weights on a GPU")
     options = parser.parse_args(argv)
     points = [Point.parse(text) for text in options.points.split(",")]
-    uvloop.run(measure(points, options.model, options.url, options))
+    with tempfile.TemporaryDirectory() as directory:
+        if options.shape:
+            path = write_model(options.shape, Path(directory))
+            write_tokenizer(options.shape, path)
+            options.model = str(path)
+            options.server_args += ["--load-format", "dummy", "--device", "cuda", "--context-length", str(CONTEXT)]
+        uvloop.run(measure(points, options.model, options.url, options))
     return 0

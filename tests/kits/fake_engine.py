@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from actors.protocol.requests import (
 from actors.requests.sampling_rules import validate
 from actors.runtime import ActorStatus, current_traceparent
 from app.server.application import Troupe
+from kernels.contract.tasks import Embed, Generate, Task, Vector
 from telemetry.metrics.engine import EngineMetrics
 from telemetry.metrics.traffic import Traffic
 from telemetry.timeline import Outcome, RequestTimeline, Timelines
@@ -58,6 +60,7 @@ class FakeStream:
         self.prompt_end: tuple[int, ...] = ()
         self.timeline: RequestTimeline | None = None
         self.tenant = ""
+        self.task: Task = Generate()
         self.aborted = asyncio.Event()
         self.over = asyncio.Event()
         self.ended = False
@@ -102,6 +105,12 @@ class FakeStream:
         await self.ready()
         params = self.params
         ids = self.prompt if isinstance(self.prompt, list) else await self.engine.tokenize(self.prompt)
+        if isinstance(self.task, Embed):
+            vector = array("f", [0.6, 0.0, 0.8]).tobytes()
+            usage = Usage(prompt_tokens=len(ids))
+            self.ended = True
+            yield Delta(request_id=self.request_id, finish_reason="stop", usage=usage, result=Vector(vector))
+            return
         pieces = self.engine.answer[: params.max_tokens or params.default_max_tokens]
         for step, piece in enumerate(pieces):
             await self._pause(step)
@@ -223,10 +232,12 @@ class FakeEngine:
             self.check_ids(prompt)
         trace = current_traceparent.get()
         timeline = keywords.pop("timeline", None)
+        task = keywords.pop("task", Generate())
         self.requests.append({"prompt": prompt, "params": params, "traceparent": trace, **keywords})
         stream = FakeStream(self, f"req-{len(self.streams)}", prompt, params, keywords.get("request_id"))
         stream.timeline = timeline
         stream.tenant = keywords.get("tenant", "")
+        stream.task = task
         self.streams.append(stream)
         self.open.add(stream)
         return stream

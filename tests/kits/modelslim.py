@@ -20,7 +20,7 @@ Ranges = Mapping[str, tuple[float, float]]
 
 
 def calibrate(model: nn.Module, tokens: Sequence[int]) -> Ranges:
-    """Of a transformers model."""
+    """Run ``tokens`` through a transformers model and keep the ranges of its inputs."""
     found: dict[str, tuple[float, float]] = {}
     hooks = []
     for name, module in model.named_modules():

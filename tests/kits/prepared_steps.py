@@ -32,7 +32,7 @@ class PreparedSteps(Capture):
             if len(given.slots) > 4:
                 return None
             device.prepared += 1
-            device.told_to_grow += int(given.grows.sum())
+            device.grown += int(given.grows.sum())
             slots, at = torch.from_numpy(given.slots), torch.from_numpy(given.lengths) - 1
             size = device.page_size
             page = given.pages[np.arange(len(given.slots)), (given.lengths - 1) // size].astype(np.int64)
@@ -71,7 +71,7 @@ class PreparedSteps(Capture):
 class Preparing(CpuDevice):
     prepared = 0
     chunks = 0
-    told_to_grow = 0
+    grown = 0
     brings = False
 
     def __init__(self, *given):

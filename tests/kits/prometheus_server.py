@@ -94,9 +94,9 @@ class Prometheus:
         answer = self._http.get(path, params=parameters)
         if answer.status_code == 503:  # it is starting
             raise httpx.ConnectError(answer.text)
-        told = answer.json()
-        assert told["status"] == "success", f"{parameters}: {told}"
-        return told["data"]
+        reported = answer.json()
+        assert reported["status"] == "success", f"{parameters}: {reported}"
+        return reported["data"]
 
     def stop(self) -> None:
         self._http.close()

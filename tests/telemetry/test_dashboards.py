@@ -47,13 +47,13 @@ def rules() -> list[dict[str, Any]]:
 def expressions() -> Iterator[tuple[str, str]]:
     """Everything in PromQL, with the place where it stands."""
     for board in BOARDS:
-        told = kept(board)
-        for panel in shown(told):
+        loaded = kept(board)
+        for panel in shown(loaded):
             yield from ((f"{board.uid}: {panel['title']}", target["expr"]) for target in panel["targets"])
-        for variable in told["templating"]["list"]:
+        for variable in loaded["templating"]["list"]:
             if variable["type"] == "query":
                 yield f"{board.uid}: ${variable['name']}", variable["query"]["query"]
-        for note in told["annotations"]["list"]:
+        for note in loaded["annotations"]["list"]:
             yield f"{board.uid}: {note['name']}", note["expr"]
     for rule in rules():
         yield rule.get("alert") or rule["record"], rule["expr"]
@@ -109,13 +109,13 @@ def test_labels_in_braces_are_labels_of_their_metric() -> None:
 
 @each_board
 def test_panels_have_what_a_reader_needs(board: Board) -> None:
-    told = kept(board)
-    assert re.fullmatch(r"troupe-[a-z]+", told["uid"])
-    numbers = [panel["id"] for panel in panels(told)]
+    loaded = kept(board)
+    assert re.fullmatch(r"troupe-[a-z]+", loaded["uid"])
+    numbers = [panel["id"] for panel in panels(loaded)]
     assert len(numbers) == len(set(numbers))
-    titles = [panel["title"] for panel in shown(told)]
+    titles = [panel["title"] for panel in shown(loaded)]
     assert sorted(titles) == sorted(set(titles))
-    for panel in shown(told):
+    for panel in shown(loaded):
         assert panel["title"]
         assert panel["description"].endswith("."), panel["title"]
         assert panel["targets"], panel["title"]
@@ -130,11 +130,11 @@ def test_panels_have_what_a_reader_needs(board: Board) -> None:
 
 @each_board
 def test_every_query_follows_the_chosen_data_source_and_instances(board: Board) -> None:
-    told = kept(board)
-    variables = {variable["name"]: variable for variable in told["templating"]["list"]}
+    loaded = kept(board)
+    variables = {variable["name"]: variable for variable in loaded["templating"]["list"]}
     assert {"datasource", "model", "instance"} <= variables.keys()
     assert "$model" in variables["instance"]["query"]["query"]
-    for panel in shown(told):
+    for panel in shown(loaded):
         for target in panel["targets"]:
             assert target["datasource"]["uid"] == "${datasource}"
             selectors = re.findall(r"\{([^}]*)\}", target["expr"])
@@ -180,9 +180,9 @@ def compose() -> dict[str, Any]:
 
 
 def test_compose_pins_images_mounts_existing_files_and_binds_loopback() -> None:
-    told = compose()
-    assert set(told["services"]) == {"prometheus", "grafana", "jaeger", "collector"}
-    for name, service in told["services"].items():
+    loaded = compose()
+    assert set(loaded["services"]) == {"prometheus", "grafana", "jaeger", "collector"}
+    for name, service in loaded["services"].items():
         assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", service["image"]), name
         for mount in service.get("volumes", ()):
             source, target, *mode = mount.split(":")
@@ -190,41 +190,41 @@ def test_compose_pins_images_mounts_existing_files_and_binds_loopback() -> None:
                 assert (FOLDER / source).exists(), mount
                 assert mode == ["ro"], mount
             else:
-                assert source in told["volumes"], mount
+                assert source in loaded["volumes"], mount
             assert target.startswith("/")
         for port in service.get("ports", ()):
             assert port.startswith("127.0.0.1:"), port
         for other in service.get("depends_on", ()):
-            assert other in told["services"]
-    published = {port.split(":")[1] for service in told["services"].values() for port in service["ports"]}
+            assert other in loaded["services"]
+    published = {port.split(":")[1] for service in loaded["services"].values() for port in service["ports"]}
     assert published == {"3000", "4317", "4318", "9090", "16686"}
 
 
 def test_grafana_is_provisioned_with_the_services_of_the_compose_file() -> None:
-    told = compose()
-    mounts = dict(mount.split(":")[:2] for mount in told["services"]["grafana"]["volumes"])
+    loaded = compose()
+    mounts = dict(mount.split(":")[:2] for mount in loaded["services"]["grafana"]["volumes"])
     provisioning = FOLDER / "grafana/provisioning"
     sources = yaml.safe_load((provisioning / "datasources/troupe.yaml").read_text())["datasources"]
     urls = {source["type"]: source["url"] for source in sources}
     assert urls == {"prometheus": "http://prometheus:9090", "jaeger": "http://jaeger:16686"}
     [provider] = yaml.safe_load((provisioning / "dashboards/troupe.yaml").read_text())["providers"]
     assert provider["options"]["path"] == mounts["./grafana/boards"]
-    home = told["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    home = loaded["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert (FOLDER / "grafana/boards" / Path(home).name).exists()
     assert Path(home).parent == Path(mounts["./grafana/boards"])
 
 
 def test_the_collector_takes_both_protocols_and_hands_traces_to_jaeger() -> None:
-    told = yaml.safe_load((FOLDER / "collector.yaml").read_text())
-    protocols = told["receivers"]["otlp"]["protocols"]
+    loaded = yaml.safe_load((FOLDER / "collector.yaml").read_text())
+    protocols = loaded["receivers"]["otlp"]["protocols"]
     assert {name: protocol["endpoint"] for name, protocol in protocols.items()} == {
         "grpc": "0.0.0.0:4317",
         "http": "0.0.0.0:4318",
     }
-    traces = told["service"]["pipelines"]["traces"]
+    traces = loaded["service"]["pipelines"]["traces"]
     for kind in ("receivers", "processors", "exporters"):
-        assert set(traces[kind]) == told[kind].keys()
-    assert told["exporters"]["otlp/jaeger"]["endpoint"] == "jaeger:4317"
+        assert set(traces[kind]) == loaded[kind].keys()
+    assert loaded["exporters"]["otlp/jaeger"]["endpoint"] == "jaeger:4317"
     command = compose()["services"]["collector"]["command"]
     mounts = dict(mount.split(":")[:2] for mount in compose()["services"]["collector"]["volumes"])
     assert command == [f"--config={mounts['./collector.yaml']}"]

@@ -94,8 +94,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
 
 
 def targets(board: Board) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    told = json.loads(board_file(board).read_text(encoding="utf-8"))
-    for outer in told["panels"]:
+    reported = json.loads(board_file(board).read_text(encoding="utf-8"))
+    for outer in reported["panels"]:
         for panel in (outer, *outer.get("panels", [])):
             yield from ((panel, target) for target in panel.get("targets", ()))
 

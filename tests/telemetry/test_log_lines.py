@@ -31,11 +31,11 @@ def test_a_line_of_text_reports_what_is_known_of_the_work() -> None:
 
 
 def test_an_object_of_json_reports_the_same() -> None:
-    told = json.loads(JsonLines().format(record("slow by %d s", 3, traceparent=TRACE, request_id="r", actor="w")))
-    assert told["time"].endswith("Z")
-    assert isinstance(told.pop("pid"), int)
-    del told["time"]
-    assert told == {
+    reported = json.loads(JsonLines().format(record("slow by %d s", 3, traceparent=TRACE, request_id="r", actor="w")))
+    assert reported["time"].endswith("Z")
+    assert isinstance(reported.pop("pid"), int)
+    del reported["time"]
+    assert reported == {
         "level": "warning",
         "logger": "troupe.test",
         "message": "slow by 3 s",
@@ -76,8 +76,8 @@ def test_a_traceback_stands_behind_a_bar() -> None:
     assert first.endswith("troupe.test: failed")
     assert others[0] == "    | Traceback (most recent call last):"
     assert all(line.startswith("    | ") for line in others)
-    told = json.loads(JsonLines().format(made))
-    assert told["exception"].startswith("Traceback (most recent call last):")
+    reported = json.loads(JsonLines().format(made))
+    assert reported["exception"].startswith("Traceback (most recent call last):")
     assert "\n" not in JsonLines().format(made)
 
 
@@ -91,8 +91,13 @@ def test_the_fields_of_an_event_are_pairs_or_keys() -> None:
         .format(made)
         .endswith('troupe.test: request ended id=r name="a b" ok=true s=0.25 all=x,y request_id=r')
     )
-    told = json.loads(JsonLines().format(made))
-    assert (told["message"], told["name"], told["all"], "none" in told) == ("request ended", "a b", ["x", "y"], False)
+    reported = json.loads(JsonLines().format(made))
+    assert (reported["message"], reported["name"], reported["all"], "none" in reported) == (
+        "request ended",
+        "a b",
+        ["x", "y"],
+        False,
+    )
 
 
 def test_an_event_is_whole_under_any_handler() -> None:

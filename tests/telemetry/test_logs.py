@@ -91,18 +91,18 @@ def test_logging_does_not_wait_for_a_slow_reader(logger: logging.Logger) -> None
 
 
 def test_counts_are_reported_when_their_window_is_over(logger: logging.Logger) -> None:
-    told = threading.Event()
+    reported = threading.Event()
 
     class Stream(io.StringIO):
         def write(self, text: str) -> int:
             if "seen 2 times" in text:
-                told.set()
+                reported.set()
             return super().write(text)
 
     logger.addHandler(LogOutput(Stream(), SHORT, repeats=Repeats(window=0.05)))
     logger.warning("slow")
     logger.warning("slow")
-    assert told.wait(60)
+    assert reported.wait(60)
 
 
 def test_the_work_in_hand_is_asked_for_where_the_record_is_made(logger: logging.Logger) -> None:
@@ -182,11 +182,11 @@ def test_a_secret_where_a_long_record_is_cut_is_taken_out(
     error = ValueError(around(16 << 10, len("ValueError: ")))
     logger.info("failed", exc_info=(ValueError, error, None))
     output.close()
-    told = stream.getvalue()
-    assert told.count("here") == 1
-    assert told.count("ValueError: ") == 1
-    assert "sk-" not in told
-    assert "secret" not in told
+    reported = stream.getvalue()
+    assert reported.count("here") == 1
+    assert reported.count("ValueError: ") == 1
+    assert "sk-" not in reported
+    assert "secret" not in reported
     assert event.text == around(8 << 10)  # it may have other handlers
 
 

@@ -102,7 +102,7 @@ def families(options: MetricOptions) -> dict[str, Metric]:
 
 
 def value(family: Metric) -> float:
-    """Of a gauge or a counter, the first sample; of a histogram, its observations."""
+    """The first sample of a gauge or a counter; the observations of a histogram."""
     name = f"{family.name}_count" if family.type == "histogram" else family.samples[0].name
     return next(sample.value for sample in family.samples if sample.name == name)
 

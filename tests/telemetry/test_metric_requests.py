@@ -140,8 +140,10 @@ def test_the_gap_is_that_of_the_choice_whose_worker_died() -> None:
 
 def test_what_others_measure_is_reported_by_its_quantity() -> None:
     metrics = RequestMetrics("box")
-    told = {name: Tally((1.0,)) for name in ("duration", "inference", "choices", "longest", "max_tokens", "per_token")}
-    for name, tally in told.items():
+    reported = {
+        name: Tally((1.0,)) for name in ("duration", "inference", "choices", "longest", "max_tokens", "per_token")
+    }
+    for name, tally in reported.items():
         metrics.measured[name].append(tally)
     _, timeline = begin(metrics, **{"gen_ai.request.max_tokens": 40})
     live(timeline)
@@ -152,7 +154,7 @@ def test_what_others_measure_is_reported_by_its_quantity() -> None:
     early.close(Outcome((), "abort"), early.started + 1.0)
     _, refused = begin(metrics)
     refused.close(Outcome((), "QueueFull"), refused.started + 1.0)
-    found = {name: (tally.count, round(tally.total, 6)) for name, tally in told.items()}
+    found = {name: (tally.count, round(tally.total, 6)) for name, tally in reported.items()}
     assert found == {
         "duration": (2, 2.2),
         "inference": (2, 0.8 + 0.5),

@@ -51,7 +51,7 @@ def lived(timelines: Timelines, *, prompt: object = PROMPT, answer: str = ANSWER
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Told:
+def reported(caplog: pytest.LogCaptureFixture) -> Told:
     """The fields of the one record of a request's life, at a level of the request log."""
 
     def tell(level: int, **more: Any) -> dict[str, Any]:
@@ -70,8 +70,8 @@ def told(caplog: pytest.LogCaptureFixture) -> Told:
     return tell
 
 
-def test_level_0_reports_ids_counts_and_times(told: Told) -> None:
-    fields = told(0, label="client-7")
+def test_level_0_reports_ids_counts_and_times(reported: Told) -> None:
+    fields = reported(0, label="client-7")
     assert fields.pop("duration_s") >= 0
     assert fields == {
         "message": "request ended",
@@ -90,17 +90,17 @@ def test_level_0_reports_ids_counts_and_times(told: Told) -> None:
     }
 
 
-def test_level_1_adds_the_sampling_parameters(told: Told) -> None:
-    fields = told(1)
+def test_level_1_adds_the_sampling_parameters(reported: Told) -> None:
+    fields = reported(1)
     assert fields["temperature"] == 0.5
     assert fields["stop_sequences"] == ["END", "a b"]
-    assert not {"temperature", "stop_sequences"} & told(0).keys()
+    assert not {"temperature", "stop_sequences"} & reported(0).keys()
 
 
 @pytest.mark.parametrize("level", [0, 1])
-def test_below_level_2_no_text_is_kept_or_logged(told: Told, level: int) -> None:
+def test_below_level_2_no_text_is_kept_or_logged(reported: Told, level: int) -> None:
     quoting = Outcome(error_type="InvalidRequest", message=f"what is {PROMPT!r}?")
-    text = json.dumps(told(level)) + json.dumps(told(level, outcome=quoting))
+    text = json.dumps(reported(level)) + json.dumps(reported(level, outcome=quoting))
     assert PROMPT not in text
     assert "answer" not in text
     timelines = Timelines()
@@ -108,30 +108,30 @@ def test_below_level_2_no_text_is_kept_or_logged(told: Told, level: int) -> None
     assert timelines.open("req-2", operation="chat", model="m").content is None
 
 
-def test_level_2_adds_part_of_the_texts_and_level_3_all(told: Told) -> None:
+def test_level_2_adds_part_of_the_texts_and_level_3_all(reported: Told) -> None:
     long = "a" * 2000 + "b" * 2000
-    fields = told(2, prompt=long)
+    fields = reported(2, prompt=long)
     assert fields["input"] == "a" * 1024 + "...(1952 characters left out)..." + "b" * 1024
     assert fields["output"] == [ANSWER + " ", "xxxxx"]
-    assert told(3, prompt=long)["input"] == long
-    assert len(told(2, answer=long)["output"][0]) < 1100
-    assert told(3, answer=long)["output"][0] == long + " "
+    assert reported(3, prompt=long)["input"] == long
+    assert len(reported(2, answer=long)["output"][0]) < 1100
+    assert reported(3, answer=long)["output"][0] == long + " "
 
 
-def test_a_conversation_and_ids_are_logged_as_json(told: Told) -> None:
+def test_a_conversation_and_ids_are_logged_as_json(reported: Told) -> None:
     chat = {"messages": [{"role": "user", "content": PROMPT}]}
-    assert json.loads(told(3, prompt=chat)["input"]) == chat
-    assert told(3, prompt=[1, 2, 3])["input"] == "[1,2,3]"
+    assert json.loads(reported(3, prompt=chat)["input"]) == chat
+    assert reported(3, prompt=[1, 2, 3])["input"] == "[1,2,3]"
 
 
-def test_errors_are_reported_by_type_and_own_words_in_full(told: Told) -> None:
+def test_errors_are_reported_by_type_and_own_words_in_full(reported: Told) -> None:
     invalid = Outcome(error_type="InvalidRequest", message="max_tokens: must be at least 1")
-    assert told(1, outcome=invalid)["error_type"] == "InvalidRequest"
-    assert "error_message" not in told(1, outcome=invalid)
-    assert told(2, outcome=invalid)["error_message"] == "max_tokens: must be at least 1"
+    assert reported(1, outcome=invalid)["error_type"] == "InvalidRequest"
+    assert "error_message" not in reported(1, outcome=invalid)
+    assert reported(2, outcome=invalid)["error_message"] == "max_tokens: must be at least 1"
     full = Outcome(error_type="QueueFull", message="The queue is full.")
-    assert told(0, outcome=full)["error_message"] == "The queue is full."
-    assert "finish_reasons" not in told(0, outcome=full)
+    assert reported(0, outcome=full)["error_message"] == "The queue is full."
+    assert "finish_reasons" not in reported(0, outcome=full)
 
 
 def test_as_text_it_is_one_line_whatever_the_client_chose(caplog: pytest.LogCaptureFixture) -> None:

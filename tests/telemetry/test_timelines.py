@@ -289,20 +289,20 @@ async def test_refused_requests_have_a_timeline_that_ends_at_admission(engine: E
 
 
 async def test_a_timeline_ends_once_and_takes_nothing_afterwards() -> None:
-    told: list[str] = []
+    reported: list[str] = []
 
     class Listener:
         def began(self, timeline: RequestTimeline) -> None:
-            told.append("began")
+            reported.append("began")
 
         def hop_ended(self, timeline: RequestTimeline, hop: Hop) -> None:
-            told.append(hop.name)
+            reported.append(hop.name)
 
         def marked(self, timeline: RequestTimeline, mark: object) -> None:
-            told.append("mark")
+            reported.append("mark")
 
         def ended(self, timeline: RequestTimeline) -> None:
-            told.append("ended")
+            reported.append("ended")
 
     timelines = Timelines(keep=1)
     timelines.listen(Listener())
@@ -314,7 +314,7 @@ async def test_a_timeline_ends_once_and_takes_nothing_afterwards() -> None:
     timelines.close(timeline, Outcome(error_type="again"))
     timeline.mark("late", 3.0)
     assert timeline.outcome == Outcome()
-    assert told == ["began", *["prefill"] * 300, "admission", "ended"]
+    assert reported == ["began", *["prefill"] * 300, "admission", "ended"]
     assert timelines.find("a") is timeline
     timelines.close(timelines.open("b", operation="chat", model="m"), Outcome())
     assert timelines.find("a") is None

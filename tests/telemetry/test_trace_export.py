@@ -123,7 +123,7 @@ async def test_arguments_set_the_endpoint_and_the_sample_ratio(monkeypatch: pyte
 
     monkeypatch.setattr("telemetry.traces.export.make_exporter", make)
     for ratio in (0.0, 1.0):
-        told = Arguments(
+        reported = Arguments(
             model_path="m",
             enable_trace=True,
             trace_level=3,
@@ -131,7 +131,7 @@ async def test_arguments_set_the_endpoint_and_the_sample_ratio(monkeypatch: pyte
             otlp_traces_protocol="grpc",
             trace_sample_ratio=ratio,
         )
-        tracing = start_tracing(told, None)
+        tracing = start_tracing(reported, None)
         assert tracing is not None
         assert tracing.level == 3
         timelines = Timelines()
@@ -226,8 +226,8 @@ async def test_a_step_links_the_sampled_ones_of_its_requests_only() -> None:
     assert steps.tracing.carrier(other, other.hops[0]) is None
     trace = steps.tracing.step_began(2, [sampled, other], 1.0, {"tokens": 3})
     assert trace is not None
-    (told,) = forward_spans((TracedRow(STEP_ROW, trace),), 1.5, 1.75, device_seconds=0.25)
-    steps.tracing.worker_spans("worker-1", [told])
+    (reported,) = forward_spans((TracedRow(STEP_ROW, trace),), 1.5, 1.75, device_seconds=0.25)
+    steps.tracing.worker_spans("worker-1", [reported])
     steps.tracing.step_ended(2, 2.0, device_seconds=0.25)
     found = await steps.spans()
     step, forward = found["step"], found["forward"]

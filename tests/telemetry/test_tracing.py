@@ -272,8 +272,8 @@ async def test_refused_requests_are_traced(
     request = found.one("chat tiny")
     assert request.failed
     assert request.message
-    told = request.attributes["error.type"]
-    assert told == error or (error is None and told)
+    reported = request.attributes["error.type"]
+    assert reported == error or (error is None and reported)
     assert "admission" in found.below(request)
     assert "queue" not in found.below(request)
     assert not [name for name in request.attributes if name.startswith(("gen_ai.response.", "gen_ai.usage."))]
@@ -389,9 +389,9 @@ async def test_nothing_was_lost_and_nothing_global_was_set(engine: Engine, clien
     await post(client)
     await until(lambda: tracing.exported >= before + 9)
     assert tracing.dropped == 0
-    (told,) = [line for line in (await client.get("/metrics")).text.splitlines() if 'outcome="dropped"' in line]
-    assert told.startswith("troupe_trace_spans_total")
-    assert told.endswith(" 0.0")
+    (reported,) = [line for line in (await client.get("/metrics")).text.splitlines() if 'outcome="dropped"' in line]
+    assert reported.startswith("troupe_trace_spans_total")
+    assert reported.endswith(" 0.0")
     assert type(trace.get_tracer_provider()).__name__ == "ProxyTracerProvider"
 
 
@@ -418,9 +418,9 @@ async def test_every_rank_adds_its_own_spans(tiny_model: Path) -> None:
     forwards = [span for span in spans if span.name == "forward"]
     assert prefill.context is not None
     assert all(span.parent is not None and span.parent.span_id == prefill.context.span_id for span in forwards)
-    told = [dict(span.attributes or {}) for span in forwards]
-    assert {one["service.instance.id"]: one["process.pid"] for one in told} == pids
-    assert sorted(int(str(one["troupe.rank"])) for one in told) == [0, 1]
+    reported = [dict(span.attributes or {}) for span in forwards]
+    assert {one["service.instance.id"]: one["process.pid"] for one in reported} == pids
+    assert sorted(int(str(one["troupe.rank"])) for one in reported) == [0, 1]
 
 
 async def test_grpc_gets_the_same(tiny_model: Path) -> None:

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -29,7 +29,7 @@ from app.apis.batches.upload import MAX_UPLOAD, read_form
 from app.apis.openai.requests import Metadata, Name
 from app.server.errors import ApiError, invalid
 from app.server.exchange import Exchange
-from app.server.query import choice, number, word
+from app.server.query import page, word
 from app.server.service import Service, json_response
 
 __all__ = [
@@ -50,8 +50,6 @@ _WINDOW = 24 * 3600  # seconds
 _LEAST_LIFE, _LONGEST_LIFE = 3600, 30 * 24 * 3600  # seconds of expires_after
 _PIECE = 256 << 10  # bytes of a file that are sent at once
 _NAME_CHARS = 255
-
-Stored = TypeVar("Stored", BatchRecord, StoredFile)
 
 
 class ExpiresAfter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -139,8 +137,8 @@ async def list_files(service: Service, exchange: Exchange, body: None) -> Respon
     files = [
         file for file in store.newest_first() if service.sees(exchange, file.owner) and purpose in (None, file.purpose)
     ]
-    page, more = _page(files, most=10_000, default=10_000)
-    answers = [_file_answer(file) for file in page]
+    shown, more = page(files, _id, most=10_000, default=10_000)
+    answers = [_file_answer(file) for file in shown]
     first, last = _ends(answers)
     return json_response(FileList(data=answers, first_id=first, last_id=last, has_more=more))
 
@@ -200,6 +198,8 @@ async def create_batch(service: Service, exchange: Exchange, body: BatchRequest)
     runner = _runner(service)
     if body.endpoint not in ENDPOINTS or service.table.find("POST", body.endpoint) is None:
         raise invalid(f"endpoint: must be one of {', '.join(ENDPOINTS)}, not {body.endpoint[:64]!r}.", param="endpoint")
+    if body.endpoint == "/v1/embeddings" and not service.arguments.is_embedding:
+        raise invalid("endpoint: this model generates text; embeddings need --is-embedding.", param="endpoint")
     file = runner.store.get(body.input_file_id)
     if file is None or not service.sees(exchange, file.owner):
         raise invalid(
@@ -236,8 +236,8 @@ async def create_batch(service: Service, exchange: Exchange, body: BatchRequest)
 
 async def list_batches(service: Service, exchange: Exchange, body: None) -> Response:
     records = [record for record in _runner(service).newest_first() if service.sees(exchange, record.owner)]
-    page, more = _page(records, most=100, default=20)
-    answers = [batch_answer(record) for record in page]
+    shown, more = page(records, _id, most=100, default=20)
+    answers = [batch_answer(record) for record in shown]
     first, last = _ends(answers)
     return json_response(BatchList(data=answers, first_id=first, last_id=last, has_more=more))
 
@@ -262,19 +262,8 @@ def _batch(service: Service, exchange: Exchange, batch_id: str) -> BatchRecord:
     return record
 
 
-# -- pages
-
-
-def _page(newest_first: list[Stored], *, most: int, default: int) -> tuple[list[Stored], bool]:
-    """The part of a list that the query asks for, and whether there is more behind it."""
-    after, limit = word("after"), number("limit", default, 1, most)
-    found = newest_first if choice("order", ("desc", "asc")) == "desc" else newest_first[::-1]
-    if after is not None:
-        place = next((place for place, one in enumerate(found) if one.id == after), None)
-        if place is None:
-            raise invalid(f"after: there is no {after[:64]!r} in this list.", param="after")
-        found = found[place + 1 :]
-    return found[:limit], len(found) > limit
+def _id(stored: StoredFile | BatchRecord) -> str:
+    return stored.id
 
 
 def _ends(answers: Sequence[Any]) -> tuple[str | None, str | None]:

@@ -24,7 +24,7 @@ __all__ = [
     "result_line",
 ]
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_LINES = 50_000
 MAX_LINE = 8 << 20
 """Bytes of a line, as of any body."""
@@ -59,6 +59,7 @@ class Checked(msgspec.Struct):
 class _Body(msgspec.Struct):
     model: str | None = None
     stream: bool | None = None
+    background: bool | None = None
 
 
 class Tokens(msgspec.Struct):
@@ -146,6 +147,8 @@ def check_lines(path: Path, endpoint: str | None) -> Checked:
                 wrong("invalid_url", f"the url must be {allowed}, not {line.url[:64]!r}", number, "url")
             if body.stream:
                 wrong("invalid_value", "a batch has no streams; leave stream out", number, "body.stream")
+            if body.background:
+                wrong("invalid_value", "lines run in the background already; leave it out", number, "body.background")
             checked.model = checked.model or body.model
     if not checked.total and not checked.errors:
         wrong("empty_file", "the file has no requests", None)

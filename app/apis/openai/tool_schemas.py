@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["find_schema_error"]
+__all__ = ["find_schema_error", "without_nulls"]
 
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 
@@ -90,3 +90,21 @@ def _inner(path: str, keyword: str, value: Any) -> Iterator[tuple[str, object]]:
         yield from ((f"{path}[{number}]", inner) for number, inner in enumerate(value))
     elif keyword in _ONE:
         yield path, value
+
+
+def without_nulls(schema: Any) -> Any:
+    """A schema without the keywords whose value is null, as grammars read it."""
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if value is None and keyword not in ("const", "default"):
+            continue
+        if keyword in _NAMED and isinstance(value, dict):
+            value = {name: without_nulls(inner) for name, inner in value.items()}
+        elif (keyword in _LIST or keyword == "items") and isinstance(value, list):
+            value = [without_nulls(inner) for inner in value]
+        elif keyword in _ONE:
+            value = without_nulls(value)
+        found[keyword] = value
+    return found

@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from app.parsers.base import StreamingParser
+from app.parsers.tools.lark import ANY, Rules, Unenforceable, moved, refers, regex
 
-__all__ = ["ToolConstraint", "forced_calls", "native_calls", "strict_calls"]
+__all__ = ["Form", "ToolConstraint", "forced_calls", "native_calls", "strict_calls"]
 
 Schema = dict[str, Any]
 
 _SPACE = " ?"
-"""White space between parts of a call's JSON. Small models that may write more of it at times write nothing else."""
 
 
 class ToolConstraint(msgspec.Struct, frozen=True):
-    """A grammar by its kind and text (see ``kernels.contract.grammar``)."""
+    """A grammar by its kind and text (see ``kernels.contract.grammar``). ``covers_thought``: it begins with the first
+    token, and contains the thought."""
 
     kind: Literal["ebnf", "json_schema", "structural_tag"]
     text: str
     whitespace: str | None = None
+    covers_thought: bool = False
+
+
+class Form(msgspec.Struct, frozen=True):
+    """The form of an answer without calls, by its kind in ``kernels.contract.grammar``: json_schema, json_object, regex
+    or choice. ``whitespace``: the pattern of white space in JSON; empty: none."""
+
+    kind: str
+    text: str
+    whitespace: str
+
+    def rule(self, rules: Rules) -> str:
+        """Raises Unenforceable."""
+        match self.kind:
+            case "json_schema" | "json_object":
+                schema = msgspec.json.decode(self.text) if self.text else {"type": "object"}
+                if schema is False:
+                    raise Unenforceable("a schema that is false")
+                return rules.json(schema, self.whitespace, compact=not self.whitespace)
+            case "regex":
+                return rules.add("/" + self.text.replace("\\/", "/").replace("/", "\\/") + "/", terminal=True)
+            case "choice":
+                return "(" + " | ".join(rules.text(each) for each in msgspec.json.decode(self.text)) + ")"
+        raise Unenforceable(f"the form {self.kind}")
 
 
 def forced_calls(tools: Mapping[str, Schema], *, named: bool, parallel: bool) -> ToolConstraint:
@@ -48,63 +71,73 @@ def native_calls(
     *,
     forced: bool,
     single: bool = False,
-) -> ToolConstraint | None:
-    """Calls in the model's own format, in llguidance's dialect of Lark.
+    other: Form | None = None,
+) -> ToolConstraint:
+    """Calls in the model's own format, in llguidance's dialect of Lark. Each matches its tool's schema.
 
-    ``tokens``: the ids of marks that are one token. ``forced``: nothing but calls, one, or unless ``single`` at least
-    one. Otherwise text, in which each call matches its tool's schema: the mark of a call must then be one token. None
-    if this cannot be said, as where a format's calls are no JSON.
+    ``tokens``: the ids of marks that are one token. ``forced``: nothing but calls; otherwise text may stand around
+    them, or, with ``other``, the answer is either calls or in that form. ``single``: at most one call. Raises
+    Unenforceable where calls in the format cannot be held to a schema.
     """
-    if not forced and tokens.get(form.OPEN[0] if form.OPEN else "") is None:
-        return None
-    rules: list[str] = []
-    for number, (name, schema) in enumerate(tools.items()):
+    rules = Rules(tokens)
+    calls = [rules.add(form.call_rule(name, schema, rules)) for name, schema in tools.items()]
+    form_rule = None if other is None else other.rule(rules)
+    whole = form.answer_rule(calls, rules, forced=forced, other=form_rule)
+    start = whole or _answer(form, calls, rules, forced=forced, single=single, other=form_rule)
+    return ToolConstraint("ebnf", "\n".join((f"start: {start}", *rules.lines)), covers_thought=whole is not None)
+
+
+def _answer(
+    form: type[StreamingParser], calls: list[str], rules: Rules, *, forced: bool, single: bool, other: str | None
+) -> str:
+    """The rule of an answer, where calls may stand in the middle of text. Raises Unenforceable."""
+    (opener, end), marks = form.SECTION, form.OPEN
+    if len(marks) > 1 and not rules.is_token(marks[0]) and rules.is_token(marks[1]):
+        opener, marks = opener.replace(marks[0], marks[1]), (marks[1], marks[0])
+    call = rules.add(" | ".join(calls))
+    between = form.BETWEEN if opener else f"{form.BETWEEN} {rules.text(marks[0])}"
+    opener = opener or marks[0]
+    mark = next((mark for mark in (*marks, *form.MARKS) if opener.startswith(mark)), opener)
+    several = call if single else f"{call} ({between} {call})*"
+    inner = rules.add(f"{rules.text(opener[len(mark) :])} {several} {rules.text(end)}")
+    begin = f"({rules.text(mark)})?" if form.BARE else rules.text(mark)
+    if forced or other is not None:
+        return f"{begin} {inner}" + ("" if forced else f" | {other}")
+    without = (*marks, mark) if marks else ()
+    text = rules.excluding(ANY, *without)
+    first = text
+    if form.STARTS:
+        first = rules.excluding(f"/\\s*([^\\s{regex(form.STARTS)}](?s:.*))?/", *without)
+    if not marks:
+        return f"{begin} {inner} | {first}"
+    tokens = [rules.text(each) for each in form.TEXT_MARKS if rules.is_token(each)]
+    spoken = f"({text} ({' | '.join(tokens)}))* " if tokens else ""
+    more = "" if single else f" ({spoken}{rules.before(text, mark)} {inner})*"
+    bare = f" | {inner}{more} {spoken}{text}" if form.BARE else ""
+    return f"{spoken}{first} | {spoken}{rules.before(first, mark)} {inner}{more} {spoken}{text}{bare}"
+
+
+def strict_calls(form: type[StreamingParser], tools: Mapping[str, Schema]) -> ToolConstraint:
+    """Text in which each call in the format matches its tool's schema, as a structural tag, which any backend takes.
+    Raises Unenforceable."""
+    structures = []
+    for name, schema in tools.items():
         frame = form.frame(name)
-        if frame is None:
-            return None
-        begin, end = (_literals(part, tokens) for part in frame)
-        arguments = {**(schema or {"type": "object"}), "x-guidance": {"whitespace_pattern": _SPACE}}
-        rules.append(f"call{number}: {begin} arguments{number} {end}")
-        rules.append(f"arguments{number}: %json {msgspec.json.encode(arguments).decode()}")
-    before, behind = (_literals(part, tokens) for part in form.SECTION)
-    more = "" if single else ' ("\\n"? call)*'
-    calls = f"{before} call{more} {behind}"
-    start = f"start: {calls}" if forced else f"start: TEXT ({calls} TEXT)*"
-    text = [] if forced else ["TEXT: /(.|\\n)*/"]
-    call = f"call: {' | '.join(f'call{number}' for number in range(len(tools)))}"
-    return ToolConstraint("ebnf", "\n".join((start, *text, call, *rules)))
-
-
-def _literals(text: str, tokens: Mapping[str, int | None]) -> str:
-    """A text as Lark: marks that are one token by their ids."""
-    marks = [mark for mark, token in tokens.items() if token is not None and mark in text]
-    parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", text) if marks else [text]
-    return " ".join(f"<[{tokens[part]}]>" if part in marks else json.dumps(part) for part in parts if part)
-
-
-def strict_calls(form: type[StreamingParser], tools: Mapping[str, Schema]) -> ToolConstraint | None:
-    """Text in which each call in the format matches its tool's schema, where the format's mark of a call is text; None
-    if the format's calls are no JSON."""
-    frames = {name: form.frame(name) for name in tools}
-    structures = [
-        {"begin": frame[0], "schema": tools[name] or {"type": "object"}, "end": frame[1]}
-        for name, frame in frames.items()
-        if frame is not None
-    ]
-    if not structures:
-        return None
-    return ToolConstraint(
-        "structural_tag", msgspec.json.encode({"structures": structures, "triggers": [form.OPEN[0]]}).decode()
-    )
+        begin = form.OPEN[0] if form.OPEN and form.SECTION[0] in ("", form.OPEN[0]) else ""
+        if frame is None or not form.OPEN or not (begin + frame[0]).startswith(form.OPEN[0]):
+            raise Unenforceable("this format's calls are enforced with --grammar-backend llguidance only")
+        structures.append({"begin": begin + frame[0], "schema": schema or {"type": "object"}, "end": frame[1]})
+    tag = {"structures": structures, "triggers": [form.OPEN[0]]}
+    return ToolConstraint("structural_tag", msgspec.json.encode(tag).decode())
 
 
 def _call(name: str, schema: Schema, root: Schema) -> Schema:
     """The schema of one call. Definitions that the tool's schema refers to are added to ``root``."""
     arguments = schema or {"type": "object"}
-    if _refers(arguments):
+    if refers(arguments):
         definitions = root.setdefault("$defs", {})
         place = f"tool{len(definitions)}"
-        definitions[place] = _moved(arguments, f"#/$defs/{place}")
+        definitions[place] = moved(arguments, f"#/$defs/{place}")
         arguments = {"$ref": f"#/$defs/{place}"}
     return {
         "type": "object",
@@ -112,21 +145,3 @@ def _call(name: str, schema: Schema, root: Schema) -> Schema:
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
-
-
-def _refers(schema: Any) -> bool:
-    if isinstance(schema, dict):
-        return isinstance(schema.get("$ref"), str) or any(map(_refers, schema.values()))
-    return isinstance(schema, list) and any(map(_refers, schema))
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to its own root are those to ``place``."""
-    if isinstance(schema, list):
-        return [_moved(each, place) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(value, place) for key, value in schema.items()}
-    if isinstance(target := schema.get("$ref"), str) and (target == "#" or target.startswith("#/")):
-        moved["$ref"] = place + target[1:]
-    return moved

@@ -21,6 +21,9 @@ class DeepSeekV32Parser(InvokeParser):
     OPEN = ("<｜DSML｜function_calls>",)
     CLOSE = "</｜DSML｜function_calls>"
     MARKS = (CLOSE,)
+    SECTION = ("<｜DSML｜function_calls>\n", CLOSE)
+    BETWEEN = ""
+    TYPED = True
     TOKENS = (PREFIX,)
 
 
@@ -28,3 +31,4 @@ class DeepSeekV4Parser(DeepSeekV32Parser):
     OPEN = ("<｜DSML｜tool_calls>",)
     CLOSE = "</｜DSML｜tool_calls>"
     MARKS = (CLOSE,)
+    SECTION = ("<｜DSML｜tool_calls>\n", CLOSE)

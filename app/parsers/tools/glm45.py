@@ -11,7 +11,8 @@ GLM-4.7 writes no newlines.
 from __future__ import annotations
 
 from app.parsers.base import Reading
-from app.parsers.tools.parameters import ParameterParser
+from app.parsers.tools.lark import Rules, Schema
+from app.parsers.tools.parameters import ParameterParser, Value
 
 __all__ = ["Glm45Parser"]
 
@@ -31,3 +32,13 @@ class Glm45Parser(ParameterParser):
             key, _ = yield from self.name_until("</arg_key>")
             yield from self.expect("<arg_value>")
             yield from self.parameter(key, "</arg_value>")
+
+    @classmethod
+    def call_rule(cls, name: str, schema: Schema, rules: Rules) -> str:
+        members = cls.member_rules(schema, rules)
+        return f"{rules.text(name + chr(10))} {members} {rules.text('</tool_call>')}"
+
+    @classmethod
+    def member_rule(cls, key: str, value: Value, rules: Rules) -> str:
+        begin = rules.text(f"<arg_key>{key}</arg_key>\n<arg_value>")
+        return f"{begin} {value.rule(rules, '</arg_value>')} {rules.text(chr(10))}"

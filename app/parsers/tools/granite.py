@@ -15,6 +15,12 @@ class GraniteParser(StreamingParser):
 
     OPEN = ("<|tool_call|>", "<tool_call>")
     MARKS = ("</tool_call>",)
+    SECTION = ("<|tool_call|>[", "]")
+    BETWEEN = '", "'
 
     def block(self, mark: str) -> Reading[None]:
         yield from self.json_calls()
+
+    @classmethod
+    def frame(cls, name: str) -> tuple[str, str]:
+        return f'{{"name": "{name}", "arguments": ', "}"

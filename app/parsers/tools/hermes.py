@@ -21,4 +21,4 @@ class HermesParser(StreamingParser):
 
     @classmethod
     def frame(cls, name: str) -> tuple[str, str]:
-        return f'<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>"
+        return f'\n{{"name": "{name}", "arguments": ', "}\n</tool_call>"

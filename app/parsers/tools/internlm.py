@@ -22,4 +22,4 @@ class InternLMParser(StreamingParser):
 
     @classmethod
     def frame(cls, name: str) -> tuple[str, str]:
-        return f'<|action_start|><|plugin|>\n{{"name": "{name}", "parameters": ', "}<|action_end|>"
+        return f'<|plugin|>\n{{"name": "{name}", "parameters": ', "}<|action_end|>"

@@ -13,13 +13,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 from app.parsers.base import Malformed, Reading
-from app.parsers.tools.parameters import ParameterParser
+from app.parsers.tools.lark import Rules, Schema
+from app.parsers.tools.parameters import ParameterParser, Value
 
 __all__ = ["InvokeParser"]
 
 
 class InvokeParser(ParameterParser):
-    """``PREFIX``: of the names of tags. ``OPEN`` and ``CLOSE`` are the tags around all calls."""
+    """``PREFIX``: of the names of tags. ``OPEN`` and ``CLOSE`` are the tags
+    around all calls."""
 
     PREFIX: ClassVar[str] = ""
     CLOSE: ClassVar[str] = ""
@@ -41,3 +43,14 @@ class InvokeParser(ParameterParser):
                     raise Malformed(f"string is {said[:16]!r}")
                 text = said == "true"
             yield from self.parameter(key, end, text=text)
+
+    @classmethod
+    def call_rule(cls, name: str, schema: Schema, rules: Rules) -> str:
+        begin, end = f'<{cls.PREFIX}invoke name="{name}">\n', f"</{cls.PREFIX}invoke>\n"
+        return f"{rules.text(begin)} {cls.member_rules(schema, rules)} {rules.text(end)}"
+
+    @classmethod
+    def member_rule(cls, key: str, value: Value, rules: Rules) -> str:
+        said = f' string="{str(value.text).lower()}"' if cls.TYPED else ""
+        begin = rules.text(f'<{cls.PREFIX}parameter name="{key}"{said}>')
+        return f"{begin} {value.rule(rules, f'</{cls.PREFIX}parameter>')} {rules.text(chr(10))}"

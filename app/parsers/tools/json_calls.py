@@ -11,5 +11,13 @@ __all__ = ["JsonParser"]
 
 
 class JsonParser(StreamingParser):
+    SECTION = ("[", "]")
+    BETWEEN = '", "'
+    STARTS = "[{"
+
     def at_start(self) -> Reading[None]:
         yield from self.json_calls()
+
+    @classmethod
+    def frame(cls, name: str) -> tuple[str, str]:
+        return f'{{"name": "{name}", "arguments": ', "}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from app.parsers.base import Malformed, Reading, StreamingParser
+from app.parsers.tools.lark import Rules, Schema
 
 __all__ = ["KimiK2Parser"]
 
@@ -23,6 +24,7 @@ class KimiK2Parser(StreamingParser):
         "<|tool_call_end|>",
         "<|tool_call_argument_begin|>",
     )
+    SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 
     def block(self, mark: str) -> Reading[None]:
         written, _ = yield from self.name_until("<|tool_call_argument_begin|>")
@@ -30,6 +32,12 @@ class KimiK2Parser(StreamingParser):
         if identity is None:
             raise Malformed("its id has no name")
         yield from self.named_call(identity[1], written.strip() if identity[2] else None)
+
+    @classmethod
+    def call_rule(cls, name: str, schema: Schema, rules: Rules) -> str:
+        begin, end = rules.text(f"<|tool_call_begin|>functions.{name}:"), rules.text("<|tool_call_end|>")
+        arguments = rules.json(schema or {"type": "object"})
+        return f"{begin} /[0-9]{{1,3}}/ {rules.text('<|tool_call_argument_begin|>')} {arguments} {end}"
 
     @classmethod
     def new_id(cls, name: str, number: int) -> str:

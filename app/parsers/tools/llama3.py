@@ -12,6 +12,10 @@ __all__ = ["Llama3Parser"]
 
 class Llama3Parser(StreamingParser):
     OPEN = ("<|python_tag|>",)
+    SECTION = ("<|python_tag|>", "")
+    BETWEEN = '"; "'
+    STARTS = "{["
+    BARE = True
 
     def at_start(self) -> Reading[None]:
         while True:
@@ -25,4 +29,4 @@ class Llama3Parser(StreamingParser):
 
     @classmethod
     def frame(cls, name: str) -> tuple[str, str]:
-        return f'<|python_tag|>{{"name": "{name}", "parameters": ', "}"
+        return f'{{"name": "{name}", "parameters": ', "}"

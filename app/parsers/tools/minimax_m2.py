@@ -11,3 +11,5 @@ class MiniMaxM2Parser(InvokeParser):
     OPEN = ("<minimax:tool_call>",)
     CLOSE = "</minimax:tool_call>"
     MARKS = (CLOSE,)
+    SECTION = ("<minimax:tool_call>\n", CLOSE)
+    BETWEEN = ""

@@ -53,4 +53,4 @@ class MistralParser(StreamingParser):
 
     @classmethod
     def frame(cls, name: str) -> tuple[str, str]:
-        return f"[TOOL_CALLS]{name}[ARGS]", ""
+        return f"{name}[ARGS]", ""

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import msgspec
 
 from app.parsers.base import Cut, Malformed, Reading, StreamingParser
+from app.parsers.tools.lark import ANNOTATIONS, ANY, Rules, Schema, Unenforceable, placed, resolved
 
-__all__ = ["ParameterParser", "as_json", "types_of"]
+__all__ = ["ParameterParser", "Value", "as_json", "members", "types_of"]
+
+_OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"})
+
+
+class Value:
+    """The value of a parameter in a grammar. ``text``: whether it is text as it is, without quotes; else it is JSON."""
+
+    def __init__(self, schema: Any, root: Schema, *, typed: bool) -> None:
+        self._schema, self._root = schema, root
+        kinds = types_of(schema, root)
+        free = not set(resolved(schema, root)) - ANNOTATIONS - {"type"}
+        self.text = kinds == {"string"} or (free and not typed and (not kinds or kinds == {"string", "null"}))
+
+    def rule(self, rules: Rules, mark: str, *, before: str = "") -> str:
+        """The value and the end mark, which text cannot hold; ``before``: what stands between them."""
+        if not self.text:
+            return f"{rules.json(placed(self._schema, self._root))} {rules.text(before + mark)}"
+        free = not set(resolved(self._schema, self._root)) - ANNOTATIONS - {"type"}
+        text = ANY if free else rules.string(self._schema, self._root)
+        return rules.before(rules.excluding(text, mark), before + mark)
 
 
 class ParameterParser(StreamingParser):
     """Text values are passed on as they arrive; others when they are complete, because their type decides their form.
 
-    ``NEWLINES``: each value stands on lines of its own.
+    ``NEWLINES``: each value stands on lines of its own. ``TYPED``: the tags say whether a value is text.
     """
 
-    NEWLINES = False
+    NEWLINES: ClassVar[bool] = False
+    TYPED: ClassVar[bool] = False
 
     def parameters_call(self, name: str, members: Callable[[], Reading[None]]) -> Reading[None]:
         """A call whose parameters ``members`` reads, one after the other, with :meth:`parameter`."""
@@ -44,7 +66,8 @@ class ParameterParser(StreamingParser):
         schema."""
         self.add_arguments((", " if self._members else "{") + _quoted(key.strip()) + ": ")
         self._members += 1
-        types = types_of((self.parameters(self._name).get("properties") or {}).get(key.strip()))
+        schema = self.parameters(self._name)
+        types = types_of((resolved(schema, schema).get("properties") or {}).get(key.strip()), schema)
         if self.NEWLINES:
             yield from self.skip("\n")
         if text or (text is None and types == {"string"}):
@@ -71,17 +94,60 @@ class ParameterParser(StreamingParser):
         self.add_arguments(as_json("".join(parts), set() if text is False else types))
         return end
 
+    @classmethod
+    def member_rules(cls, schema: Schema, rules: Rules) -> str:
+        """The parameters of a call as part of a grammar. Raises Unenforceable."""
+        found: list[str] = []
+        for key, part, needed in members(schema):
+            if not key.strip() or set(key) & set('<>"\n'):
+                raise Unenforceable(f"the name {key[:32]!r}")
+            rule = cls.member_rule(key, Value(part, schema, typed=cls.TYPED), rules)
+            found.append(rule if needed else f"({rule})?")
+        return " ".join(found)
 
-def types_of(schema: Any) -> set[str]:
-    """The JSON types that a schema allows; empty if it does not say."""
+    @classmethod
+    def member_rule(cls, key: str, value: Value, rules: Rules) -> str:
+        """A parameter as part of a grammar."""
+        raise NotImplementedError
+
+
+def members(schema: Schema) -> Iterator[tuple[str, Any, bool]]:
+    """The properties of an object's schema, and whether each is required.
+
+    Raises Unenforceable for what else it says of the object.
+    """
+    found = resolved(schema, schema)
+    others = {key for key in found if found[key] is not None} - _OF_OBJECTS - ANNOTATIONS
+    if others:
+        raise Unenforceable(f"{min(others)} of the parameters")
+    properties, required = found.get("properties") or {}, found.get("required") or []
+    for name in required:
+        if name not in properties:
+            raise Unenforceable(f"required {name[:32]!r}, which is no property")
+    for key, part in properties.items():
+        if part is False:
+            raise Unenforceable(f"{key[:32]!r}, which has no value")
+        yield key, part, key in required
+
+
+def types_of(schema: Any, root: Any = None, known: dict[str, set[str]] | None = None) -> set[str]:
+    """The JSON types that a schema allows; empty if it does not say. ``root``: what it may refer to. ``known``: of what
+    was referred to."""
     if not isinstance(schema, dict):
         return set()
+    known = {} if known is None else known
+    target = schema.get("$ref")
+    if isinstance(target, str):
+        if target not in known:
+            known[target] = set()  # of a schema in itself
+            known[target] = types_of(resolved(schema, root), root, known)
+        return known[target]
     given = schema.get("type")
     if given:
         return {given} if isinstance(given, str) else {each for each in given if isinstance(each, str)}
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list):
-            parts = [types_of(each) for each in schema[keyword]]
+            parts = [types_of(each, root, known) for each in schema[keyword]]
             return set().union(*parts) if all(parts) else set()
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
     return {_type(value) for value in values} if isinstance(values, list) else set()

@@ -15,8 +15,14 @@ __all__ = ["Phi4Parser"]
 class Phi4Parser(StreamingParser):
     OPEN = ("<|tool_call|>", "functools[")
     MARKS = ("<|/tool_call|>",)
+    SECTION = ("<|tool_call|>[", "]<|/tool_call|>")
+    BETWEEN = '", "'
 
     def block(self, mark: str) -> Reading[None]:
         if mark == "functools[":
             self.put_back("[")
         yield from self.json_calls()
+
+    @classmethod
+    def frame(cls, name: str) -> tuple[str, str]:
+        return f'{{"name": "{name}", "arguments": ', "}"

@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 
 from app.parsers.base import Cut, Malformed, Reading, Sink, StreamingParser
+from app.parsers.tools.lark import ANNOTATIONS, Rules, Schema, Unenforceable, placed, resolved
+from app.parsers.tools.parameters import members, types_of
 
 __all__ = ["Llama4Parser", "PythonicParser"]
 
@@ -25,6 +28,10 @@ _DEPTH = 64
 
 class PythonicParser(StreamingParser):
     """Values may be literals only: strings, numbers, True, False, None, lists, tuples and dicts. Nothing is run."""
+
+    SECTION = ("[", "]")
+    BETWEEN = '", "'
+    STARTS = "["
 
     def at_start(self) -> Reading[None]:
         yield from self.symbol("[")
@@ -51,6 +58,20 @@ class PythonicParser(StreamingParser):
         self.take(1)
         self.add_arguments("{}" if opening == "{" else "}")
         self.end_call()
+
+    @classmethod
+    def call_rule(cls, name: str, schema: Schema, rules: Rules) -> str:
+        """Values are JSON, which is read as Python."""
+        written, alone = '")"', '")"'  # what follows behind a value, and where there is none yet
+        for key, part, needed in reversed(list(members(schema))):
+            if not key.isidentifier():
+                raise Unenforceable(f"the name {key[:32]!r}")
+            value = f"{rules.text(f'{key}=')} {_literal(part, schema, rules)} {written}"
+            written, alone = (
+                rules.add(f'", " {value}' + ("" if needed else f" | {written}")),
+                rules.add(value + ("" if needed else f" | {alone}")),
+            )
+        return f"{rules.text(f'{name}(')} {alone}"
 
     def _word(self, pattern: re.Pattern[str]) -> Reading[str]:
         yield from self.space()
@@ -150,6 +171,7 @@ class Llama4Parser(PythonicParser):
 
     OPEN = ("<|python_start|>",)
     MARKS = ("<|python_end|>",)
+    SECTION = ("<|python_start|>[", "]<|python_end|>")
 
     def block(self, mark: str) -> Reading[None]:
         yield from self.space()
@@ -157,6 +179,14 @@ class Llama4Parser(PythonicParser):
             yield from self.json_call()
         else:
             yield from self.at_start()
+
+
+def _literal(schema: Any, root: Schema, rules: Rules) -> str:
+    kinds = types_of(schema, root)
+    words = {"boolean": '"True" | "False"', "null": '"None"'}
+    if kinds and kinds <= set(words) and not set(resolved(schema, root)) - ANNOTATIONS - {"type"}:
+        return f"({' | '.join(words[kind] for kind in sorted(kinds))})"
+    return rules.json(placed(schema, root))
 
 
 def _json(text: str) -> str:

@@ -12,7 +12,8 @@ Oslo
 from __future__ import annotations
 
 from app.parsers.base import Reading
-from app.parsers.tools.parameters import ParameterParser
+from app.parsers.tools.lark import Rules, Schema
+from app.parsers.tools.parameters import ParameterParser, Value
 
 __all__ = ["Qwen3CoderParser"]
 
@@ -34,3 +35,13 @@ class Qwen3CoderParser(ParameterParser):
         while (yield from self.expect("<parameter=", *self.MARKS)) == "<parameter=":
             key, _ = yield from self.name_until(">")
             yield from self.parameter(key, "</parameter>")
+
+    @classmethod
+    def call_rule(cls, name: str, schema: Schema, rules: Rules) -> str:
+        begin, end = f"\n<function={name}>\n", "</function>\n</tool_call>"
+        return f"{rules.text(begin)} {cls.member_rules(schema, rules)} {rules.text(end)}"
+
+    @classmethod
+    def member_rule(cls, key: str, value: Value, rules: Rules) -> str:
+        begin = rules.text(f"<parameter={key}>\n")
+        return f"{begin} {value.rule(rules, '</parameter>', before=chr(10))} {rules.text(chr(10))}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from app.parsers.base import Reading
 from app.parsers.tools.invoke import InvokeParser
+from app.parsers.tools.lark import Rules, Schema
 
 __all__ = ["Step3Parser"]
 
@@ -21,6 +22,15 @@ class Step3Parser(InvokeParser):
     CLOSE = "<｜tool_call_end｜>"
     MARKS = (CLOSE, "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>", "<｜tool_sep｜>")
 
+    SECTION = ("<｜tool_calls_begin｜>\n", "<｜tool_calls_end｜>")
+    BETWEEN = ""
+
     def block(self, mark: str) -> Reading[None]:
         yield from self.name_until("<｜tool_sep｜>")
         yield from super().block(mark)
+
+    @classmethod
+    def call_rule(cls, name: str, schema: Schema, rules: Rules) -> str:
+        begin = f'<｜tool_call_begin｜>function<｜tool_sep｜><{cls.PREFIX}invoke name="{name}">\n'
+        end = f"</{cls.PREFIX}invoke>{cls.CLOSE}\n"
+        return f"{rules.text(begin)} {cls.member_rules(schema, rules)} {rules.text(end)}"

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from kernels.core.attention_rows import DecodeTokens, TokenTable
-from kernels.core.operators import Draws
+from kernels.core.operators import Draws, Masks
 from kernels.devices.cpu import chains
 from kernels.devices.cpu.native.library import Head, RowTokens
 from kernels.devices.cpu.program import Program
@@ -53,10 +53,10 @@ class CpuPass:
         where, drawing = found.ctypes.data, ctypes.byref(draw)
         held = (program, table, logits, argmax, broken, drawn, unsound)
 
-        def advance(slots: npt.NDArray[np.int64], draws: Draws | None) -> bytes | None:
+        def advance(slots: npt.NDArray[np.int64], draws: Draws | None, masks: Masks | None) -> bytes | None:
             assert held
             if draws is not None:
-                draw.b = draws.ctypes.data
+                draw.b, draw.i2 = draws.ctypes.data, 0 if masks is None else masks.ctypes.data
             code = run(*before, slots.ctypes.data, len(slots), *results, None if draws is None else drawing, where)
             if code == _DONE:
                 return found[: len(slots)].tobytes()
@@ -120,12 +120,13 @@ class CpuPass:
             starts: npt.NDArray[np.int64],
             counts: npt.NDArray[np.int64],
             draws: Draws | None,
+            masks: Masks | None,
         ) -> bytes | None:
             assert held
             rows.rows = len(slots)
             rows.slots, rows.starts, rows.counts = slots.ctypes.data, starts.ctypes.data, counts.ctypes.data
             if draws is not None:
-                draw.b = draws.ctypes.data
+                draw.b, draw.i2 = draws.ctypes.data, 0 if masks is None else masks.ctypes.data
             code = call(*before, *results, None if draws is None else drawing, tokens.ctypes.data)
             return None if code else tokens[: len(slots)].tobytes()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.contract.cpu_isa import IsaError, chosen_isa
 from kernels.contract.errors import UnsupportedError
 from kernels.core.logit_blocks import greedy_tokens
-from kernels.core.operators import Draws
+from kernels.core.operators import Draws, Masks
 from kernels.devices.base import Device, DeviceTraits
 from kernels.devices.communication import Communication
 from kernels.devices.cpu.attention import CpuAttention
@@ -103,8 +103,14 @@ class CpuDevice(Device):
         return greedy_tokens(logits) if native is None else native.greedy(logits)
 
     def _draw(
-        self, logits: Tensor, draws: Draws, positions: Tensor, ids: Tensor | None, vocab: int
+        self,
+        logits: Tensor,
+        draws: Draws,
+        positions: Tensor,
+        ids: Tensor | None,
+        vocab: int,
+        masks: Masks | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """See ``operators.Draw``."""
         native = self.native.fitting(logits.dtype, True)
-        return None if native is None else native.draw(logits, draws, positions, ids, vocab)
+        return None if native is None else native.draw(logits, draws, positions, ids, vocab, masks)

@@ -18,8 +18,8 @@ _WORTH_IT = 1 << 15
 
 
 def empty_large(size: int, dtype: torch.dtype) -> Tensor:
-    """[size], from the start of a large page on where it fills one: an allocator's begins anywhere, which leaves up to
-    two large pages of every weight in small ones. Who writes to it asks for large pages before."""
+    """[size], from the start of a large page if it fills one. An allocator's memory begins anywhere, which leaves up to
+    two large pages of every weight in small ones. The caller requests large pages before it writes."""
     needed = size * dtype.itemsize
     if needed < LARGE_PAGE:
         return torch.empty(size, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Weights in blocks of whole numbers of 2 to 6 bits, for the native products."""
+"""Weights in blocks of integers of 2 to 6 bits, for the native products."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["NativeBlocks", "NativeRows"]
 
 _TABLE = 16
 _OUTPUTS = 32
-"""Of a block."""
+"""Outputs of a block."""
 _CHUNK = 1 << 24
-"""Codes that are opened at a time."""
+"""Codes that are unpacked at a time."""
 
 
 class _Layout(ctypes.Structure):
@@ -37,7 +37,7 @@ class _Layout(ctypes.Structure):
 class _Blocks(ctypes.Structure):
     """``Blocks`` of layout.h."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "whole", "less"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "group_scales", "group_zeros"))
 
 
 class NativeRows:

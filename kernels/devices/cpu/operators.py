@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.core.operators import Draws
+from kernels.core.operators import Draws, Masks
 from kernels.devices.cpu.native.library import Op, Step
 from kernels.devices.cpu.native_blocks import NativeBlocks, NativeRows
 from kernels.devices.cpu.native_experts import ExpertTable
@@ -306,19 +306,27 @@ class Native(Engine):
         return tokens, broken
 
     def draw(
-        self, logits: Tensor, draws: Draws, positions: Tensor, ids: Tensor | None, vocab: int
+        self,
+        logits: Tensor,
+        draws: Draws,
+        positions: Tensor,
+        ids: Tensor | None,
+        vocab: int,
+        masks: Masks | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The same, sampled as ``draws`` [rows] say; see ``kernels.core.operators.Draw``. Never recorded."""
         tokens, broken = np.empty(len(logits), dtype=np.int64), np.empty(len(logits), dtype=np.bool_)
         op = self.drawing(logits, tokens, broken)
         op.b, op.c, op.i1 = draws.ctypes.data, None if ids is None else ids.data_ptr(), vocab
+        op.i2 = 0 if masks is None else masks.ctypes.data
         step = Step(len(logits))
         step.positions = positions.data_ptr()
         self.library.run(self._engine, ctypes.byref(op), 1, step)
         return torch.from_numpy(tokens), torch.from_numpy(broken)
 
     def drawing(self, logits: Tensor, tokens: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]) -> Op:
-        """To draw of ``logits`` [rows, vocab] to ``tokens`` and ``broken`` [rows], but for how, which is its ``b``."""
+        """To draw of ``logits`` [rows, vocab] to ``tokens`` and ``broken`` [rows], but for how, which is its ``b``, and
+        the address of masks, its ``i2``."""
         return Op(
             kind=_DRAW,
             a=logits.data_ptr(),
@@ -326,6 +334,7 @@ class Native(Engine):
             stride_a=logits.stride(0),
             i0=logits.shape[1],
             i1=logits.shape[1],
+            i3=-(-logits.shape[1] // 32),
             i4=broken.ctypes.data,
         )
 

@@ -13,7 +13,7 @@ from kernels.devices.cuda.cache import CudaCaches
 from kernels.devices.cuda.capture import CudaCapture
 from kernels.devices.cuda.drafting.drafting import CudaDrafting
 from kernels.devices.cuda.elementwise.elementwise import CudaElementwise
-from kernels.devices.cuda.elementwise.sampling import greedy_tokens
+from kernels.devices.cuda.elementwise.sampling import greedy_tokens, mask_logits
 from kernels.devices.cuda.errors import explain
 from kernels.devices.cuda.features import FEATURES
 from kernels.devices.cuda.linear import CudaLinearLayers
@@ -81,7 +81,7 @@ class CudaDevice(Device):
         self.experts = CudaExpertLayers(self.linear, fallbacks)
         self.cache = CudaCaches(memory, name)
         self.attention = CudaAttention(self.cache, memory, config.page_size)
-        self.sampling = SamplingKernels(greedy=greedy_tokens)
+        self.sampling = SamplingKernels(greedy=greedy_tokens, mask=mask_logits)
         self.drafting = CudaDrafting(memory)
         self.capture = CudaCapture(config, memory, self.cache, self.experts)
 

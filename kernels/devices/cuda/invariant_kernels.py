@@ -20,13 +20,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.devices.cuda.attention.prefill import TILE, PrefillBlocks
 from kernels.devices.cuda.attention.verify import HEADER, ones
 from kernels.devices.cuda.elementwise.activation import swiglu
-from kernels.devices.cuda.launch import overlapping, roomy
+from kernels.devices.cuda.launch import has_large_shared_memory, overlapping
 
 __all__ = ["InvariantLinear", "attend_decodes_alone", "attend_drafts_alone", "attend_prompts_alone"]
 
 _LINES: Final = 64
-"""Of a tile of queries, times the heads that share a key head: as many for a decode as for a prompt, since the matrix
-unit is used in another way for fewer."""
+"""Lines of a tile: queries times the heads that share a key head. Decodes and prompts have the same number, since the
+matrix unit is used in another way for fewer."""
 _FEW: Final = 16
 """Tokens that the matrix unit takes at once, at least."""
 _PART = tl.constexpr(2048)
@@ -157,10 +157,10 @@ def _cut(x: Tensor) -> tuple[int, int, int, int, int]:
     """Outputs and tokens of a program, inputs at a time, warps and stages."""
     if x.element_size() == 4:
         return 32, 16, 32, 4, 2
-    stages = 4 if roomy(x.device) else 2
+    stages = 4 if has_large_shared_memory(x.device) else 2
     if len(x) <= _FEW:
         return 64, _FEW, 128, 4, stages
-    if len(x) <= 256 or not roomy(x.device):
+    if len(x) <= 256 or not has_large_shared_memory(x.device):
         return 64, 64, 64, 4, stages
     return 128, 128, 64, 8, stages
 
@@ -371,7 +371,7 @@ def _attend(
         32 if wide else 64,
         bits is not None,
         "ieee" if wide else "tf32",
-        2 if roomy(queries.device) else 1,
+        2 if has_large_shared_memory(queries.device) else 1,
         scales is not None,
         pdl,
         num_warps=8 if wide else 4,

@@ -26,11 +26,11 @@ __all__ = [
     "attempted",
     "copying",
     "has_gluon",
+    "has_large_shared_memory",
     "is_precompiling",
     "multiprocessors",
     "overlapping",
     "precompiling",
-    "roomy",
 ]
 
 _log = logging.getLogger("troupe.kernels.cuda")
@@ -54,7 +54,7 @@ def copying(device: torch.device) -> bool:
 
 
 @cache
-def roomy(device: torch.device) -> bool:
+def has_large_shared_memory(device: torch.device) -> bool:
     """Whether a block has enough shared memory for large tiles of any head dimension (228 KiB on
     compute capability 9.0 and 10.0, 164 on 8.0, 100 on 8.6, 8.9 and 12.0).
     """

@@ -11,12 +11,12 @@ from typing import Any
 from kernels.contract.npu_simulator import Spec
 from kernels.devices.npu_simulator.build import CORE, LIBRARIES
 
-__all__ = ["STREAMS", "Cann", "Door"]
+__all__ = ["STREAMS", "Cann", "HostCall"]
 
 STREAMS = 2048
 """Streams of a device; each captured graph takes some (facts sheet 6.6: about two thousand)."""
 
-Door = Callable[[int, int, int, Any], int]
+HostCall = Callable[[int, int, int, Any], int]
 """(kind of call, first argument, second argument, output pointer) -> an error code of CANN, 0 for none."""
 
 
@@ -29,7 +29,7 @@ class Cann:
         library = ctypes.CDLL(str(folder / f"lib{CORE}.so"), ctypes.RTLD_GLOBAL)
         self.library = library
         self.spec, self.devices = spec, devices
-        self.door: Door | None = None
+        self.host_call: HostCall | None = None
         door_type = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
         )
@@ -48,9 +48,9 @@ class Cann:
         self._lock = threading.Lock()
 
     def _open(self, what: int, first: int | None, second: int | None, out: Any) -> int:
-        if self.door is None:
+        if self.host_call is None:
             return 107000
-        return self.door(what, first or 0, second or 0, out)
+        return self.host_call(what, first or 0, second or 0, out)
 
     def attend(self, more: int) -> None:
         """Increment or decrement the reasons why operators, events and transfers must call Python first."""

@@ -2,15 +2,15 @@
 
 aclError aclmdlRICaptureBegin(aclrtStream stream, aclmdlRICaptureMode mode)
 {
-    return health() ? health() : door(DOOR_CAPTURE_BEGIN, stream, (void *)(intptr_t)mode, NULL);
+    return health() ? health() : host_call(HOST_CALL_CAPTURE_BEGIN, stream, (void *)(intptr_t)mode, NULL);
 }
 
-aclError aclmdlRICaptureEnd(aclrtStream stream, aclmdlRI *model) { return door(DOOR_CAPTURE_END, stream, NULL, model); }
+aclError aclmdlRICaptureEnd(aclrtStream stream, aclmdlRI *model) { return host_call(HOST_CALL_CAPTURE_END, stream, NULL, model); }
 
 aclError aclmdlRICaptureGetInfo(aclrtStream stream, aclmdlRICaptureStatus *status, aclmdlRI *model)
 {
     void *found = NULL;
-    int state = simulator_attention ? door(DOOR_CAPTURE_INFO, stream, NULL, &found) : 0;
+    int state = simulator_attention ? host_call(HOST_CALL_CAPTURE_INFO, stream, NULL, &found) : 0;
     if (status)
         *status = state;
     if (model)
@@ -20,7 +20,7 @@ aclError aclmdlRICaptureGetInfo(aclrtStream stream, aclmdlRICaptureStatus *statu
 
 aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream stream)
 {
-    return health() ? health() : door(DOOR_EXECUTE, model, stream, NULL);
+    return health() ? health() : host_call(HOST_CALL_EXECUTE, model, stream, NULL);
 }
 
 aclError aclmdlRICaptureThreadExchangeMode(aclmdlRICaptureMode *mode)
@@ -38,20 +38,20 @@ aclError aclmdlRIGetId(aclmdlRI model, uint32_t *id)
     return 0;
 }
 
-aclError aclmdlRIDestroy(aclmdlRI model) { return door(DOOR_DESTROY, model, NULL, NULL); }
-aclError aclmdlRICaptureTaskGrpBegin(aclrtStream stream) { return door(DOOR_GROUP_BEGIN, stream, NULL, NULL); }
+aclError aclmdlRIDestroy(aclmdlRI model) { return host_call(HOST_CALL_DESTROY, model, NULL, NULL); }
+aclError aclmdlRICaptureTaskGrpBegin(aclrtStream stream) { return host_call(HOST_CALL_GROUP_BEGIN, stream, NULL, NULL); }
 
 aclError aclmdlRICaptureTaskGrpEnd(aclrtStream stream, aclrtTaskGrp *handle)
 {
-    return door(DOOR_GROUP_END, stream, NULL, handle);
+    return host_call(HOST_CALL_GROUP_END, stream, NULL, handle);
 }
 
 aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream stream, aclrtTaskGrp handle)
 {
-    return door(DOOR_UPDATE_BEGIN, stream, handle, NULL);
+    return host_call(HOST_CALL_UPDATE_BEGIN, stream, handle, NULL);
 }
 
-aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream stream) { return door(DOOR_UPDATE_END, stream, NULL, NULL); }
+aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream stream) { return host_call(HOST_CALL_UPDATE_END, stream, NULL, NULL); }
 
 aclError aclSetCompileopt(aclCompileOpt option, const char *value) { return 0; }
 size_t aclGetCompileoptSize(aclCompileOpt option) { return 16; }

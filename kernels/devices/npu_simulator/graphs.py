@@ -10,7 +10,7 @@ in the thread that records it. The error codes are those of the runtime:
     107030          what cannot be captured: a synchronisation, a copy to or from pageable memory, a host's question
     107033          task groups not in pairs          107038  begin and end of a capture in different threads
     107040          an update that is not the captured operator's          207008  no stream left for the graph
-    507046          a wait for a replay whose external event nobody records (after ``patience`` seconds)
+    507046          a wait for a replay whose external event is not recorded (after ``patience`` seconds)
 
 Not simulated: collisions of memory between graphs of one pool that run at once (nothing runs at once), conditional
 nodes, and the difference between the capture error modes (the strictest is used, for the capturing thread).
@@ -80,8 +80,8 @@ class Graphs:
                 ),
                 start=1,
             )
-        )  # in the order of enum door in runtime.c
-        self.cann.door = self._open
+        )  # in the order of enum host_call in runtime.c
+        self.cann.host_call = self._open
 
     def _open(self, what: int, first: int, second: int, out: Any) -> int:
         try:

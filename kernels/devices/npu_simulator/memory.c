@@ -256,7 +256,7 @@ static aclError transfer(aclrtMemcpyKind kind, void *stream)
     if (health())
         return health();
     if (simulator_attention)
-        return door(DOOR_TRANSFER, (void *)(intptr_t)kind, stream, NULL);
+        return host_call(HOST_CALL_TRANSFER, (void *)(intptr_t)kind, stream, NULL);
     return 0;
 }
 

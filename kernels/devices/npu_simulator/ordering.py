@@ -174,7 +174,8 @@ def _host_waits(operator: AtenOperator, stream: int) -> None:
 
 
 class CopyOperator(AtenOperator):
-    """copy_. Between pinned memory and the device it does not wait if told so; others between host and device do."""
+    """copy_. Between pinned memory and the device it does not wait if
+    ``non_blocking``; other copies between host and device do."""
 
     def __call__(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
         result = super().__call__(target, source, non_blocking)

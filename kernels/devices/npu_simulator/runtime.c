@@ -26,30 +26,30 @@
 
 /* ---- interface to Python ---- */
 
-enum door {
-    DOOR_CAPTURE_BEGIN = 1,
-    DOOR_CAPTURE_END,
-    DOOR_CAPTURE_INFO,
-    DOOR_EXECUTE,
-    DOOR_DESTROY,
-    DOOR_GROUP_BEGIN,
-    DOOR_GROUP_END,
-    DOOR_UPDATE_BEGIN,
-    DOOR_UPDATE_END,
-    DOOR_EVENT_RECORD,
-    DOOR_EVENT_WAIT,
-    DOOR_SYNCHRONIZE,
-    DOOR_TRANSFER,
-    DOOR_QUERY,
-    DOOR_SYNCHRONIZE_EVENT,
-    DOOR_EVENT_DESTROY,
-    DOOR_VALUE_WRITE,
-    DOOR_VALUE_WAIT
+enum host_call {
+    HOST_CALL_CAPTURE_BEGIN = 1,
+    HOST_CALL_CAPTURE_END,
+    HOST_CALL_CAPTURE_INFO,
+    HOST_CALL_EXECUTE,
+    HOST_CALL_DESTROY,
+    HOST_CALL_GROUP_BEGIN,
+    HOST_CALL_GROUP_END,
+    HOST_CALL_UPDATE_BEGIN,
+    HOST_CALL_UPDATE_END,
+    HOST_CALL_EVENT_RECORD,
+    HOST_CALL_EVENT_WAIT,
+    HOST_CALL_SYNCHRONIZE,
+    HOST_CALL_TRANSFER,
+    HOST_CALL_QUERY,
+    HOST_CALL_SYNCHRONIZE_EVENT,
+    HOST_CALL_EVENT_DESTROY,
+    HOST_CALL_VALUE_WRITE,
+    HOST_CALL_VALUE_WAIT
 };
 
-typedef int (*door_t)(int what, void *a, void *b, void **out);
+typedef int (*host_call_t)(int what, void *a, void *b, void **out);
 
-static door_t door;
+static host_call_t host_call;
 static char soc_name[64] = "Ascend910B3";
 static uint32_t devices = 1;
 static size_t capacity;
@@ -71,12 +71,12 @@ uint64_t simulator_waits; /* how often the host synchronised */
 
 static int asked(void) { return simulator_attention || simulator_watched; }
 
-void simulator_configure(const char *soc, uint32_t count, uint64_t bytes, int streams, door_t callback)
+void simulator_configure(const char *soc, uint32_t count, uint64_t bytes, int streams, host_call_t callback)
 {
     snprintf(soc_name, sizeof soc_name, "%s", soc);
     devices = count < MAX_DEVICES ? count : MAX_DEVICES;
     capacity = bytes;
-    door = callback;
+    host_call = callback;
     for (uint32_t i = 0; i < MAX_DEVICES; i++)
         streams_left[i] = streams;
 }

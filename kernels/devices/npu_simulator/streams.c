@@ -50,7 +50,7 @@ static aclError synchronize(void *stream, int32_t timeout)
         return health();
     __atomic_add_fetch(&simulator_waits, 1, __ATOMIC_RELAXED);
     if (asked()) {
-        aclError error = door(DOOR_SYNCHRONIZE, stream, (void *)(intptr_t)timeout, NULL);
+        aclError error = host_call(HOST_CALL_SYNCHRONIZE, stream, (void *)(intptr_t)timeout, NULL);
         if (error)
             return error;
     }
@@ -66,7 +66,7 @@ aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus *status)
 {
     if (health())
         return health();
-    *status = asked() && door(DOOR_QUERY, stream, NULL, NULL) ? ACL_STREAM_STATUS_NOT_READY
+    *status = asked() && host_call(HOST_CALL_QUERY, stream, NULL, NULL) ? ACL_STREAM_STATUS_NOT_READY
                                                                            : ACL_STREAM_STATUS_COMPLETE;
     return 0;
 }
@@ -95,14 +95,14 @@ aclError aclrtCreateEventWithFlag(aclrtEvent *out, uint32_t flag) { return aclrt
 aclError aclrtCreateEvent(aclrtEvent *out) { return aclrtCreateEventExWithFlag(out, 0); }
 
 /* An event may join a second stream to a capture, and orders tasks in flight. */
-static aclError event_task(enum door what, aclrtEvent event, aclrtStream stream)
+static aclError event_task(enum host_call what, aclrtEvent event, aclrtStream stream)
 {
-    return asked() ? door(what, event, stream, NULL) : 0;
+    return asked() ? host_call(what, event, stream, NULL) : 0;
 }
 
 aclError aclrtDestroyEvent(aclrtEvent event)
 {
-    event_task(DOOR_EVENT_DESTROY, event, NULL);
+    event_task(HOST_CALL_EVENT_DESTROY, event, NULL);
     free(event);
     return 0;
 }
@@ -114,10 +114,10 @@ aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream)
         return health();
     event->stream = stream;
     clock_gettime(CLOCK_MONOTONIC, &event->when);
-    return event_task(DOOR_EVENT_RECORD, handle, stream);
+    return event_task(HOST_CALL_EVENT_RECORD, handle, stream);
 }
 
-aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) { return event_task(DOOR_EVENT_WAIT, event, stream); }
+aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) { return event_task(HOST_CALL_EVENT_WAIT, event, stream); }
 aclError aclrtStreamWaitEventWithTimeout(aclrtStream stream, aclrtEvent event, int32_t timeout)
 {
     return aclrtStreamWaitEvent(stream, event);
@@ -134,13 +134,13 @@ struct word {
 aclError aclrtValueWrite(void *address, uint64_t value, uint32_t flag, aclrtStream stream)
 {
     struct word word = {address, value, flag};
-    return health() ? health() : door(DOOR_VALUE_WRITE, &word, stream, NULL);
+    return health() ? health() : host_call(HOST_CALL_VALUE_WRITE, &word, stream, NULL);
 }
 
 aclError aclrtValueWait(void *address, uint64_t value, uint32_t mode, aclrtStream stream)
 {
     struct word word = {address, value, mode};
-    return health() ? health() : door(DOOR_VALUE_WAIT, &word, stream, NULL);
+    return health() ? health() : host_call(HOST_CALL_VALUE_WAIT, &word, stream, NULL);
 }
 
 static aclError synchronize_event(aclrtEvent handle, int32_t timeout)
@@ -149,7 +149,7 @@ static aclError synchronize_event(aclrtEvent handle, int32_t timeout)
         return health();
     __atomic_add_fetch(&simulator_waits, 1, __ATOMIC_RELAXED);
     if (asked()) {
-        aclError error = door(DOOR_SYNCHRONIZE_EVENT, handle, ((struct event *)handle)->stream, NULL);
+        aclError error = host_call(HOST_CALL_SYNCHRONIZE_EVENT, handle, ((struct event *)handle)->stream, NULL);
         if (error)
             return error;
     }
@@ -162,7 +162,7 @@ aclError aclrtSynchronizeEventWithTimeout(aclrtEvent event, int32_t timeout) { r
 static int event_done(aclrtEvent handle)
 {
     struct event *event = handle;
-    return !(asked() && event->stream && door(DOOR_QUERY, event->stream, handle, NULL));
+    return !(asked() && event->stream && host_call(HOST_CALL_QUERY, event->stream, handle, NULL));
 }
 
 aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus *status)

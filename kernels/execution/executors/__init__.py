@@ -6,7 +6,6 @@ executor that takes a step runs it. What a step needs before it runs is in ``ker
 ====================  ==========================================================  =====================================
 executor              takes                                                       where
 ====================  ==========================================================  =====================================
-``HostMasked``        decodes of which some follow a grammar                        the device is the host
 ``HostDecode``        decodes without draft tokens, in one native call            the device is the host
 ``FollowingPass``     verifying passes, before the host knows the last result     passes that accept on the device
 ``HostChains``        decodes with draft tokens, in one native call               the device is the host

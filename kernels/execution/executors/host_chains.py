@@ -71,6 +71,7 @@ class HostChains:
             tokens=found.tokens,
             drafted=found.drafted,
             depths=found.depths,
+            failed=found.failed,
             timing=timing,
         )
         return RunningStep(lambda: result, True, None if self._loop.can_continue else self._context.idle_work)

@@ -1,4 +1,4 @@
-"""Runs decodes without draft tokens and logit edits in one native call on the CPU.
+"""Runs decodes without draft tokens and logit edits in one native call on the CPU; grammars judge what it has sampled.
 
 For a small model, the Python code around such a step takes as long as the step itself. So rows that the previous step
 has checked are not checked again.
@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from kernels.contract.runner import RunningStep
-from kernels.contract.step import StepBatch, StepResult, StepTiming
+from kernels.contract.step import RowError, StepBatch, StepResult, StepTiming
 from kernels.core.arrays import Longs, unpack_ints
 from kernels.core.operators import Draws
 from kernels.execution.pending_step import PendingStep, StepContext
 from kernels.models.host_model import HostModel
+from kernels.state.host_grammars import MaskedRows
 
 __all__ = ["HostDecode", "skipped"]
 
@@ -39,6 +40,8 @@ class HostDecode:
         )
         self._slots: Longs = np.zeros(0, dtype=np.int64)
         self._draws: Draws | None = None
+        self._logits, self._grammars = model.logits, context.host_grammars
+        self._masked: MaskedRows | None = None
 
     def execute(self, step: PendingStep) -> RunningStep | None:
         batch = step.batch
@@ -76,9 +79,11 @@ class HostDecode:
         named = tuple(slots.tolist())
         if self._state.errors(slots, generations, counts) or not self._sampler.raced(named):
             return False
-        draws = self._sampler.draws(named)
-        if draws is not None and self._draw is None:
+        masked = self._sampler.masked(named)
+        draws = self._sampler.draws(named, greedy=bool(masked))
+        if (draws is not None and self._draw is None) or (masked and self._grammars is None):
             return False
+        self._masked = self._grammars.rows(named, masked) if self._grammars is not None and masked else None
         self._slots, self._checked, self._draws = slots.astype(np.int64), asked, draws
         return True
 
@@ -92,7 +97,9 @@ class HostDecode:
             return None
         if not tokens:
             return skipped(batch)
-        rows = len(self._slots)
+        rows, failed = len(self._slots), tuple[RowError, ...]()
+        if self._masked is not None and self._grammars is not None:
+            tokens, failed = self._grammars.judge(self._masked, self._logits, tokens)
         if self._features is not None:
             assert self._speculator is not None
             if skipped_drafts:
@@ -103,14 +110,17 @@ class HostDecode:
         timing = StepTiming(
             prepare=prepared - begun, run=ended - prepared, graph_rows=rows, whole=ended - begun, observe=seen
         )
-        result = StepResult(batch.number, accepted=batch.counts, tokens=tokens, timing=timing)
+        result = StepResult(batch.number, accepted=batch.counts, tokens=tokens, failed=failed, timing=timing)
         return RunningStep(lambda: result, True, self._context.idle_work if skipped_drafts else None)
 
     def advance(self) -> bytes | None:
         """Run the rows that were checked last: see ``Advance``."""
         if self._state.stops and not self._state.left(self._slots).any():
             return b""
-        return self._advance(self._slots, self._draws)
+        masks = None
+        if self._masked is not None and self._grammars is not None:
+            masks = self._grammars.masks(self._masked, len(self._slots))
+        return self._advance(self._slots, self._draws, masks)
 
 
 def skipped(batch: StepBatch) -> RunningStep:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.contract.runner import RunningStep
-from kernels.contract.step import StepBatch, StepResult, StepTiming
+from kernels.contract.step import RowError, StepBatch, StepResult, StepTiming
 from kernels.core.arrays import unpack_ints
 from kernels.core.batch import ForwardBatch
 from kernels.devices.prepared import PassLogits, ReachEnds
@@ -32,13 +32,14 @@ TOKENS = 256
 
 class HostPromptEnds:
     """Takes steps of up to ``max_rows`` rows. ``features``: the array to which the pass writes each token's features,
-    as raw bits. ``unobserved``: as in ``HostDecode``."""
+    as raw bits. ``logits`` [rows, vocab]: those of the rows' ends. ``unobserved``: as in ``HostDecode``."""
 
     def __init__(
         self,
         context: StepContext,
         reach: ReachEnds,
         features: npt.NDArray[np.int16],
+        logits: Tensor,
         max_rows: int,
         unobserved: bool = False,
     ) -> None:
@@ -47,6 +48,7 @@ class HostPromptEnds:
         self._speculator = None if unobserved else loaded.speculator
         self._reach, self._features, self._max_rows, self._unobserved = reach, features, max_rows, unobserved
         self._draws = loaded.device.sampling.draw is not None
+        self._logits, self._grammars = logits, context.host_grammars
 
     @classmethod
     def make(
@@ -82,7 +84,7 @@ class HostPromptEnds:
         logits, argmax, broken = kept[2:]
         reach = body.reach(heading, loaded.slots.table, hidden, last, PassLogits(logits, argmax), broken.numpy())
         bits: npt.NDArray[np.int16] = features.view(torch.int16).numpy()
-        return cls(context, reach, bits, max_rows, unobserved)
+        return cls(context, reach, bits, logits, max_rows, unobserved)
 
     def execute(self, step: PendingStep) -> RunningStep | None:
         if step.batch.draft_limits or step.batch.unobserved is not self._unobserved:
@@ -109,7 +111,7 @@ class HostPromptEnds:
             whole=ended - step.begun,
         )
         accepted = np.ones(rows, dtype=np.int32).tobytes()
-        result = StepResult(batch.number, accepted=accepted, tokens=found.tokens, timing=timing)
+        result = StepResult(batch.number, accepted=accepted, tokens=found.tokens, failed=found.failed, timing=timing)
         return RunningStep(lambda: result, True, None if self._speculator is None else self._context.idle_work)
 
     def run(self, batch: StepBatch) -> ReachedRows | None:
@@ -127,8 +129,18 @@ class HostPromptEnds:
         named = tuple(slots.tolist())
         if not self._sampler.raced(named):
             return None
-        draws = self._sampler.draws(named)
-        if draws is not None and not self._draws:
+        some = self._sampler.masked(named)
+        draws = self._sampler.draws(named, greedy=bool(some))
+        if (draws is not None and not self._draws) or (some and self._grammars is None):
             return None
-        tokens = self._reach(at, starts, run, draws)
-        return None if tokens is None else ReachedRows(tokens, at, starts, run, self._features)
+        masked, masks = None, None
+        if some and self._grammars is not None:
+            masked = self._grammars.rows(named, some)
+            masks = self._grammars.masks(masked, len(slots))
+        tokens = self._reach(at, starts, run, draws, masks)
+        if tokens is None:
+            return None
+        failed: tuple[RowError, ...] = ()
+        if masked is not None and self._grammars is not None:
+            tokens, failed = self._grammars.judge(masked, self._logits, tokens)
+        return ReachedRows(tokens, at, starts, run, self._features, failed)

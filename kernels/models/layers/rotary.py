@@ -25,7 +25,7 @@ class RotaryEmbedding:
         # The other numbers of a head are rotated by nothing (``rotary_order``).
         frequencies = torch.cat((frequencies, torch.zeros(head_dim // 2 - len(frequencies))))
         # Half of each head rotates against the other half: x * cos + roll(x, dim / 2) * sin, the first sines negated:
-        # here if they are to be signed, else by who uses them.
+        # here if the device takes signed sines, else by the kernel.
         first = -frequencies if device.attention.signed_sines else frequencies
         self.frequencies = torch.cat((first, frequencies)).to(device.torch_device)  # float32 [head_dim]
         self.dtype = dtype

@@ -24,7 +24,7 @@ def unpack(data):
 class Holder:
     def __init__(self, salt, ids, pages, computed):
         self.salt, self.ids, self.pages, self.computed = salt, ids, pages, computed
-        self.told = len(ids)
+        self.reported = len(ids)
 
 
 class CacheTraffic(RuleBasedStateMachine):
@@ -67,8 +67,8 @@ class CacheTraffic(RuleBasedStateMachine):
                 holder.computed = data.draw(st.integers(holder.computed, max(known, holder.computed)))
                 for index, page in enumerate(holder.pages[: holder.computed // PAGE]):
                     self.contents[page] = (holder.salt, holder.ids[: (index + 1) * PAGE])
-                commits.append(Commit(sequence, pack(holder.ids[holder.told :]), holder.computed))
-                holder.told = len(holder.ids)
+                commits.append(Commit(sequence, pack(holder.ids[holder.reported :]), holder.computed))
+                holder.reported = len(holder.ids)
             if action == "close":
                 closes.append(sequence)
                 del self.holders[sequence]

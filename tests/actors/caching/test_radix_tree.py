@@ -4,7 +4,7 @@ from actors.caching.radix_tree import RadixTree
 
 
 def tokens(*pages):
-    """Pages of two tokens each, told apart by a letter."""
+    """Pages of two tokens each, distinguished by a letter."""
     return np.array([[ord(p), 0] for p in "".join(pages)], dtype=np.int32).tobytes()
 
 

@@ -90,9 +90,9 @@ def test_runner(keywords: dict[str, Any], field: str, value: object) -> None:
 
 def test_both_learn_of_drafts() -> None:
     """The planner of how many, where they adapt to what they bring; else it plans as many as the runner makes."""
-    for enabled, told in ((True, '{"ema_alpha": 0.5}'), (False, None)):
+    for enabled, reported in ((True, '{"ema_alpha": 0.5}'), (False, None)):
         draft_tokens = SpeculativeSettings("NGRAM", adaptive=AdaptiveSettings(enabled, '{"ema_alpha": 0.5}'))
-        assert planner_config(Arguments(model_path="m"), 4096, CPU, draft_tokens).adaptive == told
+        assert planner_config(Arguments(model_path="m"), 4096, CPU, draft_tokens).adaptive == reported
         assert runner_config(Arguments(model_path="m"), Path("m"), 4096, CPU, draft_tokens).speculation == draft_tokens
     assert planner_config(Arguments(model_path="m"), 4096, CPU).adaptive is None
 

@@ -28,7 +28,7 @@ def deaths() -> Deaths:
 
 
 @pytest.mark.parametrize(
-    ("phase", "cause", "told"),
+    ("phase", "cause", "reported"),
     [
         ("ready", ALONE, True),
         ("draining", ALONE, True),
@@ -37,14 +37,14 @@ def deaths() -> Deaths:
     ],
 )
 async def test_a_rank_left_by_its_peers_at_the_end_is_no_death_to_tell(
-    deaths: Deaths, phase: Any, cause: ChildCrash, told: bool, caplog: pytest.LogCaptureFixture
+    deaths: Deaths, phase: Any, cause: ChildCrash, reported: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("troupe").propagate = True
     deaths._lifecycle.phase = phase
     with caplog.at_level(logging.INFO, "troupe.engine"):
         deaths.log(died(cause))
-    assert ("Actor worker-0 died: " + cause.reason in caplog.text) == told
-    assert bool(caplog.records) == told
+    assert ("Actor worker-0 died: " + cause.reason in caplog.text) == reported
+    assert bool(caplog.records) == reported
 
 
 @pytest.mark.parametrize("loaded", [True, False])

@@ -305,7 +305,7 @@ async def test_what_is_too_late_is_dropped_where_it_waits(tiny_model: Path) -> N
         for stream in late:
             with pytest.raises(RequestTimeout):
                 await collect(stream)
-        # Also at the tokenizer, which is not told to encode what nobody waits for any more.
+        # Also at the tokenizer, which gets no prompt to encode that no request waits for.
         with pytest.raises(RequestTimeout):
             await engine.generate("far too late", GREEDY, timeout=1e-6).ready()
         assert engine.intake is not None

@@ -40,17 +40,17 @@ class Told:
 
 
 def test_a_refusal_of_the_first_life_ends_the_start() -> None:
-    told = Told(epoch=0)
-    told.tell(0)
-    assert (told.refused, told.crashed) == ([("no such dtype", True)], [])
+    reported = Told(epoch=0)
+    reported.tell(0)
+    assert (reported.refused, reported.crashed) == ([("no such dtype", True)], [])
 
 
 def test_a_refusal_of_a_later_life_is_a_death_and_an_old_one_nothing() -> None:
-    told = Told(epoch=2)
-    told.tell(1)
-    assert (told.refused, told.crashed) == ([], [])
-    told.tell(2)
-    assert (told.refused, told.crashed) == ([], ["no such dtype"])
+    reported = Told(epoch=2)
+    reported.tell(1)
+    assert (reported.refused, reported.crashed) == ([], [])
+    reported.tell(2)
+    assert (reported.refused, reported.crashed) == ([], ["no such dtype"])
 
 
 @pytest.mark.parametrize(

@@ -175,8 +175,8 @@ async def test_over_http(generation: str, graphs: bool, tmp_path: Path, monkeypa
                 body = {"text": prompt, "sampling_params": params, "return_prompt_token_ids": True}
                 answer = await client.post("/generate", json=body)
                 assert answer.status_code == 200, answer.text
-                told: dict[str, Any] = answer.json()
-                return told
+                reported: dict[str, Any] = answer.json()
+                return reported
 
             information = (await client.get("/server_info")).json()
             assert information["workers"][0]["device"] == f"npu (simulated {simulator})"

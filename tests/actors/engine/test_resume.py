@@ -77,7 +77,7 @@ async def run_all(rig: Rig, *, kill: bool) -> dict[str, Reading]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def runs(rig: Rig) -> dict[str, tuple[Reading, Reading, int]]:
-    """Of each state: undisturbed, with a death of the worker, and the tokens that were out when it died."""
+    """The answer of each state: undisturbed, with a death of the worker, and the tokens that were out when it died."""
     undisturbed = await run_all(rig, kill=False)
     assert await rig.engine.flush_cache()
     deaths = Deaths(rig)

@@ -46,11 +46,12 @@ from tests.kits.waiting import PATIENCE, until
 class Silent(Actor[WorkerProtocol]):
     """A worker that answers a step when the test says what."""
 
-    def __init__(self, steps: list[tuple[int, Deferred[StepResult]]]) -> None:
-        self._steps = steps
+    def __init__(self, steps: list[tuple[int, Deferred[StepResult]]], messages: list[Step]) -> None:
+        self._steps, self._messages = steps, messages
 
     @handles
     def step(self, message: Step) -> Deferred[StepResult]:
+        self._messages.append(message)
         self._steps.append((message.epoch, self.context.system.loop.create_future()))
         return self._steps[-1][1]
 
@@ -84,14 +85,14 @@ class Last(CacheManager):
 
 
 class Drain(Actor[DetokenizerProtocol]):
-    def __init__(self, told: list[Emission], fences: list[Fence], fenced: list[asyncio.Event]) -> None:
-        self._told = told
+    def __init__(self, reported: list[Emission], fences: list[Fence], fenced: list[asyncio.Event]) -> None:
+        self._reported = reported
         self._fences = fences
         self._fenced = fenced
 
     @handles
     def emit(self, message: Emit) -> None:
-        self._told.extend(message.emissions)
+        self._reported.extend(message.emissions)
 
     @handles
     async def fence(self, message: Fence) -> None:
@@ -107,7 +108,8 @@ class Rig:
     board: HealthBoard
     journal: Journal
     steps: list[tuple[int, Deferred[StepResult]]]
-    told: list[Emission]
+    messages: list[Step]  # of the steps
+    reported: list[Emission]
     fences: list[Fence]
     fenced: list[asyncio.Event]  # what a fence waits for
 
@@ -149,13 +151,14 @@ class Rig:
 async def rigged(cache_of: Callable[[HealthBoard], CacheManager] = CacheManager) -> AsyncIterator[Rig]:
     board, journal = HealthBoard(), Journal()
     steps: list[tuple[int, Deferred[StepResult]]] = []
-    told: list[Emission] = []
+    messages: list[Step] = []
+    reported: list[Emission] = []
     fences: list[Fence] = []
     fenced: list[asyncio.Event] = []
     async with ActorSystem() as system:
         cache = await system.spawn(lambda: cache_of(board), name="cache")
-        detokenizer = await system.spawn(lambda: Drain(told, fences, fenced), name="detokenizer")
-        worker = await system.spawn(lambda: Silent(steps), name="worker-0")
+        detokenizer = await system.spawn(lambda: Drain(reported, fences, fenced), name="detokenizer")
+        worker = await system.spawn(lambda: Silent(steps, messages), name="worker-0")
         config = PlannerConfig(max_running=2, max_slots=3, step_tokens=64, max_prefill_tokens=64, overlap=False)
         scheduler = await system.spawn(
             lambda: Scheduler(
@@ -167,7 +170,7 @@ async def rigged(cache_of: Callable[[HealthBoard], CacheManager] = CacheManager)
             ),
             name="scheduler",
         )
-        rig = Rig(system, scheduler, board, journal, steps, told, fences, fenced)
+        rig = Rig(system, scheduler, board, journal, steps, messages, reported, fences, fenced)
         rig.ready(0)
         await rig.heard()
         yield rig
@@ -226,7 +229,7 @@ async def test_no_step_goes_to_a_worker_that_died_while_it_was_planned() -> None
 
 @pytest.mark.parametrize("first", ["the refusal", "the next life"])
 async def test_a_step_that_a_dead_worker_was_sent_blames_no_request(first: str) -> None:
-    """While a process is seen off, nobody has been told of its death."""
+    """While a process is being ended, its death is not reported yet."""
     async with rigged() as rig:
         died = await rig.later()
         entry = await rig.submit()
@@ -271,8 +274,8 @@ async def test_a_request_not_run_again_is_ended_though_the_cache_is_silent(heard
         if heard == "by the next life":
             rig.ready(1)
         step.set_exception(ChildCrash("killed"))
-        await until(lambda: rig.told, "it was not told")
-        (ended,) = [word.ended for word in rig.told]
+        await until(lambda: rig.reported, "no emission arrived")
+        (ended,) = [word.ended for word in rig.reported]
         assert ended is not None
         assert (ended.reason, "ran this request alone" in ended.message) == ("error", True)
         known.set()
@@ -304,6 +307,7 @@ async def test_only_a_death_that_narrows_the_suspects_down_does_not_count() -> N
         rig.board.worker_lost(rig.now())  # one that had not loaded
         counted.append(rig.board.last_death_counts())
         assert counted == [True, False, True]
+        assert [message.idle_work_first for message in rig.messages] == [False, True, True]
 
 
 async def test_workers_that_die_before_they_are_sent_a_step_blame_no_request() -> None:
@@ -319,7 +323,7 @@ async def test_workers_that_die_before_they_are_sent_a_step_blame_no_request() -
         step.set_exception(ChildCrash("killed"))
         rig.ready(4)
         await rig.sent(4)
-        assert (rig.told, counted) == ([], [True] * 4)
+        assert (rig.reported, counted) == ([], [True] * 4)
 
 
 async def test_a_condemned_choice_takes_the_others_of_its_request_with_it() -> None:
@@ -334,8 +338,8 @@ async def test_a_condemned_choice_takes_the_others_of_its_request_with_it() -> N
             rig.journal.suspects.died({1: Rerun(8, decode=False)})
         rig.board.worker_lost(rig.now())
         step.set_exception(ChildCrash("killed"))
-        await until(lambda: rig.told, "it was not told")
-        assert {word.sequence for word in rig.told if word.ended is not None} == {1, 2}
+        await until(lambda: rig.reported, "no emission arrived")
+        assert {word.sequence for word in rig.reported if word.ended is not None} == {1, 2}
 
 
 async def test_a_death_while_the_scheduler_restarts_forgets_no_suspect() -> None:
@@ -364,5 +368,5 @@ async def test_a_condemned_sequence_ends_though_the_scheduler_dies_first() -> No
         rig.board.worker_lost(rig.now())
         assert not rig.board.last_death_counts()
         rig.system.crash_actor(rig.scheduler, ChildCrash("on purpose"))
-        await until(lambda: rig.told, "it was not told")
-        assert [word.ended.reason for word in rig.told if word.ended is not None] == ["error"]
+        await until(lambda: rig.reported, "no emission arrived")
+        assert [word.ended.reason for word in rig.reported if word.ended is not None] == ["error"]

@@ -1,4 +1,4 @@
-"""What the worker is told to speculate with, from the arguments and the files of model and draft."""
+"""The settings of speculation that the worker gets, from the arguments and the files of model and draft."""
 
 import json
 from pathlib import Path

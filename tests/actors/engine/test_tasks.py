@@ -31,7 +31,7 @@ def last_hidden_state(model: Any, ids: list[int]) -> Any:
 
 @torch.inference_mode()
 def log_probability(model: Any, ids: list[int], start: int) -> float:
-    """Of the tokens ``start ..``, each after all before it."""
+    """The log-probability of the tokens ``start ..``, each after all before it."""
     tokens = torch.tensor([ids])
     logprobs = model(tokens).logits.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])
     return float(logprobs[start - 1 :].sum())

@@ -36,7 +36,7 @@ def test_keywords_take_lists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keywords", "told"),
+    ("keywords", "reported"),
     [
         ({"bucket_time_to_first_token": [2, 1]}, "must ascend"),
         ({"bucket_time_to_first_token": [0]}, "numbers above 0"),
@@ -55,6 +55,6 @@ def test_keywords_take_lists() -> None:
         ({"gc_warning_threshold_secs": -1}, "gc_warning_threshold_secs"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(keywords: dict[str, object], told: str) -> None:
-    with pytest.raises(ArgumentError, match=told):
+def test_what_cannot_be_meant_is_refused(keywords: dict[str, object], reported: str) -> None:
+    with pytest.raises(ArgumentError, match=reported):
         Arguments.from_keywords(model="m", **keywords)

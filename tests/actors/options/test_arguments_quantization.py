@@ -1,4 +1,4 @@
-"""Arguments of quantization: what goes together, and what a runner is told."""
+"""Arguments of quantization: valid combinations, and the settings that a runner gets."""
 
 from __future__ import annotations
 
@@ -51,9 +51,13 @@ def test_a_runner_gets_its_quantization() -> None:
     arguments = Arguments.from_keywords(
         kv_cache_dtype="fp8", kv_cache_quant_method="none", quantization_param_path="s.json", enable_fp32_lm_head=True
     )
-    told = runner_config(arguments, Path("model"), 64, placement)
-    assert (told.kv_cache_dtype, told.kv_cache_quant_method, told.kv_cache_scales) == ("fp8_e4m3", "none", "s.json")
-    assert told.fp32_head
+    reported = runner_config(arguments, Path("model"), 64, placement)
+    assert (reported.kv_cache_dtype, reported.kv_cache_quant_method, reported.kv_cache_scales) == (
+        "fp8_e4m3",
+        "none",
+        "s.json",
+    )
+    assert reported.fp32_head
 
 
 def test_a_drafter_gets_its_quantization(tmp_path, monkeypatch) -> None:

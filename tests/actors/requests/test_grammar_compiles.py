@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from actors.protocol import CompileGrammar
-from actors.protocol.requests import CompilerBusy, Grammar, InvalidRequest
+from actors.protocol.requests import CompilerBusy, Grammar, InvalidRequest, RequestFailed
 from actors.requests.grammar_compiles import GrammarCompiles
+from actors.runtime import ActorDied
 
 RED = Grammar("choice", '["red"]')
 
@@ -80,3 +81,32 @@ async def test_too_many_waiting_grammars_are_refused_at_once() -> None:
     await asyncio.wait([*waiting, same])
     assert same.result()
     assert await grammars.compile(RED, place)
+
+
+class Mortal(Worker):
+    """Dies at the first questions."""
+
+    def __init__(self, deaths: int) -> None:
+        super().__init__()
+        self.deaths = deaths
+
+    async def ask(self, message: CompileGrammar, *, timeout: float) -> str:
+        answer = await super().ask(message, timeout=timeout)
+        if self.asked <= self.deaths:
+            raise ActorDied("worker", RuntimeError("out of memory"))
+        return answer
+
+
+async def test_a_grammar_at_whose_compilation_a_worker_died_gets_one_more() -> None:
+    grammars, worker = GrammarCompiles(), Mortal(1)
+    assert await grammars.compile(RED, route(worker))
+    assert worker.asked == 2
+
+
+async def test_a_grammar_at_whose_compilation_two_workers_died_gets_no_third() -> None:
+    grammars, worker = GrammarCompiles(), Mortal(2)
+    for _ in range(2):
+        with pytest.raises(RequestFailed, match="died twice"):
+            await grammars.compile(RED, route(worker))
+    assert worker.asked == 2
+    assert await grammars.compile(Grammar("regex", "a"), route(worker))

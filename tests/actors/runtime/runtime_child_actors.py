@@ -161,7 +161,7 @@ class Bequeath(Message[ChildProtocol, None], frozen=True):
 
 
 class Work(Message[ChildProtocol, str], frozen=True):
-    """Of the actor's thread. `how`: say (the trace context), size, refuse, fail, later, later fail, held, first."""
+    """A call in the thread. `how`: say (the trace context), size, refuse, fail, later, later fail, held, first."""
 
     how: str
     text: str = ""

@@ -1,4 +1,4 @@
-"""Workers that crash, hang and leave as they are told, for the tests of supervision."""
+"""Workers that crash, hang and leave on request, for the tests of supervision."""
 
 import asyncio
 from collections.abc import Callable
@@ -58,7 +58,7 @@ class Leave(Message[WorkerProtocol, None], frozen=True): ...
 
 
 class Stage:
-    """What the incarnations of the workers leave behind, and what they are told to do at their start."""
+    """What the incarnations of the workers leave behind, and their orders for the start."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

@@ -40,7 +40,7 @@ class Client(Actor[ClientProtocol]):
     @handles
     def begin(self, message: Begin) -> None:
         if message.name == "crash":
-            raise ValueError("told to")
+            raise ValueError("as requested")
         self.context.pipe(
             self.target,
             Work(message.name),

@@ -296,14 +296,14 @@ async def test_large_frames_pass_in_pieces(system: ActorSystem) -> None:
 
 
 async def test_events_and_logs_come_from_the_child(system: ActorSystem, caplog: pytest.LogCaptureFixture) -> None:
-    told: list[Progress] = []
-    ref = await spawn(system, events=told.append, events_type=Progress)
+    reported: list[Progress] = []
+    ref = await spawn(system, events=reported.append, events_type=Progress)
     with caplog.at_level(logging.INFO, logger="troupe"):
         await ref.ask(Speak("hello"), timeout=PATIENCE)
         await ref.ask(Speak("from a thread", from_thread=True), timeout=PATIENCE)
-        await until(lambda: len(told) == 2)
+        await until(lambda: len(reported) == 2)
         await until(lambda: any(record.name == "troupe.child" for record in caplog.records))
-    assert told == [Progress("hello"), Progress("from a thread")]
+    assert reported == [Progress("hello"), Progress("from a thread")]
     (first, *_) = [record for record in caplog.records if record.name == "troupe.child"]
     assert first.getMessage() == "said hello"
     assert first.process != os.getpid()
@@ -324,8 +324,8 @@ async def test_a_burst_of_records_is_cut_and_counted(
     chatter = [line for line in lines if line.startswith("chatter")]
     assert 200 <= len(chatter) < 10_000
     assert "the end of it" in lines
-    (told, *_) = [record for record in caplog.records if record.name == "troupe.logs"]
-    assert (told.levelno, told.__dict__["actor"]) == (logging.WARNING, "worker")
+    (reported, *_) = [record for record in caplog.records if record.name == "troupe.logs"]
+    assert (reported.levelno, reported.__dict__["actor"]) == (logging.WARNING, "worker")
 
 
 async def test_what_other_libraries_say_in_a_child_comes_too(

@@ -73,13 +73,13 @@ async def test_a_stopped_child_runs_exit_functions_and_waits_for_no_thread(
 ) -> None:
     monkeypatch.setattr("actors.runtime.process.incarnation._KILL_AFTER", PATIENCE)
     ref = await spawn(system, stop_timeout=PATIENCE)
-    await ref.ask(Bequeath(str(tmp_path / "told")), timeout=PATIENCE)
+    await ref.ask(Bequeath(str(tmp_path / "reported")), timeout=PATIENCE)
     life = ref._cell.incarnation
     assert isinstance(life, ProcessIncarnation)
     assert life._child is not None
     await system.stop_actor(ref)
     assert life._child.returncode == 0
-    assert (tmp_path / "told").read_text() == "done"
+    assert (tmp_path / "reported").read_text() == "done"
 
 
 async def test_a_hanging_child_is_terminated_after_its_stop_timeout(system: ActorSystem) -> None:

@@ -94,7 +94,7 @@ async def test_an_early_reply_does_not_wait_for_the_thread(
     assert not after.done()
     gate.touch()
     assert await after == "after"
-    with suppress(ActorDied):  # its death may be told before its answer
+    with suppress(ActorDied):  # its death may be reported before its answer
         assert await ref.ask(Work("first fail"), timeout=60) == "first"
     await until(lambda: system.describe()[0].incarnation == 1, "it lived on")
     assert await ref.ask(Work("say", "alive"), timeout=60) == "alive"

@@ -92,11 +92,11 @@ def test_a_small_frame_at_the_end_of_the_buffer_leaves_it_as_large() -> None:
 
 
 def test_nothing_is_sent_after_a_refusal_and_the_rest_is_not_read_twice() -> None:
-    source, frames, told = Parts(), Frames(LIMIT), []
+    source, frames, reported = Parts(), Frames(LIMIT), []
     source.data = b"".join(frame(1, number) for number in range(3))
     assert frames.receive(source)  # type: ignore[arg-type]
-    frames.take(lambda kind, correlation, body: told.append(correlation) or False)
-    assert told == [0]
+    frames.take(lambda kind, correlation, body: reported.append(correlation) or False)
+    assert reported == [0]
 
 
 @pytest.mark.parametrize("length", [0, 8, LIMIT + 1])
@@ -230,10 +230,10 @@ def test_a_secret_where_a_long_record_is_cut_on_its_way_is_taken_out(
     write_record(line, "worker-0")
     logger.removeHandler(output)
     output.close()
-    told = stream.getvalue()
-    assert "exception" in told
-    assert "sk-" not in told
-    assert "secret" not in told
+    reported = stream.getvalue()
+    assert "exception" in reported
+    assert "sk-" not in reported
+    assert "secret" not in reported
 
 
 def test_log_records_below_the_level_here_are_dropped(caplog: pytest.LogCaptureFixture) -> None:

@@ -39,7 +39,7 @@ def says(prompt, count):
 
 
 class Stage:
-    """Planner, cache and runner; ``told`` collects every emission by sequence."""
+    """Planner, cache and runner; ``reported`` collects every emission by sequence."""
 
     def __init__(self, *, pages=64, page_size=4, context_length=256, fails=lambda tokens: None, **config):
         config = {"max_running": 8, "max_slots": 9, "step_tokens": 64, "conservativeness": 0.0} | config
@@ -51,7 +51,7 @@ class Stage:
         self.planner = Planner(self.config)
         self.fails = fails
         self.now = 0.0
-        self.told = {}
+        self.reported = {}
         self.sent = []
         self.lose_worker()
 
@@ -106,13 +106,13 @@ class Stage:
 
     def hear(self, emissions):
         for emission in emissions:
-            self.told.setdefault(emission.sequence, []).append(emission)
+            self.reported.setdefault(emission.sequence, []).append(emission)
 
     def tokens(self, number):
-        return [token for emission in self.told.get(number, ()) for token in emission.tokens]
+        return [token for emission in self.reported.get(number, ()) for token in emission.tokens]
 
     def end(self, number):
-        ended = [emission.ended for emission in self.told.get(number, ()) if emission.ended is not None]
+        ended = [emission.ended for emission in self.reported.get(number, ()) if emission.ended is not None]
         assert len(ended) <= 1
         return ended[0] if ended else None
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from actors.scheduling.fairness import FairShare
 from actors.scheduling.sequence import Sequence
 from kernels.contract.step import SlotSampling
-from tests.actors.scheduling.stage import Stage, spec
+from tests.actors.scheduling.stage import Stage, says, spec, unpack
 
 
 def order_of_start(stage, steps=2000):
@@ -200,5 +200,34 @@ def test_tenants_with_work_waiting_are_served_alike(seed, count, max_running, ov
             assert len(stage.planner.running()) == max_running, "a place stands idle"
         if stage.sent and (not planned or draw.random() < 0.7):
             stage.finish()
-    assert len(stage.told) == number
+    assert len(stage.reported) == number
     assert all(stage.end(n).reason in ("stop", "length") for n in range(number))
+
+
+def chunks_of(batch, stage, number):
+    """Tokens of a sequence's prompt in a step."""
+    slots, counts = unpack(batch.slots), unpack(batch.counts)
+    slot = stage.planner._table.sequences[number].slot
+    return sum(count for at, count in zip(slots, counts, strict=True) if at == slot)
+
+
+def test_a_long_prompt_leaves_half_of_each_step_to_another_tenant():
+    stage = Stage(step_tokens=16, pages=512, context_length=1024, overlap=False, chunked=True)
+    stage.submit(spec(1, [1] * 800, tenant="long"))
+    stage.step()
+    stage.submit(spec(2, [2] * 5, tenant="short"), spec(3, [3] * 200, tenant="short"))
+    batch = stage.step()
+    assert (chunks_of(batch, stage, 1), chunks_of(batch, stage, 2), chunks_of(batch, stage, 3)) == (8, 5, 3)
+    batch = stage.step()
+    assert (chunks_of(batch, stage, 1), chunks_of(batch, stage, 3)) == (7, 8)  # and a decode of the short prompt
+    stage.play()
+    assert stage.tokens(1) == says([1] * 800, 4)
+
+
+def test_a_long_prompt_takes_what_another_tenant_leaves():
+    stage = Stage(step_tokens=16, pages=512, context_length=1024, overlap=False, chunked=True)
+    stage.submit(spec(1, [1] * 800, tenant="long"))
+    stage.step()
+    stage.submit(spec(2, [2] * 3, tenant="short", max_tokens=1))
+    assert chunks_of(stage.step(), stage, 1) == 13
+    assert chunks_of(stage.step(), stage, 1) == 16

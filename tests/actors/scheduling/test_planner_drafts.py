@@ -152,7 +152,7 @@ def test_what_drafts_brought_is_shared_while_its_request_runs():
     assert len(said) > 16
     stage.submit(spec(2, [*range(5), *said], max_tokens=1))
     stage.step()
-    assert stage.told[2][0].cached_tokens == (5 + len(said) - 1) // 4 * 4
+    assert stage.reported[2][0].cached_tokens == (5 + len(said) - 1) // 4 * 4
     assert stage.end(1) is None
 
 
@@ -162,7 +162,7 @@ def test_prompt_scores_go_out_with_a_first_token_that_brings_others():
     sampling = SlotSampling(prompt_logprobs=0)
     stage.submit(spec(1, range(17), max_tokens=9, sampling=sampling))
     stage.play()
-    first = stage.told[1][0]
+    first = stage.reported[1][0]
     assert len(first.tokens) == 4
     assert len(first.prompt_scores.logprobs) == 4 * 16
 
@@ -210,21 +210,21 @@ def test_steps_among_prompts_are_charged_though_none_is_measured(monkeypatch):
 
 
 def test_the_policy_learns_which_steps_run_right_behind_a_prompt(monkeypatch):
-    told, timed, plain = [], AdaptivePolicy.add_timed, AdaptivePolicy.add_plain
-    monkeypatch.setattr(AdaptivePolicy, "add_timed", lambda *step: told.append((step[3],)) or timed(*step))
-    monkeypatch.setattr(AdaptivePolicy, "add_plain", lambda *step: told.append((0, *step[4:])) or plain(*step))
+    reported, timed, plain = [], AdaptivePolicy.add_timed, AdaptivePolicy.add_plain
+    monkeypatch.setattr(AdaptivePolicy, "add_timed", lambda *step: reported.append((step[3],)) or timed(*step))
+    monkeypatch.setattr(AdaptivePolicy, "add_plain", lambda *step: reported.append((0, *step[4:])) or plain(*step))
     options = {"pages": 400, "context_length": 1500}
     stage = DraftingStage(adaptive="{}", seconds=lambda *_: 0.01, accepts=lambda most: 0, **options)
     stage.submit(spec(1, range(5), max_tokens=60))
     stage.play()
-    assert told[0] == (0, True)
-    assert (0, False) in told
-    assert told.count((0, True)) == 1
-    told.clear()
+    assert reported[0] == (0, True)
+    assert (0, False) in reported
+    assert reported.count((0, True)) == 1
+    reported.clear()
     stage.submit(spec(2, range(5), max_tokens=60))
     stage.play()
-    assert told[0][1:] in [(True,), ()]
-    assert (0, True) not in told[1:]
+    assert reported[0][1:] in [(True,), ()]
+    assert (0, True) not in reported[1:]
 
 
 def test_requests_that_keep_coming_keep_no_other_from_drafting():
@@ -258,7 +258,7 @@ def test_a_draft_that_finds_nothing_is_seldom_asked():
 
 
 def test_the_worker_keeps_nothing_for_a_draft_that_does_not_draft():
-    """Of decodes as of prompts that come meanwhile; and of none beside draft tokens, nor right before them."""
+    """True for decodes and for prompts that come meanwhile; never beside draft tokens, nor right before them."""
     room = {"pages": 400, "context_length": 1500}
     stage = DraftingStage(adaptive="{}", accepts=lambda _: 0, seconds=lambda _, deepest: 0.01 + 0.002 * deepest, **room)
     stage.submit(spec(1, range(5), max_tokens=700))
@@ -306,26 +306,26 @@ def test_where_drafts_are_not_for_the_policy_to_say_all_is_kept(adaptive):
 
 
 def test_what_a_plain_step_showed_the_draft_is_distinguished(monkeypatch):
-    told = []
-    monkeypatch.setattr(AdaptivePolicy, "add_plain", lambda _, rows, *step: told.append(step))
+    reported = []
+    monkeypatch.setattr(AdaptivePolicy, "add_plain", lambda _, rows, *step: reported.append(step))
     stage = DraftingStage(adaptive="{}")
     run = stage.runner.run
     timing = StepTiming(whole=0.01, observe=0.004)
     stage.runner.run = lambda batch: msgspec.structs.replace(run(batch), timing=timing)
     stage.submit(spec(1, range(5), max_tokens=40))
     stage.play()
-    assert (0.01, 0.004, False) in told
+    assert (0.01, 0.004, False) in reported
     assert stage.tokens(1) == says(range(5), 40)
 
 
 def test_prompts_among_decodes_are_reported(monkeypatch):
     """The draft sees them before it drafts again, whether decodes ran beside them or not."""
-    told = []
-    monkeypatch.setattr(AdaptivePolicy, "add_prompts", lambda _: told.append(1))
+    reported = []
+    monkeypatch.setattr(AdaptivePolicy, "add_prompts", lambda _: reported.append(1))
     stage = DraftingStage(adaptive="{}")
     stage.submit(spec(1, range(5), max_tokens=8))
     stage.play()
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_without_adapting_nothing_is_learnt():

@@ -15,7 +15,7 @@ def priorities(**config):
 def admitted(stage):
     """Sequences in the order of their first token."""
     stage.play()
-    return sorted(stage.told, key=lambda i: list(stage.told).index(i))
+    return sorted(stage.reported, key=lambda i: list(stage.reported).index(i))
 
 
 def test_first_come_first_served_also_when_submitted_out_of_order():
@@ -45,7 +45,7 @@ def test_a_difference_beyond_the_threshold_preempts_a_full_batch(priority, preem
     stage.step()
     stage.submit(spec(1, range(20, 23), max_tokens=2, priority=priority, arrival=1.0))
     stage.play()
-    ends = [stage.told[i] for i in (0, 1)]
+    ends = [stage.reported[i] for i in (0, 1)]
     assert (stage.planner.load(0.0).preemptions == 1) is preempts
     assert [e.start for e in ends[0]] == list(range(8))
     assert stage.tokens(0) == says(range(6), 8)
@@ -136,7 +136,7 @@ def test_lpm_takes_the_longest_prefix_first_but_long_waits_before_that():
     stage.now = 100.0
     stage.submit(spec(1, range(50, 62), arrival=99.0), spec(2, range(12), arrival=99.0))
     stage.submit(spec(3, range(80, 83), arrival=1.0))
-    stage.told.clear()
+    stage.reported.clear()
     assert admitted(stage) == [3, 2, 1]
 
 

@@ -24,7 +24,7 @@ def test_a_prompt_seen_before_computes_only_its_end(length):
     stage.play()
     cached = (length - 1) // 4 * 4
     assert stage.runner.computed_tokens - before == length - cached  # one token at least
-    assert stage.told[1][0].cached_tokens == cached
+    assert stage.reported[1][0].cached_tokens == cached
     assert stage.tokens(1) == stage.tokens(0)
 
 
@@ -60,7 +60,7 @@ def test_tenants_share_nothing():
     stage.submit(spec(0, range(8), max_tokens=1, salt=b"a"), spec(1, range(8), max_tokens=1, salt=b"b"))
     stage.play()
     assert stage.runner.computed_tokens == 16
-    assert stage.told[1][0].cached_tokens == 0
+    assert stage.reported[1][0].cached_tokens == 0
 
 
 def test_scored_prompts_are_computed_in_full_and_scored_once():
@@ -70,12 +70,12 @@ def test_scored_prompts_are_computed_in_full_and_scored_once():
     stage.play()
     stage.submit(spec(1, range(12), max_tokens=3, sampling=scored))
     stage.play()
-    assert stage.told[1][0].cached_tokens == 0
-    scores = stage.told[1][0].prompt_scores
+    assert stage.reported[1][0].cached_tokens == 0
+    scores = stage.reported[1][0].prompt_scores
     assert np.frombuffer(scores.logprobs, np.float32).tolist() == [-t for t in range(1, 12)]
     assert unpack(scores.top_ids) == list(range(1, 12))
-    assert all(emission.prompt_scores is None for emission in stage.told[1][1:])
-    assert [np.frombuffer(e.scores.logprobs, np.float32)[0] for e in stage.told[1]] == [-t for t in stage.tokens(1)]
+    assert all(emission.prompt_scores is None for emission in stage.reported[1][1:])
+    assert [np.frombuffer(e.scores.logprobs, np.float32)[0] for e in stage.reported[1]] == [-t for t in stage.tokens(1)]
 
 
 def test_a_resumed_sequence_does_not_score_its_prompt_again():
@@ -183,7 +183,7 @@ def test_cached_tokens_are_those_of_the_first_admission():
     stage.submit(spec(1, [1], max_tokens=1, priority=50, arrival=1.0))
     stage.play()
     assert stage.runner.computed_tokens == 9 + 1 + 2 + 1  # 8 of the 10 known tokens were cached when 0 came back
-    assert {emission.cached_tokens for emission in stage.told[0]} == {0}
+    assert {emission.cached_tokens for emission in stage.reported[0]} == {0}
 
 
 def test_the_head_of_the_queue_is_tried_again_as_the_reserve_shrinks():

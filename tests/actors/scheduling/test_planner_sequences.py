@@ -23,7 +23,7 @@ def test_a_sequence_runs_to_its_length(overlap, length, max_tokens):
     stage.play()
     assert stage.tokens(0) == says(range(length), max_tokens)
     assert stage.end(0).reason == "length"
-    assert [emission.start for emission in stage.told[0]] == list(range(max_tokens))
+    assert [emission.start for emission in stage.reported[0]] == list(range(max_tokens))
     assert stage.runner.computed_tokens == length + max_tokens - 1  # nothing runs beyond the last token
 
 
@@ -164,7 +164,7 @@ def test_a_resumed_sequence_goes_on_where_it_was():
     stage.submit(spec(0, prompt, max_tokens=4, output=says(prompt, 3)))
     stage.play()
     assert stage.tokens(0) == says(prompt, 4)[3:]
-    assert stage.told[0][0].start == 3
+    assert stage.reported[0][0].start == 3
     assert stage.end(0).reason == "length"
 
 
@@ -189,12 +189,12 @@ def test_a_new_worker_gets_everything_again_and_old_answers_are_ignored():
     assert set(stage.planner.in_steps(sent)) == {0, 1}
     assert stage.planner.in_steps([]) == {}
     stale = stage.runner.run(stage.sent[0])
-    told = {i: list(stage.tokens(i)) for i in range(3)}
+    reported = {i: list(stage.tokens(i)) for i in range(3)}
     stage.lose_worker()
     assert stage.planner.in_flight == 0
     assert stage.planner.in_steps(sent) == {}
     assert stage.planner.finish_step(stale, 0.0) == []
-    assert {i: stage.tokens(i) for i in range(3)} == told
+    assert {i: stage.tokens(i) for i in range(3)} == reported
     stage.play()
     for i in range(3):
         assert stage.tokens(i) == says(range(10 * i, 10 * i + 6), 6)

@@ -230,7 +230,7 @@ def test_draft_tokens_accepted_before_the_lost_step_clear_no_suspect():
 
 
 def test_a_suspect_that_ends_by_its_rerun_is_cleared():
-    """Of short answers none would be: after some condemned sequences each death would count for ever."""
+    """With short answers no death would be: after some condemned sequences each one would count for ever."""
     stage = Mortal(harmful=range(10, 60, 10), max_running=2, max_slots=3)
     for number in range(1, 61):
         stage.submit(spec(number, range(20 * number, 20 * number + 7), max_tokens=1))

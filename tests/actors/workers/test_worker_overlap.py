@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from actors.protocol import CompileGrammar, Step, WorkerConfig
@@ -21,7 +22,7 @@ from kernels.contract.step import StepBatch, StepResult, StepTiming
 
 
 class Device:
-    """A runner whose steps end when they are told to. ``done``: as on a CPU, where nothing is left to wait for.
+    """A runner whose steps end when the test ends them. ``done``: as on a CPU, where nothing is left to wait for.
     ``drafted`` and ``rest``: what each has drafted, and leaves to do; ``whole``: what it tells of its time, and
     ``runs`` is called while it runs."""
 
@@ -118,19 +119,27 @@ def test_work_after_a_steps_reply_counts_as_draft_cost(
         assert answer.answer.timing.observe == (waited if drafted and whole else 0.0)
 
 
+def test_idle_work_of_suspects_comes_before_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+    worker = worker_on(Device(True, rest=lambda: done.append(1)), monkeypatch)
+    answer = worker.step(msgspec.structs.replace(step(1), idle_work_first=True), 0.0)
+    assert isinstance(answer, StepResult)
+    assert done == [1]
+
+
 def test_a_step_takes_what_it_keeps_others_from_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the answer before it, if it was there by then: also what is around the model."""
     clock = [10.0]
     monkeypatch.setattr("actors.workers.worker.time", SimpleNamespace(monotonic=lambda: clock[0]))
     worker = worker_on(Device(True, whole=0.5), monkeypatch)
     worker.step(step(1), 9.0)
-    told = []
+    reported = []
     for sent, now in ((9.5, 12.0), (13.0, 14.0), (12.5, 15.0)):
         clock[0] = now
         answer = worker.step(step(2), sent)
         assert isinstance(answer, StepResult)
-        told.append(answer.timing.whole)
-    assert told == [2.0, 1.0, 1.0]
+        reported.append(answer.timing.whole)
+    assert reported == [2.0, 1.0, 1.0]
 
 
 def test_a_step_of_an_earlier_life_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,8 +85,8 @@ async def test_ids_of_tokens_are_returned_on_request(application):
         )
         _, data = await post(application, **body, stream=True)
         chunks = [answer(block.removeprefix("data: ").encode()) for block in data.decode().split("\n\n")[:-2]]
-        told = [chunk["choices"][0].get("token_ids") for chunk in chunks]
-        assert told == ([[1000], [1001]] if asked else [None, None])
+        reported = [chunk["choices"][0].get("token_ids") for chunk in chunks]
+        assert reported == ([[1000], [1001]] if asked else [None, None])
 
 
 @pytest.mark.parametrize("echo", [False, True])
@@ -170,8 +170,8 @@ def test_offsets_count_characters_that_several_tokens_spell_once():
     pieces = ["Z", "ü".encode()[:1], "ü".encode()[1:], "日".encode()[:2], "日".encode()[2:], "!"]
     raw = [piece if isinstance(piece, bytes) else piece.encode() for piece in pieces]
     entries = [TokenLogprob(number, part.decode(errors="replace"), part, -1.0) for number, part in enumerate(raw)]
-    told = completion_logprobs(entries, top=0, offset=10)
-    assert told.text_offset == [10, 11, 12, 12, 13, 13]
+    reported = completion_logprobs(entries, top=0, offset=10)
+    assert reported.text_offset == [10, 11, 12, 12, 13, 13]
     assert sum(characters(entry) for entry in entries) == len("Zü日!")
 
 

@@ -20,9 +20,9 @@ def arguments(**values: object) -> Arguments:
 async def test_without_metrics_their_path_reports_it():
     engine = FakeEngine(arguments(enable_metrics=False))
     response = await create_app(engine.arguments, engine).test_client().get("/metrics", scope_base=LOCAL)
-    told = msgspec.json.decode(await response.get_data())
-    assert (response.status_code, told["error"]["code"]) == (404, "metrics_disabled")
-    assert "--no-enable-metrics" in told["error"]["message"]
+    answer = msgspec.json.decode(await response.get_data())
+    assert (response.status_code, answer["error"]["code"]) == (404, "metrics_disabled")
+    assert "--no-enable-metrics" in answer["error"]["message"]
 
 
 async def test_a_requests_labels_come_with_its_header():

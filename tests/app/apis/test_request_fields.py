@@ -175,16 +175,16 @@ def test_what_is_free_of_form_is_bounded_all_the_same() -> None:
 def test_a_continued_message_gets_no_generation_prompt() -> None:
     said = [{"role": "assistant", "content": "Once"}]
 
-    def told(**fields: Any) -> tuple[bool, bool]:
+    def reported(**fields: Any) -> tuple[bool, bool]:
         chat = conversation(said, **fields)
         return chat.add_generation_prompt, chat.continue_final_message
 
-    assert told() == told(add_generation_prompt=True) == (True, False)
-    assert told(add_generation_prompt=False) == (False, False)
-    assert told(continue_final_message=True) == (False, True)
-    assert told(continue_final_message=True, add_generation_prompt=False) == (False, True)
+    assert reported() == reported(add_generation_prompt=True) == (True, False)
+    assert reported(add_generation_prompt=False) == (False, False)
+    assert reported(continue_final_message=True) == (False, True)
+    assert reported(continue_final_message=True, add_generation_prompt=False) == (False, True)
     with pytest.raises(ApiError, match="contradicts"):
-        told(continue_final_message=True, add_generation_prompt=True)
+        reported(continue_final_message=True, add_generation_prompt=True)
 
 
 def test_a_stream_reports_no_scores_of_its_prompt() -> None:

@@ -26,11 +26,11 @@ def events(data: bytes):
 @pytest.mark.parametrize("method", ["post", "put"])
 async def test_one_text(application, engine, method):
     response, data = await post(application, method=method, text="ab", rid="mine", sampling_params={"temperature": 0})
-    told = msgspec.json.decode(data)
+    reported = msgspec.json.decode(data)
     assert response.status_code == 200
-    assert told["text"] == ANSWER
-    assert told["output_ids"] == [1000, 1001, 1002, 1003, 1004, 1005]
-    meta = told["meta_info"]
+    assert reported["text"] == ANSWER
+    assert reported["output_ids"] == [1000, 1001, 1002, 1003, 1004, 1005]
+    meta = reported["meta_info"]
     assert meta["id"] == "mine"
     assert meta["finish_reason"] == {"type": "stop", "matched": None}
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (2, 6, 1)
@@ -40,26 +40,26 @@ async def test_one_text(application, engine, method):
 async def test_a_batch_answers_with_a_list(application, engine):
     sampling = [{"max_new_tokens": 1}, {"max_new_tokens": 2}]
     _, data = await post(application, input_ids=[[97], [98]], sampling_params=sampling, rid=["a", "b"])
-    told = msgspec.json.decode(data)
-    assert [item["text"] for item in told] == ["Paris", "Paris is"]
-    assert [item["meta_info"]["finish_reason"] for item in told] == [
+    reported = msgspec.json.decode(data)
+    assert [item["text"] for item in reported] == ["Paris", "Paris is"]
+    assert [item["meta_info"]["finish_reason"] for item in reported] == [
         {"type": "length", "length": 1},
         {"type": "length", "length": 2},
     ]
-    assert [item["meta_info"]["id"] for item in told] == ["a", "b"]
+    assert [item["meta_info"]["id"] for item in reported] == ["a", "b"]
 
 
 async def test_each_prompt_of_a_batch_has_a_name_of_its_own(application, engine):
     for fields, names in (({"rid": "job"}, ["job_0", "job_1"]), ({}, ["req-2", "req-3"])):
-        told = msgspec.json.decode((await post(application, text=["a", "b"], **fields))[1])
-        assert [item["meta_info"]["id"] for item in told] == names
+        reported = msgspec.json.decode((await post(application, text=["a", "b"], **fields))[1])
+        assert [item["meta_info"]["id"] for item in reported] == names
     assert [request["request_id"] for request in engine.requests[:2]] == ["job_0", "job_1"]
 
 
 async def test_ids_of_the_prompt_are_returned_on_request(application):
     for asked in (True, False):
-        told = msgspec.json.decode((await post(application, text="ab", return_prompt_token_ids=asked))[1])
-        assert told.get("prompt_token_ids") == ([97, 98] if asked else None)
+        reported = msgspec.json.decode((await post(application, text="ab", return_prompt_token_ids=asked))[1])
+        assert reported.get("prompt_token_ids") == ([97, 98] if asked else None)
 
 
 async def test_what_became_of_draft_tokens_is_reported_of_each_choice(application, engine):
@@ -154,8 +154,8 @@ async def test_an_abort_gives_back_what_was_there(application, engine, stream, u
     _, wrong = await post(application, "/abort_request", rid="job")
     assert msgspec.json.decode(wrong) == {"aborted": 0}
     await until(lambda: engine.streams[0].at_gate)
-    _, told = await post(application, "/abort_request", rid="job-1")
-    assert msgspec.json.decode(told) == {"aborted": 1}
+    _, reported = await post(application, "/abort_request", rid="job-1")
+    assert msgspec.json.decode(reported) == {"aborted": 1}
     _, data = await running
     last = events(data)[-1] if stream else msgspec.json.decode(data)
     assert last["text"] == "Paris is"
@@ -171,9 +171,9 @@ async def test_a_server_that_stops_reports_it_and_not_that_a_client_aborted(appl
     await application.drain(0.0)
     response, data = await asking
     if stream:
-        told = events(data)[-1]
-        assert told["meta_info"]["finish_reason"]["type"] == "abort"
-        assert "shutting down" in told["meta_info"]["finish_reason"]["message"]
+        reported = events(data)[-1]
+        assert reported["meta_info"]["finish_reason"]["type"] == "abort"
+        assert "shutting down" in reported["meta_info"]["finish_reason"]["message"]
     else:
         assert response.status_code == 503
         assert "shutting down" in msgspec.json.decode(data)["error"]["message"]
@@ -186,8 +186,8 @@ async def test_an_openai_request_is_aborted_by_the_id_of_its_answer(application,
     await until(lambda: engine.streams)
     name = next(iter(application.service.live)).request_id
     assert name.startswith("chatcmpl-")
-    _, told = await post(application, "/abort_request", rid=name)
-    assert msgspec.json.decode(told) == {"aborted": 1}
+    _, reported = await post(application, "/abort_request", rid=name)
+    assert msgspec.json.decode(reported) == {"aborted": 1}
     response, data = await running
     assert response.status_code == 499
     assert msgspec.json.decode(data)["error"]["code"] == "request_aborted"

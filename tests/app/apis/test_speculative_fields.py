@@ -26,8 +26,8 @@ def test_every_api_takes_the_switch_and_the_number(fields: dict[str, object], wa
 def test_usage_reports_accepted_and_rejected_draft_tokens_if_any() -> None:
     guesses = Acceptance().and_step(7, 2).and_step(3, 0)
     assert guesses == Acceptance(steps=2, drafted=10, accepted=2, histogram=(1, 0, 1))
-    told = usage_answer([[Usage(3, 5, 0, guesses), Usage(3, 4)]], cache_report=False)
-    assert msgspec.to_builtins(told)["completion_tokens_details"] == {
+    answer = usage_answer([[Usage(3, 5, 0, guesses), Usage(3, 4)]], cache_report=False)
+    assert msgspec.to_builtins(answer)["completion_tokens_details"] == {
         "reasoning_tokens": 0,
         "accepted_prediction_tokens": 2,
         "rejected_prediction_tokens": 8,

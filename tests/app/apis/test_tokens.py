@@ -22,15 +22,15 @@ async def call(application, path, method="POST", **keywords):
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
 async def test_tokenize_and_detokenize(application, prefix):
-    status, told = await call(application, f"{prefix}/tokenize", json={"prompt": "ab", "return_token_strs": True})
+    status, reported = await call(application, f"{prefix}/tokenize", json={"prompt": "ab", "return_token_strs": True})
     assert status == 200
-    assert told == {"tokens": [97, 98], "count": 2, "max_model_len": 4096, "token_strs": ["a", "b"]}
-    _, told = await call(application, f"{prefix}/tokenize", json={"prompt": ["a", "bc"]})
-    assert (told["tokens"], told["count"]) == ([[97], [98, 99]], [1, 2])
-    _, told = await call(application, f"{prefix}/detokenize", json={"tokens": [97, 98]})
-    assert told == {"text": "ab", "prompt": "ab", "content": "ab"}
-    _, told = await call(application, f"{prefix}/detokenize", json={"tokens": [[97], [98]]})
-    assert told["text"] == ["a", "b"]
+    assert reported == {"tokens": [97, 98], "count": 2, "max_model_len": 4096, "token_strs": ["a", "b"]}
+    _, reported = await call(application, f"{prefix}/tokenize", json={"prompt": ["a", "bc"]})
+    assert (reported["tokens"], reported["count"]) == ([[97], [98, 99]], [1, 2])
+    _, reported = await call(application, f"{prefix}/detokenize", json={"tokens": [97, 98]})
+    assert reported == {"text": "ab", "prompt": "ab", "content": "ab"}
+    _, reported = await call(application, f"{prefix}/detokenize", json={"tokens": [[97], [98]]})
+    assert reported["text"] == ["a", "b"]
 
 
 async def test_an_id_that_is_no_token_is_reported_under_its_field(application, engine, monkeypatch):
@@ -38,15 +38,15 @@ async def test_an_id_that_is_no_token_is_reported_under_its_field(application, e
         raise InvalidRequest("prompt holds token id 9.", param="prompt")
 
     monkeypatch.setattr(engine, "detokenize", refuse)
-    status, told = await call(application, "/detokenize", json={"tokens": [9]})
-    assert (status, told["error"]["param"]) == (400, "tokens")
-    assert told["error"]["message"] == "tokens holds token id 9."
+    status, reported = await call(application, "/detokenize", json={"tokens": [9]})
+    assert (status, reported["error"]["param"]) == (400, "tokens")
+    assert reported["error"]["message"] == "tokens holds token id 9."
 
 
 async def test_tokenize_a_conversation(application):
     body = {"messages": [{"role": "user", "content": "x"}]}
-    _, told = await call(application, "/tokenize", json=body)
-    assert told["count"] == len("user: x\n")
+    _, reported = await call(application, "/tokenize", json=body)
+    assert reported["count"] == len("user: x\n")
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ async def test_tokenize_a_conversation(application):
     ],
 )
 async def test_bad_fields_are_named(application, path, body, param):
-    status, told = await call(application, path, json=body)
-    assert (status, told["error"]["param"]) == (400, param)
+    status, reported = await call(application, path, json=body)
+    assert (status, reported["error"]["param"]) == (400, param)
 
 
 async def test_tokenizer_info_for_lm_eval(make_application, tmp_path):
@@ -77,10 +77,10 @@ async def test_tokenizer_info_for_lm_eval(make_application, tmp_path):
         msgspec.json.encode({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 8, "max_position_embeddings": 8})
     )
     (tmp_path / "model.safetensors").write_bytes(b"")
-    status, told = await call(make_application(model_path=str(tmp_path)), "/tokenizer_info", "GET")
+    status, reported = await call(make_application(model_path=str(tmp_path)), "/tokenizer_info", "GET")
     assert status == 200
-    assert (told["eos_token"], told["chat_template"]) == ("<end>", "{{ messages }}")
-    assert "auto_map" not in told
+    assert (reported["eos_token"], reported["chat_template"]) == ("<end>", "{{ messages }}")
+    assert "auto_map" not in reported
 
 
 async def test_the_cache_is_not_flushed_under_running_requests(application, engine):
@@ -101,18 +101,22 @@ async def test_drain_by_request(application, engine):
 async def test_server_info_hides_keys(make_application, path):
     application = make_application(api_key="very-secret")
     headers = {"x-api-key": "very-secret"}
-    status, told = await call(application, path, "GET", headers=headers)
+    status, reported = await call(application, path, "GET", headers=headers)
     assert status == 200
-    assert told["workers"] == [{"pid": 4242, "device": "cpu", "restarts": 0, "state": "running"}]
-    assert told["arguments"]["api_key"] == "***"
-    assert "very-secret" not in str(told)
+    assert reported["workers"] == [{"pid": 4242, "device": "cpu", "restarts": 0, "state": "running"}]
+    assert reported["arguments"]["api_key"] == "***"
+    assert "very-secret" not in str(reported)
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
 async def test_model_info(application, path):
-    status, told = await call(application, path, "GET")
+    status, reported = await call(application, path, "GET")
     assert status == 200
-    assert (told["model_path"], told["weight_version"], told["is_generation"]) == ("/models/fake", "default", True)
+    assert (reported["model_path"], reported["weight_version"], reported["is_generation"]) == (
+        "/models/fake",
+        "default",
+        True,
+    )
 
 
 async def test_metrics_are_the_engines(application, engine):
@@ -129,15 +133,15 @@ async def test_metrics_keep_their_names_for_a_scraper_that_prefers_openmetrics(a
 
 
 async def test_loads_and_version(application):
-    status, told = await call(application, "/v1/loads", "GET")
-    assert (status, told["loads"][0]["requests"]["live"]) == (200, 0)
+    status, reported = await call(application, "/v1/loads", "GET")
+    assert (status, reported["loads"][0]["requests"]["live"]) == (200, 0)
     assert "version" in (await call(application, "/version", "GET"))[1]
 
 
 async def test_openapi_reports_what_answers_come_as(application):
-    _, told = await call(application, "/openapi.json", "GET")
+    _, reported = await call(application, "/openapi.json", "GET")
     media = {
-        path: set(next(iter(item.values()))["responses"]["200"]["content"]) for path, item in told["paths"].items()
+        path: set(next(iter(item.values()))["responses"]["200"]["content"]) for path, item in reported["paths"].items()
     }
     for path in ("/", "/docs", "/metrics", "/v1/models", "/live", "/version"):
         response = await application.test_client().get(path)
@@ -164,17 +168,17 @@ async def test_openapi_asks_for_the_keys_that_this_server_has(make_application, 
 
 
 async def test_openapi_describes_every_route(application):
-    status, told = await call(application, "/openapi.json", "GET")
+    status, reported = await call(application, "/openapi.json", "GET")
     assert status == 200
-    described = {(method.upper(), path) for path, methods in told["paths"].items() for method in methods}
+    described = {(method.upper(), path) for path, methods in reported["paths"].items() for method in methods}
     assert described == {(method, route.path) for route in ROUTES for method in route.methods}
-    assert "are returned as tool_calls" in " ".join(told["info"]["description"].split())
-    chat = told["components"]["schemas"]["ChatRequest"]
+    assert "are returned as tool_calls" in " ".join(reported["info"]["description"].split())
+    chat = reported["components"]["schemas"]["ChatRequest"]
     assert chat["required"] == ["messages"]
     assert "max_completion_tokens" in chat["properties"]
-    text = msgspec.json.encode(told).decode()
+    text = msgspec.json.encode(reported).decode()
     for reference in {part.partition('"')[0] for part in text.split('"$ref":"#/components/schemas/')[1:]}:
-        assert reference in told["components"]["schemas"]
+        assert reference in reported["components"]["schemas"]
 
 
 async def test_the_description_for_people_loads_nothing_from_elsewhere(application):

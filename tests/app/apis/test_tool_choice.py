@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from actors.options import Arguments
+from actors.protocol.requests import InvalidRequest
 from app.server.application import create_app
 from tests.kits.app_requests import BODY, post
 from tests.kits.fake_engine import FakeEngine
@@ -42,12 +43,12 @@ async def test_a_forced_call_is_constrained_in_the_models_format(given: object) 
     grammar = engine.requests[-1]["params"].grammar
     assert grammar.kind == "ebnf"
     assert ('"title":"get_weather"' in grammar.text) == isinstance(given, str)
-    assert ("call)*" in grammar.text) == isinstance(given, str)
+    assert (")*" in grammar.text) == isinstance(given, str)
     await choice(application, tool_choice=given, parallel_tool_calls=False)
-    assert "call)*" not in engine.requests[-1]["params"].grammar.text
+    assert ")*" not in engine.requests[-1]["params"].grammar.text
 
 
-@pytest.mark.parametrize("options", [{"grammar_backend": "xgrammar"}, {"tool_call_parser": "glm45"}])
+@pytest.mark.parametrize("options", [{"grammar_backend": "xgrammar"}, {"tool_call_parser": "passthrough"}])
 async def test_a_forced_call_is_json_where_the_format_is_not(options: dict[str, Any]) -> None:
     application, engine = served(**options)
     engine.answer = JSON_CALL
@@ -83,19 +84,82 @@ async def test_allowed_tools_are_the_only_ones_that_may_be_called() -> None:
     assert "get_weather" not in engine.requests[-1]["params"].grammar.text
 
 
-async def test_strict_tools_constrain_calls_but_force_none() -> None:
-    strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
-    application, engine = served()
-    await choice(application, tools=strict)
+STRICT = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+
+
+@pytest.mark.parametrize("parser", ["hermes", "glm45", "pythonic", "kimi_k2"])
+async def test_strict_tools_constrain_calls_but_force_none(parser: str) -> None:
+    application, engine = served(tool_call_parser=parser)
+    await choice(application, tools=STRICT)
+    grammar = engine.requests[-1]["params"].grammar
+    assert grammar.kind == "ebnf"
+    assert all(name in grammar.text for name in NAMES)
+    await choice(application)
+    assert engine.requests[-1]["params"].grammar is None
+
+
+async def test_strict_tools_of_another_backend_are_a_structural_tag() -> None:
+    application, engine = served(grammar_backend="xgrammar")
+    await choice(application, tools=STRICT)
     tag = msgspec.json.decode(engine.requests[-1]["params"].grammar.text)
     assert tag["triggers"] == ["<tool_call>"]
     assert [each["schema"]["title"] for each in tag["structures"]] == list(NAMES)
-    await choice(application, tools=strict, response_format={"type": "json_object"})
-    assert engine.requests[-1]["params"].grammar.kind == "json_object"
-    for options in ({"grammar_backend": "none"}, {"tool_call_parser": "glm45"}):
-        application, engine = served(**options)
-        await choice(application, tools=strict)
-        assert engine.requests[-1]["params"].grammar is None
+
+
+async def test_an_answer_beside_tools_is_a_call_or_in_its_form() -> None:
+    application, engine = served()
+    schema = {"type": "object", "title": "form"}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    await choice(application, response_format=form)
+    grammar = engine.requests[-1]["params"].grammar
+    assert grammar.kind == "ebnf"
+    assert all(name in grammar.text for name in (*NAMES, '"title":"form"'))
+    await choice(application, response_format=form, tool_choice="none")
+    assert engine.requests[-1]["params"].grammar.kind == "json_schema"
+    engine.stream_error, engine.fail_at = InvalidRequest("x", param="grammar"), 0
+    _, data = await post(application, {**BODY, "tools": TOOLS, "response_format": form})
+    assert msgspec.json.decode(data)["error"]["param"] == "response_format"
+
+
+@pytest.mark.parametrize("given", ["required", "auto"])
+async def test_keywords_with_null_are_omitted(given: str) -> None:
+    parameters = {
+        "type": "object",
+        "title": None,
+        "properties": {"a": {"anyOf": [{"const": None}, {"type": "string", "pattern": None}]}, "b": {"items": None}},
+        "required": None,
+    }
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+    application, engine = served()
+    await choice(application, tools=[tool], tool_choice=given)
+    text = engine.requests[-1]["params"].grammar.text
+    assert '"properties":{"a":{"anyOf":[{"const":null},{"type":"string"}]},"b":{}}' in text
+    assert "required" not in text
+
+
+FORMAT = {"type": "object", "properties": {"a": {"type": "string", "format": "iri"}}}
+IRI = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": FORMAT}}]
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "param", "said"),
+    [
+        ({"grammar_backend": "none"}, {"tools": STRICT}, "tools", "--grammar-backend none"),
+        ({"tool_call_parser": "off"}, {"tools": STRICT}, "tools", "--tool-call-parser"),
+        ({"tool_call_parser": "passthrough"}, {"tools": STRICT}, "tools", "--tool-call-parser"),
+        ({"grammar_backend": "xgrammar", "tool_call_parser": "glm45"}, {"tools": STRICT}, "tools", "llguidance"),
+        ({"tool_call_parser": "glm45"}, {"tools": IRI}, "tools", "format iri"),
+        ({}, {"ebnf": 'root ::= "x"'}, "ebnf", "the form ebnf"),
+        ({"grammar_backend": "xgrammar"}, {"regex": "a"}, "regex", "llguidance"),
+    ],
+)
+async def test_what_cannot_be_enforced_is_refused_with_the_reason(
+    options: dict[str, Any], fields: dict[str, Any], param: str, said: str
+) -> None:
+    response, data = await post(served(**options)[0], {**BODY, "tools": TOOLS, **fields})
+    error = msgspec.json.decode(data)["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, param, "unsupported_parameter")
+    assert said in error["message"]
 
 
 async def test_no_tool_is_called_or_shown_with_none() -> None:

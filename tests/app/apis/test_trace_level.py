@@ -18,10 +18,10 @@ async def set_level(application, query="", **keywords):
 
 
 async def test_without_traces_there_is_no_level(make_application):
-    status, told = await set_level(make_application(admin_api_key="admin"), "?level=2")
+    status, answer = await set_level(make_application(admin_api_key="admin"), "?level=2")
     assert status == 409
-    assert told["error"]["code"] == "tracing_disabled"
-    assert "--enable-trace" in told["error"]["message"]
+    assert answer["error"]["code"] == "tracing_disabled"
+    assert "--enable-trace" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -40,17 +40,17 @@ async def test_the_level_is_set_or_refused(make_application, query, body, status
     application = make_application(admin_api_key="admin")
     application.engine.tracing = SimpleNamespace(level=1)
     given = {} if body is None else {"json": body}
-    answered, told = await set_level(application, query, **given)
+    answered, answer = await set_level(application, query, **given)
     assert answered == status
     assert application.engine.tracing.level == level
     if status == 400:
-        assert told["error"]["param"] == "level"
+        assert answer["error"]["param"] == "level"
 
 
 def test_traces_without_an_exporter_are_refused_in_a_sentence(monkeypatch, capsys):
     monkeypatch.setattr("telemetry.traces.export.is_installed", lambda: False)
     monkeypatch.setattr("app.cli.command._configure_logging", lambda arguments: None)
     assert main(["serve", "--enable-trace", "--port", "0"]) == 2
-    told = capsys.readouterr().err
-    assert "enable_trace needs the OTLP exporters: pip install 'troupe-llm[otlp]'" in told
-    assert "Traceback" not in told
+    answer = capsys.readouterr().err
+    assert "enable_trace needs the OTLP exporters: pip install 'troupe-llm[otlp]'" in answer
+    assert "Traceback" not in answer

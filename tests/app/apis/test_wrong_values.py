@@ -95,11 +95,11 @@ async def test_wrong_values_are_refused_in_plain_words(application: Any, route: 
         answer = await client.post(route.path, data=data, headers=headers)
         if answer.status_code in (200, 404, 409):
             continue
-        told = await answer.get_json()
-        where = f"{data[:200]}: {told}"
+        reported = await answer.get_json()
+        where = f"{data[:200]}: {reported}"
         refused += 1
         assert answer.status_code in (400, 403), where
-        error = told["error"]
+        error = reported["error"]
         assert error["param"], where
         assert error["message"].isprintable(), where
         words = re.sub(

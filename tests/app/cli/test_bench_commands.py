@@ -32,9 +32,9 @@ def test_help_lists_everything(name: str, monkeypatch: pytest.MonkeyPatch, capsy
     with pytest.raises(SystemExit) as ended:
         module.main(["--help"])
     assert ended.value.code == 0
-    told = capsys.readouterr().out
-    assert f"python -m tests.bench {name}" in told
-    assert (module.__doc__ or "").strip() in told
+    output = capsys.readouterr().out
+    assert f"python -m tests.bench {name}" in output
+    assert (module.__doc__ or "").strip() in output
     assert [action.dest for action in parsers[0]._actions if not action.help] == []
 
 
@@ -45,13 +45,13 @@ def test_checkpoints_whose_tools_are_missing_are_named_and_skipped(
     monkeypatch.setattr("tests.bench._ggml.LIBRARY", "libno-such-library.so")
     box = quantization._written(["gguf-q4_k_m", "gguf-iq3_s", "gguf-q8"], tmp_path, quantization.MODEL_DIR)
     assert list(box) == ["gguf-q8"]
-    told = capsys.readouterr().out
-    assert "gguf-q4_k_m is skipped: llama-quantize makes files of Q4_K_M" in told
-    assert "gguf-iq3_s is skipped: libno-such-library.so" in told
+    output = capsys.readouterr().out
+    assert "gguf-q4_k_m is skipped: llama-quantize makes files of Q4_K_M" in output
+    assert "gguf-iq3_s is skipped: libno-such-library.so" in output
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "told"),
+    ("name", "words", "output"),
     [
         ("device", [], "an NVIDIA GPU"),
         ("quantization", ["--device", "cuda"], "an NVIDIA GPU"),
@@ -62,13 +62,13 @@ def test_checkpoints_whose_tools_are_missing_are_named_and_skipped(
     ],
 )
 def test_a_benchmark_names_what_it_needs(
-    name: str, words: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+    name: str, words: list[str], output: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(_needs.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("TROUPE_CPU_ISA", "torch")
     monkeypatch.setattr("tests.bench.gguf_answers.SERVER", None)
-    with pytest.raises(SystemExit, match=told):
+    with pytest.raises(SystemExit, match=output):
         import_module(f"tests.bench.{name}").main(words)
 
 

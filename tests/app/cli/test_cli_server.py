@@ -285,7 +285,7 @@ def test_at_the_limit_of_files_the_remedy_is_logged_once_a_minute(caplog: pytest
     assert not limit.full(0.0)
     limit.open = 6
     assert all(limit.full(second) for second in (1.0, 2.0, 60.0, 61.5))
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2
-    assert "6 connections" in told[0]
-    assert "ulimit -n" in told[0]
+    output = [record.getMessage() for record in caplog.records]
+    assert len(output) == 2
+    assert "6 connections" in output[0]
+    assert "ulimit -n" in output[0]

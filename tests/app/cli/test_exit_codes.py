@@ -61,8 +61,8 @@ async def test_a_worker_that_keeps_dying_ends_the_process_with_an_error(tmp_path
         assert await asyncio.to_thread(server.process.wait, PATIENCE) == 3
         lines = server.log.read_text()
     assert "worker-0 failed too often: killed by SIGKILL" in lines
-    told = [json.loads(end[-2].removeprefix("data: ")) for end in ends if len(end) > 1 and '"error"' in end[-2]]
-    assert told, "no stream was told"
+    answer = [json.loads(end[-2].removeprefix("data: ")) for end in ends if len(end) > 1 and '"error"' in end[-2]]
+    assert answer, "no stream got an event"
     assert all(end[-1] == "data: [DONE]" for end in ends if end and '"error"' not in end[-1])
 
 
@@ -72,10 +72,10 @@ async def kill_workers(server: RealServer) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
         while server.process.poll() is None:
             try:
-                told = (await client.get("/server_info")).json()
+                answer = (await client.get("/server_info")).json()
             except (httpx.TransportError, ValueError):
                 return
-            pid = (told.get("workers") or [{}])[0].get("pid")
+            pid = (answer.get("workers") or [{}])[0].get("pid")
             if pid and pid not in killed:
                 killed.add(pid)
                 with contextlib.suppress(ProcessLookupError):
@@ -85,7 +85,7 @@ async def kill_workers(server: RealServer) -> None:
 
 @pytest.mark.long
 def test_sigterm_ends_a_stream_that_stands_still_at_the_deadline(tmp_path: Path, tiny_model: Path) -> None:
-    """Its worker is stopped and does not even hear of the end; the client is told, and the exit is an orderly one."""
+    """Its worker is stopped and does not hear of the end; the client gets an error, and the exit is orderly."""
     options = ["--dtype", "float32", "--cpu-threads", "1", "--max-total-tokens", "4096", "--shutdown-timeout", "1"]
     with running(tmp_path / "log", str(tiny_model), *options) as server:
         worker = httpx.get(f"{server.url}/server_info", timeout=PATIENCE).json()["workers"][0]["pid"]

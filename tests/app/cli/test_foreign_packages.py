@@ -86,11 +86,11 @@ def test_a_start_beside_hugging_faces_kernels_works_or_names_it(install, tmp_pat
     theirs.mkdir()
     install(theirs)
     shutil.copytree(theirs, site, dirs_exist_ok=True)  # theirs is installed last
-    told = run(site, "-m", "app", "version")
-    assert told.returncode == 2
-    assert told.stderr.startswith("troupe: the module named kernels")
-    assert "pip uninstall kernels" in told.stderr
-    assert "Traceback" not in told.stderr
+    output = run(site, "-m", "app", "version")
+    assert output.returncode == 2
+    assert output.stderr.startswith("troupe: the module named kernels")
+    assert "pip uninstall kernels" in output.stderr
+    assert "Traceback" not in output.stderr
 
 
 def test_a_module_that_was_uninstalled_over_ours_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,9 +109,9 @@ def test_an_asgi_server_names_the_foreign_package(tmp_path: Path) -> None:
         "async def send(message): print(message)\n"
         "asyncio.run(app.asgi({'type': 'lifespan'}, receive, send))\n"
     )
-    told = run(tmp_path, "-c", program)
-    assert "lifespan.startup.failed" in told.stdout, told.stderr
-    assert "pip uninstall kernels" in told.stdout
+    output = run(tmp_path, "-c", program)
+    assert "lifespan.startup.failed" in output.stdout, output.stderr
+    assert "pip uninstall kernels" in output.stdout
 
 
 @pytest.fixture
@@ -148,8 +148,8 @@ def broken_npu(tmp_path: Path) -> Path:
 def test_programs_of_ours_run_beside_torch_npu_without_cann(words, broken_npu: Path, slow_model: Path) -> None:
     site = os.pathsep.join((str(broken_npu), str(ROOT)))
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
-    told = [str(slow_model) if word == "MODEL" else word for word in words]
+    output = [str(slow_model) if word == "MODEL" else word for word in words]
     done = subprocess.run(
-        [sys.executable, *told], cwd=ROOT, env=environment | {"PYTHONPATH": site}, capture_output=True, text=True
+        [sys.executable, *output], cwd=ROOT, env=environment | {"PYTHONPATH": site}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr

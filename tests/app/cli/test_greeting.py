@@ -42,10 +42,10 @@ def test_only_an_open_server_without_a_key_warns(bound: socket.socket) -> None:
 async def test_the_page_and_a_first_request_are_reported_when_ready(application, serve, until, caplog) -> None:
     caplog.set_level(logging.INFO, logger="troupe.http")
     application.url = await serve(application)
-    told = lambda: [record.getMessage() for record in caplog.records]  # noqa: E731
-    await until(lambda: any("first request" in line for line in told()))
-    assert f"The live page: {application.url}/" in told()
-    words = shlex.split(next(line for line in told() if "first request" in line).partition("curl ")[2])
+    reported = lambda: [record.getMessage() for record in caplog.records]  # noqa: E731
+    await until(lambda: any("first request" in line for line in reported()))
+    assert f"The live page: {application.url}/" in reported()
+    words = shlex.split(next(line for line in reported() if "first request" in line).partition("curl ")[2])
     assert words[1] == "-H"
     assert words[3] == "-d"
     name, _, value = words[2].partition(": ")

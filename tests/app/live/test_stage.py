@@ -71,14 +71,14 @@ async def test_a_frame_reports_actors_and_what_goes_between_them(application, en
     engine.company = [status("scheduler", depth=3), status("worker-0", "restarting", incarnation=2)]
     handle(engine.traffic, "scheduler", "Submit", 5)
     handle(engine.traffic, "scheduler", "StepDone", 7)
-    told = await frame(application)
-    assert told["whole"]
-    assert told["model"]["name"] == "fake"
-    assert told["restarts"] == 2
-    scheduler, worker = told["actors"]
+    answer = await frame(application)
+    assert answer["whole"]
+    assert answer["model"]["name"] == "fake"
+    assert answer["restarts"] == 2
+    scheduler, worker = answer["actors"]
     assert (scheduler["role"], scheduler["depth"], scheduler["handled"], scheduler["busy"]) == ("scheduler", 4, 12, 3.0)
     assert (worker["role"], worker["state"], worker["restarts"]) == ("worker", "restarting", 2)
-    ways = {(edge["source"], edge["target"]): edge["count"] for edge in told["edges"]}
+    ways = {(edge["source"], edge["target"]): edge["count"] for edge in answer["edges"]}
     assert ways["tokenizer", "scheduler"] == 5
     assert ways["worker", "scheduler"] == 7
 
@@ -105,16 +105,16 @@ async def test_frames_follow_each_other_and_report_only_what_changed(application
     timeline = request_of(engine)
     timeline.begin("queue", time.monotonic(), 0)
     async with httpx.AsyncClient(timeout=60) as client, client.stream("GET", f"{url}/stage?frames=4") as response:
-        told = []
+        answer = []
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
-                told.append(msgspec.json.decode(line[6:]))
-                if len(told) == 2:
+                answer.append(msgspec.json.decode(line[6:]))
+                if len(answer) == 2:
                     timeline.begin("decode", time.monotonic(), 0)
-    assert [one["whole"] for one in told] == [True, False, False, False]
-    assert [one["number"] for one in told] == list(range(told[0]["number"], told[0]["number"] + 4))
-    assert all(later["at"] > before["at"] for before, later in itertools.pairwise(told))
-    spans = [[span[0] for request in one["requests"] for span in request["spans"]] for one in told]
+    assert [one["whole"] for one in answer] == [True, False, False, False]
+    assert [one["number"] for one in answer] == list(range(answer[0]["number"], answer[0]["number"] + 4))
+    assert all(later["at"] > before["at"] for before, later in itertools.pairwise(answer))
+    spans = [[span[0] for request in one["requests"] for span in request["spans"]] for one in answer]
     assert spans[0] == ["queue"]
     assert spans[1] == []
     assert ["queue", "decode"] in spans[2:]
@@ -122,8 +122,8 @@ async def test_frames_follow_each_other_and_report_only_what_changed(application
 
 async def test_one_picture_is_drawn_for_all_viewers(application, engine, serve):
     url = await serve(application)
-    told = await asyncio.gather(*(events(url, "/stage?frames=3", 3) for _ in range(6)))
-    numbers = [one["number"] for seen in told for one in seen]
+    answer = await asyncio.gather(*(events(url, "/stage?frames=3", 3) for _ in range(6)))
+    numbers = [one["number"] for seen in answer for one in seen]
     assert len(numbers) == 18
     assert application.service.feed.drawn == max(numbers)
     assert max(numbers) < 18
@@ -217,8 +217,8 @@ async def test_a_key_sees_its_own_requests_and_the_admin_key_all(make_applicatio
     for key in ("first", "second", "admin-key"):
         headers = {"x-api-key": key}
         response = await client.get("/stage?frames=1", headers=headers)
-        told = msgspec.json.decode((await response.get_data()).decode().split("\n\n")[0].removeprefix("data: "))
-        seen[key] = {request["handle"] for request in told["requests"]}
+        answer = msgspec.json.decode((await response.get_data()).decode().split("\n\n")[0].removeprefix("data: "))
+        seen[key] = {request["handle"] for request in answer["requests"]}
     assert len(seen["first"]) == 2
     assert len(seen["second"]) == 1
     assert seen["admin-key"] == seen["first"] | seen["second"]
@@ -246,12 +246,12 @@ async def test_no_text_of_a_request_is_sent(application, engine):
     timeline.request |= {"gen_ai.request.stop_sequences": ("secret-stop",), "gen_ai.request.user": "secret-user"}
     timeline.begin("queue", timeline.started, 0, note="secret-note", wait=1.5, worker="worker-0")
     timeline.mark("preempted", timeline.started, 0, text="secret-mark", pages=3)
-    told = await frame(application)
-    handle = told["requests"][0]["handle"]
+    answer = await frame(application)
+    handle = answer["requests"][0]["handle"]
     shown = application.service.feed.requests.waterfall(handle)
     engine.timelines.close(timeline, Outcome(error_type="InvalidRequest", message="secret-message"))
     after = application.service.feed.requests.waterfall(handle)
-    everything = msgspec.json.encode([told, await frame(application), shown, after]).decode()
+    everything = msgspec.json.encode([answer, await frame(application), shown, after]).decode()
     assert "secret" not in everything
     queue = next(hop for hop in after.hops if hop.name == "queue")
     assert queue.attributes == {"wait": 1.5, "worker": "worker-0"}
@@ -267,8 +267,12 @@ async def test_a_request_in_full_by_its_handle_or_its_id(application, engine):
     by_id = msgspec.json.decode(await (await client.get("/stage/requests/chatcmpl-1")).get_data())
     assert by_id["duration"] is None
     assert by_id["trace_id"] == "0af7651916cd43dd8448eb211c80319c"
-    told = next(hop for hop in by_id["hops"] if hop["name"] == "prefill")
-    assert (told["start"], told["end"], told["attributes"]) == (pytest.approx(0.5), pytest.approx(0.75), {"tokens": 12})
+    answer = next(hop for hop in by_id["hops"] if hop["name"] == "prefill")
+    assert (answer["start"], answer["end"], answer["attributes"]) == (
+        pytest.approx(0.5),
+        pytest.approx(0.75),
+        {"tokens": 12},
+    )
     engine.timelines.close(timeline, Outcome(finish_reasons=("stop",)))
     by_handle = msgspec.json.decode(await (await client.get(f"/stage/requests/{by_id['handle']}")).get_data())
     assert by_handle["duration"] > 0

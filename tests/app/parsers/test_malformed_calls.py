@@ -112,6 +112,8 @@ HARMONY = {
     "<|channel|>final Hello!": "final Hello!",
     "<|channel|>final Hello!<|end|>Bye": "final Hello!Bye",
     "<|channel|>fin": "",
+    " to=me, said he": " to=me, said he",
+    " to=functions.now": "",
     "<|start|>assistant<|channel|>final<|return|>": "",
     "<|start|>assistant<|channel|>commentary to=functions.ad": "",
     "<|channel|>" + "long " * 200 + "<|end|>.": "long " * 200 + ".",

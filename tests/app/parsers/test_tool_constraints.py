@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from typing import Any
 
+import jsonschema
 import msgspec
 import pytest
-from tokenizers import Tokenizer
 
-from app.apis.events import Call, join
+from app.parsers.base import StreamingParser
+from app.parsers.events import CallArguments, CallBegun, Text
 from app.parsers.registry import TOOL_PARSERS
-from app.parsers.tools.constraints import forced_calls, native_calls, strict_calls
-from app.understudy import MODEL_DIR
-from kernels.contract.grammar import Grammar, GrammarSettings
-from kernels.grammar.llguidance_backend import LlGuidance
-from tests.kits.tool_formats import ADD, TOOLS
+from app.parsers.tools.constraints import Form, forced_calls, native_calls, strict_calls
+from app.parsers.tools.lark import Unenforceable
+from app.parsers.tools.parameters import types_of
+from tests.kits.tool_formats import ADD, TOOLS, written
+from tests.kits.tool_grammars import MarkedTokenizer
 
+FORMATS = sorted(set(TOOL_PARSERS) - {"passthrough"})
+AT_START = {"json", "pythonic", "gpt-oss"}
 FRAMED = {"hermes", "llama3_json", "internlm", "mistral", "deepseekv3", "deepseekv31"}
 
 
@@ -54,97 +59,182 @@ def test_references_still_find_their_definitions() -> None:
     assert moved["$defs"] == tree["$defs"]
 
 
-@pytest.mark.parametrize("name", sorted(set(TOOL_PARSERS)))
-def test_a_frame_around_arguments_is_a_call_in_the_format(name: str) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_structural_tag_is_a_call_in_the_format(name: str) -> None:
     form = TOOL_PARSERS[name]
-    constraint = strict_calls(form, TOOLS)
-    assert (constraint is not None) == (name in FRAMED)
-    if constraint is None:
+    if name not in FRAMED:
+        with pytest.raises(Unenforceable):
+            strict_calls(form, TOOLS)
         return
-    tag = msgspec.json.decode(constraint.text)
+    tag = msgspec.json.decode(strict_calls(form, TOOLS).text)
     [trigger] = tag["triggers"]
     assert [each["schema"] for each in tag["structures"]] == list(TOOLS.values())
     for each in tag["structures"]:
         assert each["begin"].startswith(trigger)
     framed = tag["structures"][1]["begin"] + '{"a": -1.5, "b": null}' + tag["structures"][1]["end"]
-    [call] = join(form(TOOLS).read(framed))
-    assert isinstance(call, Call)
-    assert (call.name, msgspec.json.decode(call.arguments)) == ADD
+    [call, *pieces] = form(TOOLS).read(framed)
+    assert isinstance(call, CallBegun)
+    assert (call.name, msgspec.json.decode("".join(piece.text for piece in pieces))) == ADD
 
 
-def test_forced_calls_are_in_the_models_format_where_it_is_json() -> None:
-    form, tokens = TOOL_PARSERS["deepseekv31"], {"<｜tool▁call▁begin｜>": 7, "<｜tool▁sep｜>": None}
-    constraint = native_calls(form, {"add": {}, "now": {}}, tokens, forced=True)
-    assert constraint is not None
-    start, call, first, arguments, *_ = constraint.text.splitlines()
-    assert start.endswith('call ("\\n"? call)* "<\\uff5ctool\\u2581calls\\u2581end\\uff5c>"')
-    assert (call, first.split(" ")[:2]) == ("call: call0 | call1", ["call0:", "<[7]>"])
-    assert msgspec.json.decode(arguments.partition("%json ")[2])["type"] == "object"
-    single = native_calls(form, {"add": {}}, tokens, forced=True, single=True)
-    assert single is not None
-    assert ")*" not in single.text
-    assert native_calls(TOOL_PARSERS["glm45"], {"add": {}}, {}, forced=True) is None
-
-
-TREE = {
-    "type": "object",
-    "properties": {"x": {"$ref": "#/$defs/X"}, "a": {"type": "number"}},
-    "required": ["x"],
-    "additionalProperties": False,
-    "$defs": {"X": {"enum": ["é", '"']}},
+STRICT = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 5},
+            "days": {"type": "integer", "minimum": 1, "maximum": 30},
+            "unit": {"enum": ["C", "F"]},
+            "color": {"$ref": "#/$defs/Color"},
+            "tags": {"type": "array", "items": {"$ref": "#/$defs/Color"}, "maxItems": 2},
+            "some": {"anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]},
+            "code": {"type": "string", "pattern": "^[a-z]{2}/[0-9]$"},
+            "day": {"type": "string", "format": "date"},
+            "ok": {"type": "boolean"},
+            "none": {"type": "null"},
+        },
+        "required": ["city", "days", "color", "code", "none"],
+        "additionalProperties": False,
+        "$defs": {"Color": {"type": "string", "enum": ["red", "dark green", "5"]}},
+    },
+    "now": {"type": "object", "properties": {}, "additionalProperties": False},
 }
+RIGHT = {"city": "Os", "days": 2, "color": "5", "tags": ["red"], "code": "ab/1", "ok": True, "none": None}
 
 
-def tokens_of(text: str) -> list[int]:
-    found: list[int] = _VOCABULARY.encode(text, add_special_tokens=False).ids
-    return found
+def calls_of(form: type[StreamingParser], text: str) -> tuple[str, list[tuple[str, Any]]]:
+    """Content, and calls."""
+    reader, content, calls = form(STRICT), "", []
+    for event in (*reader.read(text), *reader.end()):
+        if isinstance(event, Text):
+            content += event.text
+        elif isinstance(event, CallBegun):
+            calls.append([event.name, ""])
+        elif isinstance(event, CallArguments):
+            calls[-1][1] += event.text
+    return content, [(called, msgspec.json.decode(arguments)) for called, arguments in calls]
 
 
-_VOCABULARY = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+@cache
+def marked(name: str, special: bool) -> MarkedTokenizer:
+    return MarkedTokenizer(TOOL_PARSERS[name], special=special)
 
 
-def backend() -> LlGuidance:
-    settings = GrammarSettings("llguidance", (MODEL_DIR / "tokenizer.json").read_text(), (2,))
-    return LlGuidance(settings, _VOCABULARY.get_vocab_size())
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_texts_of_forced_calls_are_calls_that_validate(name: str) -> None:
+    form, vocabulary = TOOL_PARSERS[name], marked(name, True)
+    compiled = vocabulary.compile(native_calls(form, STRICT, vocabulary.tokens, forced=True, single=True))
+    names = set()
+    for seed in range(12):
+        text = vocabulary.sample(compiled, seed)
+        content, [(called, arguments)] = calls_of(form, text)
+        jsonschema.Draft202012Validator(STRICT[called], format_checker=jsonschema.FormatChecker(["date"])).validate(
+            arguments
+        )
+        names.add(called)
+        assert content.strip() == "" or name == "gpt-oss"
+    assert names == set(STRICT)
 
 
-@pytest.mark.parametrize("name", sorted(FRAMED))
-def test_the_backend_takes_forced_calls_and_no_other_text(name: str) -> None:
-    form, ids = TOOL_PARSERS[name], tokens_of
-    tokens = {mark: found[0] if len(found := ids(mark)) == 1 else None for mark in (*form.OPEN, *form.MARKS)}
-    constraint = native_calls(form, {"tree": TREE, "now": TOOLS["now"]}, tokens, forced=True)
-    assert constraint is not None
-    compiled = backend().compile(Grammar("ebnf", constraint.text))
-
-    def accepts(text: str) -> bool:
-        state = compiled()
-        return all(state.accept(token) for token in [*ids(text), 2])
-
-    def call(name: str, arguments: str) -> str:
-        begin, end = form.frame(name) or ("", "")
-        return begin + arguments + end
-
-    before, behind = form.SECTION
-    assert accepts(before + call("tree", '{"x": "é", "a": 1}') + call("now", "{}") + behind)
-    assert not accepts(before + behind)
-    assert not accepts(before + call("tree", '{"x": "y"}') + behind)
-    assert not accepts(before + call("rm", "{}") + behind)
-    assert not accepts("Hello!")
+def spelled(name: str, *calls: tuple[str, Any]) -> str:
+    """The calls as ``written``, without what its models need not write. Python's values are JSON in grammars."""
+    if name in ("pythonic", "llama4"):
+        listed = [
+            f"{called}({', '.join(f'{key}={value}' for key, value in python(arguments))})"
+            for called, arguments in calls
+        ]
+        text = f"[{', '.join(listed)}]"
+        return f"<|python_start|>{text}<|python_end|>" if name == "llama4" else text
+    text = written(name, *calls).rstrip("\n")
+    if name == "gpt-oss":
+        text = text.removeprefix("<|start|>assistant").replace("<|call|>", "")
+    return text
 
 
-def test_the_backend_takes_text_with_calls_that_match() -> None:
-    form, ids = TOOL_PARSERS["hermes"], tokens_of
-    constraint = native_calls(form, {"tree": TREE}, {"<tool_call>": 5, "</tool_call>": 6}, forced=False)
-    assert constraint is not None
-    compiled = backend().compile(Grammar("ebnf", constraint.text))
-    good = '<tool_call>\n{"name": "tree", "arguments": {"x": "é"}}\n</tool_call>'
+def python(arguments: dict[str, Any]) -> list[tuple[str, str]]:
+    words = {True: "True", False: "False", None: "None"}
+    return [
+        (key, words[value] if value is None or isinstance(value, bool) else msgspec.json.encode(value).decode())
+        for key, value in arguments.items()
+    ]
 
-    def accepts(text: str) -> bool:
-        state = compiled()
-        return all(state.accept(token) for token in [*ids(text), 2])
 
-    assert accepts("Hello!")
-    assert accepts(f"I look. {good}\n{good} So.")
-    assert not accepts(good.replace("é", "y"))
-    assert not accepts(good.replace("tree", "rm"))
-    assert native_calls(form, {"tree": TREE}, {"<tool_call>": None}, forced=False) is None
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_are_held_to_their_schemas_in_text_and_beside_a_form(name: str, special: bool) -> None:
+    form, vocabulary = TOOL_PARSERS[name], marked(name, special)
+    if name == "gpt-oss" and not special:
+        with pytest.raises(Unenforceable, match="vocabulary"):
+            native_calls(form, STRICT, vocabulary.tokens, forced=True)
+        return
+    final = "<|channel|>final<|message|>" if name == "gpt-oss" else ""
+    other = Form("json_schema", '{"type": "integer"}', "")
+    kinds = {"forced": {"forced": True}, "auto": {"forced": False}, "form": {"forced": False, "other": other}}
+    for kind, keywords in kinds.items():
+        compiled = vocabulary.compile(native_calls(form, STRICT, vocabulary.tokens, **keywords))  # type: ignore[arg-type]
+
+        def accepts(text: str, compiled: Any = compiled) -> bool:
+            if name == "granite" and not special:  # then its other mark is the one that is a token
+                text = text.replace("<|tool_call|>", "<tool_call>")
+            return vocabulary.accepts(compiled, text)
+
+        good = spelled(name, ("weather", RIGHT))
+        assert accepts(good), kind
+        assert accepts(spelled(name, ("now", {}))), kind
+        assert calls_of(form, good) == ("", [("weather", RIGHT)])
+        for wrong in ({"days": 31}, {"days": "x"}, {"color": "blue"}, {"city": "Stockholm"}, {"code": "abc"}):
+            assert not accepts(spelled(name, ("weather", RIGHT | wrong))), (kind, wrong)
+        assert not accepts(spelled(name, ("weather", {"city": "Os"}))), kind
+        assert not accepts(spelled(name, ("rm", {}))), kind
+        assert accepts(final + "Hello! <b>") == (kind == "auto"), kind
+        assert accepts(final + "5") == (kind != "forced"), kind
+        if name != "gpt-oss":
+            assert accepts(spelled(name, ("weather", RIGHT), ("now", {}))), kind
+        if name not in AT_START and kind == "auto":
+            assert accepts(f"I look. {good} So.")
+            assert not accepts(f"I look. {spelled(name, ('rm', {}))} So.")
+
+
+def test_a_mark_cannot_be_spelled_with_other_tokens() -> None:
+    vocabulary = marked("hermes", True)
+    compiled = vocabulary.compile(native_calls(TOOL_PARSERS["hermes"], STRICT, vocabulary.tokens, forced=False))
+    state = compiled()
+    assert not all(state.accept(token) for token in [*vocabulary.encode("<tool_"), *vocabulary.encode("call>")])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "string", "format": "iri"}}}, "format iri"),
+        ({"type": "object", "properties": {"a": {"type": "string", "pattern": "^a|b$"}}}, "alternatives"),
+        ({"type": "object", "required": ["a"]}, "required 'a'"),
+        ({"type": "object", "minProperties": 1}, "minProperties"),
+        ({"type": "object", "properties": {"a<": {}}}, "the name 'a<'"),
+    ],
+)
+def test_what_tags_cannot_be_held_to_is_named(parameters: dict[str, Any], said: str) -> None:
+    with pytest.raises(Unenforceable, match=re.escape(said)):
+        native_calls(TOOL_PARSERS["qwen3_coder"], {"f": parameters}, {}, forced=False)
+
+
+def test_a_schema_in_itself_ends() -> None:
+    tree = {"anyOf": [{"$ref": "#/$defs/t"}, {"$ref": "#/$defs/t"}, {"type": "string"}]}
+    parameters = {"type": "object", "properties": {"t": {"$ref": "#/$defs/t"}}, "$defs": {"t": tree}}
+    assert types_of({"$ref": "#/$defs/t"}, parameters) == set()
+    loop = {"type": "object", "properties": {"t": {"$ref": "#/$defs/u"}}, "$defs": {"u": {"$ref": "#/$defs/u"}}}
+    assert native_calls(TOOL_PARSERS["qwen3_coder"], {"f": loop}, {}, forced=True)
+
+
+def test_other_forms_stand_beside_calls() -> None:
+    vocabulary = marked("hermes", True)
+    for form, good, wrong in (
+        (Form("regex", "[a-z]{2}/[0-9]", ""), "ab/1", "abc"),
+        (Form("choice", '["red", "dark green"]', ""), "dark green", "green"),
+        (Form("json_object", "", " ?"), '{"a": 1}', "5"),
+        (Form("json_schema", "true", ""), "[1,2]", "x"),
+    ):
+        found = native_calls(TOOL_PARSERS["hermes"], STRICT, vocabulary.tokens, forced=False, other=form)
+        compiled = vocabulary.compile(found)
+        assert vocabulary.accepts(compiled, good)
+        assert not vocabulary.accepts(compiled, wrong)
+    with pytest.raises(Unenforceable, match="ebnf"):
+        native_calls(TOOL_PARSERS["hermes"], STRICT, vocabulary.tokens, forced=False, other=Form("ebnf", "x", ""))

@@ -218,12 +218,12 @@ def test_s5_cve_2025_48944_a_bad_tool_is_refused(target: Target) -> None:
     ],
 )
 def test_s5_cve_2026_44223_cve_2026_116180_extreme_fields_are_answered(target: Target, fields: dict[str, Any]) -> None:
-    """Penalties, biases and log-probabilities together divided by nothing or told memory that was never written."""
+    """Penalties, biases and log-probabilities together divided by zero or returned memory that was never written."""
     answer = target.post("/v1/completions", {"prompt": "once upon", "max_tokens": 4, "seed": 1, **fields})
     assert answer.status_code == 200, answer.text
     for choice in answer.json()["choices"]:
-        told = [p for p in (choice["logprobs"] or {}).get("token_logprobs", []) if p is not None]
-        assert all(p <= 0 for p in told)
+        reported = [p for p in (choice["logprobs"] or {}).get("token_logprobs", []) if p is not None]
+        assert all(p <= 0 for p in reported)
 
 
 # -- S6: patterns and grammars that never end

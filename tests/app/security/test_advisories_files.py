@@ -119,9 +119,9 @@ async def test_s14_cve_2026_22778_errors_reveal_no_address_and_no_path(
     assert "0x" not in text
     assert "/root" not in text
     assert "RuntimeError" not in text
-    told = json.loads(text)["error"]["message"]
+    reported = json.loads(text)["error"]["message"]
     record = next(record for record in caplog.records if record.exc_info)
-    assert told.rpartition("under ")[2].rstrip(".") in record.getMessage()  # the reference leads to the log
+    assert reported.rpartition("under ")[2].rstrip(".") in record.getMessage()  # the reference leads to the log
 
 
 def test_s14_values_of_a_request_are_not_returned_whole(target: Target) -> None:

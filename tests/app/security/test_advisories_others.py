@@ -1,4 +1,4 @@
-"""The field's advisories, S7 to S11: what belongs to others, and doors beside the door. See test_advisories."""
+"""The field's advisories, S7 to S11: data of other clients, and other ways in. See test_advisories."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_s7_cve_2026_111392_no_hash_of_a_client_names_cached_content(target: Tar
 
 
 def test_s8_cve_2025_46570_salts_keep_prefixes_apart(target: Target) -> None:
-    """The time of an answer told whether somebody else had sent the same prompt."""
+    """The time of an answer revealed whether another client had sent the same prompt."""
     body = {"text": "the same words again and again " * 8, "sampling_params": {"max_new_tokens": 1}}
 
     def cached(salt: str) -> int:
@@ -138,7 +138,7 @@ def test_s9_cve_2026_5760_a_template_stays_in_its_sandbox(source: str) -> None:
 # (CVE-2026-115911, an endless template that holds up everybody's: tests/actors/text/test_renderer.py.)
 
 
-# -- S10: doors beside the door
+# -- S10: other ways in
 
 
 def test_s10_cve_2026_48746_the_host_header_opens_nothing(target: Target) -> None:
@@ -184,7 +184,7 @@ def test_s10_administration_is_off_without_its_key(make_application: Any) -> Non
 
 
 def test_s11_cve_2025_59425_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time until a wrong key was refused told how much of it was right."""
+    """The time until a wrong key was refused revealed how much of it was right."""
     compared: list[tuple[bytes, bytes]] = []
     same = hmac.compare_digest
 

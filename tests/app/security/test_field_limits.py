@@ -346,6 +346,125 @@ TABLE: dict[str, dict[str, list[Any]]] = {
     "/set_trace_level": {"level": [-1, 4, HUGE, "1"]},
 }
 TABLE |= OTHER_APIS
+
+
+def item(**fields: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": "hi", **fields}]
+
+
+def parted(**fields: object) -> list[dict[str, object]]:
+    return item(content=[{"type": "input_text", "text": "hi", **fields}])
+
+
+def called_item(kind: str, **fields: object) -> list[dict[str, object]]:
+    return [{"type": kind, "call_id": "1", "name": "f", **fields}]
+
+
+def answered(**part: object) -> list[dict[str, object]]:
+    return called_item("function_call_output", output=[{"type": "input_text", "text": "hi", **part}])
+
+
+def thought(**part: object) -> list[dict[str, object]]:
+    return [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "hi", **part}]}, *item()]
+
+
+def function(**fields: object) -> list[dict[str, object]]:
+    return [{"type": "function", "name": "f", **fields}]
+
+
+def inside(field: str, *values: object, **others: object) -> list[Any]:
+    """Values of a field of the body's objects: ``a.b``."""
+    inner = field.partition(".")[2]
+    return [({inner: value, **others}, field, {}) for value in values]
+
+
+def named(field: str, *values: object) -> list[Any]:
+    return [(value, field, {}) for value in values]
+
+
+ITEMS: dict[str, list[Any]] = {
+    "[].type": [item(type=OVER_NAME), item(type="computer_call")],
+    "[].id": [item(id=OVER_NAME)],
+    "[].role": [item(role="owner"), item(role=5)],
+    "[].content": [item(content=5), item(content=[{"type": "input_image"}])],
+    "[].content[].type": [parted(type=OVER_NAME), parted(type="input_image")],
+    "[].content[].text": [parted(text=5), parted(text=None)],
+    "[].content[].refusal": [parted(refusal=5), parted(type="refusal")],
+    "[].status": [item(status="banana")],
+    "[].call_id": [called_item("function_call", call_id=OVER_NAME), called_item("function_call", call_id=None)],
+    "[].name": [called_item("function_call", name=OVER_NAME), called_item("custom_tool_call", name=None)],
+    "[].arguments": [called_item("function_call", arguments=5)],
+    "[].input": [called_item("custom_tool_call", input=5)],
+    "[].output": [called_item("function_call_output"), called_item("function_call_output", output=5)],
+    "[].output[].type": [answered(type="input_image")],
+    "[].output[].text": [answered(text=5)],
+    "[].output[].refusal": [answered(refusal=5)],
+    "[].summary": [[{"type": "reasoning", "summary": 5}]],
+    "[].summary[].type": [thought(type="input_image")],
+    "[].summary[].text": [thought(text=5)],
+    "[].summary[].refusal": [thought(refusal=5)],
+    "[].encrypted_content": [[{"type": "reasoning", "encrypted_content": 5}]],
+    "[].phase": [item(phase=OVER_NAME)],
+}
+TABLE["/v1/responses"] = {
+    **{name: OPENAI[name] for name in (
+        "model", "cache_salt", "metadata", "priority", "prompt_cache_key", "prompt_cache_retention",
+        "safety_identifier", "seed", "service_tier", "store", "stream", "temperature", "top_k", "top_p", "user",
+    )},
+    "input": [[], item() * (LIMITS.messages + 1), 5, OVER_CONTEXT, item(content=OVER_CONTEXT)],
+    **{f"input{path}": named(f"input{path}".replace("[]", "[0]"), *values) for path, values in ITEMS.items()},
+    "background": [5, (True, "background", {"store": False})],
+    "chat_template_kwargs": CONVERSATION["chat_template_kwargs"],
+    "conversation": [OVER_NAME, 5, ("conv_1", "conversation", {"previous_response_id": "resp_1"})],
+    "conversation.id": inside("conversation.id", OVER_NAME, 5),
+    "include": [5, ["everything"], ["message.output_text.logprobs"] * 33],
+    "instructions": [5, (OVER_CONTEXT, "input", {})],
+    "max_output_tokens": [0, -1, 2**31, HUGE],
+    "max_tool_calls": [0, HUGE],
+    "parallel_tool_calls": [5],
+    "previous_response_id": [OVER_NAME, 5],
+    "reasoning": [5, {"budget": 5}],
+    "reasoning.effort": inside("reasoning.effort", "x" * 33, 5),
+    "reasoning.summary": inside("reasoning.summary", "long"),
+    "reasoning.generate_summary": inside("reasoning.generate_summary", "long"),
+    "stream_options": [5],
+    "stream_options.include_obfuscation": inside("stream_options.include_obfuscation", 5),
+    "text": [5, {"banana": 5}],
+    "text.format": inside("text.format", 5, {"type": "xml"}, {"type": "json_schema", "schema": {"type": "nope"}}),
+    "text.verbosity": inside("text.verbosity", "banana"),
+    "tool_choice": [OVER_NAME, "required", {"type": "function"}, deep(100)],
+    "tools": [5, function() * (LIMITS.tools + 1)],
+    "tools[].type": named("tools[0].type", [{"type": OVER_NAME}], [{"type": "web_search"}]),
+    "tools[].name": named("tools[0].name", function(name="a b"), function(name=OVER_NAME), function(name=None)),
+    "tools[].description": named("tools[0].description", function(description=5)),
+    "tools[].parameters": named("tools[0].parameters", function(parameters=5), function(parameters={"type": "nope"})),
+    "tools[].strict": named("tools[0].strict", function(strict=5)),
+    "tools[].format": named("tools[0].format", function(format=5), function(type="custom", format={"type": "grammar"})),
+    "top_logprobs": [-1, LIMITS.logprobs + 1, HUGE],
+    "truncation": ["banana"],
+}  # fmt: skip
+TABLE["/v1/responses/input_tokens"] = {name: [] for name in TABLE["/v1/responses"]}  # the same body
+TABLE["/v1/conversations"] = {
+    "items": [5, item() * 21],
+    **{f"items{path}": named(f"items{path}".replace("[]", "[0]"), *values) for path, values in ITEMS.items()},
+    "metadata": OPENAI["metadata"],
+}
+TABLE["/v1/conversations/{conversation_id}"] = {"metadata": OPENAI["metadata"]}
+TABLE["/v1/conversations/{conversation_id}/items"] = {
+    "items": [[], 5, item() * 21],
+    # The items themselves are checked as those of a new conversation, when the conversation was found.
+    **{f"items{path}": [] for path in ITEMS},
+}
+TABLE["/v1/embeddings"] = {
+    "input": [5, []],
+    "model": [OVER_NAME, 5, "tiny"],
+    "encoding_format": ["hex"],
+    "dimensions": [0, -1, HUGE],
+    "user": OPENAI["user"],
+    "cache_salt": [5],
+    "priority": OPENAI["priority"],
+    "rid": [OVER_LABEL],
+}
 TABLE["/v1/batches"] = {
     "input_file_id": [OVER_NAME, 5, "file-x"],
     "endpoint": [OVER_NAME, "/v1/embeddings", 5],
@@ -361,6 +480,12 @@ TABLE["/v1/batches"] = {
 TABLE |= {f"/v1{path}": TABLE[path] for path in ("/tokenize", "/detokenize")}
 
 NEEDED: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 1},
+    "/v1/responses/input_tokens": {},
+    "/v1/conversations": {},
+    "/v1/conversations/{conversation_id}": {},
+    "/v1/conversations/{conversation_id}/items": {},
     "/v1/batches": {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"},
     "/v1/completions": {"prompt": "hi", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [MESSAGE], "max_tokens": 1},

@@ -148,8 +148,8 @@ def ends_well(target: Target, path: str, body: dict[str, Any]) -> None:
         for event in map(json.loads, events[:-1]):
             assert "error" not in event, said
     elif answer.status_code == 200:
-        told = answer.json()
-        choices = told if isinstance(told, list) else told.get("choices", [told])
+        reported = answer.json()
+        choices = reported if isinstance(reported, list) else reported.get("choices", [reported])
         assert all("NaN" not in json.dumps(choice) for choice in choices), said
         assert choices, said
     else:

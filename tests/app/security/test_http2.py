@@ -1,4 +1,4 @@
-"""HTTP/2 below the API: the same door, and a client that floods it or speaks out of turn."""
+"""HTTP/2 below the API: the same checks, and clients that flood it or break its order."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_http2_works_and_has_the_same_checks(target: Target) -> None:
         while len(got) < len(asked):
             for event in client.read():
                 if isinstance(event, h2.events.ResponseReceived):
-                    told = dict(event.headers)
-                    got[event.stream_id] = told.get(b":status") or told[":status"].encode()  # type: ignore[call-overload]
+                    reported = dict(event.headers)
+                    got[event.stream_id] = reported.get(b":status") or reported[":status"].encode()  # type: ignore[call-overload]
         assert got == asked
 
 
@@ -188,17 +188,19 @@ def test_a_body_that_comes_after_its_answer_ends_no_other_stream(target: Target)
         refused = client.h2.get_next_available_stream_id()
         client.h2.send_headers(refused, client.headers("/v1/completions", "POST", "wrong"), end_stream=False)
         client.flush()
-        told: list[Any] = []
-        while not any(isinstance(event, h2.events.StreamEnded) for event in told):
-            told += client.read()
+        reported: list[Any] = []
+        while not any(isinstance(event, h2.events.StreamEnded) for event in reported):
+            reported += client.read()
         for _ in range(3):
             client.h2.send_data(refused, b"x" * 1000)
             client.flush()
         stream = client.request()
         client.flush()
-        while not any(isinstance(event, h2.events.ResponseReceived) and event.stream_id == stream for event in told):
-            told += client.read()
-            assert None not in told
+        while not any(
+            isinstance(event, h2.events.ResponseReceived) and event.stream_id == stream for event in reported
+        ):
+            reported += client.read()
+            assert None not in reported
 
 
 def test_a_client_that_pings_now_and_then_is_served(target: Target) -> None:
@@ -211,10 +213,10 @@ def test_a_client_that_pings_now_and_then_is_served(target: Target) -> None:
         client.flush()
         answered = False
         while not answered:
-            told = client.read()
-            assert None not in told, "the connection is closed"
+            reported = client.read()
+            assert None not in reported, "the connection is closed"
             answered = any(
-                isinstance(event, h2.events.ResponseReceived) and event.stream_id == stream for event in told
+                isinstance(event, h2.events.ResponseReceived) and event.stream_id == stream for event in reported
             )
 
 

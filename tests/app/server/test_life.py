@@ -28,9 +28,9 @@ async def get(application, path):
 
 async def test_ready_reports_how_far_loading_is(application, engine):
     engine.status = EngineStatus(phase="starting", progress=0.4, stage="weights")
-    response, told = await get(application, "/ready")
+    response, reported = await get(application, "/ready")
     assert response.status_code == 503
-    assert told == {"status": "starting", "progress": 0.4, "stage": "weights", "error": None}
+    assert reported == {"status": "starting", "progress": 0.4, "stage": "weights", "error": None}
     assert (await get(application, "/live"))[0].status_code == 200
     assert (await get(application, "/health"))[0].status_code == 503
 
@@ -61,10 +61,10 @@ async def test_a_failed_start_is_reported_everywhere(application, engine, perman
     async with application.test_app():
         await asyncio.wait_for(application.failed.wait(), PATIENCE)
         assert application.exit_code == exit_code
-        response, told = await get(application, "/ready")
-        assert (response.status_code, told["error"]) == (503, "weights are missing")
-        response, told = await get(application, "/health")
-        assert (response.status_code, told["reason"]) == (503, "weights are missing")
+        response, reported = await get(application, "/ready")
+        assert (response.status_code, reported["error"]) == (503, "weights are missing")
+        response, reported = await get(application, "/health")
+        assert (response.status_code, reported["reason"]) == (503, "weights are missing")
         response = await application.test_client().post("/v1/chat/completions", json=BODY)
         assert response.status_code == 503
         assert response.headers["x-should-retry"] == "false"
@@ -73,9 +73,9 @@ async def test_a_failed_start_is_reported_everywhere(application, engine, perman
 async def test_health_is_progress(application, engine):
     assert (await get(application, "/health"))[0].status_code == 200
     engine.healthy = False
-    response, told = await get(application, "/health")
+    response, reported = await get(application, "/health")
     assert response.status_code == 503
-    assert "worker-0" in told["reason"]
+    assert "worker-0" in reported["reason"]
     assert not engine.requests
 
 
@@ -132,8 +132,8 @@ async def test_the_warm_up_comes_before_ready(make_application, until):
     engine.gate = asyncio.Event()
     async with application.test_app():
         await until(lambda: engine.streams)
-        response, told = await get(application, "/ready")
-        assert (response.status_code, told["stage"]) == (503, "warm-up requests")
+        response, reported = await get(application, "/ready")
+        assert (response.status_code, reported["stage"]) == (503, "warm-up requests")
         refused = await application.test_client().post("/v1/chat/completions", json=BODY)
         assert refused.status_code == 503
         engine.gate.set()
@@ -186,8 +186,8 @@ def test_workers_on_a_command_line(words, number):
 def test_importing_app_loads_nothing():
     code = "import sys, app; print([name for name in ('quart', 'torch', 'msgspec', 'actors') if name in sys.modules])"
     root = Path(__file__).parents[3]
-    told = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "[]"
+    reported = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert reported.stdout.strip() == "[]"
 
 
 def test_the_application_needs_neither_torch_nor_transformers():
@@ -195,5 +195,5 @@ def test_the_application_needs_neither_torch_nor_transformers():
         "import sys, app.server.application; print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     root = Path(__file__).parents[3]
-    told = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "[]"
+    reported = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert reported.stdout.strip() == "[]"

@@ -92,11 +92,11 @@ async def test_the_same_as_json(server: Callable[..., Server]) -> None:
     running = server(log_format="json")
     await running.call("/v1/completions", "POST", json=COMPLETION, headers={"traceparent": TRACE})
     (line,) = running.lines
-    told = json.loads(line)
-    assert told["trace_id"] == "a" * 32
-    assert told["request_id"].startswith("cmpl-")
-    assert (told["logger"], told["level"], told["method"]) == ("troupe.http", "info", "POST")
-    assert (told["path"], told["status"], told["outcome"]) == ("/v1/completions", 200, "done")
+    reported = json.loads(line)
+    assert reported["trace_id"] == "a" * 32
+    assert reported["request_id"].startswith("cmpl-")
+    assert (reported["logger"], reported["level"], reported["method"]) == ("troupe.http", "info", "POST")
+    assert (reported["path"], reported["status"], reported["outcome"]) == ("/v1/completions", 200, "done")
 
 
 async def test_records_of_a_handler_carry_the_requests_id(server: Callable[..., Server]) -> None:
@@ -104,9 +104,9 @@ async def test_records_of_a_handler_carry_the_requests_id(server: Callable[..., 
     running.engine.admission_error = RuntimeError("boom")
     assert await running.call("/v1/completions", "POST", json=COMPLETION) == 500
     (line,) = running.lines
-    told = json.loads(line)
-    assert told["request_id"] in told["message"]
-    assert told["exception"].endswith("RuntimeError: boom")
+    reported = json.loads(line)
+    assert reported["request_id"] in reported["message"]
+    assert reported["exception"].endswith("RuntimeError: boom")
 
 
 async def test_levels(server: Callable[..., Server]) -> None:
@@ -131,9 +131,9 @@ async def test_log_requests_adds_the_engines_line_in_its_format(server: Callable
     await running.call("/v1/completions", "POST", data=b"no json", headers={"content-type": "application/json"})
     requests = [json.loads(line) for line in running.lines if line.startswith("{")]
     access = [line for line in running.lines if not line.startswith("{")]
-    assert [told["message"] for told in requests] == ["request ended"] * 2
+    assert [reported["message"] for reported in requests] == ["request ended"] * 2
     assert all("troupe.http: POST /v1/completions" in line for line in access)
-    assert all(told["request_id"] in line for told, line in zip(requests, access, strict=True))
+    assert all(reported["request_id"] in line for reported, line in zip(requests, access, strict=True))
     assert requests[1]["error_type"]
     assert "private" not in running.log
 

@@ -1,4 +1,4 @@
-"""Very many at once, on a real server: each is served or told when to come back."""
+"""Very many at once, on a real server: each is served or refused with a time to come back."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ async def test_many_requests_at_once_are_admitted_or_refused_and_none_is_dropped
         assert crowd.refused == {429: 300 - crowd.admitted}
         assert all(1 <= wait <= 120 for wait in crowd.retry_after)
         async with httpx.AsyncClient(timeout=PATIENCE) as client, asyncio.timeout(PATIENCE):
-            while (told := (await client.get(f"{server.url}/server_info")).json())["requests"]["live"]:  # noqa: ASYNC110
+            while (answer := (await client.get(f"{server.url}/server_info")).json())["requests"]["live"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        assert told["requests"] == {"live": 0, "sequences": 0, "refused": 300 - crowd.admitted}
+        assert answer["requests"] == {"live": 0, "sequences": 0, "refused": 300 - crowd.admitted}
 
 
 def test_the_quantile_of_a_histogram_is_a_bound() -> None:

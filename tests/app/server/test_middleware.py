@@ -1,4 +1,4 @@
-"""Keys, paths, methods and bodies at the door; the access log."""
+"""Keys, paths, methods and bodies in the middleware; the access log."""
 
 from __future__ import annotations
 

@@ -51,9 +51,9 @@ async def test_a_missing_or_doubled_v1_is_answered_with_the_base_url(application
 @pytest.mark.parametrize(
     ("path", "what"),
     [
-        ("/v1/responses", CHAT),
-        ("/openai/v1/responses", CHAT),
-        ("/v1/embeddings", "embeddings is not built"),
+        ("/openai/v1/responses", "POST /v1/responses"),
+        ("/v1/threads", CHAT),
+        ("/embed", "POST /v1/embeddings"),
         ("/v1/audio/transcriptions", "is not built"),
         ("/v1/rerank", "is not built"),
         ("/generate_stream", "POST /generate"),

@@ -127,8 +127,8 @@ async def test_a_reader_that_stalls_is_reported_once_at_a_stop(application, engi
         for _ in range(2):  # the second one as after a second signal, or when the server has stopped listening
             await application.drain(0)
             assert any(exchange.stream_ids for exchange in application.service.live)
-    told = [record.getMessage() for record in caplog.records if "stops before" in record.getMessage()]
-    assert told == ["The server stops before 1 of its requests have ended; their clients receive an error."]
+    reported = [record.getMessage() for record in caplog.records if "stops before" in record.getMessage()]
+    assert reported == ["The server stops before 1 of its requests have ended; their clients receive an error."]
 
 
 async def test_a_stream_outlives_every_response_timeout(application, engine):

@@ -38,9 +38,9 @@ from app.server.errors import to_api_error
 def test_which_errors_may_be_retried_and_when(
     error: Exception, status: int, retry_after: str | None, should_retry: str | None
 ) -> None:
-    told = to_api_error(error, "req-1")
-    headers = told.headers()
-    assert told.status == status
+    answer = to_api_error(error, "req-1")
+    headers = answer.headers()
+    assert answer.status == status
     assert headers.get("Retry-After") == retry_after
     assert headers.get("x-should-retry") == should_retry
     assert headers.get("Connection") == ("close" if isinstance(error, EngineDraining) else None)

@@ -41,8 +41,8 @@ class Reader:
         """The error's code, if there was one, and the last event."""
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
-        told = [msgspec.json.decode(event) for event in self.events if event != "[DONE]"]
-        return next((record["error"]["code"] for record in told if "error" in record), None), self.events[-1]
+        answer = [msgspec.json.decode(event) for event in self.events if event != "[DONE]"]
+        return next((record["error"]["code"] for record in answer if "error" in record), None), self.events[-1]
 
 
 @contextmanager
@@ -57,8 +57,8 @@ def loaded(
         readers = [Reader(server) for _ in range(streams)]
 
         def live() -> int:
-            told = httpx.get(f"{server.url}/server_info", timeout=PATIENCE).json()
-            return int(told["requests"]["live"]) if told["scheduler"]["running"] else 0
+            answer = httpx.get(f"{server.url}/server_info", timeout=PATIENCE).json()
+            return int(answer["requests"]["live"]) if answer["scheduler"]["running"] else 0
 
         blocking_until(lambda: live() == streams, "the streams have not all come")
         yield server, readers, worker

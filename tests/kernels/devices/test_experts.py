@@ -169,8 +169,8 @@ def test_experts_may_be_kept_in_one_tensor_a_layer(name, reference, drive, tmp_p
     held = stored_shapes(tmp_path)
     assert held["model.layers.0.mlp.experts.gate_up_proj"] == (7, 64, 64)
     assert "model.layers.0.mlp.experts.6.up_proj.weight" not in held
-    (told,), _ = run_ranks([{"model": str(tmp_path), "prompts": texts, "length": 40}])
-    assert told["tokens"] == [model.greedy(text, 40) for text in texts]
+    (reported,), _ = run_ranks([{"model": str(tmp_path), "prompts": texts, "length": 40}])
+    assert reported["tokens"] == [model.greedy(text, 40) for text in texts]
     weights = [drive(path, quantization="int8").info.weight_bytes for path in (tmp_path, model.path)]
     assert weights[0] == weights[1]
 
@@ -225,11 +225,11 @@ def test_half_precision_stays_close(name, reference, drive, prompts):
 
 def test_two_ranks_generate_what_one_generates(reference, drive, prompts):
     model, texts = reference("parallel-moe"), prompts(5, 23, 40)
-    (told,), (also,) = run_ranks([{"model": str(model.path), "prompts": texts, "length": 60}])
-    assert told["tokens"] == also["tokens"] == [model.greedy(text, 60) for text in texts]
+    (reported,), (also,) = run_ranks([{"model": str(model.path), "prompts": texts, "length": 60}])
+    assert reported["tokens"] == also["tokens"] == [model.greedy(text, 60) for text in texts]
     alone = drive(model.path).info
-    assert told["parameters"] == alone.parameters == model.model.num_parameters()
-    assert alone.weight_bytes / 2 < told["weight_bytes"] < 0.6 * alone.weight_bytes
+    assert reported["parameters"] == alone.parameters == model.model.num_parameters()
+    assert alone.weight_bytes / 2 < reported["weight_bytes"] < 0.6 * alone.weight_bytes
 
 
 def test_ranks_that_do_not_divide_an_expert_are_refused(reference, drive):

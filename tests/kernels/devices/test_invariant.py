@@ -41,7 +41,7 @@ def rough(*shape, dtype=torch.float32):
 
 
 def alike(function, x):
-    """Of any rows of ``x`` ``function`` finds what it finds of each alone."""
+    """``function`` gives any rows of ``x`` together the results of each row alone."""
     whole = function(x)
     for first, count in ((0, 1), (len(x) - 1, 1), (5, 3), (17, 16), (30, 200)):
         assert torch.equal(function(x[first : first + count]), whole[first : first + count])
@@ -118,7 +118,7 @@ class Words:
 
     @staticmethod
     def bits(result):
-        """Of each sampled token of a step."""
+        """The results of each sampled token of a step."""
         assert not result.failed
         logprobs, tops = np.frombuffer(result.logprobs, np.float32), np.frombuffer(result.top_logprobs, np.float32)
         return [(one.tobytes(), each.tobytes()) for one, each in zip(logprobs, tops.reshape(-1, 3), strict=True)]
@@ -236,7 +236,7 @@ def test_a_token_is_the_same_in_any_batch(name, reference, drive, words, tmp_pat
 
 @pytest.mark.parametrize("name", ["bf16", "native", "native-experts", "native-kv-int8", "Q4_0"])
 def test_answers_are_the_same_with_draft_tokens_and_company(name, reference, drive, tmp_path_factory, prompts):
-    """Of requests that want tokens alone, whose decodes are native calls where the level has them: alone, together with
+    """Requests for tokens without scores, whose decodes are native calls where the level has them: alone, together with
     others that come and go, and with draft tokens."""
     texts = prompts(70, 3, 130, 20)
     hows = [SlotSampling(temperature=0.0), *(SlotSampling(temperature=0.8, top_p=0.9, seed=seed) for seed in (1, 2, 3))]

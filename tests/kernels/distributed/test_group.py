@@ -15,7 +15,7 @@ from kernels.distributed.group import GroupError, ProcessGroup, join_group
     ("backend", "way"), [("nccl", "_abort_process_group"), ("gloo", "destroy_process_group"), ("hccl", "destroy")]
 )
 def test_a_rank_of_nccl_leaves_without_its_peers(monkeypatch, backend, way):
-    """Its destruction waits for them, and they are told to stop only when this rank has."""
+    """Its destruction waits for them, and they stop only when this rank has."""
     called = []
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: called.append("destroy_process_group"))
@@ -32,9 +32,9 @@ def test_a_group_is_made_when_all_ranks_are_here(monkeypatch, comes):
     """A rank may take longer to come than a collective may last."""
     made = []
     store = dist.HashStore()
-    monkeypatch.setattr(group, "_open_store", lambda *told: store)
+    monkeypatch.setattr(group, "_open_store", lambda *reported: store)
     monkeypatch.setattr(group, "JOIN_SECONDS", 0.01)
-    monkeypatch.setattr(dist, "init_process_group", lambda *told, timeout, **options: made.append(timeout.seconds))
+    monkeypatch.setattr(dist, "init_process_group", lambda *reported, timeout, **options: made.append(timeout.seconds))
     config = RunnerConfig(model_path="", tp_rank=0, tp_size=2, rendezvous="127.0.0.1:1", op_timeout=2.0)
     if comes:
         store.set("here/1", "")

@@ -23,11 +23,11 @@ def test_two_ranks_hold_their_parts_of_every_kind(reference, drive, prompts, tmp
     alone = [drive(checkpoint) for checkpoint in checkpoints]
     jobs = [{"model": str(checkpoint), "prompts": texts, "length": 26} for checkpoint in checkpoints]
     first, second = run_ranks(jobs)
-    for driver, told, also in zip(alone, first, second, strict=True):
-        assert also["tokens"] == told["tokens"]
-        assert told["parameters"] == driver.info.parameters
-        assert told["weight_bytes"] < 0.75 * driver.info.weight_bytes
+    for driver, reported, also in zip(alone, first, second, strict=True):
+        assert also["tokens"] == reported["tokens"]
+        assert reported["parameters"] == driver.info.parameters
+        assert reported["weight_bytes"] < 0.75 * driver.info.weight_bytes
         for slot, text in enumerate(texts, start=1):
             driver.admit(slot, text)
             driver.generate(slot, 26)
-        assert told["tokens"] == [driver.tokens[slot] for slot in sorted(driver.tokens)]
+        assert reported["tokens"] == [driver.tokens[slot] for slot in sorted(driver.tokens)]

@@ -25,9 +25,9 @@ def test_two_ranks_generate_what_one_generates(models, drive, prompts):
     jobs = [{"model": str(model.path), "prompts": texts, "length": 60} for model in models.values()]
     jobs.append(jobs[2] | {"sampling": SAMPLED, "tokens_of_rank": [4096, 2048]})
     first, second = run_ranks(jobs)
-    for model, told, also in zip(models.values(), first, second, strict=False):
-        assert told["tokens"] == [model.greedy(text, 60) for text in texts]
-        assert also["tokens"] == told["tokens"]
+    for model, reported, also in zip(models.values(), first, second, strict=False):
+        assert reported["tokens"] == [model.greedy(text, 60) for text in texts]
+        assert also["tokens"] == reported["tokens"]
     assert first[3]["tokens"] == second[3]["tokens"] == sampled_alone(alone, texts)
     assert first[3]["num_pages"] == second[3]["num_pages"] == 2048 // 16 + 1
     whole = alone.info

@@ -70,7 +70,7 @@ def test_prompts_that_go_in_a_token_at_a_time_keep_what_is_known(prepared, drive
         found.append(one.generate(1, len(prompt) + 6))
     assert found[0] == found[1]
     assert platform.prepared == 5 + 6
-    assert platform.told_to_grow == 6
+    assert platform.grown == 6
 
 
 def test_a_row_that_is_not_finite_fails_alone(prepared, prompts, reference):
@@ -112,4 +112,4 @@ def test_scores_of_prompts_are_the_same(prepared, drive, prompts, reference):
     driver.step([(1, 1)])
     driver.admit(2, prompt)
     driver.step([(1, 1), (2, 50)])
-    assert platform.chunks == 1  # the first one's scores are told
+    assert platform.chunks == 1  # the first one's scores are reported

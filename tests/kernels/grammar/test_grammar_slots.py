@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from itertools import takewhile
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -12,16 +14,15 @@ import torch
 from kernels.contract.config import RunnerConfig
 from kernels.contract.grammar import Grammar, GrammarError, GrammarSettings
 from kernels.contract.step import Admission, SlotSampling
-from kernels.core.attention_rows import DecodeTokens
 from kernels.devices.memory import DeviceMemory, MemoryUsage
-from kernels.execution.executors.host_masked import HostMasked
 from kernels.execution.runner import ModelRunner
 from kernels.grammar.compiler import GrammarCompiler
 from kernels.grammar.slots import GrammarSlots
-from kernels.models.host_model import HostModel
 from kernels.sampling.masks import RowMasks
+from kernels.sampling.sampler import Sampler
+from kernels.state.host_grammars import HostGrammars
 from tests.kits.driver import Driver, pack
-from tests.kits.executors import find_executor, remove_executor
+from tests.kits.executors import remove_executor
 from tests.kits.grammars import BACKENDS, EOS, FILE, VOCAB, tokenizer
 from tests.kits.native import require_native
 
@@ -152,92 +153,106 @@ def test_a_device_makes_the_same_mask_of_packed_bits() -> None:
     assert torch.equal(masks.unpack(75), masks.unpack_on_device(75))
 
 
-def test_native_decodes_between_masks_give_the_tokens_of_other_executors() -> None:
+def test_native_steps_that_grammars_judge_give_the_tokens_of_masks() -> None:
     require_native()
     model = FILE.parent
     runner = ModelRunner(
         RunnerConfig(str(model), threads=2, max_slots=9, max_total_tokens=2048, grammar=SETTINGS), None
     )
     info = runner.load()
-    assert find_executor(runner, "HostMasked") is not None
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 5, "min_p": 0.05}, {}]
 
     def play() -> list[list[int]]:
-        driver = Driver(runner, info)
-        for slot in (1, 2, 3):
-            grammar = Grammar("regex", "([a-z]{3} ){8}") if slot < 3 else None
-            warm = SlotSampling(temperature=1.0 if slot > 1 else 0.0, top_p=0.9, seed=slot, grammar=grammar)
-            driver.admit(slot, [300 + slot] * 5, sampling=warm)
-        driver.step([(slot, 5) for slot in (1, 2, 3)])
-        for _ in range(12):
-            assert not driver.step([(slot, 1) for slot in (1, 2, 3)]).failed
-        found = [driver.tokens[slot] for slot in (1, 2, 3)]
-        for slot in (1, 2, 3):
+        driver, slots = Driver(runner, info), range(1, 1 + len(kinds))
+        for slot, kind in zip(slots, kinds, strict=True):
+            grammar = Grammar("regex", "([a-z]{3} ){8}") if slot < len(kinds) else None
+            driver.admit(slot, [300 + slot] * 5, sampling=SlotSampling(**kind, seed=slot, grammar=grammar))
+        driver.step([(slot, 5) for slot in slots])
+        for _ in range(16):
+            assert not driver.step([(slot, 1) for slot in slots]).failed
+        found = [driver.tokens[slot] for slot in slots]
+        for slot in slots:
             driver.release(slot)
         driver.step([])
         return found
 
     first = play()
-    remove_executor(runner, "HostMasked")
+    for name in ("HostDecode", "HostPromptEnds"):
+        remove_executor(runner, name)
     assert play() == first
-    text = tokenizer().decode(first[0][5:])
-    assert set(text) <= set("abcdefghijklmnopqrstuvwxyz ")
+    for tokens in first[:-1]:
+        output = list(takewhile(lambda token: token not in SETTINGS.eos_ids, tokens[5:]))
+        assert set(tokenizer().decode(output)) <= set("abcdefghijklmnopqrstuvwxyz ")
 
 
-class EagerModel:
-    """A ``HostModel`` without native operators: it runs the rows of the step in hand."""
+class Judged:
+    """``HostGrammars`` over slots 1 and 2 with a grammar and 3 without one, whose prompts are tokens 7 and 8, on a
+    device whose draw is the argmax of what masks allow."""
 
-    draw = None
+    def __init__(self, pattern: str, **sampling: Any) -> None:
+        self.table = np.full((4, 8), 7, dtype=np.int32)
+        self.state = cast(Any, SimpleNamespace(here=self.table, known=np.full(4, 2), generation=np.arange(4)))
+        self.grammars = GrammarSlots(SETTINGS, VOCAB, Memory(), self.table)
+        self.sampler = Sampler(VOCAB, 4)
+        self.draws = 0
+        for slot in (1, 2, 3):
+            grammar = Grammar("regex", pattern) if slot < 3 else None
+            settings = SlotSampling(temperature=1.0, grammar=grammar, **sampling)
+            self.sampler.admit(slot, settings, 2)
+            self.grammars.admit(Admission(slot, 1, pack([7, 8]), 2, 0, b"", settings))
+        self.host = HostGrammars(self.grammars, self.sampler, self._draw, self.state)
+        self.rows = self.host.rows((3, 1, 2), self.sampler.masked((3, 1, 2)))
 
-    def __init__(self, runner: ModelRunner, rows: int) -> None:
-        self.loaded, self.calls = runner._loaded, 0
-        self.logits = torch.zeros(rows, self.loaded.slots.vocab_size)
-        self.step: Any = None
+    def _draw(self, logits: Any, draws: Any, positions: Any, ids: Any, vocab: int, masks: Any = None) -> Any:
+        self.draws += len(logits)
+        RowMasks(np.arange(len(logits)), masks, torch.from_numpy).apply(logits)
+        return logits.argmax(-1), torch.zeros(len(logits), dtype=torch.bool)
 
-    def run(self, rows: DecodeTokens) -> None:
-        formed, loaded = self.step.form(), self.loaded
-        assert rows.ids.tolist() == loaded.slots.here[formed.slots, formed.starts].tolist()  # type: ignore[index]
-        assert rows.lengths.tolist() == (rows.positions + 1).tolist()
-        result = loaded.model.forward(self.step.forward_batch(), loaded.caches)
-        self.logits[: len(rows.ids)] = loaded.model.logits(loaded.model.split(result)[0])
-        self.calls += 1
+    def step(self, text: str, likely: str = "") -> tuple[str, dict[int, str]]:
+        """A step that has drawn these characters for slots 3, 1 and 2. ``likely``: of all rows, the best first."""
+        logits, drawn = torch.zeros(3, VOCAB), np.array([ids(sign)[0] for sign in text], dtype=np.int32)
+        for place, sign in enumerate(likely):
+            logits[:, ids(sign)[0]] = 9.0 - place
+        self.state.known += 1
+        self.table[[3, 1, 2], self.state.known[1] - 1] = drawn
+        found, failed = self.host.judge(self.rows, logits, drawn.tobytes())
+        tokens = np.frombuffer(found, dtype=np.int32)
+        assert self.table[[3, 1, 2], self.state.known[1] - 1].tolist() == tokens.tolist()
+        return "".join(tokenizer().decode([token]).strip() for token in tokens), {e.slot: e.message for e in failed}
 
 
-def test_decodes_between_masks_are_checked_once_and_give_the_eager_tokens() -> None:
-    config = RunnerConfig(
-        str(FILE.parent), dtype="float32", threads=1, max_slots=9, max_total_tokens=2048, grammar=SETTINGS
-    )
-    runner = ModelRunner(config)
-    info, number = runner.load(), iter(range(1, 9))
-    runner._executors = tuple(each for each in runner._executors if type(each).__name__ in ("NoRows", "EagerPass"))
-    eager, model = runner._executors, EagerModel(runner, 8)
-    assert runner._loaded.grammars is not None
-    masked = HostMasked(runner._context, cast(HostModel, model), runner._loaded.grammars, 8, False)
-    masked._greedy = lambda logits: (logits.argmax(-1), torch.zeros(len(logits), dtype=torch.bool))
+def test_a_row_is_drawn_again_only_where_its_grammar_refuses_it() -> None:
+    judged = Judged("[ab]c[cd]")
+    assert judged.host.masks(judged.rows, 3) is None
+    assert judged.step("dad", likely="db") == ("dab", {})
+    assert judged.draws == 1
+    bits = judged.host.masks(judged.rows, 3)  # the row that was refused is masked at once
+    assert bits is not None
+    assert bits[[0, 1]].tolist() == np.full((2, len(bits[0])), -1).tolist()
+    allowed = set(np.unpackbits(bits[2].view(np.uint8), bitorder="little").nonzero()[0].tolist())
+    assert allowed >= set(ids("c"))
+    assert not allowed & {*ids("a"), *ids("d")}
+    assert judged.step("ccc") == ("ccc", {})
+    assert judged.host.masks(judged.rows, 3) is None
+    assert judged.step("ada", likely="c") == ("adc", {})
+    assert judged.draws == 2
 
-    class Watched:
-        def execute(self, step: Any) -> Any:
-            model.step = step
-            return masked.execute(step)
 
-    def play(rows: int) -> list[list[int]]:
-        driver = Driver(runner, info)
-        driver.generation = dict.fromkeys(range(1, 9), next(number))
-        for slot in range(1, rows + 1):
-            grammar = Grammar("regex", "([a-z]{3} ){4}") if slot != 2 else None
-            driver.admit(slot, [300 + slot] * 5, sampling=SlotSampling(temperature=0.0, seed=slot, grammar=grammar))
-        driver.step([(slot, 5) for slot in range(1, rows + 1)])
-        for _ in range(20):
-            assert not driver.step([(slot, 1) for slot in range(1, rows + 1)]).failed
-        found = [driver.tokens[slot] for slot in range(1, rows + 1)]
-        for slot in range(1, rows + 1):
-            driver.release(slot)
-        driver.step([])
-        return found
+def test_rows_whose_cut_depends_on_the_mask_are_masked_at_once() -> None:
+    judged = Judged("[ab]c", top_p=0.5)
+    for _ in range(2):
+        bits = judged.host.masks(judged.rows, 3)
+        assert bits is not None
+        assert [(row == -1).all() for row in bits] == [True, False, False]
+        judged.step("dab" if judged.state.known[1] == 2 else "dcc")
+    assert not judged.draws
 
-    for rows in (2, 5):  # below and above the number from which masks are filled apart
-        runner._executors = eager
-        expected = play(rows)
-        runner._executors = (cast(Any, Watched()), *eager)
-        model.calls = 0
-        assert play(rows) == expected
-        assert model.calls == 20
+
+def test_a_row_whose_grammar_cannot_go_on_fails_alone() -> None:
+    judged = Judged("[ab]c")
+    judged.table[2, 1] = ids("d")[0]
+    judged.grammars._texts[2].position = 1  # a text that is wrong already
+    found, failed = judged.step("daa")
+    assert found == "daa"
+    assert list(failed) == [2]
+    assert "does not match" in failed[2]

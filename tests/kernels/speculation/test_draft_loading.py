@@ -122,7 +122,7 @@ def test_pickled_drafts_are_refused(layout, tmp_path):
 
 
 def test_dummy_drafts_need_no_weights(tmp_path):
-    """Of a benchmark: config.json alone."""
+    """A benchmark's checkpoint: config.json alone."""
     (tmp_path / "target").mkdir()
     target, _ = make_target(tmp_path / "target")
     (tmp_path / "draft").mkdir()

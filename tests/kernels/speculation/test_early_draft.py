@@ -45,12 +45,12 @@ def test_the_same_is_drafted(name, topk, nodes, samplings, drive, tmp_path, monk
     said, _ = truth(drive, target, ASKED, samplings, LENGTH)
     later = drive(target, speculation=settings)
     expected = drafts_of(later)
-    told = drafting(later, said, samplings)
+    reported = drafting(later, said, samplings)
     assert not ready
     captures(monkeypatch)
     ahead = drive(target, speculation=settings)
     made = drafts_of(ahead)
-    assert drafting(ahead, said, samplings) == told
+    assert drafting(ahead, said, samplings) == reported
     assert ahead.runner._loaded.speculator.drafter.reach() > 0
     assert 0 < len(made) < len(expected)
     assert ready
@@ -73,7 +73,7 @@ def test_drafts_after_a_pass_that_accepts(name, topk, nodes, most, forced, sampl
     )
     said = truth(drive, target, ASKED, samplings, LENGTH)[0] if not forced else None
     trees = verified_trees(monkeypatch)
-    told = drafting(drive(target, speculation=settings), said, samplings, most)
+    reported = drafting(drive(target, speculation=settings), said, samplings, most)
     expected = trees.copy()
     trees.clear()
     captures(monkeypatch)
@@ -81,7 +81,7 @@ def test_drafts_after_a_pass_that_accepts(name, topk, nodes, most, forced, sampl
     behind, alone, follow, run = [], [], EarlyDraftPasses.run_after_pass, EarlyDraftPasses.run
     monkeypatch.setattr(EarlyDraftPasses, "run_after_pass", lambda *given: behind.append(given[2]) or follow(*given))
     monkeypatch.setattr(EarlyDraftPasses, "run", lambda *given: alone.append(len(given[1].roots)) or run(*given))
-    assert drafting(drive(target, speculation=settings), said, samplings, most) == told
+    assert drafting(drive(target, speculation=settings), said, samplings, most) == reported
     assert trees == expected
     assert set(alone) <= {5}  # more rows than there are such passes for
     if samplings is GREEDY:

@@ -41,11 +41,11 @@ def take(self, count, tree, rows, sampled, broken, depth, forced, table):
 
 
 class Tandem:
-    """Two steps are under way at any time. ``told``: of each step what each request had accepted."""
+    """Two steps are under way at any time. ``reported``: of each step what each request had accepted."""
 
     def __init__(self, driver, most=0):
         self.driver, self.runner, self.most = driver, driver.runner, most or driver.info.speculative_nodes - 1
-        self.running, self.number, self.told, self.tokens = deque(), 0, [], {}
+        self.running, self.number, self.reported, self.tokens = deque(), 0, [], {}
         self.refused = 0, {}
         self.grants, self.leaving = [], []
 
@@ -100,14 +100,14 @@ class Tandem:
     def _take(self):
         rows, step = self.running.popleft()
         result = step.result()
-        tokens, told = iter(ints(result.tokens)), []
+        tokens, reported = iter(ints(result.tokens)), []
         for (slot, generation, _), accepted in zip(rows, ints(result.accepted), strict=True):
             new = [next(tokens) for _ in range(accepted)]
             self.tokens.setdefault((slot, generation), []).extend(new)
-            told.append(new)
+            reported.append(new)
         assert next(tokens, None) is None
         failed = sorted((error.slot, error.generation, error.message) for error in result.failed)
-        self.told.append((told, ints(result.drafted), ints(result.depths), result.timing.graph_rows, failed))
+        self.reported.append((reported, ints(result.drafted), ints(result.depths), result.timing.graph_rows, failed))
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def both(tandem, play, **options):
     assert not tandem.followed
     (early,) = [play(made) or made for made in tandem(True, **options)]
     assert early.tokens == late.tokens
-    assert early.told == late.told
+    assert early.reported == late.reported
     return tandem.followed, early
 
 
@@ -271,7 +271,7 @@ def test_pages_are_short(tandem):
     indirect=["layout"],
 )
 def test_every_possible_acceptance_has_room(length, more, follows, tandem):
-    """Of the first pass: a token more than there are levels. The second takes ten places, and what is drafted behind it
+    """The first pass: a token more than there are levels. The second takes ten places, and what is drafted behind it
     14 or 6 behind its first, of 32. A sequence that may have one token more has no use for draft tokens."""
     for made in tandem(True):
         made.admit((1, 1, ASKED[1][:length], GREEDY, 2), target=length + more)
@@ -302,7 +302,7 @@ def test_the_context_ends(tandem):
 
     followed, early = both(tandem, play, context_length=40)
     assert len(followed) > 4
-    assert [failed for *_, failed in early.told if failed]
+    assert [failed for *_, failed in early.reported if failed]
 
 
 def test_fewer_drafts_than_a_tree_has_are_not_followed(tandem):
@@ -355,7 +355,7 @@ def test_a_row_that_is_not_finite_leaves(tandem, monkeypatch):
 
     followed, early = both(tandem, play)
     assert followed == [[1, 2]] * 4 + [[2]] * 2
-    assert [[error[:2] for error in failed] for *_, failed in early.told].count([(1, 1)]) == 3
+    assert [[error[:2] for error in failed] for *_, failed in early.reported].count([(1, 1)]) == 3
 
 
 def test_pages_that_others_may_read_are_not_cleaned(tandem, monkeypatch):
@@ -397,4 +397,4 @@ def test_pages_that_cannot_be_granted_are_reported(tandem):
 
     followed, early = both(tandem, play)
     assert followed == [[1, 2]] * 2 + [[1]] * 2
-    assert [[error[:2] for error in failed] for *_, failed in early.told if failed] == [[(2, 1)]]
+    assert [[error[:2] for error in failed] for *_, failed in early.reported if failed] == [[(2, 1)]]

@@ -155,9 +155,9 @@ def test_each_learns_what_it_learns_alone(faulty, drive, tmp_path, monkeypatch):
     assert len([found for found in followed if found is not None]) > 50
     assert (faults.count > 2) == faulty
     for number, (prompt, most, stops, said) in enumerate(asked):
-        end, told = traffic.ends[number], traffic.outputs.get(number, [])
+        end, reported = traffic.ends[number], traffic.outputs.get(number, [])
         expected = said[len(prompt) :][:most]
         if end == "stop":
             expected = expected[: expected.index(stops[0]) + 1]
-        assert told == (expected if end in ("stop", "length") else expected[: len(told)])
+        assert reported == (expected if end in ("stop", "length") else expected[: len(reported)])
         assert end in (("stop", "length", "abort", "error") if faulty else ("stop", "length", "abort"))

@@ -44,7 +44,7 @@ def said():
 @pytest.mark.parametrize("algorithm", ["DFLASH", "EAGLE", "EAGLE3", "MTP", "STANDALONE", "NGRAM"])
 @pytest.mark.parametrize("sampling", [GREEDY, MIXED], ids=["greedy", "sampled"])
 def test_chains_change_nothing(algorithm, sampling, drive, said):
-    ran, told, has_drafted = [], [], []
+    ran, recorded, has_drafted = [], [], []
     driver, _ = draft_rows(drive, algorithm, ran)
     truths = said.get(sampling[1])
     if truths is None:
@@ -57,12 +57,12 @@ def test_chains_change_nothing(algorithm, sampling, drive, said):
         return result
 
     driver.step = watched
-    found, _ = run_mixed(driver, ASKED, sampling, truths, LENGTH, reported=told)
+    found, _ = run_mixed(driver, ASKED, sampling, truths, LENGTH, reported=recorded)
     assert found == [tokens[:LENGTH] for tokens in truths]
     assert len(ran) > 0.7 * sum(has_drafted)  # others say the same
     assert min(ran) < max(ran)
     assert min(ran) == 1 or algorithm == "NGRAM"  # which may find nothing for the last row
-    drafted, _ = np.array(told).T
+    drafted, _ = np.array(recorded).T
     assert drafted.mean() > 0.5  # a draft that sees the wrong tokens drafts none
 
 

@@ -42,15 +42,15 @@ def test_a_draft_that_is_the_target_drafts_right(sampling, shape, page_size, ref
     samplings = [SlotSampling(temperature=0.0) if sampling == "greedy" else SlotSampling(temperature=0.9, seed=3)] * 4
     said, _ = truth(drive, path, asked, samplings, 60)
     driver = drive(path, page_size=page_size, speculation=settings(path, **shape))
-    told = []
-    found, _ = run_mixed(driver, asked, samplings, said, 60, reported=told)
+    recorded = []
+    found, _ = run_mixed(driver, asked, samplings, said, 60, reported=recorded)
     assert found == said
-    assert len(told) > 20
+    assert len(recorded) > 20
     if shape is CHAIN:
-        assert all(accepted == depth for accepted, depth in told)
+        assert all(accepted == depth for accepted, depth in recorded)
     else:  # of few nodes the best ones may leave the likeliest path after its first
-        assert all(accepted for accepted, _ in told)
-        assert sum(accepted for accepted, _ in told) > 0.7 * sum(depth for _, depth in told)
+        assert all(accepted for accepted, _ in recorded)
+        assert sum(accepted for accepted, _ in recorded) > 0.7 * sum(depth for _, depth in recorded)
 
 
 def test_pages_of_others_hold_the_drafts_cache_too(reference, drive, prompts):

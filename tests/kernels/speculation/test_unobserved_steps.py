@@ -72,7 +72,7 @@ def test_an_unobserved_step_keeps_no_captured_layers(drive):
 
 @pytest.mark.parametrize(("more", "passes"), [(ADAPTIVE, 2), ({}, 0)], ids=["adaptive", "always"])
 def test_passes_without_captured_layers_exist_for_unobserved_steps(more, passes, drive, monkeypatch):
-    """Of decodes, and of short prompts."""
+    """Steps of decodes, and of short prompts."""
     prepared, forward = [], Decoder.forward
 
     def spy(self, batch, caches, capture=True):
@@ -126,9 +126,9 @@ def test_n_grams_learn_unobserved_tokens_at_the_next_observation(drive):
     driver.step([(1, driver.pending(1))], unobserved=True)
     for _ in range(30):
         driver.step([(1, 1)], unobserved=True)
-    told = drafter._extended[1]
+    reported = drafter._extended[1]
     driver.step([(1, 1)])
-    assert drafter._extended[1] == told == 1
+    assert drafter._extended[1] == reported == 1
     new, extend = [], drafter._trie.extend
     drafter._trie.extend = lambda sequence, tokens: new.append(tokens) or extend(sequence, tokens)
     known = list(driver.tokens[1])

@@ -101,7 +101,7 @@ def test_weights_that_are_not_floats_are_refused(copy, drive):
     "name", ["model.layers.0.post_attention_layernorm.weight", "model.layers.1.self_attn.q_proj.bias"]
 )
 def test_a_number_that_is_not_finite_is_reported(name, copy, drive):
-    """Of what is small: whole weights are not looked at."""
+    """Small parts alone: whole weights are not looked at."""
 
     def broken(weights):
         weights[name][5] = float("nan")

@@ -39,10 +39,10 @@ def drive(monkeypatch, tmp_path, drive):
         path = tmp_path / "model"
         path.mkdir()
         (path / "config.json").write_text(json.dumps(CONFIG))
-        told = install(monkeypatch)
+        reported = install(monkeypatch)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         given = {"load_format": "dummy", "dtype": "bfloat16", "max_total_tokens": 1 << 15, "page_size": 64}
         options = given | {"graph_rows": (1, 4)} | options
-        return drive(path, device="cuda", context_length=4096, **options), told
+        return drive(path, device="cuda", context_length=4096, **options), reported
 
     return make

@@ -30,7 +30,7 @@ def captures(monkeypatch):
 def drafting(driver, said, samplings, most=3):
     """Run several requests, three of them in each third step, with the maximum of draft tokens; returns the accepted
     numbers of each step, by request."""
-    waiting, running, told = list(range(len(ASKED))), {}, [[] for _ in ASKED]
+    waiting, running, reported = list(range(len(ASKED))), {}, [[] for _ in ASKED]
     while waiting or running:
         while waiting and len(running) < most:
             number, slot = waiting.pop(0), next(slot for slot in (3, 1, 2, 5, 4) if slot not in running)
@@ -45,10 +45,10 @@ def drafting(driver, said, samplings, most=3):
         counts = np.frombuffer(result.accepted, np.int32).tolist()
         for (slot, count), accepted in zip(sorted(rows, key=lambda row: row[1] != 1), counts, strict=True):
             if count == 1:
-                told[running[slot]].append(accepted)
+                reported[running[slot]].append(accepted)
         for slot, number in list(running.items()):
             if len(driver.tokens[slot]) >= LENGTH:
                 assert said is None or driver.tokens[slot][:LENGTH] == said[number]
                 driver.release(slot)
                 del running[slot]
-    return told
+    return reported

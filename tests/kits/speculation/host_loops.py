@@ -41,10 +41,10 @@ def drafting(algorithm, **more):
     return SpeculativeSettings(algorithm, num_steps=steps, **found, **more)
 
 
-def draft_rows(drive, algorithm, ran=None, **more):
+def draft_rows(drive, algorithm, ran=None, grammar=None, **more):
     """A driver with the included draft, and the rows of the steps that reached its host chains. ``ran``: called with
     the rows of steps that ran there."""
-    driver = drive(MODEL_DIR, speculation=drafting(algorithm, **more), **OPTIONS)
+    driver = drive(MODEL_DIR, speculation=drafting(algorithm, **more), grammar=grammar, **OPTIONS)
     executor = find_executor(driver.runner, "HostChains")
     if executor is None:
         pytest.skip("this processor has no native operators, or they are not compiled yet")

@@ -2,7 +2,7 @@
 // loop standing upright. A way leaves one box and enters another at a side, moved along it by a shift.
 
 export const TITLES = {
-  http: "Door",
+  http: "HTTP",
   renderer: "Renderer",
   tokenizer: "Tokenizer",
   scheduler: "Scheduler",

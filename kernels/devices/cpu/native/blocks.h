@@ -1,17 +1,17 @@
-// Products with weights in blocks of whole numbers of 2 to 6 bits, as GGUF files have them. Rows that are looked up are
-// `scale * code - zero` in float32, rounded to bf16.
+// Products with weights in blocks of integers of 2 to 6 bits, as in GGUF files. A looked-up row is `scale * code - zero` in
+// float32, rounded to bf16.
 #pragma once
 #include "cells.h"
 
 namespace troupe {
 
-// A packed weight: its head, then [block of 32 outputs][super]: 32 float16 scales (and zeros), int8 scales [group][32] (and uint8
-// zeros), then cells. Bytes of it:
+// Bytes of a packed weight: its head, then [block of 32 outputs][superblock]: 32 float16 scales (and zeros), int8 scales
+// [group][32] (and uint8 zeros), then cells.
 inline int64_t packed_blocks(const Layout& of, int64_t outputs, int64_t inputs) {
     return sizeof(Layout) + blocks(outputs) * of.block(inputs);
 }
 
-// Outputs from `first` on, a multiple of 32, of a packed weight that has its head.
+// Packs outputs from `first`, a multiple of 32, into a weight whose head is written.
 inline void pack_blocks(const Blocks& from, int64_t first, int64_t outputs, int64_t inputs, uint8_t* packed) {
     const Layout& of = *reinterpret_cast<const Layout*>(packed);
     packed += sizeof(Layout) + first / WIDE * of.block(inputs);
@@ -19,15 +19,15 @@ inline void pack_blocks(const Blocks& from, int64_t first, int64_t outputs, int6
     for (int64_t output = 0; output < outputs; output += WIDE)
         for (int64_t super = 0; super < supers; super++, packed += of.part()) {
             uint16_t* scales = reinterpret_cast<uint16_t*>(packed);
-            uint8_t* whole = packed + WIDE * 2 * (1 + of.zeros);
+            uint8_t* integers = packed + WIDE * 2 * (1 + of.zeros);
             std::memset(packed, 0, of.factors());
             for (int64_t lane = 0; lane < std::min(WIDE, outputs - output); lane++) {
                 const int64_t at = (output + lane) * supers + super;
                 scales[lane] = from.scales[at];
                 if (of.zeros) scales[WIDE + lane] = from.zeros[at];
                 for (int64_t group = 0; group < groups; group++) {
-                    whole[group * WIDE + lane] = static_cast<uint8_t>(from.whole[at * groups + group]);
-                    if (of.zeros) whole[(groups + group) * WIDE + lane] = from.less[at * groups + group];
+                    integers[group * WIDE + lane] = static_cast<uint8_t>(from.group_scales[at * groups + group]);
+                    if (of.zeros) integers[(groups + group) * WIDE + lane] = from.group_zeros[at * groups + group];
                 }
             }
             for (int64_t cell = 0; cell < of.super / DEPTH; cell++)
@@ -57,7 +57,7 @@ struct BlockProduct : Widened {
 
     template <class Call>
     void with_supers(int64_t block, Call call) const {
-        // Those there are: each is code of its own.
+        // The combinations that formats have; each is compiled apart.
         if constexpr (BITS == 2) return call(Supers<TILE, true>(*this, block));
         if constexpr (BITS == 3 || BITS == 6) return call(Supers<TILE, false>(*this, block));
         if constexpr (BITS == 4 || BITS == 5) {
@@ -69,11 +69,11 @@ struct BlockProduct : Widened {
     }
 };
 
-// Codes as bytes, those of 4 bits as what they stand for and the offset.
+// Codes as bytes; codes of 4 bits as their table values plus the offset.
 template <int BITS>
-class Opened {
+class ByteCodes {
   public:
-    explicit Opened(const Layout& of) {
+    explicit ByteCodes(const Layout& of) {
         if (BITS != 4) return;
         const Floats values = load(of.table) + splat(static_cast<float>(of.offset));
         uint8_t bytes[16];
@@ -93,7 +93,7 @@ class Opened {
 template <int BITS>
 class BlockProduct<BITS>::Maker {
   public:
-    Maker(const BlockProduct& p, int64_t block) : of_(p.layout()), block_(p.part(block)), opened_(of_) {}
+    Maker(const BlockProduct& p, int64_t block) : of_(p.layout()), block_(p.part(block)), codes_(of_) {}
 
     template <int SECOND>
     void part(int64_t line, bf16* out) {
@@ -103,7 +103,7 @@ class BlockProduct<BITS>::Maker {
         for (int64_t i = SECOND * half; i < (SECOND + 1) * half; i += LINE)
             prefetch(cell + PREFETCHED + i);
         if (SECOND ? of_.group < DEPTH : at % of_.group == 0) factors_of(of_, part, at / of_.group + SECOND, by_);
-        widen_fours<4 * SECOND, 4 * SECOND + 4>(cell, order_, out, opened_, [&](Floats code, int64_t quarter) {
+        widen_fours<4 * SECOND, 4 * SECOND + 4>(cell, order_, out, codes_, [&](Floats code, int64_t quarter) {
             return fms(code, by_.scales[quarter], by_.zeros[quarter]);
         });
     }
@@ -111,7 +111,7 @@ class BlockProduct<BITS>::Maker {
   private:
     const Layout& of_;
     const uint8_t* block_;
-    Opened<BITS> opened_;
+    ByteCodes<BITS> codes_;
     PairOrder order_;
     Factors by_;
 };
@@ -121,14 +121,14 @@ template <int GROUPS, bool WITH_ZEROS>
 struct BlockProduct<BITS>::Supers {
     static constexpr int GROUP = GROUPS, CODE_BITS = BITS;
     static constexpr bool ZEROS = WITH_ZEROS;
-    static constexpr bool BYTES = BITS == 4 && !ZEROS;  // whether codes stand for others
+    static constexpr bool BYTES = BITS == 4 && !ZEROS;  // whether codes are indices of the table
     static constexpr bool FLOATS = ZEROS && !GROUP;
-    static constexpr int LARGEST = ZEROS ? (1 << BITS) - 1 : BYTES ? 127 : 1 << (BITS - 1);  // without its sign
+    static constexpr int LARGEST = ZEROS ? (1 << BITS) - 1 : BYTES ? 127 : 1 << (BITS - 1);  // magnitude
     static constexpr int OF_GROUP = GROUP == 0 ? 1 : BITS == 2 ? 15 : ZEROS ? 63 : BITS == 6 ? 128 : 32;
-    static constexpr int POWER = FLOATS ? 0 : std::bit_width(static_cast<unsigned>(LARGEST * OF_GROUP)) - 1;  // up to nearly two
+    static constexpr int POWER = FLOATS ? 0 : std::bit_width(static_cast<unsigned>(LARGEST * OF_GROUP)) - 1;  // the quotient is below two
 
     const uint8_t* block;
-    Opened<BITS> codes;
+    ByteCodes<BITS> codes;
     int64_t groups, of_lines, part_size, cell_size, factors, offset;
 
     Supers(const BlockProduct& p, int64_t at)
@@ -148,8 +148,10 @@ struct BlockProduct<BITS>::Supers {
     const uint8_t* of_group(int64_t line, int64_t half) const {
         return part(line) + LINE * (1 + ZEROS) + place(line) * (GROUP == TILE ? 2 : 1) * WIDE + half * TILE;
     }
-    Floats whole(int64_t line, int64_t second, int64_t half) const { return signed_at(of_group(line, half) + second * WIDE); }
-    Floats less(int64_t line, int64_t second, int64_t half) const { return unsigned_at(of_group(line, half) + (groups + second) * WIDE); }
+    Floats group_scale(int64_t line, int64_t second, int64_t half) const { return signed_at(of_group(line, half) + second * WIDE); }
+    Floats group_zero(int64_t line, int64_t second, int64_t half) const {
+        return unsigned_at(of_group(line, half) + (groups + second) * WIDE);
+    }
     Floats scale(int64_t super, int64_t half) const { return load_halves(block + super * part_size + half * LINE / 2); }
     Floats zero(int64_t super, int64_t half) const { return load_halves(block + super * part_size + LINE + half * LINE / 2); }
     Floats middle(int64_t, int64_t) const { return splat(static_cast<float>(offset)); }
@@ -162,7 +164,7 @@ struct BlockProduct<BITS>::Supers {
     }
 };
 
-// call<BITS>() for the layout's.
+// Calls call<BITS>() for the layout's bits.
 template <class Call>
 inline void with_bits(const Layout& of, Call call) {
     switch (of.bits) {
@@ -174,7 +176,7 @@ inline void with_bits(const Layout& of, Call call) {
     }
 }
 
-// Output `output` of a packed weight -> bf16 [inputs]
+// Unpacks row `output` of a packed weight to bf16 [inputs].
 inline void unpack_blocks(const uint8_t* weight, int64_t output, int64_t inputs, bf16* out) {
     const Layout& of = *reinterpret_cast<const Layout*>(weight);
     with_bits(of, [&]<int BITS>() {

@@ -1,10 +1,10 @@
-// Codes as they are packed, 32 inputs of 32 outputs a cell, and what becomes bf16 of them in the order of matrix.h.
+// Packed codes, in cells of 32 inputs and 32 outputs, and their conversion to bf16 in the order of matrix.h.
 //
-// Of 8 bits: bytes of [half][four inputs][output][4], as products of whole numbers take them, of four inputs the first, the third, the
-// second and the last: words of the even bytes are a pair of inputs, and so are those of the odd ones.
-// Of 4 to 6 bits: for each half of the outputs the lowest four bits of inputs 0 to 15, in such bytes, and of the others above them;
-// then, half by half, the fifth bit of fours i in bit i, or the last two of fours 4j + i of vector j in bits 2i.
-// Of 2 and 3 bits: the lowest two as the last two of 6, then the third as the fifth of 5.
+// 8 bits: bytes [half][four inputs][output][4], the order that integer products take. The four inputs are stored as first, third,
+// second, last, so that the even bytes of a word pair are two neighboring inputs, and so are the odd bytes.
+// 4 to 6 bits: for each half of the outputs, the lowest four bits of inputs 0 to 15 in such bytes, with those of inputs 16 to 31 in the
+// upper four bits. Then, for each half, the fifth bit of four i in bit i, or the last two bits of four 4j + i of vector j in bits 2i.
+// 2 and 3 bits: the lowest two as the last two of 6 bits, then the third as the fifth of 5 bits.
 #pragma once
 #include <bit>
 
@@ -12,10 +12,10 @@
 
 namespace troupe {
 
-// codes [output][inputs]; `packed` is zero.
+// Packs codes [output][inputs] into `packed`, which is zero before.
 inline void pack_fours(int64_t bits, const uint8_t* codes, int64_t inputs, int64_t left, uint8_t* packed) {
     const int64_t lowest = bits == 8 ? 8 : bits < 4 ? 2 : 4;
-    // `of` bits of a code, `from` some on, in vectors from `first` on, which have as many fours as fit into bytes.
+    // Packs `of` bits of each code, from bit `from`, into vectors from `first`; a byte holds as many fours as fit.
     const auto put = [&](int64_t of, int64_t from, int64_t first) {
         const int64_t vectors = of;  // of a half
         for (int64_t output = 0; output < std::min(left, WIDE); output++)
@@ -35,7 +35,7 @@ inline void pack_cell(const Layout& of, const uint8_t* codes, int64_t inputs, in
     pack_fours(of.bits, codes, inputs, left, packed);
 }
 
-// Of a cell, the codes of four inputs of a half's outputs, one in the lowest bits of each byte.
+// The codes of four inputs of a half's outputs in a cell, one in the lowest bits of each byte. Higher bits are undefined.
 template <int BITS>
 inline Ints bytes_of(const uint8_t* cell, int64_t half, int64_t four) {
     if constexpr (BITS == 8) return load_line(cell + (half * 8 + four) * LINE);
@@ -62,9 +62,9 @@ inline Ints codes_of(const uint8_t* cell, int64_t half, int64_t four) {
     return bytes_of<BITS>(cell, half, four) & splat_bytes((1 << BITS) - 1);
 }
 
-// All of a cell of up to 7 bits as bf16, each 128 more. codes(cell, half, four)
+// Writes all codes of a cell, of up to 7 bits, as bf16 plus 128. codes(cell, half, four)
 template <class Codes>
-inline void open_cell(const uint8_t* cell, bf16* out, const Codes& codes) {
+inline void widen_cell(const uint8_t* cell, bf16* out, const Codes& codes) {
     const Ints more = splat_words(0x4300), lower = splat_words(0xff);
 #pragma GCC unroll 16
     for (int64_t i = 0; i < 16; i++, out += 2 * WIDE) {
@@ -74,7 +74,7 @@ inline void open_cell(const uint8_t* cell, bf16* out, const Codes& codes) {
     }
 }
 
-// Scales and zeros of the four quarters, each for the two inputs of a pair.
+// Scales and zeros of the four quarters of the outputs, repeated for the two inputs of a pair.
 struct Factors {
     Floats scales[4], zeros[4];
 };
@@ -82,25 +82,25 @@ struct Factors {
 inline Floats signed_at(const uint8_t* from) { return load(reinterpret_cast<const int8_t*>(from)); }
 inline Floats unsigned_at(const uint8_t* from) { return to_floats(load_unsigned(from)); }
 
-// Of group `group` of the super at `part`.
+// The factors of group `group` in the superblock at `part`.
 inline void factors_of(const Layout& of, const uint8_t* part, int64_t group, Factors& to) {
     const int64_t groups = of.groups();
-    const uint8_t* whole = part + WIDE * 2 * (1 + of.zeros) + group * WIDE;
+    const uint8_t* integers = part + WIDE * 2 * (1 + of.zeros) + group * WIDE;
     for (int64_t half = 0; half < 2; half++) {
         Floats scale = load_halves(part + half * LINE / 2), zero = Floats{};
-        if (groups) scale = scale * signed_at(whole + half * TILE);
+        if (groups) scale = scale * signed_at(integers + half * TILE);
         if (of.zeros) {
             zero = load_halves(part + LINE + half * LINE / 2);
-            if (groups) zero = zero * unsigned_at(whole + groups * WIDE + half * TILE);
+            if (groups) zero = zero * unsigned_at(integers + groups * WIDE + half * TILE);
         } else if (of.offset) {
-            zero = scale * splat(static_cast<float>(of.offset));  // exactly: of few bits
+            zero = scale * splat(static_cast<float>(of.offset));  // exact, since the offset has few bits
         }
         spread(scale, to.scales + 2 * half);
         spread(zero, to.zeros + 2 * half);
     }
 }
 
-// Fours `BEGIN` to `END` of a cell. codes(cell, half, four); make(floats of codes, quarter)
+// Widens fours `BEGIN` to `END` of a cell to bf16. codes(cell, half, four); make(floats of codes, quarter)
 template <int BEGIN, int END, class Codes, class Make>
 inline void widen_fours(const uint8_t* cell, const PairOrder& order, bf16* out, const Codes& codes, const Make& make) {
 #pragma GCC unroll 2

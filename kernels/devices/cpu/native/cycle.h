@@ -13,10 +13,10 @@
 
 namespace troupe {
 
-// `Cycle` of library.py mirrors this. Of a draft's cache `reached` places are filled by slot, and the first draft token takes the
-// `first` behind the root's; where a sequence has no page, the slot has `spare` of its own from page `begin` on. Of the model
-// `ops` leaves `argmax` and `broken` [tokens], and `draw` draws. A row verifies `most` draft tokens, and no sequence is
-// `longest` long. `observing` sees up to `most_seen` tokens as `seen` says, but for their places.
+// `Cycle` of library.py mirrors this. `reached` [slot]: filled places of the draft's cache. The first draft token takes the place
+// `first` after the root's. Where a sequence has no page, its slot has `spare` pages of its own from page `begin`. The model's `ops`
+// write `argmax` and `broken` [tokens], and `draw` samples. A row verifies up to `most` draft tokens, and sequences are shorter than
+// `longest`. `observing` observes up to `most_seen` tokens as `seen` describes, except for their places.
 struct Cycle {
     Chain chain;
     int64_t* reached;
@@ -32,11 +32,10 @@ struct Cycle {
     int64_t most_seen;
 };
 
-// `Cycled` of library.py mirrors this: of each row the root's position, how many tokens were accepted, twice, how many
-// draft tokens were verified, and of how many it is known whether they were right: one more where the first that would have ended
-// the sequence was wrong. Of each token accepted what it is, and where its features are. `drafted_at`: seconds of the clock
-// that runs from the system's start. `ended`: which sequences are at their end, `over`: whether all are. `seen`: whether what
-// was accepted before was seen.
+// `Cycled` of library.py mirrors this. For each row: the root's position, the number of accepted tokens (twice), the number of
+// verified draft tokens, and the number whose correctness is known: one more where the first wrong one would have ended the
+// sequence. For each accepted token: its id, and the place of its features. `drafted_at`: seconds of the clock that runs from the
+// system's start. `ended`: which sequences have ended, `over`: whether all have. `seen`: whether tokens accepted before were observed.
 struct Cycled {
     int64_t *roots, *accepted;
     int32_t *emitted, *drafted, *depths, *tokens;

@@ -1,9 +1,8 @@
-// Layers of experts: each token takes a few, by what its router says, and each expert that any takes multiplies its
-// tokens once, by the products of dense layers. All experts' products share their chunks, so that threads wait for one
-// another twice a layer.
+// Layers of experts: the router chooses a few experts for each token, and each chosen expert multiplies all of its tokens once, by
+// the products of dense layers. The chunks of all experts' products are in one queue, so that threads synchronize twice a layer.
 //
-// Pairs of a token and an expert that it takes stand in the order of the experts, and of the tokens within. What a token
-// gets is added in float32 in that order, whatever the tokens beside it.
+// Pairs of a token and a chosen expert are sorted by expert, then by token. A token's results are added in float32 in the order of
+// the experts, so that they do not depend on the other tokens.
 #pragma once
 #include <variant>
 
@@ -17,9 +16,9 @@
 
 namespace troupe {
 
-// One expert: the products of its gates and others, and those that lead back. Their `out` counts the columns of the result
-// before theirs. `clip`: of their largest that tokens are held within before each, 0: all; `fake_quantized`: whether they are
-// then rounded.
+// One expert: its gate and up projections, and its down projections. Their `out` is the first column of the result.
+// `clip`: the share of its largest magnitude that a token is clipped to before each, 0: not clipped. `fake_quantized`: whether
+// inputs are then rounded.
 struct Expert {
     const Op *up, *down;
     int64_t ups, downs, fake_quantized_up, fake_quantized_down;
@@ -31,15 +30,15 @@ using AnyProduct = std::variant<Product, Product8, Grouped<4>, Grouped<8>, Block
 
 struct Job {
     AnyProduct product;
-    int64_t first;  // of its tokens among those of all jobs
+    int64_t first;  // its first token among those of all jobs
     int64_t begin;  // its first chunk
 };
 
-// What a layer leaves to the next, as memory: pairs' inputs, gates with others, inner numbers and results.
+// Memory that layers reuse: inputs of pairs, gates and ups, inner activations, results.
 struct Experts {
     std::vector<float> weights;  // [tokens, chosen], in the order of the experts
     std::vector<int32_t> ids, places, tokens, active;
-    std::vector<int64_t> begins;  // pairs of an expert, and where the last's end
+    std::vector<int64_t> begins;  // the first pair of each expert, and the number of pairs
     Scratch<bf16> inputs, both, inner, results, ordered;
     Tokens8 rounded;
     Planes planes;
@@ -62,11 +61,11 @@ struct Layer {
     const Expert& expert(int64_t index) const { return static_cast<const Expert*>(op.c)[index]; }
 };
 
-// Of what is far below, nothing; of a NaN, one: `max` of one and another takes the second.
+// exp, with 0 far below zero and NaN for a NaN: `max` returns its second operand then.
 inline Floats share_of(Floats below) { return exp(max(splat(-200.0f), below)); }
 
-// The most likely experts of a token and their shares of a softmax over all, or over them. Numbers that are none are taken
-// last and make all shares none.
+// Chooses the most likely experts of a token and their weights: a softmax over all experts, or over the chosen ones. NaN logits are
+// chosen last and make all weights NaN.
 inline void choose(const Layer& layer, int64_t row) {
     thread_local std::vector<float> held;
     const int64_t count = layer.count(), chosen = layer.chosen(), wide = (count + TILE - 1) / TILE * TILE;
@@ -110,7 +109,7 @@ inline void choose_chunk(void* context, int64_t chunk, int) {
     for (int64_t row = 8 * chunk; row < std::min(layer.step.rows, 8 * chunk + 8); row++) choose(layer, row);
 }
 
-// Where each pair stands.
+// Sorts the pairs by expert.
 inline void arrange(const Layer& layer) {
     Experts& at = layer.memory;
     at.begins.assign(layer.count() + 1, 0);
@@ -145,7 +144,7 @@ inline void gather_chunk(void* context, int64_t chunk, int) {
     }
 }
 
-// Between an expert's products: gates that are not yet, and rounding.
+// Between an expert's products: activation, where the product has not applied it, and rounding.
 inline void between_chunk(void* context, int64_t chunk, int) {
     const Layer& layer = *static_cast<const Layer*>(context);
     const Experts& at = layer.memory;
@@ -190,7 +189,7 @@ inline void add_job(Layer& layer, const Op& op, int64_t expert, const bf16* x, i
     }
 }
 
-// A product's inputs as its weight has them: rounded, or in another order.
+// Prepares a product's inputs for its weight: rounded, or reordered.
 inline void prepare_chunk(void* context, int64_t chunk, int) {
     const Layer& layer = *static_cast<const Layer*>(context);
     Job& job = layer.memory.jobs[chunk];
@@ -209,7 +208,7 @@ inline void prepare_chunk(void* context, int64_t chunk, int) {
         if constexpr (requires { p.whole; })
             if (const Preparing<P> preparing = {p, layer.memory.planes, job.first}; preparing.wanted()) {
                 for (int64_t row = 0; row < p.rows; row++) preparing.row(row);
-                preparing.tell(p);
+                preparing.attach(p);
             }
     }, job.product);
 }
@@ -225,7 +224,7 @@ inline void shared_chunk(void* context, int64_t chunk, int thread) {
     auto& jobs = *static_cast<std::vector<Job>*>(context);
     const auto after = std::upper_bound(jobs.begin(), jobs.end(), chunk,
                                         [](int64_t one, const Job& job) { return one < job.begin; });
-    Job& job = *(after - 1);  // one without chunks begins where the next does
+    Job& job = *(after - 1);  // a job without chunks begins where the next one does
     std::visit([&](auto& p) { multiply_chunk(p, chunk - job.begin, thread); }, job.product);
 }
 
@@ -236,7 +235,7 @@ inline void alone_chunk(void* context, int64_t chunk, int thread) {
     }, (*static_cast<std::vector<Job*>*>(context))[chunk]->product);
 }
 
-// All jobs. Those with many tokens come last.
+// Runs all jobs, those with many tokens last.
 inline void run_jobs(Layer& layer) {
     Experts& at = layer.memory;
     if (at.jobs.empty()) return;
@@ -250,7 +249,7 @@ inline void run_jobs(Layer& layer) {
                 if (p.order) prepared = true, at.ordered.of(tokens * inputs);
             if constexpr (requires { p.whole; })
                 if (const Preparing<P> preparing = {p, at.planes}; preparing.wanted()) prepared = true, preparing.reserve(tokens);
-                else preparing.tell(p);
+                else preparing.attach(p);
         }, job.product);
     }
     if (prepared) layer.team.each(at.jobs.size(), prepare_chunk, &layer);
@@ -267,7 +266,7 @@ inline void run_jobs(Layer& layer) {
         if (rows_of(job) >= FEW) at.large.push_back(&job);
     if (static_cast<int>(at.large.size()) < 2 * layer.team.size()) {
         for (Job* job : at.large) std::visit([&](auto& p) { multiply_all(layer.team, p); }, job->product);
-    } else {  // each by a thread, those with the most tokens first
+    } else {  // one thread a job, those with the most tokens first
         std::sort(at.large.begin(), at.large.end(), [](Job* one, Job* two) { return rows_of(*one) > rows_of(*two); });
         layer.team.each(at.large.size(), alone_chunk, &at.large);
     }
@@ -294,7 +293,7 @@ inline void add_up_chunk(void* context, int64_t chunk, int) {
 inline void run_experts(Layer layer) {
     Experts& at = layer.memory;
     const int64_t pairs = layer.pairs(), rows = layer.step.rows, hidden = layer.hidden(), width = layer.inner();
-    at.jobs.clear();  // of a call that ended early
+    at.jobs.clear();  // left by a call that ended early
     at.ids.resize(pairs), at.weights.resize(pairs);
     layer.team.each((rows + 7) / 8, choose_chunk, &layer);
     arrange(layer);

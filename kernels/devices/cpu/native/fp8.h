@@ -110,8 +110,8 @@ struct Fp8Product::Supers {
         for (int64_t i = 0; i < CELL; i += LINE) prefetch(cell + PREFETCHED + i);
         small[line] ? eights.open<true>(cell, out) : eights.open<false>(cell, out);
     }
-    Floats whole(int64_t, int64_t, int64_t) const { return Floats{}; }
-    Floats less(int64_t, int64_t, int64_t) const { return Floats{}; }
+    Floats group_scale(int64_t, int64_t, int64_t) const { return Floats{}; }
+    Floats group_zero(int64_t, int64_t, int64_t) const { return Floats{}; }
     Floats end(int64_t super, int64_t half, Floats some, Floats, Floats found) const {
         return fma(some, load(scales + super * WIDE + half * TILE), found);
     }

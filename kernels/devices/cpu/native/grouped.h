@@ -86,10 +86,10 @@ struct Grouped<BITS>::Supers {
     Ints codes(const uint8_t* cell, int64_t half, int64_t four) const { return codes_of<BITS>(cell, half, four); }
     void open(int64_t line, bf16* out) const {
         fetch(line);
-        open_cell(cell(line), out, codes_of<BITS>);
+        widen_cell(cell(line), out, codes_of<BITS>);
     }
-    Floats whole(int64_t, int64_t, int64_t) const { return Floats{}; }
-    Floats less(int64_t, int64_t, int64_t) const { return Floats{}; }
+    Floats group_scale(int64_t, int64_t, int64_t) const { return Floats{}; }
+    Floats group_zero(int64_t, int64_t, int64_t) const { return Floats{}; }
     Floats scale(int64_t super, int64_t half) const { return load(scales + super * WIDE + half * TILE); }
     Floats middle(int64_t super, int64_t half) const { return unsigned_at(zeros + super * WIDE + half * TILE); }
     Ints bytes(const uint8_t* cell, int64_t half, int64_t four) const { return bytes_of<BITS>(cell, half, four); }

@@ -212,8 +212,21 @@ void greedy(const Op& op, const Step&, int64_t row) {
     static_cast<uint8_t*>(op.b)[row] = argmax_of(op, row, static_cast<int64_t*>(op.out)[row], top);
 }
 
+// Tokens whose bit is not set are never drawn: their logits become -inf.
+void forbid(bf16* logits, const uint32_t* allowed, int64_t count) {
+    constexpr bf16 never = 0xFF80;
+    for (int64_t i = 0; i < count; i += 32) {
+        const uint32_t word = allowed[i / 32];
+        const int64_t here = std::min<int64_t>(32, count - i);
+        if (word == ~uint32_t{0}) continue;
+        for (int64_t lane = 0; lane < here; lane++)
+            if (!(word >> lane & 1)) logits[i + lane] = never;
+    }
+}
+
 void draw(const Op& op, const Step& step, int64_t row) {
     float top;
+    if (op.i2) forbid(at<bf16>(op.a, row, op.stride_a), reinterpret_cast<const uint32_t*>(op.i2) + row * op.i3, op.i0);
     int64_t& id = static_cast<int64_t*>(op.out)[row];
     const bool failed = argmax_of(op, row, id, top);
     reinterpret_cast<uint8_t*>(op.i4)[row] = failed;

@@ -25,7 +25,7 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //   WRITE      a keys and values -> out cache; i0 elements of a token
 //   WRITE_NARROW  a keys and values -> out cache of 8 bits (narrow.h); i0 dim, i1 heads of a token
 //   ATTENTION  a queries, b cache [pages, i4, 2, i2, i0] -> out; i0 dim, i1 heads, i2 kv heads, i3 window, f0 scale
-//   FAKE_QUANTIZE     a x -> out, each row rounded to whole shares of its largest over 127; i0 elements of a row, a multiple of 16
+//   FAKE_QUANTIZE     a x -> out, each row rounded to multiples of its largest magnitude over 127; i0 elements of a row, a multiple of 16
 //   SILU       a gate | up [rows, 2 * i0] -> out [rows, i0]
 //   ADD        a x, b y or null -> out = x + y; i0 elements of a row. c logits or null: out = x + sigmoid(logit) * y, i1 from
 //              one to the next
@@ -33,7 +33,8 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //              inner dimension, i4: whether their weights add up to one
 //   GREEDY     a logits [rows, i0] -> out int64 [rows] the most likely ids, b bool [rows]: a NaN, +inf or nothing but -inf
 //   DRAW       as GREEDY with i4 for b, and b Draw[rows] (race.h): sampled for the step's positions. c int64 [i0] or null: the
-//              tokens that the logits are of, of i1 in all
+//              tokens that the logits are of, of i1 in all. i2 address of bits uint32 [rows, i3] of the tokens that may be
+//              drawn, or 0: every one; the logits of the others are overwritten
 // PLACE, WRITE_NARROW and ATTENTION know caches of 8 bits: `narrow` says of which numbers (0: bf16). `scales` bf16
 // [pages, tokens, 2, kv heads], or `fixed` float [2, kv heads, dim] with `offsets` or null; `by_head` float [2, kv heads] where
 // these are the same for all dims.

@@ -13,7 +13,7 @@
 
 namespace troupe {
 
-// How a row is sampled. kernels/core/operators.py's DRAWS mirrors it. temperature 0: the most likely; top_k 0, top_p 1 and
+// How a row is sampled. kernels/core/operators.py's DRAWS mirrors it. temperature 0: argmax; top_k 0, top_p 1 and
 // log_min_p -inf: all tokens.
 struct Draw {
     uint32_t keys[2];  // the seed's
@@ -33,7 +33,7 @@ inline float exponential(uint32_t hash) {
     return -std::log1p(-std::min(u, 1.0f - 0x1p-24f));
 }
 
-// One row's race. `ids`: the token that each logit is of, null: its index is.
+// The race of one row. `ids`: the token of each logit; null: its index.
 class Race {
    public:
     static constexpr int BLOCK = 32;
@@ -53,7 +53,7 @@ class Race {
         }
     }
 
-    // -> the index of the winner. `best`: the index and the value of the most likely.
+    // Returns the index of the winner. `best`, `most`: index and value of the argmax.
     int64_t run(int64_t best, float most) {
         top_ = most;
         float floor = -INFINITY;
@@ -71,7 +71,7 @@ class Race {
 
    private:
     struct Block {
-        float first;  // its first clock
+        float first;  // the time of its first clock
         uint32_t hash;
     };
 
@@ -92,7 +92,7 @@ class Race {
         return scaled - std::log(block.first + exponential(hash(id)));
     }
 
-    // The winner of those above `floor`, and of those equal to it up to `last`. `best` is one of them.
+    // The winner among the tokens above `floor`, and those equal to it with an index up to `last`. `best` is one of them.
     int64_t among(int64_t best, float floor, int64_t last) const {
         int64_t winner = best;
         float reached = score(best);
@@ -112,7 +112,7 @@ class Race {
         return winner;
     }
 
-    // What stands before a token weighs; `all`: what everything does.
+    // The weight of all tokens before one in descending order; `all`: of all tokens.
     double before(float value, int64_t index, bool all) const {
         double sums[8] = {};
         alignas(64) float weights[16];
@@ -126,11 +126,11 @@ class Race {
         return std::accumulate(sums, sums + 8, 0.0);
     }
 
-    // The last token that top-k, and top-p among what it leaves, keep.
+    // Finds the last token that top-k keeps, or top-p among those.
     void cut(float& floor, int64_t& last) const {
         if (draw_.top_k >= count_ && draw_.top_p >= 1) return;
         const int64_t most = std::min(draw_.top_k, count_);
-        // The k-th largest of the blocks' largest is at most the k-th largest.
+        // The k-th largest of the blocks' maxima is a lower bound of the k-th largest logit.
         thread_local std::vector<float> largest;
         thread_local std::vector<std::pair<float, int64_t>> head;
         largest.clear(), head.clear();
@@ -149,9 +149,9 @@ class Race {
         head.resize(most);
         size_t kept = head.size();
         if (draw_.top_p < 1) {
-            double total = 0, ahead = 0;
+            double total = 0, above = 0;
             for (const auto& [negative, index] : head) total += weight(negative);
-            for (kept = 0; kept < head.size() && (!kept || ahead < draw_.top_p * total); kept++) ahead += weight(head[kept].first);
+            for (kept = 0; kept < head.size() && (!kept || above < draw_.top_p * total); kept++) above += weight(head[kept].first);
         }
         floor = -head[kept - 1].first, last = head[kept - 1].second;
     }
@@ -162,7 +162,7 @@ class Race {
 
     Floats scaled(Floats x) const { return (x - splat(top_)) / splat(draw_.temperature); }
 
-    // Of the sixteen from `i` on those above `floor`, or equal to it and of an index up to `last`.
+    // Which of the sixteen from `i` are above `floor`, or equal to it with an index up to `last`.
     Mask kept(Floats x, int64_t i, float floor, int64_t last) const {
         const Floats least = splat(floor);
         const Ints index = splat(i) + lane_numbers();

@@ -1,4 +1,4 @@
-// Rows of numbers, one by one.
+// Elementwise operations on one row.
 #pragma once
 #include <bit>
 #include <cfloat>
@@ -7,22 +7,22 @@
 
 namespace troupe {
 
-// The row's largest, without its sign; a NaN where it has one.
+// The row's largest magnitude; NaN if the row has one.
 inline float largest(const bf16* x, int64_t size) {
-    Ints bits = Ints{};  // of absolute values: a NaN's are more than infinity's
+    Ints bits = Ints{};  // of magnitudes, compared as integers: a NaN is above infinity
     for (int64_t i = 0; i < size; i += 16)
         bits = max(bits, bits_of(abs(load(x + i))));
     return std::bit_cast<float>(max_all(bits));
 }
 
-// Hold a row within `share` of its largest, rounded to bf16; `x` may be `out`. Of a NaN and another, min and max take the
-// second.
+// Clips a row to `share` of its largest magnitude, rounded to bf16; `x` may be `out`. With a NaN, min and max return their second
+// operand.
 inline void clip_row(const bf16* x, bf16* out, int64_t size, float share) {
     const Floats most = round_bf16(splat(largest(x, size) * share)), least = Floats{} - most;
     for (int64_t i = 0; i < size; i += 16) store(out + i, min(max(load(x + i), least), most));
 }
 
-// Round to whole shares of the row's largest over 127; `x` may be `out`.
+// Rounds to multiples of the row's largest magnitude over 127; `x` may be `out`.
 inline void fake_quantize_row(const bf16* x, bf16* out, int64_t size) {
     float scale = largest(x, size) / 127.0f;
     if (scale < FLT_MIN) scale = FLT_MIN;
@@ -34,7 +34,7 @@ inline void fake_quantize_row(const bf16* x, bf16* out, int64_t size) {
     }
 }
 
-// silu(gate) * other of gates and `size` others after them.
+// silu(gate) * up, with `size` gates and then `size` ups.
 inline void silu_row(const bf16* gate, bf16* out, int64_t size) {
     for (int64_t i = 0; i < size; i += 16) store(out + i, silu(load(gate + i)) * load(gate + size + i));
 }

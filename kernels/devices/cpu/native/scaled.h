@@ -1,7 +1,7 @@
-// Weights of whole numbers that scales are multiplied into before sums are, so that tiles add up many inputs in one go: whole scales of
-// groups of 16 or 32, of which 256 inputs share a factor (K types of GGUF files), or all scales as shares of an output's factor. What
-// comes of it is a number of float16, rounded to bf16 as bits. Zeros are subtracted before; those of groups with whole scales may be
-// products of their own.
+// Products with integer weights whose scales are multiplied into the weights before the sums, so that tiles add up many inputs at once.
+// Scales are integer scales of groups of 16 or 32, with one factor for 256 inputs (K types of GGUF files), or are all expressed as
+// shares of an output's factor. The scaled weight is computed in float16 and rounded to bf16 bit by bit. Zeros are subtracted first;
+// zeros of groups with integer scales may be products of their own.
 #pragma once
 #include <atomic>
 
@@ -10,26 +10,26 @@
 
 namespace troupe {
 
-constexpr int64_t SUPER_LINES = 8;  // of 256 inputs
+constexpr int64_t SUPER_LINES = 8;  // lines of a superblock of 256 inputs
 
 inline __m512h as_halves(Ints x) { return _mm512_castsi512_ph(x.v); }
 
-// Numbers of 16 outputs, each for the two inputs of a pair.
+// Repeats the numbers of 16 outputs for the two inputs of a pair.
 inline Ints in_pairs(__m256i of) {
     const __m512i twice = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8,  //
                                            7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
     return {_mm512_permutexvar_epi16(twice, _mm512_castsi256_si512(of))};
 }
 
-// Makes lines of bf16 in the order of matrix.h, a 2^POWER-th of what they are, and of the largest scale. Below two floats of 16 bits
-// have the exponents of bf16 without the upper three bits. `S`: see supers.h; and POWER; `bytes(cell, half, four)`, codes in the
-// lowest bits, or in all if BYTES; `scale(super, half)`; `middle(super, half)`, what is to be
-// subtracted; FLOATS: whether there are zeros that are not whole.
-// ALL: whether all inputs are shares of one factor, and not those of a super of groups.
+// Makes lines of bf16 in the order of matrix.h, scaled by 2^-POWER and by the largest scale. Numbers of float16 below two have the
+// exponent of bf16 without its upper three bits. `S` is as in supers.h, with: POWER; `bytes(cell, half, four)`, codes in the lowest
+// bits, or in all bits if BYTES; `scale(super, half)`; `middle(super, half)`, subtracted from codes; FLOATS, whether zeros are
+// not integers.
+// ALL: whether all inputs share one factor; otherwise each superblock has its own.
 template <class S, bool ALL>
 class Scaling {
   public:
-    // Of each output, the factor of all its inputs.
+    // The factor of each output, for all of its inputs.
     static Floats factor(const S& of, int64_t lines, int64_t half) {
         Floats found = Floats{};
         for (int64_t super = 0; super < lines / of.lines(); super++) {
@@ -45,17 +45,17 @@ class Scaling {
         return found;
     }
 
-    // What that makes of scales.
+    // The number that scales are multiplied with, given the factor.
     static Floats share(Floats factor) {
         return keep(factor > splat(0x1p-100f), splat(64.0f) / factor);
     }
 
-    // `shares`: of both halves, where factors are of all inputs.
+    // `shares`: those of both halves, if ALL.
     Scaling(const S& of, const Floats* shares) : of_(of) {
         if (ALL) by_[0] = shares[0], by_[1] = shares[1];
     }
 
-    // Sixteen outputs.
+    // Makes a line of sixteen outputs.
     void half(int64_t line, int64_t half, bf16* out) const {
         const uint8_t* cell = of_.cell(line);
         Factors by = factors(line, 0, half);
@@ -70,9 +70,9 @@ class Scaling {
         half(line, 1, out + WIDE * DEPTH / 2);
     }
 
-    // Zeros of a group's outputs for each pair of inputs.
+    // Writes the zeros of a group's outputs for each pair of inputs.
     void zeros(int64_t line, int64_t second, int64_t half, bf16* out) const {
-        const Ints bits = bits_of(of_.less(line, second, half));  // a whole number below 256
+        const Ints bits = bits_of(of_.group_zero(line, second, half));  // an integer below 256
         store_line(out, bits | bits >> 16);
     }
 
@@ -95,7 +95,7 @@ class Scaling {
         const int64_t super = line / (S::GROUP ? SUPER_LINES : of_.lines());
         __m512h scale = all(0), middle, zero = all(0);
         if constexpr (ALL) scale = halves(of_.scale(super, half) * by_[half]);
-        if constexpr (FLOATS)  // none is negative zero
+        if constexpr (FLOATS)  // the sum turns negative zero into zero
             zero = halves(fma(of_.zero(super, half), by_[half] * splat(0x1p-6f), Floats{}));
         if constexpr (S::GROUP == 0) {
             middle = halves(fma(of_.middle(super, half), splat(0x1p-6f), splat(16.0f)));
@@ -110,22 +110,22 @@ class Scaling {
         return {scale, middle, zero};
     }
 
-    // Fours `BEGIN` to `BEGIN` + 3 of a half.
+    // Makes fours `BEGIN` to `BEGIN` + 3 of a half.
     template <int BEGIN>
     void fours(const uint8_t* cell, int64_t half, const Factors& by, bf16* out) const {
-        // 16 and a 64th of a code, whose bits are the lowest.
+        // 16 + code / 64 in float16: the code is the lowest bits.
         const Ints more = splat_words(0x4c00), codes = splat_words(S::BYTES ? 0xff : (1 << S::CODE_BITS) - 1);
         const Ints eighth = splat_words(1 << 12), rest = splat_words(static_cast<int16_t>(0x87ff));
         const auto put = [&]<bool ODD>(Ints from, bf16* to) {
             const __m512h code = as_halves(and_or(from, codes, more));  // from & codes | more
             const __m512h value = UNSIGNED ? code : _mm512_sub_ph(code, by.less), zero = UNSIGNED ? by.less : by.zero;
-            // Of every other input the negative, whose sign is turned below: a zero, which is positive in either, becomes -2^-15
-            // where others become 2^-15, and what becomes of many does not add up.
+            // Every other input is computed negated, and its sign is flipped below. A zero has a positive sign in both cases, so it
+            // becomes -2^-15 for these inputs and 2^-15 for the others, and these errors cancel instead of adding up.
             const __m512h found = UNSIGNED ? (ODD ? _mm512_fnmsub_ph(value, by.scale, zero) : _mm512_fmadd_ph(value, by.scale, zero))
                                   : ODD    ? _mm512_fnmadd_ph(value, by.scale, zero)
                                   : FLOATS ? _mm512_fmsub_ph(value, by.scale, zero)
                                            : _mm512_fmadd_ph(value, by.scale, zero);
-            // An eighth of the bits, rounded, have a bf16's mantissa.
+            // The bits divided by eight and rounded have the mantissa of bf16.
             const Ints bits = {_mm512_mulhrs_epi16(_mm512_castph_si512(found), eighth.v)};
             const Ints upper = splat_words(static_cast<int16_t>(ODD ? 0xb800 : 0x3800));
             store_line(to, {_mm512_ternarylogic_epi32(bits.v, rest.v, upper.v, 0x6a)});  // (bits & rest) ^ upper
@@ -142,26 +142,26 @@ class Scaling {
     Floats by_[2];
 };
 
-// Weights that add up groups of `GROUP` inputs, of 256 inputs one in each column: [line][pair][column][2].
+// Ones that add up groups of `GROUP` inputs: column i sums group i of 256 inputs. [line][pair][column][2]
 template <int GROUP>
-struct Adding {
+struct GroupOnes {
     alignas(64) bf16 lines[SUPER_LINES][TILE * DEPTH] = {};
 
-    Adding() {
+    GroupOnes() {
         for (int64_t line = 0; line < SUPER_LINES; line++)
             for (int64_t input = 0; input < DEPTH; input++)
                 lines[line][input / 2 * DEPTH + (line * DEPTH + input) / GROUP * 2 + input % 2] = 0x3f80;
     }
 };
 
-// What zeros are multiplied by: sums of each token's groups, as two numbers of bf16 that add up to them, of a group after those of
-// another: [row][256 inputs][16][2]. Of a product that is known by its number a thread makes them once.
+// The factors of zeros: the sum of each group of a token's inputs, as two numbers of bf16 whose sum it is.
+// [row][256 inputs][group 16][2]. Each thread computes them once for a product, which `number` identifies.
 class GroupSums {
   public:
     template <int GROUP>
     const bf16* of(uint64_t number, const char* x, int64_t stride, int64_t rows, int64_t lines) {
         if (number_ == number) return sums_.of(0);
-        static const Adding<GROUP> adding;
+        static const GroupOnes<GROUP> ones;
         alignas(64) float found[TILE * TILE];
         const int64_t supers = lines / SUPER_LINES;
         bf16* out = sums_.of(rows * supers * DEPTH);
@@ -172,7 +172,7 @@ class GroupSums {
                 _tile_zero(0);
                 for (int64_t line = 0; line < SUPER_LINES; line++) {
                     _tile_loadd(4, x + (super * SUPER_LINES + line) * LINE, stride);
-                    _tile_loadd(6, adding.lines[line], LINE);
+                    _tile_loadd(6, ones.lines[line], LINE);
                     _tile_dpbf16ps(0, 4, 6);
                 }
                 _tile_stored(0, found, LINE);
@@ -197,20 +197,20 @@ class GroupSums {
 
 inline thread_local GroupSums group_sums;
 
-// Tokens of a product with such weights, up to 32. `sums`: of their groups, if there are zeros.
+// Up to 32 tokens of a product with such weights. `sums`: sums of their groups, if there are zeros.
 struct Grouping {
     const char* x;
     int64_t stride, rows, lines;
     const bf16* sums;
 };
 
-// Sums [token][32] of them.
+// Writes `sums` [token][32] of 32 outputs.
 template <class S>
 void multiply_scaled(const S& of, const Grouping& x, float* sums) {
     constexpr bool APART = S::ZEROS && S::GROUP != 0;
     alignas(64) bf16 wide[2][WIDE * DEPTH];
     alignas(64) float found[APART ? 2 : 1][WIDE * WIDE];
-    alignas(64) static thread_local bf16 zeros[2][TILE * DEPTH] = {};  // [half][group], those that are not there are zero
+    alignas(64) static thread_local bf16 zeros[2][TILE * DEPTH] = {};  // [half][group]; missing groups are zero
     const int64_t rows = x.rows, each = S::GROUP ? SUPER_LINES : x.lines, supers = x.lines / each;
     const bool more = rows > TILE;
     const char* others = x.x + TILE * x.stride;
@@ -255,7 +255,7 @@ void multiply_scaled(const S& of, const Grouping& x, float* sums) {
                 for (int64_t half = 0; half < 2; half++)
                     scaling.zeros(begin + i * S::GROUP / DEPTH, i % (DEPTH / S::GROUP), half, zeros[half] + i * DEPTH);
         for (int64_t line = begin; line < begin + each; line++) {
-            // What was stored just now would be waited for: the next is made first.
+            // Tiles would wait for stores that are just issued, so the next line is made before this one is loaded.
             if (line + 1 < x.lines) scaling.line(line + 1, wide[(line + 1) % 2]);
             written();
             multiply(x.x + line * LINE, others + line * LINE, x.stride, wide[line % 2], wide[line % 2] + WIDE * DEPTH / 2);

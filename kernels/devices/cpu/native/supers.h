@@ -4,7 +4,7 @@
 //
 // `S` describes a block: GROUP, the inputs within a super that share an integer scale (0: there are none); ZEROS; `lines()` of a super;
 // `cell(line)`; `codes(cell, half, four)`, one a byte; `open(line, out)`, a line as bf16 in the order of matrix.h (for multiply_shared
-// only, as is SUMS: whether it needs the sums of tokens); `whole(line, second, half)` and `less(line, second, half)`, integer scales
+// only, as is SUMS: whether it needs the sums of tokens); `group_scale(line, second, half)` and `group_zero(line, second, half)`, integer scales
 // and zeros of groups; `end(super, half, some, less, found)`, which adds a super's sums to those before; `fetch(line)`, which prefetches.
 #pragma once
 #include "layout.h"
@@ -32,7 +32,7 @@ void multiply_halves(const S& of, const Whole& x, int64_t first, float* sums) {
                     sum.add(x, line, four, codes);
                 });
                 unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE {
-                    const Floats by = S::GROUP ? of.whole(line, PLACE, first + half) : Floats{};
+                    const Floats by = S::GROUP ? of.group_scale(line, PLACE, first + half) : Floats{};
                     unrolled<ROWS>([&](auto row) ALWAYS_INLINE {
                         const int64_t offset = S::GROUP == TILE ? PLACE : HALVES;  // Clang 14 does not know `twice` here
                         const Floats value = sum.of(row, half, x.offsets + (row * x.lines + line) * OFFSETS + offset);
@@ -48,9 +48,9 @@ void multiply_halves(const S& of, const Whole& x, int64_t first, float* sums) {
                     some[row][half] = fma(values[row][half], splat(scales[0]), some[row][half]);
                     const auto take = [&](Floats by, float sum) { less[row][half] = fma(by, splat(sum), less[row][half]); };
                     if constexpr (S::ZEROS && S::GROUP == 0) take(splat(1.0f), scales[1]);
-                    if constexpr (S::ZEROS && S::GROUP == DEPTH) take(of.less(line, 0, first + half), scales[1]);
+                    if constexpr (S::ZEROS && S::GROUP == DEPTH) take(of.group_zero(line, 0, first + half), scales[1]);
                     if constexpr (S::ZEROS && twice)
-                        for (int part = 0; part < HALVES; part++) take(of.less(line, part, first + half), scales[2 + part]);
+                        for (int part = 0; part < HALVES; part++) take(of.group_zero(line, part, first + half), scales[2 + part]);
                 });
             });
         }

@@ -1,6 +1,6 @@
 // Threads that share the chunks of one operator after another.
 //
-// Chunks are claimed one by one, so a thread that the system has put aside holds up nobody but the chunk it is in.
+// Chunks are claimed one by one, so a thread that the system has suspended delays its own chunk only.
 // Helpers spin between the operators of a program, which are microseconds apart, and sleep between programs.
 #pragma once
 #include <atomic>

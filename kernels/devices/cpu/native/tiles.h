@@ -59,7 +59,7 @@ inline void configure(int first, int second) {
     config.load();
 }
 
-// Call it between writing memory and loading it into tiles: the intrinsics do not tell the compiler what they read.
+// Call it between writing memory and loading it into tiles: the compiler does not know what the intrinsics read.
 inline void written() { asm volatile("" : : : "memory"); }
 
 inline void multiply_upper(float) {

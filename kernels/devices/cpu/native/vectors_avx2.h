@@ -62,7 +62,7 @@ inline IntPart high_lanes(IntPart a, IntPart b) {
     return high_of(_mm256_unpacklo_epi32(raw(a), raw(b)), _mm256_unpackhi_epi32(raw(a), raw(b)));
 }
 
-// Of two lanes each, and of all.
+// Reduces all lanes with `call`.
 template <class Part, class Call>
 [[gnu::always_inline]] inline Part fold(Part x, const Call& call) {
     x = call(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));

@@ -41,7 +41,7 @@ inline IntPart high_bytes(IntPart a, IntPart b) { return (IntPart)vzip2q_u8(byte
 inline IntPart low_lanes(IntPart a, IntPart b) { return (IntPart)vzip1q_s32(raw(a), raw(b)); }
 inline IntPart high_lanes(IntPart a, IntPart b) { return (IntPart)vzip2q_s32(raw(a), raw(b)); }
 
-// Of two lanes each, and of all.
+// Reduces all lanes with `call`.
 template <class Part, class Call>
 [[gnu::always_inline]] inline Part fold(Part x, const Call& call) {
     x = call(x, __builtin_shufflevector(x, x, 2, 3, 0, 1));

@@ -266,7 +266,7 @@ struct Preparing {
         share_out(x, p.inputs(), p.shares(), static_cast<float>(128 + p.offset()), shares() + row * parts() * 2);
     }
 
-    void tell(P& to) const {
+    void attach(P& to) const {
         if (rounded()) to.whole.emplace(planes, first, p.lines);
         if (shared()) to.shared = {p.x, p.stride_x, P::sums ? shares() : nullptr, parts(), p.lines};
     }
@@ -286,7 +286,7 @@ void multiply_made(Team& team, P p, Planes& planes) {
         preparing.reserve(p.rows);
         team.each((p.rows + 3) / 4, prepare_rows_chunk<P>, &preparing);
     }
-    preparing.tell(p);
+    preparing.attach(p);
     team.each(divide(p, team.size()), multiply_widened_chunk<P>, &p);
 }
 

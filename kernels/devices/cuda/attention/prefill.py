@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
-from kernels.devices.cuda.launch import roomy
+from kernels.devices.cuda.launch import has_large_shared_memory
 
 __all__ = ["TILE", "PrefillBlocks", "attend_prefills", "plan_prefills"]
 
@@ -50,7 +50,7 @@ def plan_prefills(rows: AttentionRows, first: int, put: Callable[[npt.NDArray[np
     counts, starts = rows.counts[first:], rows.starts[first:]
     offsets = np.cumsum(rows.counts)[first:] - counts
     pages = put(np.ascontiguousarray(rows.pages[first:]))
-    size = TILE if counts.max() > _LONG and roomy(pages.device) else TILE // 2
+    size = TILE if counts.max() > _LONG and has_large_shared_memory(pages.device) else TILE // 2
     each = -(-counts // TILE)
     row = np.repeat(np.arange(len(counts)), each)
     begin = (np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each)) * TILE

@@ -29,12 +29,12 @@ _LONG = 32768  # longer sequences are always split
 
 
 def _queries(group: int, tokens: int) -> int:
-    """Of one program."""
+    """Queries of one program."""
     return max(1, min(tokens, _LINES // group))
 
 
 def _lines(group: int, tokens: int) -> int:
-    """Of a program's tile."""
+    """Lines of a program's tile."""
     return max(16, triton.next_power_of_2(_queries(group, tokens) * group))
 
 
@@ -301,7 +301,7 @@ def _join(
     every = (length + block - 1) // block - first // block
     share = (every + splits - 1) // splits
     used = (every + share - 1) // share
-    if early and pdl:  # all do: who waits for this kernel waits for those before it
+    if early and pdl:  # all do: a kernel that waits for this one waits for those before it
         gdc_wait()
     if (query < count) & (used > 1):
         line = (token + query).to(tl.int64) * heads + head

@@ -1,4 +1,4 @@
-"""Greedy sampling: the most likely token of each row of logits, in one pass over them."""
+"""The most likely token of each row of logits, in one pass over them, and masks that forbid tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.devices.cuda.launch import overlapping
 
-__all__ = ["Largest", "best_of", "find_largest", "greedy_tokens"]
+__all__ = ["Largest", "best_of", "find_largest", "greedy_tokens", "mask_logits"]
 
 _BLOCK = 4096
 
@@ -99,3 +99,20 @@ def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     pdl = overlapping(logits.device)
     _whole[(rows,)](values, ids, tokens, broken, parts, triton.next_power_of_2(parts), pdl, num_warps=1, launch_pdl=pdl)
     return tokens, broken.view(torch.bool)
+
+
+@triton.jit
+def _mask(logits, packed, vocab, stride, block: tl.constexpr):
+    mask = packed + tl.program_id(0).to(tl.int64) * stride
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    row = tl.load(mask).to(tl.int64)
+    word = tl.load(mask + 1 + at // 32, mask=at < vocab, other=-1)
+    forbidden = (word >> (at % 32)) & 1 == 0
+    tl.store(logits + row * vocab + at, -float("inf"), mask=(at < vocab) & forbidden)
+
+
+def mask_logits(logits: Tensor, packed: Tensor) -> None:
+    """Set forbidden tokens of ``logits`` [rows, vocab], contiguous, to -inf. ``packed`` int32 [n, 1 + words]: in each
+    row the index of a row of logits, then a bit a token, the lowest first, set where it is allowed."""
+    vocab = logits.shape[1]
+    _mask[(len(packed), triton.cdiv(vocab, _BLOCK))](logits, packed, vocab, packed.shape[1], _BLOCK, num_warps=8)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.devices.cuda.launch import overlapping, roomy
+from kernels.devices.cuda.launch import has_large_shared_memory, overlapping
 
 __all__ = ["MOST_TOKENS", "GemmSplit", "able", "counters", "multiply", "split_options", "suits"]
 
@@ -135,7 +135,7 @@ def able(x: Tensor, weight: Tensor) -> bool:
     """Whether this kernel supports the product. ``x`` [tokens, inputs]; ``weight`` [outputs, inputs]."""
     if not 1 < len(x) <= MOST_TOKENS or weight.element_size() != 2 or weight.shape[1] % _BLOCK:
         return False
-    return x.is_contiguous() and overlapping(x.device) and roomy(x.device)
+    return x.is_contiguous() and overlapping(x.device) and has_large_shared_memory(x.device)
 
 
 def suits(x: Tensor, weight: Tensor, gated: bool) -> bool:

@@ -146,7 +146,7 @@ def mx_norm_rules(
     round_mode: str = "rint",
     dst_type: int = 296,
 ) -> None:
-    """Of its forms those of npu_dynamic_mx_quant that are simulated."""
+    """The forms of npu_dynamic_mx_quant that are simulated."""
     _rules("npu_add_rms_norm_dynamic_mx_quant", x1, x2, gamma, beta, {})
     mx_quant_rules(x1, scale_alg=scale_alg, round_mode=round_mode, dst_type=dst_type)
 

@@ -103,7 +103,7 @@ def test_threads_that_do_not_start_are_an_error(monkeypatch):
 
 
 def test_a_large_linear_layer(platform, plain, generator):
-    """Of several panels of tokens, whose result is written past the caches."""
+    """A product of several panels of tokens, whose result is written past the caches."""
     x = torch.randn(1100, 2048, generator=generator).to(BF16) / 8
     weight = torch.randn(992, 2048, generator=generator).to(BF16) / 8
     linear = platform.linear.make_dense(weight, None)

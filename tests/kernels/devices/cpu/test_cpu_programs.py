@@ -183,7 +183,7 @@ def test_a_program_hands_out_layers_as_the_model_does(model, threads):
 
 @pytest.mark.parametrize(("algorithm", "topk"), [("EAGLE", 1), ("EAGLE3", 3), ("MTP", 2), ("DFLASH", 1)])
 def test_programs_draft_what_passes_do(algorithm, topk, drive, prompts, monkeypatch):
-    """Of the model in the box, whose drafts' shapes all have native operators."""
+    """The included model, whose drafts' shapes all have native operators."""
     model, draft = DRAFTS.parent / "model", draft_path(algorithm)
     settings = SpeculativeSettings(algorithm, str(draft), num_steps=4, topk=topk, num_draft_tokens=6)
 

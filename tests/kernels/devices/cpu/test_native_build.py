@@ -14,7 +14,7 @@ pytestmark = needs_native
 
 
 def test_a_second_process_waits_for_the_build_of_the_first(monkeypatch, tmp_path):
-    """A compiler that takes until it is told to end, in the place of the real one."""
+    """A compiler that runs until the test ends it, in place of the real one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     gate, compiler = tmp_path / "gate", tmp_path / "g++"
     os.mkfifo(gate)
@@ -26,7 +26,7 @@ def test_a_second_process_waits_for_the_build_of_the_first(monkeypatch, tmp_path
     gate.write_text("end\n")
     assert second.wait() == 0
     assert first.wait() == second.poll() == 0
-    assert (tmp_path / "told").read_text() == "begun\n"
+    assert (tmp_path / "reported").read_text() == "begun\n"
     assert library.built() is not None
     assert library.start_build().poll() == 0  # there it is
 

@@ -261,7 +261,7 @@ def nucleus(logits: Tensor, how: SlotSampling, slack: float) -> Tensor:
 @proof(20)
 @given(data=st.data())
 def test_a_draw_is_that_of_float64(device: CpuDevice, data: st.DataObject) -> None:
-    """Of the same noise: the token whose clock rings first."""
+    """With the same noise, the token whose clock rings first wins."""
     rows, vocab = data.draw(st.integers(1, 20), "rows"), data.draw(st.sampled_from([33, 64, 211, 4096]), "vocab")
     generator = torch.Generator().manual_seed(data.draw(SEEDS, "seed"))
     logits = numbers(generator, rows, vocab) * data.draw(st.sampled_from([0.0, 1.0, 4.0]), "spread")
@@ -288,7 +288,7 @@ def test_a_draw_is_that_of_float64(device: CpuDevice, data: st.DataObject) -> No
 @proof(20)
 @given(rows=ROWS, vocab=st.sampled_from([1, 5, 33, 64, 211, 4099]), seed=SEEDS)
 def test_the_most_likely_token_is_that_of_float64(device: CpuDevice, rows: int, vocab: int, seed: int) -> None:
-    """Of equal ones the first, and none of a row that has a NaN, +inf or only -inf."""
+    """The first of equal ones wins, and none of a row that has a NaN, +inf or only -inf."""
     generator = torch.Generator().manual_seed(seed)
     logits = numbers(generator, rows, vocab).round(decimals=seed % 3)
     odd = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=torch.bfloat16)

@@ -50,7 +50,7 @@ def compiled():
 @pytest.mark.parametrize("cache", ["", "int8"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_models_log_probabilities_are_those_of_float64(name, cache, reference, exact, drive, prompts):
-    """Of prompts whole and in chunks, decodes and both in one step."""
+    """Prompts whole and in chunks, decodes and both in one step."""
     driver = drive(reference(name).path, dtype="bfloat16", kv_cache_dtype=cache)
     vocab = driver.info.vocab_size
     for slot, prompt in enumerate(prompts(90, 30, 1, 60), 1):

@@ -102,12 +102,12 @@ class _AbsentInvariant(InvariantCudaDevice, _Absent):
 
 def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let cuda be this platform. -> what is captured and replayed from then on."""
-    told: list[str] = []
+    reported: list[str] = []
 
     def capture_each(sizes: Sequence[Any], run: Callable[[Any], Any], *_: object) -> dict[Any, Any]:
         if is_precompiling():
             return own_capture_each(sizes, run, META, lambda could: could)
-        return {size: (lambda: told.append("replayed"), run(size)) for size in sizes}
+        return {size: (lambda: reported.append("replayed"), run(size)) for size in sizes}
 
     def launches_last(run: Callable[[], object], device: torch.device) -> bool:
         assert not is_precompiling()  # there is nothing to measure
@@ -117,8 +117,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if is_precompiling():
             return own_capture_draft(run, pool, META)
         run()
-        told.append("draft_tokens")
-        return pool, lambda: told.append("drafted")
+        reported.append("draft_tokens")
+        return pool, lambda: reported.append("drafted")
 
     own_capture_each, own = kernels.devices.cuda.graphs.decode_graphs.capture_each, torch.Generator
     own_capture_draft = kernels.devices.cuda.graphs.decode_graphs.capture_draft
@@ -138,4 +138,4 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(kernels.devices.cuda.invariant, "InvariantCudaDevice", _AbsentInvariant)
     monkeypatch.setattr(kernels.weights.loading, "_check_finite", lambda name, floats: None)  # there are no numbers
     monkeypatch.setattr(torch, "Generator", Generator)
-    return told
+    return reported

@@ -58,37 +58,37 @@ class _Absent:
 
 
 @contextmanager
-def compiling(monkeypatch: pytest.MonkeyPatch, capability: int, told: bool = True) -> Iterator[list[Compiled]]:
-    """Within, a kernel that is called is compiled, down to machine code, and listed if ``told``; once in a process, or
-    once within where it is not listed."""
+def compiling(monkeypatch: pytest.MonkeyPatch, capability: int, reported: bool = True) -> Iterator[list[Compiled]]:
+    """Within, a kernel that is called is compiled, down to machine code, and listed if ``reported``; once in a process,
+    or once within where it is not listed."""
     found: list[Compiled] = []
     run = JITFunction.run
 
     def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
-        if not told:
+        if not reported:
             return run(self, *args, grid=grid, warmup=True, **options)
         with redirect_stdout(StringIO()) as printed:
             kernel = run(self, *args, grid=grid, warmup=True, **options)
         log = printed.getvalue()
         if log:
-            registers, spilled = _told(log, r"Used (\d+) registers"), _told(log, r"(\d+) bytes spill stores")
+            registers, spilled = _reported(log, r"Used (\d+) registers"), _reported(log, r"(\d+) bytes spill stores")
             found.append(Compiled(self.__name__, kernel.metadata.shared, registers, spilled, kernel.metadata.num_warps))
         return kernel
 
     with monkeypatch.context() as patch:
-        patch.setattr(driver, "_active", _Absent(capability, capability if told else next(_others)))
+        patch.setattr(driver, "_active", _Absent(capability, capability if reported else next(_others)))
         patch.setattr(JITFunction, "run", compile_only)
-        if told:
+        if reported:
             patch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
         for name, module in list(sys.modules.items()):
             if name.startswith("kernels.devices.cuda."):
-                for fact in ("copying", "overlapping", "roomy"):
+                for fact in ("copying", "overlapping", "has_large_shared_memory"):
                     if hasattr(module, fact):
                         patch.setattr(module, fact, lambda device: capability >= 90)
         yield found
 
 
-def _told(log: str, pattern: str) -> int:
+def _reported(log: str, pattern: str) -> int:
     number = re.search(pattern, log)
     assert number is not None, log
     return int(number[1])

@@ -106,7 +106,7 @@ class Barrier:
 
     @classmethod
     def asked(cls):
-        # Of the barriers of all programs how many times they were waited for, and bytes came.
+        # For the barriers of all programs: the number of waits, and the bytes that arrived.
         return sum(bar.waited for bar in cls.made), sum(bar.ended for bar in cls.made)
 
 

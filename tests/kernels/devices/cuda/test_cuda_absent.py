@@ -31,14 +31,14 @@ pytestmark = [
 def test_whole_steps_are_captured(monkeypatch, tmp_path, drive):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with compiling(monkeypatch, 90) as found:
-        driver, told = drive()
+        driver, reported = drive()
         assert driver.info.graph_rows == (1, 4)
         for slot in (1, 2, 3):
             driver.admit(slot, range(1, 40 * slot))
             driver.step([(slot, 40 * slot - 1)])
         for _ in range(3):
             driver.step([(1, 1), (2, 1), (3, 1)])
-    assert told == ["replayed"] * 6
+    assert reported == ["replayed"] * 6
     kernels = {kernel.kernel for kernel in found}
     assert {"_vector", "_bulk", "_decode", "_prefill", "_enter", "_leave", "_project", "_place_heads"} <= kernels
     assert all(kernel.shared <= SHARED[90] for kernel in found)
@@ -50,7 +50,7 @@ def test_drafts_are_captured(topk, nodes, monkeypatch, tmp_path, drive):
     draft = write_draft(CONFIG, tmp_path)
     settings = SpeculativeSettings("EAGLE3", str(draft), 3, topk, nodes, load_format="dummy", fixed_acceptance=3.0)
     with compiling(monkeypatch, 90) as found:
-        driver, told = drive(speculation=settings, max_step_tokens=2048)
+        driver, reported = drive(speculation=settings, max_step_tokens=2048)
         decoding = Decoding(driver.runner, driver.info, 2)
         # Nothing but kernels of a row or two stands between the graphs.
         device, model = driver.runner._loaded.device, driver.runner._loaded.model
@@ -61,8 +61,8 @@ def test_drafts_are_captured(topk, nodes, monkeypatch, tmp_path, drive):
             monkeypatch.setattr(part, name, again)
         for _ in range(3):
             decoding.runner.start(decoding._batch(1, drafts=True)).result()
-    assert Counter(told)["draft_tokens"] > 0
-    assert Counter(told)["drafted"] > 0
+    assert Counter(reported)["draft_tokens"] > 0
+    assert Counter(reported)["drafted"] > 0
     assert "_few" in {kernel.kernel for kernel in found}
 
 

@@ -22,7 +22,7 @@ from kernels.devices.cuda.elementwise.angles import angles
 from kernels.devices.cuda.elementwise.heads import Placing, place_heads
 from kernels.devices.cuda.elementwise.norms import Before, CudaNorm, norm_embeddings_and_states, norm_pair
 from kernels.devices.cuda.elementwise.rows import add_rows, look_up
-from kernels.devices.cuda.elementwise.sampling import greedy_tokens
+from kernels.devices.cuda.elementwise.sampling import greedy_tokens, mask_logits
 from kernels.devices.cuda.graphs.arrivals import ArrivalRing
 from kernels.devices.cuda.graphs.staging import Staged, stage
 from kernels.devices.cuda.graphs.step_graphs import enter, leave
@@ -63,6 +63,7 @@ def smalls(dtype):
     swiglu(empty(5, 2 * 3072, dtype=dtype))
     angles(empty(5, dtype=torch.int64), empty(128, dtype=FP32), 1.0, dtype)
     greedy_tokens(empty(5, 151936, dtype=dtype))
+    mask_logits(empty(5, 151936, dtype=dtype), empty(3, 1 + 4748, dtype=torch.int32))
     state, table = empty(5, 3 + 129, dtype=torch.int32), empty(65, 8196, dtype=torch.int32)
     tokens, positions = empty(5, dtype=torch.int32), empty(5, dtype=torch.int64)
     ring, logits = ArrivalRing(5, tokens.device), empty(5, 151936, dtype=dtype)

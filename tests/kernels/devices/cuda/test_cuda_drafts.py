@@ -91,13 +91,13 @@ def test_few_drafts_read_early_what_was_there_before_the_step(window, parts, mon
     few = drafts_in_triton(tmp_path)
     case = case_of(torch.device("cpu"), True, window, 4, 2, 64, 64, drafts=DRAFTS)
     state, bits, tokens = rows_of(case, "cpu")
-    cache, asked, told, seen = case.cache.clone(), case.queries.clone(), state.clone(), bits.clone()
+    cache, asked, reported, seen = case.cache.clone(), case.queries.clone(), state.clone(), bits.clone()
     begun, early = [], []
 
     def begin() -> None:
         """A program does: what the step writes is not there yet."""
         begun.append(None)
-        state.copy_(told)
+        state.copy_(reported)
         bits.copy_(seen)
         case.queries.fill_(torch.nan)
         for row, (start, count) in enumerate(zip(case.rows.starts, case.rows.counts, strict=True)):

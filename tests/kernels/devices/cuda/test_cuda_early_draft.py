@@ -23,7 +23,7 @@ def test_a_graph_drafts_the_same(topk, nodes, drive, tmp_path, monkeypatch):
     said, _ = truth(drive, target, ASKED, GREEDY, LENGTH, **OPTIONS)
     with monkeypatch.context() as patch:
         patch.setattr(CudaCapture, "draft", lambda self, run: None)
-        told = drafting(drive(target, speculation=settings, **OPTIONS), said, GREEDY)
+        reported = drafting(drive(target, speculation=settings, **OPTIONS), said, GREEDY)
     ahead = drive(target, speculation=settings, **OPTIONS)
     assert ahead.runner._loaded.speculator.drafter.reach() > 0
-    assert drafting(ahead, said, GREEDY) == told
+    assert drafting(ahead, said, GREEDY) == reported

@@ -66,16 +66,16 @@ def test_attention_that_cannot_be_compiled_is_another_kernels(module, monkeypatc
         return compiled
 
     # Not listed: what is compiled here would not be listed once more for the tests that look for it.
-    with compiling(monkeypatch, 90, told=False), caplog.at_level(logging.WARNING):
+    with compiling(monkeypatch, 90, reported=False), caplog.at_level(logging.WARNING):
         monkeypatch.setattr(JITFunction, "_do_compile", tell)
         for _ in range(2):
             attend(module, empty(sum(counts), 4, 128), empty(60, 2, 2, 64, 128), put)
     assert set(found) == {kernel}
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith(
+    (reported,) = [record.getMessage() for record in caplog.records]
+    assert reported.startswith(
         f"The kernel of kernels.devices.cuda.{module} cannot be compiled by Triton {triton.__version__};"
     )
-    assert "thread_barrier" in told
+    assert "thread_barrier" in reported
 
 
 @pytest.fixture
@@ -159,8 +159,8 @@ def test_kernels_that_cannot_be_imported_are_none(module, monkeypatch, caplog):
     monkeypatch.setattr(launch, "find_spec", lambda _: True)
     assert not launch.has_gluon(module)
     assert not launch.has_gluon(module)
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith(f"The kernel of kernels.devices.cuda.{module} cannot be compiled by Triton")
+    (reported,) = [record.getMessage() for record in caplog.records]
+    assert reported.startswith(f"The kernel of kernels.devices.cuda.{module} cannot be compiled by Triton")
     monkeypatch.undo()
     launch.has_gluon.cache_clear()
     assert launch.has_gluon(module)

@@ -25,9 +25,9 @@ class Held:
 
 
 @pytest.fixture
-def told(monkeypatch):
+def reported(monkeypatch):
     """A runtime of graphs that says what is done."""
-    told = []
+    reported = []
 
     class CUDAGraph:
         made: ClassVar = []
@@ -36,10 +36,10 @@ def told(monkeypatch):
             self.made.append(weakref.ref(self))
 
         def capture_begin(self, pool=None, capture_error_mode="global"):
-            told.append(("begin",) if pool is None else ("begin", pool))
+            reported.append(("begin",) if pool is None else ("begin", pool))
 
         def capture_end(self):
-            told.append("end")
+            reported.append("end")
 
         def pool(self):
             return "pool"
@@ -53,38 +53,38 @@ def told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, capture_error_mode: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("empty"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: reported.append("empty"))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20, 100))
     monkeypatch.setattr(logging.getLogger("troupe"), "propagate", True)
-    return told
+    return reported
 
 
-def test_memory_is_given_back_where_a_capture_would_find_less_than_is_kept(told, monkeypatch):
+def test_memory_is_given_back_where_a_capture_would_find_less_than_is_kept(reported, monkeypatch):
     found = decode_graphs.capture_each([2, 1], lambda size: -size, DEVICE, lambda could: could)
-    assert told == ["empty", ("begin",), "end", ("begin", "pool"), "end"]
+    assert reported == ["empty", ("begin",), "end", ("begin", "pool"), "end"]
     assert {size: given for size, (_, given) in found.items()} == {2: -2, 1: -1}
-    told.clear()
+    reported.clear()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (19, 100))
     decode_graphs.capture_each([2], lambda size: None, DEVICE, lambda could: could)
-    assert told == ["empty", "empty", ("begin",), "end"]
+    assert reported == ["empty", "empty", ("begin",), "end"]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 @pytest.mark.parametrize("kind", [decode_graphs._DECODES, prompt_graphs._KIND])
-def test_a_capture_that_fails_names_the_remedy_and_keeps_nothing(kind, error, told, caplog):
+def test_a_capture_that_fails_names_the_remedy_and_keeps_nothing(kind, error, reported, caplog):
     held = []
 
     def run(size):
         own = Held()
         held.append(weakref.ref(own))
-        if size == (1, 1) and told[-2:] == ["end", ("begin", "pool")]:
+        if size == (1, 1) and reported[-2:] == ["end", ("begin", "pool")]:
             raise error("too much\nof it")
         return "found"
 
     def emptied():
-        told.append("empty")
+        reported.append("empty")
         failed = [*held[2:], torch.cuda.CUDAGraph.made[1]]
         assert not any(own() for own in failed)
 
@@ -96,14 +96,14 @@ def test_a_capture_that_fails_names_the_remedy_and_keeps_nothing(kind, error, to
     finally:
         gc.enable()
     assert list(found) == [(2, 2)]
-    assert told[-1] == "empty"
+    assert reported[-1] == "empty"
     (message,) = caplog.messages
     assert f"The {kind.step % '(1, 1)'} could" in message
     assert "(too much); graphs of [(2, 2)] are used. " in message
     assert message.endswith(kind.room if error is torch.OutOfMemoryError else kind.silence)
 
 
-def test_a_capture_that_is_refused_is_none(told, caplog):
+def test_a_capture_that_is_refused_is_none(reported, caplog):
     assert decode_graphs.capture_each([2, 1], lambda size: size, DEVICE, lambda could: False, prompt_graphs._KIND) == {}
     (message,) = caplog.messages
     assert "steps need the memory), nor 1 smaller; all of them run without a graph." in message
@@ -119,7 +119,7 @@ def test_a_capture_that_is_refused_is_none(told, caplog):
         (decode_graphs._DECODES, torch.OutOfMemoryError, []),
     ],
 )
-def test_smaller_steps_with_prompts_are_tried_where_memory_is_short(kind, error, used, told, caplog):
+def test_smaller_steps_with_prompts_are_tried_where_memory_is_short(kind, error, used, reported, caplog):
     tried = []
 
     def run(size):
@@ -134,7 +134,7 @@ def test_smaller_steps_with_prompts_are_tried_where_memory_is_short(kind, error,
     assert ("(too much), nor 1 smaller; graphs of [1, 2] are used." in message) == bool(used)
 
 
-def test_why_the_largest_step_failed_is_reported_not_why_a_smaller_one_did(told, caplog):
+def test_why_the_largest_step_failed_is_reported_not_why_a_smaller_one_did(reported, caplog):
     def run(size):
         raise torch.OutOfMemoryError("too much") if size == 3 else RuntimeError("odd")
 
@@ -145,7 +145,7 @@ def test_why_the_largest_step_failed_is_reported_not_why_a_smaller_one_did(told,
     assert message.endswith(prompt_graphs._KIND.room)
 
 
-def test_drafts_that_fail_keep_nothing(told):
+def test_drafts_that_fail_keep_nothing(reported):
     held = []
 
     def run():

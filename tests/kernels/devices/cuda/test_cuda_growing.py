@@ -17,7 +17,7 @@ PAGE, COLUMNS, WIDE, SLOTS = 16, 9, 40, 12
 
 
 def few(logits, most):
-    """Of equals the lowest id."""
+    """The lowest id of equals wins."""
     order = logits.float().sort(dim=-1, descending=True, stable=True)[1][:, :most]
     return order, logits.float().log_softmax(-1).gather(1, order).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 

@@ -20,7 +20,7 @@ from kernels.devices.cuda.elementwise.angles import angles
 from kernels.devices.cuda.elementwise.heads import place_heads
 from kernels.devices.cuda.elementwise.norms import CudaNorm, norm_embeddings_and_states, norm_pair
 from kernels.devices.cuda.elementwise.rows import look_up
-from kernels.devices.cuda.elementwise.sampling import greedy_tokens
+from kernels.devices.cuda.elementwise.sampling import greedy_tokens, mask_logits
 from kernels.devices.cuda.launch import copying
 from kernels.devices.cuda.matmul import gemm_small, gemm_small_tma
 from kernels.devices.cuda.matmul import linear as linear_layers
@@ -28,6 +28,7 @@ from kernels.devices.cuda.matmul.autotune import Choices
 from kernels.devices.cuda.matmul.linear import CudaLinear
 from kernels.devices.cuda.matmul.norm_then_linear import CudaNormThenLinear
 from kernels.devices.linear import NormThenLinear
+from kernels.sampling.masks import RowMasks
 from tests.kernels.devices.cuda.plain import bulk_in_triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -390,6 +391,20 @@ def test_the_argmax_and_rows_that_fail(device, dtype):
     assert broken.tolist() == [False, False, True, True, True, False]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_masks_of_some_rows_forbid_what_torch_forbids(device, dtype):
+    vocab, words = 9001, 282
+    logits = torch.randn(5, vocab, device=device).to(dtype)
+    bits = np.random.default_rng(1).integers(-(2**31), 2**31, (3, words)).astype(np.int32)
+    bits[1], bits[2] = -1, 0
+    masks = RowMasks(np.array([4, 0, 2]), bits, lambda array: torch.from_numpy(array).to(device))
+    expected = logits.clone()
+    masks.apply(expected)
+    masks.apply(logits, mask_logits)
+    assert torch.equal(logits, expected)
+    assert torch.equal(logits[[0, 1, 3]].isfinite(), torch.ones(3, vocab, dtype=torch.bool, device=device))
+
+
 def test_scratch_that_was_outgrown_stays_where_it_was():
     """Graphs write to it for as long as they are replayed."""
     scratch = DecodeScratch(torch.device("cpu"))
@@ -401,7 +416,7 @@ def test_scratch_that_was_outgrown_stays_where_it_was():
 
 
 def test_long_rows_with_few_tokens_are_left_to_cublas(monkeypatch):
-    for name in ("overlapping", "roomy"):
+    for name in ("overlapping", "has_large_shared_memory"):
         monkeypatch.setattr(gemm_small, name, lambda device: True)
     long, short = (torch.empty(6144, inputs, dtype=torch.bfloat16) for inputs in (4096, 1024))
     chosen = [

@@ -98,7 +98,7 @@ def test_norms_go_with_the_products_that_can_make_them(device):
     ],
 )
 def test_which_steps_with_prompts_are_captured(options, sizes, paying, monkeypatch):
-    told = []
+    reported = []
     memory = StagedMemory(torch.device("cuda", 0), True, True, True)
     config = RunnerConfig("", **{"max_step_tokens": 600} | options)
     capture = CudaCapture(config, memory, CudaCaches(memory, ""), None)
@@ -113,12 +113,12 @@ def test_which_steps_with_prompts_are_captured(options, sizes, paying, monkeypat
         run = "run"
 
         def __init__(self, request, sizes, kv_heads, page_size, paying, fits, put):
-            told.append((sizes, paying, fits(), fits()))
+            reported.append((sizes, paying, fits(), fits()))
             self.sizes = sizes
 
     monkeypatch.setattr(kernels.devices.cuda.capture, "PromptGraphs", Graphs)
     found = capture.prompt_steps(StepCaptureRequest(None, None, [0], 8, 4), 8)
-    assert told == ([] if sizes is None else [(sizes, paying, True, False)])
+    assert reported == ([] if sizes is None else [(sizes, paying, True, False)])
     assert found == (None if sizes is None else "run")
 
 
@@ -207,11 +207,11 @@ def test_what_the_device_cannot_do_is_reported_with_a_remedy(reference, drive):
     ],
 )
 def test_errors_of_the_device_are_explained(error, advice):
-    told = explain(error, "GPU 3 (NVIDIA H200)")
-    assert isinstance(told, DeviceError)
-    assert str(told).startswith("GPU 3 (NVIDIA H200)")
-    assert advice in str(told)
-    assert "\n" not in str(told)
+    reported = explain(error, "GPU 3 (NVIDIA H200)")
+    assert isinstance(reported, DeviceError)
+    assert str(reported).startswith("GPU 3 (NVIDIA H200)")
+    assert advice in str(reported)
+    assert "\n" not in str(reported)
 
 
 def test_other_errors_are_left_alone():

@@ -61,7 +61,7 @@ def made(monkeypatch, tmp_path):
     and not launched."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found: list[tuple[str, bool, str]] = []
-    with compiling(monkeypatch, 90, told=False):
+    with compiling(monkeypatch, 90, reported=False):
         compile_one = JITFunction._do_compile
 
         def tell(self, key, *arguments, **options):
@@ -126,10 +126,10 @@ def test_an_error_of_a_pass_leaves_launches_as_they_were(made):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_that_would_wait_for_each_other_precompile_nothing(ranks):
-    told = []
+    reported = []
     platform = SimpleNamespace(
         cache=SimpleNamespace(make=lambda *_: []),
-        capture=SimpleNamespace(precompile=lambda _: told.append("ahead")),
+        capture=SimpleNamespace(precompile=lambda _: reported.append("ahead")),
         memory=SimpleNamespace(measure_step=lambda _: 7),
         traits=SimpleNamespace(compiles=True),
     )
@@ -139,7 +139,7 @@ def test_ranks_that_would_wait_for_each_other_precompile_nothing(ranks):
     group = SimpleNamespace(size=ranks)
     model, sizes = SimpleNamespace(rows=None, reads_rows=False), SimpleNamespace(groups=())
     assert load._step_memory(opened, config, platform, model, None, sizes, None, group) == 7
-    assert told == ["ahead"] * (ranks == 1)
+    assert reported == ["ahead"] * (ranks == 1)
 
 
 def test_some_sizes_stand_for_all():

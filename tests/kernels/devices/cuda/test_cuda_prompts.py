@@ -79,7 +79,7 @@ class Small:
 
 
 def step(starts, counts, grows, decodes, page=PAGE):
-    """Of the first slots, by pages of their own."""
+    """The first slots, with pages of their own."""
     starts, counts = np.array(starts), np.array(counts)
     columns = int((starts + counts - 1).max()) // page + 1
     pages = 1 + np.arange(len(starts) * COLUMNS, dtype=np.int32).reshape(-1, COLUMNS)[::-1, :columns]

@@ -151,12 +151,12 @@ def test_kernels_compile_and_fit(monkeypatch, tmp_path):
     with compiling(monkeypatch, 90) as found:
         for outputs, gated in ((every * DIM, False), (4096, False), (28672, True)):
             weight = empty(outputs, 4096)
-            told, arrived = gemm_small_tma.described(weight), gemm_small.counters(weight)
+            reported, arrived = gemm_small_tma.described(weight), gemm_small.counters(weight)
             if outputs == 4096:
                 joining = Joining(stream, Scaled.room(norm, stream))
-                gemm_small_tma.multiply(stream, told, None, arrived, gated, joining=joining)
+                gemm_small_tma.multiply(stream, reported, None, arrived, gated, joining=joining)
             else:
-                gemm_small_tma.multiply(Scaled.room(norm, stream), told, None, arrived, gated, left=not gated)
+                gemm_small_tma.multiply(Scaled.room(norm, stream), reported, None, arrived, gated, left=not gated)
         parts, cache = empty(2, tokens, every * DIM, dtype=torch.float32), empty(99, 2, KV_HEADS_8B, 64, DIM)
         turn, index = empty(tokens, 1, DIM), empty(tokens, dtype=torch.int64)
         place_heads(empty(tokens, every, DIM), HEADS_8B, KV_HEADS_8B, None, 0.0, turn, turn, cache, index, parts)

@@ -40,7 +40,7 @@ class Trees:
         self.device = device
 
     def stage(self, starts, before=None):
-        """``starts``: told with the pages, if any."""
+        """``starts``: passed with the pages, if any."""
         whole = torch.zeros((self.size, 1 + HEADER + self.columns), dtype=torch.int32)
         whole[:2, 0] = torch.tensor([8, 5])
         given = whole[:, 1:]

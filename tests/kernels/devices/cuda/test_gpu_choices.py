@@ -73,8 +73,8 @@ def test_short_memory_is_not_reported_as_a_product_that_cannot_be_made(ahead, ca
         assert list(made(("plain", 16), ways)) == ["cuBLAS", "narrow"]
         with pytest.raises(torch.OutOfMemoryError):
             made(("plain", 16), {"cuBLAS": short})
-    told = "Product plain x 16: there is no memory to try bulk, which is not used."
-    assert [record.getMessage() for record in caplog.records] == ([] if ahead else [told])
+    reported = "Product plain x 16: there is no memory to try bulk, which is not used."
+    assert [record.getMessage() for record in caplog.records] == ([] if ahead else [reported])
 
 
 def test_a_product_that_differs_is_not_taken(caplog):

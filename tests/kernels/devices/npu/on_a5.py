@@ -65,7 +65,7 @@ def mx(outputs, inputs, seed, dtype=BF16):
 
 
 def tokens(count, inputs, dtype=BF16):
-    """Of sizes that differ from block to block, a block of zeros among them."""
+    """Values whose sizes differ from block to block, with a block of zeros."""
     generator = torch.Generator().manual_seed(count)
     sizes = torch.exp2(torch.randint(-9, 9, (count, inputs // 32), generator=generator)).repeat_interleave(32, 1)
     x = torch.randn(count, inputs, generator=generator) * sizes
@@ -115,7 +115,7 @@ def test_products_are_those_of_what_tokens_and_weights_stand_for(dtype, bias):
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("count", [1, 9])
 def test_grouped_products_are_those_of_experts_one_by_one(normalized, count):
-    """Of one kind for gates and another for ways back, too."""
+    """Gates of one kind and down projections of another work, too."""
     device = torch.device("npu")
     router = torch.randn(6, 128, generator=torch.Generator().manual_seed(9)).to(BF16)
     both = [(mx(128, 128, 2 * expert)[0], mx(128, 64, 2 * expert + 1)[0]) for expert in range(6)]
@@ -306,8 +306,8 @@ def test_inputs_of_half_a_pair_are_widened_on_the_host(drive, prompts, tmp_path,
     before = called((PRODUCT,))
     with caplog.at_level(logging.WARNING, "troupe.kernels"):
         driver = drive(checkpoint, **OPTIONS)
-    told = [record.getMessage() for record in caplog.records if "Fp8Weight is dequantized" in record.getMessage()]
-    assert len(told) == 1
+    reported = [record.getMessage() for record in caplog.records if "Fp8Weight is dequantized" in record.getMessage()]
+    assert len(reported) == 1
     np.testing.assert_allclose(scores(driver, prompt), scores(drive(floats, **OPTIONS), prompt), atol=1e-4)
     assert called((PRODUCT,)) == before
 

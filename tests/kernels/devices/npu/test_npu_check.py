@@ -110,13 +110,13 @@ def test_steps_of_each_kind_are_held_against_the_cpu(monkeypatch):
     monkeypatch.setattr(npu_check, "LENGTH", 5)
     run, kinds = ModelRunner.run, {}
 
-    def told(self, batch):
+    def reported(self, batch):
         config = self._config
         kind = config.device, bool(config.disable_graphs), config.kv_cache_dtype
         kinds.setdefault(kind, set()).add(bool(batch.draft_limits))
         return run(self, batch)
 
-    monkeypatch.setattr(ModelRunner, "run", told)
+    monkeypatch.setattr(ModelRunner, "run", reported)
     rows = {name: (found.partition("graphs of ")[2], fine) for name, found, fine in npu_check._steps(PLAIN)}
     assert rows.pop("steps without graphs") == ("no rows", True)
     assert rows == dict.fromkeys(("steps in graphs", "draft tokens in trees", "cache of int8"), ("(1, 2) rows", True))

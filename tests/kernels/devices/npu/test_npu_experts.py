@@ -238,7 +238,7 @@ def test_quantized_experts_are_in_graphs(name, kind, reference, drive, prompts, 
 
 
 @pytest.mark.parametrize(
-    ("form", "told"),
+    ("form", "reported"),
     [
         (lambda path, to: write(path, to, lambda module: "W4A8_DYNAMIC", group=32)[0], False),
         (lambda path, to: write(path, to, lambda module: "W8A8_MXFP8")[0], True),
@@ -251,11 +251,11 @@ def test_quantized_experts_are_in_graphs(name, kind, reference, drive, prompts, 
     ],
     ids=["4 by 8 in groups", "mxfp8", "fp8 blocks", "8 bits in groups", "gates of another kind"],
 )
-def test_experts_in_forms_of_no_kernel_are_in_graphs(form, told, reference, drive, prompts, tmp_path, caplog):
+def test_experts_in_forms_of_no_kernel_are_in_graphs(form, reported, reference, drive, prompts, tmp_path, caplog):
     path, (prompt,) = form(reference("parallel-moe").path, tmp_path), prompts(20)
     with caplog.at_level(logging.WARNING, "troupe.kernels"):
         driver = drive(path, dtype="bfloat16", **OPTIONS)
-    assert sum("experts in" in record.message for record in caplog.records) == told
+    assert sum("experts in" in record.message for record in caplog.records) == reported
     assert driver.info.graph_rows
     found, on_cpu = scores(driver, prompt), scores(drive(path, dtype="bfloat16", page_size=PAGE), prompt)
     assert np.abs(on_cpu - found).mean() < 0.4
@@ -269,9 +269,9 @@ def test_experts_that_run_one_by_one_leave_decodes_out_of_graphs(reference, driv
     path, _ = write(reference("parallel-moe").path, tmp_path, mixed)
     with caplog.at_level(logging.WARNING, "troupe.kernels"):
         driver = drive(path, dtype="bfloat16", **OPTIONS)
-    told = [record.message for record in caplog.records if "experts are run one by one" in record.message]
-    assert len(told) == 1
-    assert "they are of different kinds" in told[0]
+    reported = [record.message for record in caplog.records if "experts are run one by one" in record.message]
+    assert len(reported) == 1
+    assert "they are of different kinds" in reported[0]
     assert not driver.info.graph_rows
     (prompt,) = prompts(20)
     driver.admit(1, prompt)

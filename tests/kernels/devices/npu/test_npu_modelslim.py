@@ -97,8 +97,8 @@ def test_mxfp8_is_widened_where_the_device_has_no_floats_of_eight_bits(model, dr
     checkpoint, floats = write(path, tmp_path, lambda module: "W8A8_MXFP8")
     with caplog.at_level(logging.WARNING, "troupe.kernels"):
         driver = drive(checkpoint, **OPTIONS)
-    told = [record for record in caplog.records if "Fp8Weight is dequantized" in record.getMessage()]
-    assert len(told) == 1
+    reported = [record for record in caplog.records if "Fp8Weight is dequantized" in record.getMessage()]
+    assert len(reported) == 1
     np.testing.assert_allclose(scores(driver, tokens), scores(drive(floats, **OPTIONS), tokens), atol=1e-4)
     eighths = torch.ones(4, 64).to(torch.float8_e4m3fn)
     with pytest.raises(ConstraintError, match="8-bit floats cannot be computed with"):
@@ -131,8 +131,8 @@ def test_static_layers_of_float16_models_keep_their_biases(model, drive, tmp_pat
         with caplog.at_level(logging.WARNING, "troupe.kernels"):
             found = scores(drive(checkpoint, **OPTIONS | {"dtype": dtype}), tokens)
         assert np.abs(found - plain).mean() < 0.8
-        told = [record for record in caplog.records if "dequantized" in record.getMessage()]
-        assert len(told) == (dtype == "float16")
+        reported = [record for record in caplog.records if "dequantized" in record.getMessage()]
+        assert len(reported) == (dtype == "float16")
 
 
 def test_what_the_operators_do_not_take():

@@ -21,9 +21,9 @@ def test_two_npus_generate_what_one_generates(reference, prompts):
             jobs.append({"model": str(model.path), "prompts": texts, "length": 64, "options": half})
     jobs.append(jobs[-1] | {"streams_of_rank": [1000, 1]})  # rank 1 can capture one graph, and not the next
     first, second = run_ranks(jobs)
-    assert [told["tokens"] for told in first] == [told["tokens"] for told in second]
-    for model, told in zip(models, first, strict=False):
-        assert told["tokens"] == [model.greedy(text, 52) for text in texts]
+    assert [reported["tokens"] for reported in first] == [reported["tokens"] for reported in second]
+    for model, reported in zip(models, first, strict=False):
+        assert reported["tokens"] == [model.greedy(text, 52) for text in texts]
     for eager, graphs in (first[3:5], first[5:7]):
         assert (eager["graph_rows"], graphs["graph_rows"]) == ([], [2, 4])
         assert graphs["tokens"] == eager["tokens"]

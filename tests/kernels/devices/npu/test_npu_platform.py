@@ -292,11 +292,11 @@ def test_the_cache_takes_what_is_left(reference, drive):
     ],
 )
 def test_an_error_of_the_device_has_its_cause_and_a_remedy(text, cause, advice):
-    told = explain(RuntimeError(text), "npu:0 (Ascend910B3)")
-    assert isinstance(told, DeviceError)
-    assert cause in str(told)
-    assert advice in str(told)
-    assert "npu:0 (Ascend910B3)" in str(told)
+    reported = explain(RuntimeError(text), "npu:0 (Ascend910B3)")
+    assert isinstance(reported, DeviceError)
+    assert cause in str(reported)
+    assert advice in str(reported)
+    assert "npu:0 (Ascend910B3)" in str(reported)
 
 
 def test_errors_that_are_not_the_devices_stay_as_they_are():

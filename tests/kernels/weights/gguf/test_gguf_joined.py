@@ -99,7 +99,7 @@ def test_experts_of_joined_tensors_stay_quantized(reference, drive, tmp_path):
 
 
 def test_an_end_that_is_missing_is_reported(reference, drive, tmp_path):
-    """Of experts in one tensor the second part of the last one is what is there last."""
+    """With experts in one tensor, the second part of the last one is the end of the tensor."""
     file = write_gguf(reference("parallel-moe").path, tmp_path / "model.gguf", "Q8_0", joined=True)
     last = list(read_header(file).tensors)[-1]
     assert last.endswith(".ffn_gate_up_exps.weight")

@@ -59,18 +59,18 @@ def test_greedy_tokens_are_the_same(question, kind, llama, engine):
     codec, driver = engine
     prompt = prompt_of(codec, question)
     body = {"prompt": prompt, "n_predict": LENGTH, "temperature": 0, "return_tokens": True, "n_probs": 16}
-    told = llama.post("/completion", json=body).json()
+    reported = llama.post("/completion", json=body).json()
     driver.admit(1, prompt)
     found = answer(driver.generate(1, len(prompt) + LENGTH)[len(prompt) :])
     driver.release(1)
-    expected = answer(told["tokens"])
+    expected = answer(reported["tokens"])
     assert len(found) > 2
     if found == expected or question in DECIDED:
         assert found == expected, (codec.decode(found), codec.decode(expected))
         return
     place = next(at for at, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1])
     own, their = found[place], expected[place]
-    likely = {one["id"]: one["logprob"] for one in told["completion_probabilities"][place]["top_logprobs"]}
+    likely = {one["id"]: one["logprob"] for one in reported["completion_probabilities"][place]["top_logprobs"]}
     assert likely[their] - likely[own] < NEAR
     here = prefers(driver, prompt, found[:place], their, own)
     assert -NEAR < here < 0
@@ -101,7 +101,7 @@ def test_a_mixture_of_experts_generates_the_same(name, reference, drive, tmp_pat
     prompt = list(range(5, 17))
     with serve(file) as client:
         body = {"prompt": prompt, "n_predict": LENGTH, "temperature": 0, "return_tokens": True, "ignore_eos": True}
-        told = client.post("/completion", json=body).json()["tokens"]
+        reported = client.post("/completion", json=body).json()["tokens"]
     driver = drive(file)
     driver.admit(1, prompt)
-    assert driver.generate(1, len(prompt) + LENGTH)[len(prompt) :] == told
+    assert driver.generate(1, len(prompt) + LENGTH)[len(prompt) :] == reported

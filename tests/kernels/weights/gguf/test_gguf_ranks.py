@@ -38,13 +38,13 @@ def test_two_ranks_generate_what_one_generates(drive, tmp_path):
     prompts = [list(range(5, 17)), list(range(40, 63))]
     jobs = [{"model": str(file), "prompts": prompts, "length": 24} for file in files]
     first, second = run_ranks(jobs)
-    for file, told, also in zip(files, first, second, strict=True):
+    for file, reported, also in zip(files, first, second, strict=True):
         alone = drive(file)
         for slot, text in enumerate(prompts, start=1):
             alone.admit(slot, text)
             alone.generate(slot, 24)
-        assert told["tokens"] == also["tokens"] == [alone.tokens[slot] for slot in sorted(alone.tokens)]
-        assert alone.info.weight_bytes / 2 < told["weight_bytes"] < 0.7 * alone.info.weight_bytes
+        assert reported["tokens"] == also["tokens"] == [alone.tokens[slot] for slot in sorted(alone.tokens)]
+        assert alone.info.weight_bytes / 2 < reported["weight_bytes"] < 0.7 * alone.info.weight_bytes
 
 
 @pytest.mark.parametrize("name", KIND)

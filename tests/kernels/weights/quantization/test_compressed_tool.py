@@ -153,7 +153,7 @@ def scores(driver):
 
 
 def settings_of(**groups):
-    """Of checkpoints: targets and weights of each group."""
+    """Checkpoints: targets and weights of each group."""
     described = {name: {"targets": targets, "weights": weights} for name, (targets, weights) in groups.items()}
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": described}
 
@@ -332,5 +332,7 @@ def test_a_worker_imports_only_the_package_its_checkpoint_needs(target, draft, t
         "print(*[name for name in ('compressed_tensors', 'transformers') if name in sys.modules])"
     )
     paths = [str(tmp_path / "target"), "" if draft == "" else str(tmp_path / "draft")]
-    told = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True).stdout
-    assert told.split() == (["compressed_tensors", "transformers"] if "compressed-tensors" in (target, draft) else [])
+    reported = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True).stdout
+    assert reported.split() == (
+        ["compressed_tensors", "transformers"] if "compressed-tensors" in (target, draft) else []
+    )

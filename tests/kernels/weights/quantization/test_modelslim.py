@@ -89,8 +89,8 @@ def test_a_checkpoint_runs_as_the_floats_that_it_stands_for(kind, group, near, m
         driver = drive(checkpoint)
     off = np.abs(scores(driver) - scores(drive(floats)))
     assert off.mean() < near
-    told = {"W8A16": 1, "W4A16": 1, "W4A8_DYNAMIC": 2 if group else 0}.get(kind, 0)
-    assert len(caplog.records) == told  # once, whatever the number of layers
+    reported = {"W8A16": 1, "W4A16": 1, "W4A8_DYNAMIC": 2 if group else 0}.get(kind, 0)
+    assert len(caplog.records) == reported  # once, whatever the number of layers
 
 
 def test_weights_in_eighths_share_a_power_of_two(tmp_path, drive):
@@ -269,7 +269,7 @@ def test_rows_that_are_missing_are_no_pairs(made, drive):
 
 
 def test_the_description_of_another_model_is_reported_at_once(made, monkeypatch):
-    """Names near to one are looked for among thousands: only for those that are told."""
+    """Names near to one are looked for among thousands: only for those that the error lists."""
     near, asked = difflib.get_close_matches, []
     monkeypatch.setattr(difflib, "get_close_matches", lambda *args: (asked.append(args[0]), near(*args))[1])
 

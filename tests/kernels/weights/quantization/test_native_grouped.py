@@ -78,7 +78,7 @@ def test_a_token_that_is_not_finite_leaves_the_others_alone(bits, platform):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_what_becomes_of_zeros_does_not_add_up(bits, platform):
-    """Of mostly zeros, groups of larger scales among them, and inputs of one sign."""
+    """Weights of mostly zeros, with groups of larger scales, and inputs of one sign."""
     middle = 1 << (bits - 1)
     values = torch.randint(1, 2 * middle, (64, 2048))
     values = torch.where(torch.rand(64, 2048) < 0.9, middle, values).to(torch.uint8)

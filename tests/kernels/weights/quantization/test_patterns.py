@@ -88,11 +88,11 @@ def test_counts_behind_each_other_are_not_multiplied():
 def test_modules_are_compared_once_with_many_patterns(monkeypatch):
     compared, search = [], Patterns.search
 
-    def told(self, text, field):
+    def reported(self, text, field):
         found = search(self, text, field)
         return lambda name: compared.append(name) or found(name)
 
-    monkeypatch.setattr(Patterns, "search", told)
+    monkeypatch.setattr(Patterns, "search", reported)
     names = {f"model.layers.{layer}.self_attn": {"bits": 8} for layer in range(9)}
     scheme = METHODS["auto-round"]({"quant_method": "auto-round", **WHOLE, "extra_config": names})
     for _ in range(3):

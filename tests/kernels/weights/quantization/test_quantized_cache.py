@@ -26,7 +26,7 @@ from tests.kits.verifying import made
 
 SCORED = SlotSampling(temperature=0.0, prompt_logprobs=0)
 LIMITS = {"bfloat16": 4e-3, "int8": 0.015, "fp8_e4m3": 0.05, "fp8_e5m2": 0.1}
-"""Of what attention finds, relative to its size."""
+"""The error of attention, relative to its size."""
 
 SHAPES = {
     "decodes": {"decodes": (3, 200, 47, 0)},
@@ -77,7 +77,7 @@ def test_attention_over_narrow_pages(name, shape, trees, window, platform, gener
 
 
 def test_scales_that_were_found_before(platform, generator):
-    """Of each number of each head, with offsets, as ModelSlim has them."""
+    """Scales of each number of each head, with offsets, as ModelSlim has them."""
     platform.cache.dtype, dtype = torch.int8, model_dtype(platform)
     keys_values = torch.randn(40, 2, 3, 32, generator=generator) * (1 + torch.arange(32)) + 5
     low, high = keys_values.amin(0), keys_values.amax(0)

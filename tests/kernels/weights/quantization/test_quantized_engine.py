@@ -52,8 +52,8 @@ def test_weights_are_quantized_while_they_are_loaded(kind, quantize, near, name,
         assert quantized.info.weight_bytes < most * plain.info.weight_bytes
     else:  # dequantized: as large as it was
         assert quantized.info.weight_bytes == plain.info.weight_bytes
-    told = [record.getMessage() for record in caplog.records if "dequantized" in record.getMessage()]
-    assert len(told) == (kind == "fp8")  # int8 runs as it is
+    reported = [record.getMessage() for record in caplog.records if "dequantized" in record.getMessage()]
+    assert len(reported) == (kind == "fp8")  # int8 runs as it is
     exact = scores(drive(floats(source, tmp_path / "floats", quantize)))
     found = scores(quantized)
     assert np.abs(found - exact).mean() < near
@@ -121,25 +121,25 @@ def other_type(tensors):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         (dropped, r"model.layers.1.mlp.up_proj.weight_scale_inv is missing"),
         (other_blocks, r"q_proj.weight_scale_inv has shape \[1, 1\], config.json \(fp8, blocks of 16 by 16\) asks for"),
         (other_type, r"q_proj.weight is stored as BF16, not as one of F8_E4M3"),
     ],
 )
-def test_a_broken_checkpoint_is_refused_with_the_tensors_name(change, told, reference, drive, tmp_path):
+def test_a_broken_checkpoint_is_refused_with_the_tensors_name(change, reported, reference, drive, tmp_path):
     settings = FP8 | {"weight_block_size": [16, 16]}
     path = rewrite(reference("qwen2").path, tmp_path / "fp8", fp8_blocks(16, 16), settings)
     tensors = load_file(path / "model.safetensors")
     change(tensors)
     save_file(tensors, path / "model.safetensors")
-    with pytest.raises(LoadError, match=told):
+    with pytest.raises(LoadError, match=reported):
         drive(path)
 
 
 @pytest.mark.parametrize(
-    ("settings", "asked", "told"),
+    ("settings", "asked", "reported"),
     [
         ({"quant_method": "aqlm"}, "", "quantized by aqlm"),
         ({"bits": 4}, "", "does not name"),
@@ -150,11 +150,11 @@ def test_a_broken_checkpoint_is_refused_with_the_tensors_name(change, told, refe
         (None, "awq", "in floats"),
     ],
 )
-def test_a_scheme_that_is_not_detected_is_refused(settings, asked, told, reference, tmp_path):
+def test_a_scheme_that_is_not_detected_is_refused(settings, asked, reported, reference, tmp_path):
     path = rewrite(
         reference("qwen2").path, tmp_path / "q", lambda module, weight: {f"{module}.weight": weight}, settings
     )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         detect_scheme(path, asked)
 
 

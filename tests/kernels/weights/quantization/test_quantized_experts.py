@@ -289,9 +289,9 @@ def test_a_table_of_experts_has_no_rows_of_the_dense_model(capsys):
 def test_two_ranks_generate_what_one_generates(reference, drive, prompts, tmp_path):
     source, texts = reference("parallel-moe").path, prompts(5, 23)
     path = rewrite(source, tmp_path / "awq", *WEIGHT_ONLY["awq 4"][:2])
-    (told,), (also,) = run_ranks([{"model": str(path), "prompts": texts, "length": 30}])
+    (reported,), (also,) = run_ranks([{"model": str(path), "prompts": texts, "length": 30}])
     alone = drive(path)
     for slot, text in enumerate(texts, start=1):
         alone.admit(slot, text)
         alone.generate(slot, 30)
-    assert told["tokens"] == also["tokens"] == [alone.tokens[slot] for slot in sorted(alone.tokens)]
+    assert reported["tokens"] == also["tokens"] == [alone.tokens[slot] for slot in sorted(alone.tokens)]

@@ -271,7 +271,7 @@ def test_a_bias_that_the_model_has_not_must_be_zero(reference, drive, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layout", "name", "value", "told"),
+    ("layout", "name", "value", "reported"),
     [
         ("awq 4", "scales", None, "up_proj.scales is missing"),
         ("awq 4", "qzeros", torch.zeros(1, 2, dtype=torch.int32), r"up_proj.qzeros has shape \[1, 2\], config.json"),
@@ -283,7 +283,9 @@ def test_a_bias_that_the_model_has_not_must_be_zero(reference, drive, tmp_path):
         ("packed 4", "weight_shape", torch.tensor([7, 7]), r"up_proj.weight_shape says \[7, 7\], config.json asks"),
     ],
 )
-def test_a_broken_checkpoint_is_refused_with_the_tensors_name(layout, name, value, told, reference, drive, tmp_path):
+def test_a_broken_checkpoint_is_refused_with_the_tensors_name(
+    layout, name, value, reported, reference, drive, tmp_path
+):
     change, settings, _ = LAYOUTS[layout]
     path = rewrite(reference("qwen2").path, tmp_path / "q", change, settings)
     tensors = load_file(path / "model.safetensors")
@@ -291,7 +293,7 @@ def test_a_broken_checkpoint_is_refused_with_the_tensors_name(layout, name, valu
     if value is not None:
         tensors[f"model.layers.0.mlp.up_proj.{name}"] = value
     save_file(tensors, path / "model.safetensors")
-    with pytest.raises(LoadError, match=told):
+    with pytest.raises(LoadError, match=reported):
         drive(path)
 
 
@@ -307,7 +309,7 @@ def test_a_group_size_that_is_not_the_checkpoints_is_reported(method, reference,
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "reported"),
     [
         (awq_settings(3), "bits must be 4 or 8, and is 3"),
         (gptq_settings(3), "bits must be 4 or 8, and is 3"),
@@ -364,11 +366,11 @@ def test_a_group_size_that_is_not_the_checkpoints_is_reported(method, reference,
         (compressed("int-quantized", ROWS) | rotated("input"), "transform_config has R4, which rotates by input"),
     ],
 )
-def test_what_is_not_read_is_refused(settings, told, reference, tmp_path):
+def test_what_is_not_read_is_refused(settings, reported, reference, tmp_path):
     path = rewrite(
         reference("qwen2").path, tmp_path / "q", lambda module, weight: {f"{module}.weight": weight}, settings
     )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         detect_scheme(path, "")
 
 
@@ -404,13 +406,13 @@ def test_two_ranks_generate_what_one_generates(reference, drive, prompts, tmp_pa
         ),
     ]
     first, second = run_ranks([{"model": str(path), "prompts": texts, "length": 30} for path in paths])
-    for path, told, also in zip(paths, first, second, strict=True):
+    for path, reported, also in zip(paths, first, second, strict=True):
         alone = drive(path)
         for slot, text in enumerate(texts, start=1):
             alone.admit(slot, text)
             alone.generate(slot, 30)
-        assert told["tokens"] == also["tokens"] == [alone.tokens[slot] for slot in sorted(alone.tokens)]
-        assert alone.info.weight_bytes / 2 < told["weight_bytes"] < 0.7 * alone.info.weight_bytes
+        assert reported["tokens"] == also["tokens"] == [alone.tokens[slot] for slot in sorted(alone.tokens)]
+        assert alone.info.weight_bytes / 2 < reported["weight_bytes"] < 0.7 * alone.info.weight_bytes
 
 
 def test_ranks_cannot_share_inputs_in_an_order_of_their_own(reference, tmp_path):

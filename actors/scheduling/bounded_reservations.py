@@ -1,14 +1,14 @@
-"""Room in the bounded cache groups: admission reserves the most pages that a sequence may hold."""
+"""Reservations in the bounded cache groups: admission reserves the most pages that a sequence may hold."""
 
 from __future__ import annotations
 
 from actors.scheduling.sequence import Sequence
 from kernels.contract.caches import GroupPages
 
-__all__ = ["BoundedRoom"]
+__all__ = ["BoundedReservations"]
 
 
-class BoundedRoom:
+class BoundedReservations:
     """Reservations of running sequences. The number of window or state pages of a sequence is limited and known before
     it runs. So a request to grow in these groups always succeeds, and no sequence is preempted for them.
 

@@ -1,0 +1,1 @@
+"""OpenAI's embeddings, over the engine's task."""

@@ -1,0 +1,136 @@
+"""``POST /v1/embeddings``."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from quart import Response
+
+from actors.protocol.requests import SamplingParams
+from app.apis.openai.requests import Label, Name, Salt, Text, TokenId, TokenIds
+from app.server.errors import ApiError, invalid
+from app.server.exchange import Exchange
+from app.server.service import Service, json_response
+from kernels.contract.tasks import Embed, Vector
+
+__all__ = ["EmbeddingsAnswer", "EmbeddingsRequest", "embeddings"]
+
+MAX_INPUTS = 2048
+_AT_ONCE = 64  # inputs of one request in the engine: others are not refused for them
+_NAMES = {"prompt": "input"}
+
+
+class EmbeddingsRequest(msgspec.Struct, kw_only=True):
+    """``POST /v1/embeddings``. ``input``: a text, token ids, or up to 2,048 of either. ``dimensions``: keep so many
+    first numbers of each vector, scaled to length 1 again."""
+
+    input: Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1, max_length=4_194_304)]
+    model: Name | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    user: Name | None = None
+    cache_salt: Salt | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
+    rid: Label | None = None
+
+
+class EmbeddingObject(msgspec.Struct, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsAnswer(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[EmbeddingObject]
+    model: str
+    usage: EmbeddingsUsage
+
+
+async def embeddings(service: Service, exchange: Exchange, body: EmbeddingsRequest) -> Response:
+    """The vector of each input: the model's last hidden state at its last token, of length 1."""
+    model = service.check_model(body.model)
+    if not service.arguments.is_embedding:
+        raise ApiError(
+            400,
+            f"{model!r} generates text, and its hidden states are no good embeddings; serve a model that was trained "
+            "for them with --is-embedding.",
+            param="model",
+            code="model_not_supported",
+        )
+    inputs = _inputs(body.input)
+    places = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(prompt: str | list[int]) -> tuple[np.ndarray, int]:
+        async with places:
+            stream = service.submit(
+                exchange, prompt, SamplingParams(), priority=body.priority, cache_salt=body.cache_salt,
+                label=body.rid, rename=_NAMES, task=Embed(),
+            )  # fmt: skip
+            await service.accepted([stream], _NAMES)
+            vector, tokens = b"", 0
+            async for delta in stream:
+                tokens = delta.usage.prompt_tokens
+                if isinstance(delta.result, Vector):
+                    vector = delta.result.values
+            return np.frombuffer(vector, np.float32), tokens
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(prompt)) for prompt in inputs]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    found = [task.result() for task in tasks]
+    total = sum(tokens for _, tokens in found)
+    exchange.tokens = (total, 0)
+    as_text = body.encoding_format == "base64"
+    data = [
+        EmbeddingObject(index=index, embedding=_encoded(_cut(vector, body.dimensions), as_text))
+        for index, (vector, _) in enumerate(found)
+    ]
+    return json_response(EmbeddingsAnswer(data=data, model=model, usage=EmbeddingsUsage(total, total)))
+
+
+def _inputs(given: str | Sequence[str | int | list[int]]) -> Sequence[str | list[int]]:
+    """The prompts of a body. Raises 400 for a mixture."""
+    if isinstance(given, str):
+        return [given]
+    ids = [one for one in given if isinstance(one, int)]
+    if len(ids) == len(given):
+        return [ids]
+    if ids:
+        raise invalid("input: is a list of texts, or of token ids, or of lists of them; not a mixture.", param="input")
+    if len(given) > MAX_INPUTS:
+        raise invalid(f"input: has {len(given)} entries; at most {MAX_INPUTS} are read. Send fewer.", param="input")
+    return [one for one in given if not isinstance(one, int)]
+
+
+def _cut(vector: np.ndarray, dimensions: int | None) -> np.ndarray:
+    """The first numbers of a vector, of length 1. Raises 400 for more than there are."""
+    if dimensions is None or dimensions == vector.size:
+        return vector
+    if dimensions > vector.size:
+        raise invalid(
+            f"dimensions: this model's vectors have {vector.size} numbers; ask for at most that.", param="dimensions"
+        )
+    first = vector[:dimensions]
+    return (first / max(float(np.linalg.norm(first)), 1e-12)).astype(np.float32)
+
+
+def _encoded(vector: np.ndarray, as_text: bool) -> list[float] | str:
+    """``as_text``: little-endian float32 in base64."""
+    if as_text:
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    numbers: list[float] = vector.tolist()
+    return numbers

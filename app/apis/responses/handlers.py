@@ -1,0 +1,185 @@
+"""``/v1/responses``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from quart import Response
+
+from app.apis.conversations import ask
+from app.apis.responses.answers import InputTokens, ItemList, ResponseDeleted
+from app.apis.responses.preparing import prepare, see_owner
+from app.apis.responses.requests import ResponsesRequest
+from app.apis.responses.runs import BackgroundRun, EventBody, Run
+from app.apis.responses.store import ResponseStore, StoredResponse
+from app.server.errors import ApiError, invalid
+from app.server.exchange import Exchange
+from app.server.query import choice, number, page, word
+from app.server.service import Service, json_response
+
+__all__ = [
+    "Responses",
+    "cancel_response",
+    "count_input_tokens",
+    "create_response",
+    "delete_response",
+    "get_response",
+    "list_input_items",
+]
+
+_MAX_RUNS = 64  # background responses of one key
+_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class Responses:
+    """The store of responses (None: nothing is stored), and those that are made in the background, by id."""
+
+    def __init__(self, store: ResponseStore | None) -> None:
+        self.store = store
+        self.runs: dict[str, BackgroundRun] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def aclose(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        if self.store is not None:
+            self.store.close()
+
+
+async def create_response(service: Service, exchange: Exchange, body: ResponsesRequest) -> Response:
+    """Answer a conversation: as a whole, as a stream, or in the background."""
+    prepared = await prepare(service, exchange, body)
+    if body.background:
+        run = await _in_background(service, exchange, BackgroundRun(prepared, service.owner(exchange)))
+        return _stream(exchange, run.follow(-1)) if body.stream else json_response(prepared.response)
+    made = Run(service, exchange, prepared, await ask(service, exchange, prepared.question))
+    if body.stream:
+        return _stream(exchange, made.events())
+    async for _ in made.events():
+        pass
+    if made.failure is not None:
+        raise made.failure
+    return json_response(prepared.response)
+
+
+def _stream(exchange: Exchange, source: AsyncGenerator[bytes, None]) -> Response:
+    if exchange.timeline is not None:
+        exchange.timeline.request["gen_ai.request.stream"] = True
+    return Response(EventBody(exchange, source), headers=dict(_HEADERS))
+
+
+async def _in_background(service: Service, exchange: Exchange, run: BackgroundRun) -> BackgroundRun:
+    """Begin a background response. Raises what is wrong with the request."""
+    here, route = service.responses, exchange.route
+    if here.store is None or route is None:
+        raise RuntimeError("a background response needs a store")
+    if sum(other.owner == run.owner for other in here.runs.values()) >= _MAX_RUNS:
+        raise ApiError(
+            429,
+            f"{_MAX_RUNS} of your background responses are not finished; wait for one of them, or cancel it.",
+            kind="rate_limit_error",
+            code="too_many_background_responses",
+            retry_after=5,
+        )
+    response_id = run.prepared.response.id
+    here.runs[response_id] = run
+    accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(run.make(service, route, exchange, accepted, here.store), name=f"troupe-{response_id}")
+    here.tasks.add(task)
+
+    def end(task: asyncio.Task[None]) -> None:
+        here.tasks.discard(task)
+        here.runs.pop(response_id, None)
+
+    task.add_done_callback(end)
+    await asyncio.shield(accepted)
+    return run
+
+
+# -- stored responses
+
+
+def _store(service: Service) -> ResponseStore:
+    if service.responses.store is None:
+        raise ApiError(
+            400,
+            "This server stores no responses; start it with --response-store-mib.",
+            code="store_disabled",
+        )
+    return service.responses.store
+
+
+def _running(service: Service, exchange: Exchange, response_id: str) -> BackgroundRun | None:
+    run = service.responses.runs.get(response_id)
+    return run if run is not None and service.sees(exchange, run.owner) else None
+
+
+def _stored(service: Service, exchange: Exchange, response_id: str) -> StoredResponse:
+    stored = _store(service).get(response_id, see_owner(service, exchange))
+    if stored is None:
+        raise ApiError(404, f"There is no response {response_id[:64]!r}.", param="response_id", code="not_found")
+    return stored
+
+
+async def get_response(service: Service, exchange: Exchange, response_id: str) -> Response:
+    """A response, or its events from ``starting_after`` on, if it is made in the background."""
+    run = _running(service, exchange, response_id)
+    stored = None if run is not None else _stored(service, exchange, response_id)
+    if choice("stream", ("false", "true")) == "false":
+        return json_response(run.prepared.response if run is not None else stored and stored.response)
+    after = number("starting_after", -1, 0, 2**31 - 1)
+    if run is not None:
+        return _stream(exchange, run.follow(after))
+    if stored is None or stored.events is None:
+        raise invalid("stream: only responses of the background have a stream later; leave it out.", param="stream")
+    return _stream(exchange, _replay(stored.events, after))
+
+
+async def _replay(events: bytes, after: int) -> AsyncGenerator[bytes, None]:
+    found = [event for event in events.split(b"\n\n") if event][after + 1 :]
+    if found:
+        yield b"".join(event + b"\n\n" for event in found)
+
+
+async def delete_response(service: Service, exchange: Exchange, response_id: str) -> Response:
+    if (run := _running(service, exchange, response_id)) is not None:
+        await run.cancel(service)
+    if not _store(service).delete(_stored(service, exchange, response_id).response.id, None):
+        raise ApiError(404, f"There is no response {response_id[:64]!r}.", param="response_id", code="not_found")
+    return json_response(ResponseDeleted(id=response_id))
+
+
+async def cancel_response(service: Service, exchange: Exchange, response_id: str) -> Response:
+    """Cancel a response of the background; one that has ended stays as it is."""
+    if (run := _running(service, exchange, response_id)) is not None:
+        await run.cancel(service)
+        return json_response(run.prepared.response)
+    response = _stored(service, exchange, response_id).response
+    if not response.background:
+        raise invalid("response_id: only responses of the background can be cancelled.", param="response_id")
+    return json_response(response)
+
+
+async def list_input_items(service: Service, exchange: Exchange, response_id: str) -> Response:
+    """The items of the request for a response, without those of responses before it."""
+    run = _running(service, exchange, response_id)
+    items = run.prepared.items if run is not None else _stored(service, exchange, response_id).input
+    return json_response(item_list(items))
+
+
+def item_list(items: list[dict[str, object]]) -> ItemList:
+    """The page of items that the query asks for; ``items``: oldest first."""
+    word("include")
+    found, more = page(items[::-1], lambda item: str(item["id"]), most=100, default=20)
+    ends = (str(found[0]["id"]), str(found[-1]["id"])) if found else (None, None)
+    return ItemList(data=found, first_id=ends[0], last_id=ends[1], has_more=more)
+
+
+async def count_input_tokens(service: Service, exchange: Exchange, body: ResponsesRequest) -> Response:
+    """The tokens of a request's prompt."""
+    prepared = await prepare(service, exchange, body)
+    with service.text_request(exchange):
+        tokens = await service.engine.tokenize(prepared.question.chat, tenant=exchange.tenant)
+    return json_response(InputTokens(input_tokens=len(tokens)))
