@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 from quart import Response
 
-from actors.protocol.requests import InvalidRequest
 from app.apis.collecting import Collected
 from app.apis.conversations import NO_TOOLS, Asked, Question, ToolChoice, ask
+from app.apis.embeddings.handlers import cut, embed_all, require_embeddings
 from app.apis.events import read_whole
 from app.apis.ollama.answers import Lines, Times, chat_answer, generate_answer, loaded
 from app.apis.ollama.parameters import NAMES, chat_of, model_of, params_of, turn_of
@@ -15,7 +15,7 @@ from app.apis.ollama.requests import ChatRequest, EmbeddingsRequest, EmbedReques
 from app.apis.openai.infill import fill_in
 from app.server.errors import invalid
 from app.server.exchange import Exchange
-from app.server.service import Service, json_response, renamed
+from app.server.service import Service, json_response
 from app.server.sse import sse_response
 
 __all__ = ["EmbedAnswer", "EmbeddingsAnswer", "chat", "embed", "embeddings", "generate"]
@@ -23,11 +23,12 @@ __all__ = ["EmbedAnswer", "EmbeddingsAnswer", "chat", "embed", "embeddings", "ge
 
 class EmbedAnswer(msgspec.Struct, kw_only=True):
     model: str
-    embeddings: list[tuple[float, ...]]
+    embeddings: list[list[float]]
+    prompt_eval_count: int
 
 
 class EmbeddingsAnswer(msgspec.Struct):
-    embedding: tuple[float, ...]
+    embedding: list[float]
 
 
 async def chat(service: Service, exchange: Exchange, body: ChatRequest) -> Response:
@@ -101,29 +102,17 @@ async def embed(service: Service, exchange: Exchange, body: EmbedRequest) -> Res
     model = model_of(service, body.model)
     if body.truncate:
         raise invalid("truncate: a text that is too long is an error here; shorten it yourself.", param="truncate")
-    if body.dimensions is not None:
-        raise invalid("dimensions: embeddings are not shortened here; leave it out.", param="dimensions")
-    texts = [body.input] if isinstance(body.input, str) else body.input
-    service.check_size(len(texts), 1, "input")
-    return json_response(EmbedAnswer(model=model, embeddings=await _embedded(service, exchange, texts, "input")))
+    require_embeddings(service, model)
+    found = await embed_all(service, exchange, [body.input] if isinstance(body.input, str) else body.input, "input")
+    tokens = sum(count for _, count in found)
+    exchange.tokens = (tokens, 0)
+    vectors = [cut(vector, body.dimensions).tolist() for vector, _ in found]
+    return json_response(EmbedAnswer(model=model, embeddings=vectors, prompt_eval_count=tokens))
 
 
 async def embeddings(service: Service, exchange: Exchange, body: EmbeddingsRequest) -> Response:
     """The embedding of one text, in the older form."""
-    model_of(service, body.model)
-    [vector] = await _embedded(service, exchange, [body.prompt], "prompt")
-    return json_response(EmbeddingsAnswer(vector))
-
-
-async def _embedded(service: Service, exchange: Exchange, texts: list[str], field: str) -> list[tuple[float, ...]]:
-    info = service.engine.model_info
-    if info is None or "generate" in info.tasks or "embed" not in info.tasks:
-        raise invalid(
-            "model: this model generates text and was not trained for embeddings; serve an embedding model.",
-            param="model",
-            code="unsupported_task",
-        )
-    try:
-        return [await service.engine.embed(text, tenant=exchange.tenant) for text in texts]
-    except InvalidRequest as error:
-        raise renamed(error, {"prompt": field}) from None
+    require_embeddings(service, model_of(service, body.model))
+    [(vector, tokens)] = await embed_all(service, exchange, [body.prompt], "prompt")
+    exchange.tokens = (tokens, 0)
+    return json_response(EmbeddingsAnswer(vector.tolist()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -195,19 +194,21 @@ async def test_a_name_may_have_the_tag_latest(application) -> None:
     assert (status, set(answer)) == (404, {"error"})
 
 
-async def test_embeddings_need_a_model_for_them(application, engine) -> None:
+async def test_embeddings_need_a_model_for_them(application) -> None:
     for path, body in (("/api/embed", {"input": ["a", "b"]}), ("/api/embeddings", {"prompt": "a"})):
         message = await refusal(application, path, {"model": "fake", **body})
-        assert "was not trained for embeddings" in message
+        assert message.startswith("model: 'fake' generates text")
 
-    async def embed(text: str, *, tenant: str) -> tuple[float, ...]:
-        return (float(len(text)), 0.0)
 
-    engine.embed, engine.model_info = embed, SimpleNamespace(tasks=("embed",))
+async def test_embeddings_come_from_a_model_for_them(make_application) -> None:
+    application = make_application(is_embedding=True)
     _, answer = await ask(application, "/api/embed", {"model": "fake", "input": ["a", "bc"]})
-    assert answer == {"model": "fake", "embeddings": [[1.0, 0.0], [2.0, 0.0]]}
+    assert (answer["prompt_eval_count"], len(answer["embeddings"])) == (3, 2)
+    assert answer["embeddings"][0] == pytest.approx([0.6, 0.0, 0.8])
+    _, answer = await ask(application, "/api/embed", {"model": "fake", "input": "a", "dimensions": 1})
+    assert answer["embeddings"] == [[1.0]]
     _, answer = await ask(application, "/api/embeddings", {"model": "fake", "prompt": "abc"})
-    assert answer == {"embedding": [3.0, 0.0]}
+    assert answer["embedding"] == pytest.approx([0.6, 0.0, 0.8])
 
 
 async def test_a_stream_that_fails_ends_with_an_error(application, engine) -> None:
@@ -248,7 +249,7 @@ async def test_the_ollama_client_reads_everything(application, engine, serve) ->
     assert shown.modelinfo["general.architecture"] == "fake"
     with pytest.raises(ollama.ResponseError, match="does not exist here"):
         await client.chat(**{**asked, "model": "other"})
-    with pytest.raises(ollama.ResponseError, match="not trained for embeddings"):
+    with pytest.raises(ollama.ResponseError, match="generates text"):
         await client.embed("fake", "x")
 
 
