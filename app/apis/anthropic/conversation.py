@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from actors.protocol.requests import LIMITS, Chat
-from app.apis.anthropic.requests import Block, CountRequest, Message, Part, Tool
+from app.apis.anthropic.requests import AnthropicMessage, AnthropicTool, Block, CountRequest, Part
 from app.apis.conversations import NO_TOOLS, ToolChoice
 from app.apis.openai.parameters import SWITCHES, check_schema, check_tool_name, name_calls, template_kwargs
 from app.parsers.base import StreamingParser
@@ -111,7 +111,7 @@ def _append(turns: list[Turn], turn: Turn) -> None:
             last[field] = last[field] + turn[field] if field in last else turn[field]
 
 
-def _turns(message: Message, at: str, known: set[str]) -> list[Turn]:
+def _turns(message: AnthropicMessage, at: str, known: set[str]) -> list[Turn]:
     """A message as turns: results of tools first, each in its own. ``known``: the ids of the calls so far."""
     content = message.content
     if isinstance(content, str):
@@ -206,7 +206,7 @@ def _tools(body: CountRequest) -> list[dict[str, Any]] | None:
     return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
 
 
-def _tool(tool: Tool, at: str) -> dict[str, Any]:
+def _tool(tool: AnthropicTool, at: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise invalid(f"{at}.type: {tool.type[:64]!r} {_ELSEWHERE}.", param=f"{at}.type")
     if tool.defer_loading:

@@ -33,16 +33,16 @@ _TYPES = {
 _LOADING = frozenset({"engine_starting", "engine_draining"})
 
 
-class ErrorDetail(msgspec.Struct):
+class AnthropicErrorDetail(msgspec.Struct):
     type: str
     message: str
 
 
-class ErrorAnswer(msgspec.Struct, kw_only=True):
+class AnthropicError(msgspec.Struct, kw_only=True):
     """What went wrong. The message begins with the field."""
 
     type: Literal["error"] = "error"
-    error: ErrorDetail
+    error: AnthropicErrorDetail
     request_id: str
 
 
@@ -54,7 +54,7 @@ class AnthropicDialect(Dialect):
     end = b""
     keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    envelope = ErrorAnswer
+    envelope = AnthropicError
 
     def speaks(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         if _OWN_PATHS.fullmatch(path):
@@ -70,7 +70,7 @@ class AnthropicDialect(Dialect):
         message = error.message
         if error.code == "context_length_exceeded":  # Anthropic's words, at which Claude Code shortens the conversation
             message = f"prompt is too long: {message}"
-        return msgspec.json.encode(ErrorAnswer(error=ErrorDetail(kind, message), request_id=request_id))
+        return msgspec.json.encode(AnthropicError(error=AnthropicErrorDetail(kind, message), request_id=request_id))
 
     def event(self, error: ApiError, request_id: str) -> bytes:
         return b"event: error\ndata: " + self.body(error, request_id) + b"\n\n"

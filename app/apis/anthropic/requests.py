@@ -11,14 +11,14 @@ from actors.protocol.requests import LIMITS
 from app.apis.openai.requests import Effort, Least, Name, Salt, Seed, Temperature, Text, ToolName, TopK, TopP
 
 __all__ = [
+    "AnthropicMessage",
+    "AnthropicTool",
     "Block",
     "CountRequest",
-    "Message",
     "MessagesRequest",
     "OutputConfig",
     "Part",
     "Thinking",
-    "Tool",
     "ToolChoiceField",
 ]
 
@@ -55,14 +55,14 @@ class Block(msgspec.Struct, kw_only=True):
     cache_control: CacheControl | None = None
 
 
-class Message(msgspec.Struct, kw_only=True):
+class AnthropicMessage(msgspec.Struct, kw_only=True):
     """One turn. Neighbouring turns of one role are one turn."""
 
     role: Literal["user", "assistant", "system"]
     content: Text | Annotated[list[Block], _BLOCKS]
 
 
-class Tool(msgspec.Struct, kw_only=True):
+class AnthropicTool(msgspec.Struct, kw_only=True):
     """A tool of the client. ``strict``: calls match ``input_schema``."""
 
     name: ToolName
@@ -109,9 +109,9 @@ class CountRequest(msgspec.Struct, kw_only=True):
     """``POST /v1/messages/count_tokens``."""
 
     model: Name
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=LIMITS.messages)]
+    messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=LIMITS.messages)]
     system: Text | Annotated[list[Part], _BLOCKS] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=LIMITS.tools)] | None = None
+    tools: Annotated[list[AnthropicTool], Meta(max_length=LIMITS.tools)] | None = None
     tool_choice: ToolChoiceField | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

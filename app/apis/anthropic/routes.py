@@ -5,14 +5,21 @@ from __future__ import annotations
 from app.apis.anthropic.answers import MessageAnswer
 from app.apis.anthropic.dialect import ANTHROPIC
 from app.apis.anthropic.handlers import TokenCount, count_tokens, create_message
-from app.apis.anthropic.requests import CountRequest, MessagesRequest, OutputConfig, Thinking, Tool, ToolChoiceField
+from app.apis.anthropic.requests import (
+    AnthropicTool,
+    CountRequest,
+    MessagesRequest,
+    OutputConfig,
+    Thinking,
+    ToolChoiceField,
+)
 from app.server.auth import Level
 from app.server.routes import Route
 
 __all__ = ["ROUTES"]
 
 _NESTED = (
-    ("tools", Tool),
+    ("tools", AnthropicTool),
     ("tool_choice", ToolChoiceField),
     ("thinking", Thinking),
     ("output_config", OutputConfig),

@@ -12,12 +12,12 @@ from app.apis.collecting import Collected
 from app.apis.openai.answers import chat_logprobs
 from app.server.exchange import Exchange
 
-__all__ = ["CompletionAnswer", "CompletionChunks", "Form"]
+__all__ = ["CompletionChunks", "Form", "LlamaCompletionAnswer"]
 
 StopType = Literal["none", "eos", "limit", "word"]
 
 
-class CompletionAnswer(msgspec.Struct, kw_only=True):
+class LlamaCompletionAnswer(msgspec.Struct, kw_only=True):
     """``stop`` is true at the end. ``tokens_cached``: those of the prompt that were not computed again."""
 
     index: int
@@ -62,8 +62,8 @@ class Form:
         if self._first is None:
             self._first = time.monotonic()
 
-    def piece(self, delta: Delta) -> CompletionAnswer:
-        return CompletionAnswer(
+    def piece(self, delta: Delta) -> LlamaCompletionAnswer:
+        return LlamaCompletionAnswer(
             index=delta.index,
             content=delta.text,
             tokens=list(delta.token_ids),
@@ -74,12 +74,12 @@ class Form:
             completion_probabilities=_probabilities(delta.logprobs),
         )
 
-    def end(self, index: int, choice: Collected, *, whole: bool) -> CompletionAnswer:
+    def end(self, index: int, choice: Collected, *, whole: bool) -> LlamaCompletionAnswer:
         """The last answer of a choice; ``whole``: with its text, which no event has brought."""
         usage = choice.usage
         word = choice.matched_stop if isinstance(choice.matched_stop, str) else ""
         stop: StopType = "limit" if choice.finish_reason == "length" else "word" if word else "eos"
-        return CompletionAnswer(
+        return LlamaCompletionAnswer(
             index=index,
             content="".join(choice.text) if whole else "",
             tokens=choice.token_ids if whole and self._tokens else [],

@@ -18,7 +18,7 @@ _TYPES = {
 }
 
 
-class ErrorDetail(msgspec.Struct, kw_only=True):
+class LlamaErrorDetail(msgspec.Struct, kw_only=True):
     """``code`` is the status, ``param`` the field."""
 
     code: int
@@ -27,8 +27,8 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
     param: str | None = None
 
 
-class ErrorAnswer(msgspec.Struct):
-    error: ErrorDetail
+class LlamaError(msgspec.Struct):
+    error: LlamaErrorDetail
 
 
 class LlamaCppDialect(Dialect):
@@ -36,15 +36,15 @@ class LlamaCppDialect(Dialect):
 
     name = "llama.cpp"
     end = b""
-    envelope = ErrorAnswer
+    envelope = LlamaError
 
     def body(self, error: ApiError, request_id: str) -> bytes:
         kind = "server_error" if error.status >= 500 else "invalid_request_error"
         if error.code == "context_length_exceeded":
             kind = "exceed_context_size_error"
         kind = _TYPES.get(error.status, kind)
-        detail = ErrorDetail(code=error.status, message=error.message, type=kind, param=error.param)
-        return msgspec.json.encode(ErrorAnswer(detail))
+        detail = LlamaErrorDetail(code=error.status, message=error.message, type=kind, param=error.param)
+        return msgspec.json.encode(LlamaError(detail))
 
     def event(self, error: ApiError, request_id: str) -> bytes:
         return b"data: " + self.body(error, request_id) + b"\n\n"

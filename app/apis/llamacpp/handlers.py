@@ -12,7 +12,7 @@ from actors.protocol.requests import Chat, Delta, Grammar, SamplingParams
 from app.apis.collecting import Merged, collect
 from app.apis.grammars import schema_text
 from app.apis.llamacpp.answers import CompletionChunks, Form
-from app.apis.llamacpp.requests import CompletionRequest, InfillRequest, SamplingBody, TemplateRequest
+from app.apis.llamacpp.requests import InfillRequest, LlamaCompletionRequest, SamplingBody, TemplateRequest
 from app.apis.openai.completions import Prompt, prompts_of
 from app.apis.openai.infill import fill_in
 from app.apis.openai.parameters import messages, own_template, template_kwargs, tools
@@ -44,7 +44,7 @@ class PropsAnswer(msgspec.Struct, kw_only=True):
     is_sleeping: bool = False
 
 
-async def completion(service: Service, exchange: Exchange, body: CompletionRequest) -> Response:
+async def completion(service: Service, exchange: Exchange, body: LlamaCompletionRequest) -> Response:
     """Continue texts, as a whole or as a stream."""
     return await _complete(service, exchange, body, prompts_of(body.prompt), isinstance(body.prompt, str))
 

@@ -28,7 +28,7 @@ from app.apis.openai.requests import (
     TopP,
 )
 
-__all__ = ["CompletionRequest", "InfillRequest", "SamplingBody", "TemplateRequest"]
+__all__ = ["InfillRequest", "LlamaCompletionRequest", "SamplingBody", "TemplateRequest"]
 
 Count = Annotated[int, Meta(ge=-1, lt=2**31)]
 Bias = Annotated[list[Any], Meta(min_length=2, max_length=2, description="[token id, bias], or false for never.")]
@@ -61,7 +61,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     rid: Label | None = None
 
 
-class CompletionRequest(SamplingBody, kw_only=True):
+class LlamaCompletionRequest(SamplingBody, kw_only=True):
     """``POST /completion``. Several prompts give a list of answers."""
 
     prompt: Text | Annotated[list[Text | TokenId | TokenIds], Meta(max_length=4_194_304)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.apis.llamacpp.answers import CompletionAnswer
+from app.apis.llamacpp.answers import LlamaCompletionAnswer
 from app.apis.llamacpp.dialect import LLAMA_CPP
 from app.apis.llamacpp.handlers import (
     PropsAnswer,
@@ -15,7 +15,7 @@ from app.apis.llamacpp.handlers import (
     props,
     slots,
 )
-from app.apis.llamacpp.requests import CompletionRequest, InfillRequest, TemplateRequest
+from app.apis.llamacpp.requests import InfillRequest, LlamaCompletionRequest, TemplateRequest
 from app.server.auth import Level
 from app.server.routes import Route
 
@@ -33,13 +33,13 @@ _GENERATES: dict[str, Any] = {
 }
 
 ROUTES: tuple[Route, ...] = (
-    Route(path="/completion", handler=completion, summary="Continue texts", body=CompletionRequest, **_GENERATES),
+    Route(path="/completion", handler=completion, summary="Continue texts", body=LlamaCompletionRequest, **_GENERATES),
     Route(
         path="/infill",
         handler=infill,
         summary="Write what is between two texts",
         body=InfillRequest,
-        answer=CompletionAnswer,
+        answer=LlamaCompletionAnswer,
         **_GENERATES,
     ),
     Route(

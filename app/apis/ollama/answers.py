@@ -24,7 +24,7 @@ from app.apis.events import (
 from app.apis.openai.answers import chat_logprobs
 from app.server.exchange import Exchange
 
-__all__ = ["ChatAnswer", "GenerateAnswer", "Lines", "Times", "chat_answer", "generate_answer", "loaded"]
+__all__ = ["Lines", "OllamaChatAnswer", "OllamaGenerateAnswer", "Times", "chat_answer", "generate_answer", "loaded"]
 
 Unset = msgspec.UnsetType
 DoneReason = Literal["stop", "length", "load"]
@@ -41,7 +41,7 @@ class CallAnswer(msgspec.Struct):
     function: FunctionAnswer
 
 
-class MessageAnswer(msgspec.Struct, kw_only=True):
+class OllamaMessageAnswer(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str
     thinking: str | Unset = msgspec.UNSET
@@ -64,11 +64,11 @@ class Stats(msgspec.Struct, kw_only=True):
     logprobs: list[dict[str, Any]] | Unset = msgspec.UNSET
 
 
-class ChatAnswer(Stats, kw_only=True):
-    message: MessageAnswer
+class OllamaChatAnswer(Stats, kw_only=True):
+    message: OllamaMessageAnswer
 
 
-class GenerateAnswer(Stats, kw_only=True):
+class OllamaGenerateAnswer(Stats, kw_only=True):
     response: str
     thinking: str | Unset = msgspec.UNSET
 
@@ -110,29 +110,33 @@ def _scores(entries: tuple[TokenLogprob, ...] | list[TokenLogprob] | None) -> li
     return msgspec.to_builtins(chat_logprobs(entries).content) if entries else msgspec.UNSET
 
 
-def loaded(model: str, *, chat: bool) -> ChatAnswer | GenerateAnswer:
+def loaded(model: str, *, chat: bool) -> OllamaChatAnswer | OllamaGenerateAnswer:
     """The answer to a request without a prompt, which loads a model in Ollama."""
     common: dict[str, Any] = {"model": model, "created_at": _now(), "done": True, "done_reason": "load"}
-    return ChatAnswer(message=MessageAnswer(content=""), **common) if chat else GenerateAnswer(response="", **common)
+    return (
+        OllamaChatAnswer(message=OllamaMessageAnswer(content=""), **common)
+        if chat
+        else OllamaGenerateAnswer(response="", **common)
+    )
 
 
 def _call(index: int, identity: str, name: str, arguments: str) -> CallAnswer:
     return CallAnswer(identity, FunctionAnswer(index, name, input_of(arguments)))
 
 
-def chat_answer(answer: Answer, model: str, times: Times, scores: list[TokenLogprob]) -> ChatAnswer:
-    message = MessageAnswer(content=answer.text)
+def chat_answer(answer: Answer, model: str, times: Times, scores: list[TokenLogprob]) -> OllamaChatAnswer:
+    message = OllamaMessageAnswer(content=answer.text)
     if answer.reasoning:
         message.thinking = answer.reasoning
     if answer.calls:
         message.tool_calls = [_call(i, call.id, call.name, call.arguments) for i, call in enumerate(answer.calls)]
-    return ChatAnswer(
+    return OllamaChatAnswer(
         model=model, created_at=_now(), message=message, logprobs=_scores(scores), **times.end(answer.end)
     )
 
 
-def generate_answer(answer: Answer, model: str, times: Times, scores: list[TokenLogprob]) -> GenerateAnswer:
-    return GenerateAnswer(
+def generate_answer(answer: Answer, model: str, times: Times, scores: list[TokenLogprob]) -> OllamaGenerateAnswer:
+    return OllamaGenerateAnswer(
         model=model,
         created_at=_now(),
         response=answer.text,
@@ -183,14 +187,14 @@ class Lines:
 
     def _line(self, text: str, thought: str = "", calls: list[CallAnswer] | None = None, **fields: Any) -> bytes:
         common: dict[str, Any] = {"model": self._model, "created_at": _now(), "done": False, **fields}
-        answer: ChatAnswer | GenerateAnswer
+        answer: OllamaChatAnswer | OllamaGenerateAnswer
         if self._chat:
-            message = MessageAnswer(
+            message = OllamaMessageAnswer(
                 content=text, thinking=thought or msgspec.UNSET, tool_calls=calls if calls else msgspec.UNSET
             )
-            answer = ChatAnswer(message=message, **common)
+            answer = OllamaChatAnswer(message=message, **common)
         else:
-            answer = GenerateAnswer(response=text, thinking=thought or msgspec.UNSET, **common)
+            answer = OllamaGenerateAnswer(response=text, thinking=thought or msgspec.UNSET, **common)
         return msgspec.json.encode(answer) + b"\n"
 
     def end(self) -> bytes:

@@ -11,14 +11,20 @@ from app.apis.embeddings.handlers import cut, embed_all, require_embeddings
 from app.apis.events import read_whole
 from app.apis.ollama.answers import Lines, Times, chat_answer, generate_answer, loaded
 from app.apis.ollama.parameters import NAMES, chat_of, model_of, params_of, turn_of
-from app.apis.ollama.requests import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, OwnFields
+from app.apis.ollama.requests import (
+    EmbedRequest,
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaGenerateRequest,
+    OwnFields,
+)
 from app.apis.openai.infill import fill_in
 from app.server.errors import invalid
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
 from app.server.sse import sse_response
 
-__all__ = ["EmbedAnswer", "EmbeddingsAnswer", "chat", "embed", "embeddings", "generate"]
+__all__ = ["EmbedAnswer", "OllamaEmbeddingsAnswer", "chat", "embed", "embeddings", "generate"]
 
 
 class EmbedAnswer(msgspec.Struct, kw_only=True):
@@ -27,11 +33,11 @@ class EmbedAnswer(msgspec.Struct, kw_only=True):
     prompt_eval_count: int
 
 
-class EmbeddingsAnswer(msgspec.Struct):
+class OllamaEmbeddingsAnswer(msgspec.Struct):
     embedding: list[float]
 
 
-async def chat(service: Service, exchange: Exchange, body: ChatRequest) -> Response:
+async def chat(service: Service, exchange: Exchange, body: OllamaChatRequest) -> Response:
     """Answer a conversation, as a stream unless ``stream`` is false."""
     model = model_of(service, body.model)
     if not body.messages:
@@ -48,7 +54,7 @@ async def chat(service: Service, exchange: Exchange, body: ChatRequest) -> Respo
     return await _answer(service, exchange, body, model, await ask(service, exchange, question))
 
 
-async def generate(service: Service, exchange: Exchange, body: GenerateRequest) -> Response:
+async def generate(service: Service, exchange: Exchange, body: OllamaGenerateRequest) -> Response:
     """Answer one turn, or continue a text, as a stream unless ``stream`` is false."""
     model = model_of(service, body.model)
     _refuse_what_is_missing(body)
@@ -69,7 +75,7 @@ async def generate(service: Service, exchange: Exchange, body: GenerateRequest) 
     return await _answer(service, exchange, body, model, Asked(stream, lambda: None))
 
 
-def _refuse_what_is_missing(body: GenerateRequest) -> None:
+def _refuse_what_is_missing(body: OllamaGenerateRequest) -> None:
     for field, given, reason in (
         ("images", body.images, "this model reads text only; leave them out"),
         ("template", body.template, "start the server with --chat-template, or send raw with the whole text"),
@@ -86,7 +92,7 @@ def _only_load(body: OwnFields, model: str, *, chat: bool) -> Response:
 
 
 async def _answer(service: Service, exchange: Exchange, body: OwnFields, model: str, asked: Asked) -> Response:
-    is_chat, times = isinstance(body, ChatRequest), Times(exchange)
+    is_chat, times = isinstance(body, OllamaChatRequest), Times(exchange)
     if body.stream is not False:
         return sse_response(service, exchange, asked.stream, Lines(asked.reader(), model, times, chat=is_chat))
     collected = Collected()
@@ -110,9 +116,9 @@ async def embed(service: Service, exchange: Exchange, body: EmbedRequest) -> Res
     return json_response(EmbedAnswer(model=model, embeddings=vectors, prompt_eval_count=tokens))
 
 
-async def embeddings(service: Service, exchange: Exchange, body: EmbeddingsRequest) -> Response:
+async def embeddings(service: Service, exchange: Exchange, body: OllamaEmbeddingsRequest) -> Response:
     """The embedding of one text, in the older form."""
     require_embeddings(service, model_of(service, body.model))
     [(vector, tokens)] = await embed_all(service, exchange, [body.prompt], "prompt")
     exchange.tokens = (tokens, 0)
-    return json_response(EmbeddingsAnswer(vector.tolist()))
+    return json_response(OllamaEmbeddingsAnswer(vector.tolist()))

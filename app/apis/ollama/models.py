@@ -14,7 +14,7 @@ from app.apis.ollama.requests import ShowRequest
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
 
-__all__ = ["ModelList", "RunningList", "ShowAnswer", "VersionAnswer", "running", "show", "tags", "version"]
+__all__ = ["OllamaModels", "RunningList", "ShowAnswer", "VersionAnswer", "running", "show", "tags", "version"]
 
 _VERSION = "0.12.11"
 """The version of Ollama whose API this is: clients compare it with what they need."""
@@ -40,7 +40,7 @@ class Model(msgspec.Struct, kw_only=True):
     details: Details
 
 
-class ModelList(msgspec.Struct):
+class OllamaModels(msgspec.Struct):
     models: list[Model]
 
 
@@ -117,7 +117,7 @@ async def tags(service: Service, exchange: Exchange, body: None) -> Response:
     """The served model, once for each of its names."""
     modified = _time(datetime.fromtimestamp(service.created, UTC))
     names = service.model_names
-    return json_response(ModelList([Model(**_common(service, name), modified_at=modified) for name in names]))
+    return json_response(OllamaModels([Model(**_common(service, name), modified_at=modified) for name in names]))
 
 
 async def running(service: Service, exchange: Exchange, body: None) -> Response:

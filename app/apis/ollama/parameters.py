@@ -6,7 +6,7 @@ from typing import Any
 
 from actors.protocol.requests import LIMITS, Chat, Grammar, SamplingParams
 from app.apis.grammars import schema_text
-from app.apis.ollama.requests import ChatRequest, GenerateRequest, Message, Options, OwnFields
+from app.apis.ollama.requests import OllamaChatRequest, OllamaGenerateRequest, OllamaMessage, Options, OwnFields
 from app.apis.openai.parameters import SWITCHES, check_tool_name, name_calls, tools
 from app.parsers.base import StreamingParser
 from app.server.decoding import check_depth, check_size
@@ -101,7 +101,7 @@ def _grammar(body: OwnFields) -> Grammar | None:
     return Grammar("json_schema", schema_text(form, "format"))
 
 
-def chat_of(service: Service, body: ChatRequest) -> Chat:
+def chat_of(service: Service, body: OllamaChatRequest) -> Chat:
     """The conversation for the chat template. Raises 400."""
     form = service.output_format.tools or StreamingParser
     given = body.messages or []
@@ -120,7 +120,7 @@ def chat_of(service: Service, body: ChatRequest) -> Chat:
     )
 
 
-def turn_of(service: Service, body: GenerateRequest) -> Chat:
+def turn_of(service: Service, body: OllamaGenerateRequest) -> Chat:
     """The one turn of a ``/api/generate``."""
     system = [{"role": "system", "content": body.system}] if body.system else []
     user = {"role": "user", "content": body.prompt or ""}
@@ -137,7 +137,7 @@ def _kwargs(service: Service, body: OwnFields) -> dict[str, Any]:
     return {**effort, **dict.fromkeys(SWITCHES, think is not False)}
 
 
-def _turn(message: Message, at: str, waiting: list[tuple[str, str]]) -> dict[str, Any]:
+def _turn(message: OllamaMessage, at: str, waiting: list[tuple[str, str]]) -> dict[str, Any]:
     if message.images:
         raise invalid(
             f"{at}.images: this model reads text only; leave them out.",

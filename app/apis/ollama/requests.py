@@ -25,11 +25,11 @@ from app.apis.openai.requests import (
 )
 
 __all__ = [
-    "ChatRequest",
     "EmbedRequest",
-    "EmbeddingsRequest",
-    "GenerateRequest",
-    "Message",
+    "OllamaChatRequest",
+    "OllamaEmbeddingsRequest",
+    "OllamaGenerateRequest",
+    "OllamaMessage",
     "Options",
     "OwnFields",
     "ShowRequest",
@@ -62,17 +62,17 @@ class Options(msgspec.Struct, kw_only=True):
     num_keep: Count | None = None
 
 
-class CalledFunction(msgspec.Struct, kw_only=True):
+class OllamaFunction(msgspec.Struct, kw_only=True):
     name: ToolName
     arguments: dict[str, Any] = {}
 
 
 class MessageCall(msgspec.Struct, kw_only=True):
-    function: CalledFunction
+    function: OllamaFunction
     id: Name | None = None
 
 
-class Message(msgspec.Struct, kw_only=True):
+class OllamaMessage(msgspec.Struct, kw_only=True):
     """One turn of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -99,14 +99,14 @@ class OwnFields(msgspec.Struct, kw_only=True):
     rid: Label | None = None
 
 
-class ChatRequest(OwnFields, kw_only=True):
+class OllamaChatRequest(OwnFields, kw_only=True):
     """``POST /api/chat``. Without messages it says that the model is loaded."""
 
-    messages: Annotated[list[Message], Meta(max_length=LIMITS.messages)] | None = None
+    messages: Annotated[list[OllamaMessage], Meta(max_length=LIMITS.messages)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=LIMITS.tools)] | None = None
 
 
-class GenerateRequest(OwnFields, kw_only=True):
+class OllamaGenerateRequest(OwnFields, kw_only=True):
     """``POST /api/generate``: one turn, or with ``raw`` or ``suffix`` a text that is continued or filled in."""
 
     prompt: Text | None = None
@@ -137,7 +137,7 @@ class EmbedRequest(msgspec.Struct, kw_only=True):
     keep_alive: KeepAlive | None = None
 
 
-class EmbeddingsRequest(msgspec.Struct, kw_only=True):
+class OllamaEmbeddingsRequest(msgspec.Struct, kw_only=True):
     """``POST /api/embeddings``, the older form."""
 
     model: Annotated[Name, Meta(min_length=1)]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.apis.ollama.answers import ChatAnswer, GenerateAnswer
+from app.apis.ollama.answers import OllamaChatAnswer, OllamaGenerateAnswer
 from app.apis.ollama.dialect import OLLAMA
-from app.apis.ollama.handlers import EmbedAnswer, EmbeddingsAnswer, chat, embed, embeddings, generate
-from app.apis.ollama.models import ModelList, RunningList, ShowAnswer, VersionAnswer, running, show, tags, version
+from app.apis.ollama.handlers import EmbedAnswer, OllamaEmbeddingsAnswer, chat, embed, embeddings, generate
+from app.apis.ollama.models import OllamaModels, RunningList, ShowAnswer, VersionAnswer, running, show, tags, version
 from app.apis.ollama.requests import (
-    ChatRequest,
-    EmbeddingsRequest,
     EmbedRequest,
-    GenerateRequest,
-    Message,
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
     Options,
     ShowRequest,
 )
@@ -28,7 +28,7 @@ _GENERATES: dict[str, Any] = {
     "methods": ("POST",),
     "media": ("application/json", "application/x-ndjson"),
     "needs_engine": True,
-    "nested": (("options", Options), ("messages", Message)),
+    "nested": (("options", Options), ("messages", OllamaMessage)),
 }
 
 ROUTES: tuple[Route, ...] = (
@@ -36,8 +36,8 @@ ROUTES: tuple[Route, ...] = (
         path="/api/chat",
         handler=chat,
         summary="Answer a conversation",
-        body=ChatRequest,
-        answer=ChatAnswer,
+        body=OllamaChatRequest,
+        answer=OllamaChatAnswer,
         operation="chat",
         spelling=(("prompt", "messages"), ("max_tokens", "options.num_predict")),
         **_GENERATES,
@@ -46,8 +46,8 @@ ROUTES: tuple[Route, ...] = (
         path="/api/generate",
         handler=generate,
         summary="Answer one turn, or continue a text",
-        body=GenerateRequest,
-        answer=GenerateAnswer,
+        body=OllamaGenerateRequest,
+        answer=OllamaGenerateAnswer,
         operation="text_completion",
         spelling=(("messages", "prompt"), ("max_tokens", "options.num_predict")),
         **_GENERATES,
@@ -67,8 +67,8 @@ ROUTES: tuple[Route, ...] = (
         methods=("POST",),
         handler=embeddings,
         summary="The embedding of a text",
-        body=EmbeddingsRequest,
-        answer=EmbeddingsAnswer,
+        body=OllamaEmbeddingsRequest,
+        answer=OllamaEmbeddingsAnswer,
         needs_engine=True,
         **_USER,
     ),
@@ -82,7 +82,7 @@ ROUTES: tuple[Route, ...] = (
         needs_engine=True,
         **_USER,
     ),
-    Route(path="/api/tags", methods=("GET",), handler=tags, summary="The models", answer=ModelList, **_USER),
+    Route(path="/api/tags", methods=("GET",), handler=tags, summary="The models", answer=OllamaModels, **_USER),
     Route(path="/api/ps", methods=("GET",), handler=running, summary="Loaded models", answer=RunningList, **_USER),
     Route(
         path="/api/version",
