@@ -113,11 +113,9 @@ def _scores(entries: tuple[TokenLogprob, ...] | list[TokenLogprob] | None) -> li
 def loaded(model: str, *, chat: bool) -> OllamaChatAnswer | OllamaGenerateAnswer:
     """The answer to a request without a prompt, which loads a model in Ollama."""
     common: dict[str, Any] = {"model": model, "created_at": _now(), "done": True, "done_reason": "load"}
-    return (
-        OllamaChatAnswer(message=OllamaMessageAnswer(content=""), **common)
-        if chat
-        else OllamaGenerateAnswer(response="", **common)
-    )
+    if chat:
+        return OllamaChatAnswer(message=OllamaMessageAnswer(content=""), **common)
+    return OllamaGenerateAnswer(response="", **common)
 
 
 def _call(index: int, identity: str, name: str, arguments: str) -> CallAnswer:
