@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+import msgspec
+
 from actors.options import ArgumentError
 from app.apis.batches.lines import (
     BatchLine,
@@ -128,12 +130,12 @@ class _Run:
             answer = await ask(line)
         good = answer.status < 400
         try:
-            data = result_line(
-                line.custom_id, status=answer.status, request_id=answer.request_id, body=answer.body or b"null"
-            )
-        except ValueError:
-            data = result_line(line.custom_id, error=LineError("no_json", f"status {answer.status}, without JSON"))
-            good = False
+            body = msgspec.json.format(answer.body, indent=-1)  # one line
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            error = LineError("no_json", f"The answer with status {answer.status} is no JSON.")
+            data, good = result_line(line.custom_id, error=error), False
+        else:
+            data = result_line(line.custom_id, status=answer.status, request_id=answer.request_id, body=body)
         (self._good if good else self._bad)(data)
         if good:
             self._tokens.add(answer.body)
@@ -166,9 +168,9 @@ async def _server(given: argparse.Namespace) -> AsyncIterator[Ask]:
 
 @contextlib.asynccontextmanager
 async def _engine(words: Sequence[str]) -> AsyncIterator[Ask]:
-    from app.cli.progress import ProgressReport
-    from app.server.application import create_app
+    from app.application import create_app
     from app.server.background import Answer, answer_request
+    from app.server.progress import ProgressReport
 
     application = create_app(load_arguments(words))
     await application.startup()

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -16,6 +17,9 @@ from app.cli.client import DEFAULT_URL, ApiClient, ClientError
 __all__ = ["ChatSession", "chat"]
 
 _OK, _FAILED, _USAGE = 0, 1, 2
+_UNSAFE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")
+"""Control characters, with which a model's text could write anywhere on the screen or turn the direction of writing."""
+
 _HELP = """\
   /system TEXT   set the system message; without a text, remove it
   /model NAME    use another model; without a name, list them
@@ -182,7 +186,7 @@ class ChatSession:
     # -- output
 
     def _write(self, text: str, *, dim: bool = False) -> None:
-        text = "".join(c for c in text if c.isprintable() or c in "\n\t")  # no escape sequences from a model
+        text = _UNSAFE.sub("", text)
         self._out.write(f"\x1b[2m{text}\x1b[22m" if dim and self._colours else text)
         self._out.flush()
 

@@ -51,8 +51,8 @@ class ApiClient:
             self._headers["Authorization"] = f"Bearer {key}"
         self._timeout = timeout
         # A proxy of the environment cannot reach this machine's own addresses.
-        handlers = [urllib.request.ProxyHandler({})] if local else []
-        self._opener = urllib.request.build_opener(*handlers)
+        proxies = [urllib.request.ProxyHandler({})] if local else []
+        self._opener = urllib.request.build_opener(_NoRedirects, *proxies)
 
     def get(self, path: str) -> Any:
         """The JSON at a path. Raises ClientError."""
@@ -112,6 +112,13 @@ class ApiClient:
     def _broken(self, error: OSError) -> ClientError:
         reason = getattr(error, "reason", None) or error
         return ClientError(f"{self.url}: no answer ({reason})")
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error: it would take the key to another server."""
+
+    def redirect_request(self, *args: Any, **keywords: Any) -> None:
+        return None
 
 
 def _is_local(host: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["LL_ONLY", "SCHEMAS", "UNSUPPORTED"]
+__all__ = ["LL_ONLY", "SCHEMAS", "UNSUPPORTED", "X_ONLY"]
 
 _PERSON = {
     "type": "object",
@@ -116,25 +116,69 @@ def _records() -> list[Any]:
     return found
 
 
-SCHEMAS: list[Any] = _FLAT + _records()
+_MORE: list[Any] = [
+    *({"type": "string", "format": name} for name in ("duration", "hostname", "ipv6", "uri")),
+    *({"type": "string", "format": "date", "title": title} for title in ("a", "b")),
+    *({"type": "object", "patternProperties": {pattern: {"type": "boolean"}}, "additionalProperties": False}
+      for pattern in ("^x[0-9]$", "^(a|b)c$", "^[a-z]{1,3}$")),
+    *({"type": "object", "minProperties": least, "maxProperties": least + 1, "additionalProperties": {"type": "null"}}
+      for least in range(3)),
+    *({"type": ["string", "integer"], "maxLength": most, "minimum": 0, "maximum": 5} for most in (1, 3)),
+    *({"type": ["array", "null"], "items": {"const": number}, "maxItems": 2} for number in (1, 2)),
+    *({"const": number, "minimum": 2} for number in (3, 4)),
+    *({"items": {"type": "null"}, "maxItems": most} for most in (1, 2)),
+    *({"type": name, "nullable": True, "deprecated": True, "readOnly": True} for name in ("boolean", "null")),
+    {"$ref": "#/properties/a", "properties": {"a": {"const": 1}}},
+    {"$anchor": "x", "$comment": "c", "type": "null"},
+    {"type": "string", "contentEncoding": "base64", "contentMediaType": "text/plain", "maxLength": 3},
+    *({"type": "array", "prefixItems": [{"const": number}, _WORD], "items": {"type": "boolean"}, "minItems": 2,
+       "maxItems": 4} for number in (1, 2)),
+    *({"enum": [kind, None], "description": "one of two"} for kind in ("on", "off", 0)),
+    *({"type": "number", "enum": values} for values in ([1, 2.5], [0])),
+]  # fmt: skip
+
+SCHEMAS: list[Any] = _FLAT + _MORE + _records()
 """Both backends follow them."""
 
 LL_ONLY: list[Any] = [
     *({"type": "integer", "minimum": 0, "maximum": 60, "multipleOf": step} for step in (2, 5, 7)),
-    {"type": "object", "patternProperties": {"^x[0-9]$": {"type": "boolean"}}, "additionalProperties": False},
-    {"type": "object", "minProperties": 1, "maxProperties": 2, "additionalProperties": {"type": "null"}},
+    *({"type": "number", "multipleOf": step, "minimum": 0, "maximum": 3} for step in (0.5, 0.25)),
     {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 8}]},
+    {"allOf": [{"type": "object", "properties": {name: {"const": name}}, "required": [name]} for name in "ab"]},
     {"type": "string", "allOf": [{"minLength": 2}, {"maxLength": 3}]},
+    {"type": "string", "minLength": 2, "pattern": "^a+$", "maxLength": 4},
+    {"type": "string", "format": "date", "minLength": 10},
+    {"type": "object", "required": ["z"], "additionalProperties": {"type": "null"}, "maxProperties": 2},
+    {"type": "string", "enum": ["a", 1]},
+    {"minimum": 3},
+    {"maxLength": 2},
 ]
-"""llguidance alone follows these, or the other one in part."""
+"""llguidance alone follows these; the other one would in part, or not at all, and they are refused by name."""
+
+X_ONLY: list[Any] = [
+    *({"type": "object", "propertyNames": {"pattern": pattern}, "additionalProperties": {"type": "null"},
+       "maxProperties": 2} for pattern in ("^[a-z]{2}$", "^x[0-9]$")),
+]  # fmt: skip
+"""xgrammar alone follows these."""
 
 UNSUPPORTED: list[tuple[str, Any]] = [
     ("not", {"not": {"type": "string"}}),
     ("uniqueItems", {"type": "array", "uniqueItems": True}),
     ("contains", {"type": "array", "contains": {"const": 1}}),
+    ("minContains", {"type": "array", "contains": {"const": 1}, "minContains": 2}),
+    ("maxContains", {"type": "array", "contains": {"const": 1}, "maxContains": 2}),
     ("if", {"if": {"const": 1}, "then": {"const": 1}}),
+    ("then", {"if": {"const": 1}, "then": {"const": 1}}),
+    ("else", {"if": {"const": 1}, "else": {"const": 1}}),
     ("dependentRequired", {"type": "object", "dependentRequired": {"a": ["b"]}}),
-    ("propertyNames", {"type": "object", "propertyNames": {"minLength": 2}}),
+    ("dependentSchemas", {"type": "object", "dependentSchemas": {"a": {"required": ["b"]}}}),
+    ("dependencies", {"type": "object", "dependencies": {"a": ["b"]}}),
     ("unevaluatedProperties", {"type": "object", "unevaluatedProperties": False}),
+    ("unevaluatedItems", {"type": "array", "unevaluatedItems": False}),
+    ("dynamicRef", {"$dynamicRef": "#x"}),
+    ("iri", {"type": "string", "format": "iri"}),
+    ("idn-email", {"type": "string", "format": "idn-email"}),
+    ("regex", {"type": "string", "format": "regex"}),
+    ("json-pointer", {"type": "string", "format": "json-pointer"}),
 ]
-"""A keyword that a backend does not follow, and a schema with it."""
+"""A keyword that no backend follows, and a schema with it."""

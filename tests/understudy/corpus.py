@@ -13,6 +13,7 @@ from tests.understudy.lessons import (
     arithmetic,
     dates,
     extraction,
+    forms,
     geography,
     outside,
     prose,
@@ -34,29 +35,29 @@ LESSONS: tuple[tuple[Lesson, float], ...] = (
     (geography.is_it_the_capital, 3),
     (geography.as_data, 2),
     (geography.unknown_country, 6),
-    (arithmetic.calculate, 12),
-    (arithmetic.compare, 5),
+    (arithmetic.calculate, 24),
+    (arithmetic.compare, 10),
     (arithmetic.count, 1.5),
-    (arithmetic.word_problem, 5),
+    (arithmetic.word_problem, 7),
     (dates.weekdays, 3),
     (dates.months, 2),
     (dates.calendar_dates, 3),
-    (extraction.extract, 11),
-    (smalltalk.smalltalk, 6),
+    (extraction.extract, 15),
+    (smalltalk.smalltalk, 8),
     (smalltalk.facts, 3),
-    (smalltalk.repeat, 4),
-    (smalltalk.memory, 7),
+    (smalltalk.repeat, 5),
+    (smalltalk.memory, 10),
     (stories.story, 3.5),
     (unknown.unknown, 5),
-    (simple.is_it_in, 4),
-    (simple.where, 3),
-    (simple.name_some, 4),
+    (simple.is_it_in, 6),
+    (simple.where, 4),
+    (simple.name_some, 5.5),
     (simple.colours, 2),
     (simple.opposites, 1.5),
     (simple.neighbours, 2.5),
     (simple.letters, 1),
     (simple.a_capital, 1),
-    (outside.outside, 30),
+    (outside.outside, 29),
     (outside.follow_up, 6),
 )
 _DRAWN = [lesson for lesson, _ in LESSONS]
@@ -77,7 +78,7 @@ class Mix:
     """
 
     emphasis: Mapping[str, float] = field(default_factory=dict)
-    thinking: float = 0.2
+    thinking: float = 0.27
 
     def __post_init__(self) -> None:
         if unknown_names := set(self.emphasis) - {lesson_name(lesson) for lesson in _DRAWN}:
@@ -185,14 +186,16 @@ def _plain_chat(rng: Random) -> tuple[str, str]:
 
 
 def document(rng: Random, weights: list[float], thinking_share: float) -> list[Segment]:
-    """One document: a conversation of one to four scenes, a long one, one with tools, or plain text."""
+    """One document: a conversation of one to four scenes, a long one, one with tools or a schema, or plain text."""
     roll = rng.random()
     if roll < 0.05:
         return [Segment(prose.prose(rng) + END_OF_TEXT, True)]
-    if roll < 0.25:
-        return render(tools.tool_conversation(rng, _plain_chat, thinking=rng.random() < 0.15))
+    if roll < 0.3:
+        return render(tools.tool_conversation(rng, _plain_chat, _system, thinking=rng.random() < 0.15))
+    if roll < 0.38:
+        return render(forms.schema_conversation(rng, _system))
     thinking = rng.random() < thinking_share
-    if roll < 0.27:
+    if roll < 0.4:
         return render(_conversation(rng, _talk(rng, rng.randrange(8, 40), weights), thinking))
     return render(_conversation(rng, _talk(rng, rng.choices((1, 2, 3), (70, 20, 10))[0], weights), thinking))
 

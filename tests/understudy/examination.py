@@ -8,7 +8,6 @@ import json
 import re
 from calendar import monthrange
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.understudy.held_out import (
     LISTS,
     LISTS_WITHIN,
 )
+from tests.understudy.held_out_clients import client_questions
 from tests.understudy.held_out_outside import AFTER, OUTSIDE
 from tests.understudy.lessons.dates import DAYS, MONTHS
 from tests.understudy.lessons.extraction import sample
@@ -27,19 +27,9 @@ from tests.understudy.lessons.geography import NUMBERS, fill
 from tests.understudy.lessons.outside import NOT_TAUGHT
 from tests.understudy.lessons.simple import COLOURS, OPPOSITES, ROWS, plural
 from tests.understudy.lessons.world import CONTINENTS, COUNTRIES, FAMILIAR, Country, by_name
+from tests.understudy.question import Question, calls_of, object_of, tool
 
 __all__ = ["Question", "listed_rightly", "questions"]
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A conversation to continue, and whether the text that continues it is right."""
-
-    subject: str
-    messages: list[dict[str, Any]]
-    right: Callable[[str], bool]
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    thinking: bool = False
 
 
 def _ask(subject: str, text: str, right: Callable[[str], bool]) -> Question:
@@ -207,11 +197,11 @@ def _extraction(rng: Random) -> list[Question]:
 
 
 def _is_object(want: dict[str, Any]) -> Callable[[str], bool]:
-    return lambda answer: _loads(answer) == want
+    return lambda answer: object_of(answer) == want
 
 
 def _has_keys(want: dict[str, Any]) -> Callable[[str], bool]:
-    return lambda answer: set(_loads(answer) or ()) == set(want)
+    return lambda answer: set(object_of(answer) or ()) == set(want)
 
 
 def _known_extraction(rng: Random) -> list[Question]:
@@ -223,31 +213,13 @@ def _known_extraction(rng: Random) -> list[Question]:
     return made
 
 
-def _loads(text: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _tool(name: str, description: str, **arguments: str) -> dict[str, Any]:
-    properties = {key: {"type": kind} for key, kind in arguments.items()}
-    parameters = {"type": "object", "properties": properties, "required": list(arguments)}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
-
-
-def _calls(text: str) -> list[Any]:
-    return [_loads(block) for block in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)]
-
-
 def _tools(rng: Random) -> list[Question]:
-    weather = _tool("weather_report", "Get the weather of a place", place="string")
-    distance = _tool("get_distance", "Get the distance between two cities", start="string", end="string")
-    recipe = _tool("find_recipe", "Find a recipe for a dish", dish="string")
-    define = _tool("define_word", "Get the definition of a word", word="string")
-    clock = _tool("world_clock", "Get the current time in a city", city="string")
-    message = _tool("text_person", "Send a message to a person", person="string", text="string")
+    weather = tool("weather_report", "Get the weather of a place", place="string")
+    distance = tool("get_distance", "Get the distance between two cities", start="string", end="string")
+    recipe = tool("find_recipe", "Find a recipe for a dish", dish="string")
+    define = tool("define_word", "Get the definition of a word", word="string")
+    clock = tool("world_clock", "Get the current time in a city", city="string")
+    message = tool("text_person", "Send a message to a person", person="string", text="string")
     made = []
     for name, town in zip(_PEOPLE, _TOWNS, strict=True):
         for text, offered, call, arguments in (
@@ -261,7 +233,7 @@ def _tools(rng: Random) -> list[Question]:
         ):  # fmt: skip
 
             def right(answer: str, call: str = call, arguments: dict[str, str] | None = arguments) -> bool:
-                made_calls = _calls(answer)
+                made_calls = calls_of(answer)
                 if len(made_calls) != 1 or not made_calls[0] or made_calls[0].get("name") != call:
                     return False
                 return arguments is None or made_calls[0].get("arguments") == arguments
@@ -478,4 +450,5 @@ def questions(seed: int = 2026) -> list[Question]:
                 lambda answer: 5 < len(answer) < 160 and "don't know" not in answer and answer != NOT_TAUGHT,
             )
         )
-    return [*made, *_simple(rng), *_outside()]
+    made += [*_simple(rng), *_outside()]
+    return [*made, *client_questions(rng, _PEOPLE, _TOWNS)]

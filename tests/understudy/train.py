@@ -27,7 +27,7 @@ from tests.understudy.lexicon import CONFIG, train_tokenizer, write_model_files
 from tests.understudy.network import Weights, initial_weights, loss, rotation
 from tests.understudy.packing import LEARN, Stream, encode_corpus, rows, split_by_length
 
-__all__ = ["fit", "main", "save", "stored"]
+__all__ = ["blended", "fit", "main", "save", "stored"]
 
 SHORT = 512
 
@@ -116,6 +116,14 @@ def stored(directory: Path, device: str) -> Weights:
     return {name: weight.float().to(device).requires_grad_() for name, weight in tensors.items()}
 
 
+def blended(trained: Weights, start: Weights, keep: float) -> Weights:
+    """The mean of two sets of weights, `keep` the share of `start`: what both have learned errs less than either.
+
+    Follows "Robust fine-tuning of zero-shot models" (arXiv 2109.01903).
+    """
+    return {name: torch.lerp(trained[name].detach(), start[name].detach(), keep) for name in trained}
+
+
 def save(weights: Weights, directory: Path) -> None:
     """Write the weights as one safetensors file in bfloat16."""
     tensors = {name: weight.detach().to(torch.bfloat16).cpu().contiguous() for name, weight in weights.items()}
@@ -133,6 +141,7 @@ def main(argv: list[str] | None = None) -> None:
         "--out", type=Path, default=MODEL_DIR, help="directory to write (default: the model in the box)"
     )
     parser.add_argument("--start", type=Path, help="directory of weights to train further (default: new weights)")
+    parser.add_argument("--keep", type=float, default=0.0, help="share of --start's weights in those that are saved")
     parser.add_argument("--documents", type=int, default=4_000_000, help="documents of the corpus")
     parser.add_argument("--steps", type=int, default=16_000, help="rows to train on")
     parser.add_argument("--row", type=int, default=131072, help="tokens in a row")
@@ -167,6 +176,8 @@ def main(argv: list[str] | None = None) -> None:
     streams = [Rows(short, given.row, SHORT, device), Rows(long, given.row, context, device)]
     weights = stored(given.start, device) if given.start else initial_weights(CONFIG, given.seed, device)
     fit(weights, CONFIG, [stream for stream in streams if stream.ranges], given.steps, given.rate, device)
+    if given.start and given.keep:
+        weights = blended(weights, stored(given.start, device), given.keep)
     save(weights, given.out)
     if given.out != MODEL_DIR:
         write_model_files(given.out, Tokenizer.from_file(str(tokenizer)))

@@ -9,18 +9,19 @@ import msgspec
 from quart import Response, request
 
 from actors.protocol.requests import Chat, Delta, Grammar, SamplingParams
-from app.apis.collecting import Merged, collect
+from app.apis.collecting import collect
 from app.apis.grammars import schema_text
 from app.apis.llamacpp.answers import CompletionChunks, Form
 from app.apis.llamacpp.requests import InfillRequest, LlamaCompletionRequest, SamplingBody, TemplateRequest
 from app.apis.openai.completions import Prompt, prompts_of
 from app.apis.openai.infill import fill_in
 from app.apis.openai.parameters import messages, own_template, template_kwargs, tools
-from app.apis.probes.handlers import troupe_version
 from app.server.errors import ApiError, invalid
 from app.server.exchange import Exchange
+from app.server.merged import Merged
 from app.server.service import Service, json_response
 from app.server.sse import sse_response
+from app.server.version import troupe_version
 
 __all__ = ["PropsAnswer", "TemplateAnswer", "apply_template", "completion", "infill", "props", "slots"]
 

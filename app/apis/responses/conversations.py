@@ -51,7 +51,7 @@ async def create_conversation(service: Service, exchange: Exchange, body: Conver
     answer = ConversationAnswer(id=service.ids.new("conv_"), created_at=int(time.time()), metadata=body.metadata or {})
     store.put_conversation(answer.id, owner, msgspec.json.encode(answer))
     if items:
-        store.extend(answer.id, owner, items)
+        store.extend(answer.id, items)
     return json_response(answer)
 
 
@@ -91,7 +91,7 @@ async def add_items(service: Service, exchange: Exchange, body: ItemsRequest) ->
     items = _items(body.items, service)
     if _store(service).is_full(answer.id):
         raise too_long("items")
-    _store(service).extend(answer.id, service.owner(exchange), items)
+    _store(service).extend(answer.id, items)
     ends = str(items[0]["id"]), str(items[-1]["id"])
     return json_response(ItemList(data=items, first_id=ends[0], last_id=ends[1], has_more=False))
 

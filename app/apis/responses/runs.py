@@ -68,7 +68,7 @@ class Run:
                 store.put(StoredResponse(prepared.owner, response, prepared.items))
             if response.conversation is not None and response.status in ("completed", "incomplete"):
                 items = [*prepared.items, *response.output]
-                store.extend(response.conversation["id"], prepared.owner, items)
+                store.extend(response.conversation["id"], items)
         except sqlite3.Error as error:  # such as a full disk: the client has its answer
             log.error("%s could not be stored: %s", response.id, error)
 

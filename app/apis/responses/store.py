@@ -29,7 +29,8 @@ CREATE TABLE IF NOT EXISTS things (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, used REAL NOT NULL, bytes INTEGER NOT NULL,
     previous TEXT, status TEXT NOT NULL, data BLOB NOT NULL, input BLOB NOT NULL, events BLOB
 );
-CREATE INDEX IF NOT EXISTS things_used ON things (owner, used);
+CREATE INDEX IF NOT EXISTS things_owner ON things (owner, used);
+CREATE INDEX IF NOT EXISTS things_used ON things (used);
 CREATE TABLE IF NOT EXISTS items (
     place INTEGER PRIMARY KEY AUTOINCREMENT, thing TEXT NOT NULL REFERENCES things (id) ON DELETE CASCADE,
     id TEXT NOT NULL, data BLOB NOT NULL
@@ -89,6 +90,9 @@ class ResponseStore:
         except (sqlite3.Error, OSError) as error:
             raise ArgumentError(f"{path}: cannot keep responses: {error}") from None
         self._fail_interrupted()
+        self._held: dict[str, int] = dict(
+            self._db.execute("SELECT owner, sum(bytes) FROM things GROUP BY owner").fetchall()
+        )
 
     def close(self) -> None:
         self._db.close()
@@ -96,7 +100,7 @@ class ResponseStore:
     @property
     def used(self) -> int:
         """Bytes stored."""
-        return int(self._db.execute("SELECT coalesce(sum(bytes), 0) FROM things").fetchone()[0])
+        return sum(self._held.values())
 
     def _fail_interrupted(self) -> None:
         """Responses that an earlier server has not finished are failed."""
@@ -119,9 +123,10 @@ class ResponseStore:
         row = (response.id, stored.owner, time.time(), size, previous, response.status, data, given, stored.events)
         with self._db:
             self._db.execute("BEGIN")
-            self._db.execute("DELETE FROM things WHERE id = ?", (response.id,))
+            self._remove("id = ?", response.id)
             self._db.execute("INSERT INTO things VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
             self._add_items(response.id, parts)
+        self._hold(stored.owner, size)
         self._make_room(stored.owner, keep=response.id)
 
     def get(self, response_id: str, owner: str | None) -> StoredResponse | None:
@@ -138,7 +143,7 @@ class ResponseStore:
     def delete(self, thing: str, owner: str | None) -> bool:
         if self._find(thing, owner) is None:
             return False
-        self._db.execute("DELETE FROM things WHERE id = ?", (thing,))
+        self._remove("id = ?", thing)
         return True
 
     def turns(self, response_id: str, owner: str | None) -> list[Item] | None:
@@ -173,6 +178,7 @@ class ResponseStore:
         """Store a new conversation, without items. ``data``: its description."""
         row = (conversation, owner, time.time(), len(data), None, "completed", data, b"[]", None)
         self._db.execute("INSERT INTO things VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        self._hold(owner, len(data))
         self._make_room(owner, keep=conversation)
 
     def conversation(self, conversation: str, owner: str | None) -> bytes | None:
@@ -193,25 +199,32 @@ class ResponseStore:
         rows = self._db.execute("SELECT data FROM items WHERE thing = ? ORDER BY place", (conversation,))
         return [msgspec.json.decode(row[0]) for row in rows]
 
-    def extend(self, conversation: str, owner: str, items: Sequence[Item]) -> None:
+    def extend(self, conversation: str, items: Sequence[Item]) -> None:
         """Append items to a conversation, if it is still there."""
         parts = [(item["id"], _encode(item)) for item in items]
         size = sum(len(data) for _, data in parts)
         with self._db:
             self._db.execute("BEGIN")
-            query = "UPDATE things SET bytes = bytes + ?, used = ? WHERE id = ?"
-            if not self._db.execute(query, (size, time.time(), conversation)).rowcount:
+            if (of := self._grow(conversation, size)) is None:
                 return
             self._add_items(conversation, parts)
-        self._make_room(owner, keep=conversation)
+        self._make_room(of, keep=conversation)
 
     def delete_item(self, conversation: str, item_id: str) -> bool:
         query = "DELETE FROM items WHERE thing = ? AND id = ? RETURNING length(data)"
         rows = self._db.execute(query, (conversation, item_id)).fetchall()
         if rows:
-            values = (sum(row[0] for row in rows), conversation)
-            self._db.execute("UPDATE things SET bytes = bytes - ? WHERE id = ?", values)
+            self._grow(conversation, -sum(row[0] for row in rows))
         return bool(rows)
+
+    def _grow(self, conversation: str, size: int) -> str | None:
+        """Count ``size`` bytes more. Returns the owner of the conversation; None if it is gone."""
+        query = "UPDATE things SET bytes = bytes + ?, used = ? WHERE id = ? RETURNING owner"
+        rows = self._db.execute(query, (size, time.time(), conversation)).fetchall()
+        if not rows:
+            return None
+        self._hold(rows[0][0], size)
+        return str(rows[0][0])
 
     # -- room
 
@@ -229,16 +242,24 @@ class ResponseStore:
             "INSERT INTO items (thing, id, data) VALUES (?, ?, ?)", [(thing, name, data) for name, data in parts]
         )
 
+    def _hold(self, owner: str, size: int) -> None:
+        self._held[owner] = self._held.get(owner, 0) + size
+        if not self._held[owner]:
+            del self._held[owner]
+
+    def _remove(self, which: str, value: object) -> None:
+        """Delete things. ``which``: a condition of ours with one value."""
+        query = f"DELETE FROM things WHERE {which} RETURNING owner, bytes"
+        for owner, size in self._db.execute(query, (value,)).fetchall():
+            self._hold(owner, -size)
+
     def _make_room(self, owner: str, keep: str) -> None:
         """Delete what has expired, then the least recently used: the owner's, until it has its share, then of the
         owner with most. ``keep`` goes last."""
-        self._db.execute("DELETE FROM things WHERE used < ?", (time.time() - self._seconds,))
-        held: dict[str, int] = dict(self._db.execute("SELECT owner, sum(bytes) FROM things GROUP BY owner").fetchall())
-        while held and (held.get(owner, 0) > self._share or sum(held.values()) > self.limit):
+        self._remove("used < ?", time.time() - self._seconds)
+        held = self._held
+        while held and (held.get(owner, 0) > self._share or self.used > self.limit):
             of = owner if held.get(owner, 0) > self._share else max(held, key=lambda name: held[name])
-            query = "SELECT id, bytes FROM things WHERE owner = ? ORDER BY id = ?, used LIMIT 1"
-            thing, size = self._db.execute(query, (of, keep)).fetchone()
-            self._db.execute("DELETE FROM things WHERE id = ?", (thing,))
-            held[of] -= size
-            if not held[of]:
-                del held[of]
+            query = "SELECT id FROM things WHERE owner = ? AND id != ? ORDER BY used LIMIT 1"
+            row = self._db.execute(query, (of, keep)).fetchone()
+            self._remove("id = ?", row[0] if row is not None else keep)

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from actors.protocol.requests import LIMITS
+
 __all__ = ["ANNOTATIONS", "ANY", "Rules", "Schema", "Unenforceable", "moved", "placed", "refers", "regex", "resolved"]
 
 Schema = dict[str, Any]
@@ -45,9 +47,13 @@ class Rules:
         self._ids = {mark: token for mark, token in tokens.items() if token is not None}
         self._marks = re.compile("|".join(map(re.escape, sorted(self._ids, key=len, reverse=True))) or "(?!)")
         self.lines: list[str] = []
+        self._size = 0
 
     def add(self, body: str, *, terminal: bool = False, lazy: bool = False) -> str:
-        """A new rule, or terminal; its name."""
+        """A new rule, or terminal; its name. Raises Unenforceable where the grammar is too long."""
+        self._size += len(body)
+        if self._size > LIMITS.grammar_bytes:
+            raise Unenforceable(f"schemas that make a grammar of more than {LIMITS.grammar_bytes} bytes")
         name = f"{'T' if terminal else 'r'}{len(self.lines)}"
         self.lines.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
         return name

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from actors.protocol.requests import Chat, InvalidRequest
@@ -117,3 +119,64 @@ def test_content_is_null_where_the_template_asks_for_it() -> None:
     source = "{% for m in messages %}{{ 'calls' if m['content'] is none else 'text' }} {% endfor %}"
     assert ChatTemplate(source, {}).render(chat) == "calls text "
     assert ChatTemplate("{{ messages[0].content + 'x' }}", {}).render(chat) == "x"
+
+
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hi"},
+    {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning_content": "Hm",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é", "c": [None]}}}
+        ],
+    },
+    {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"},
+]
+CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+END = "{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        # tags for each parameter: GLM, Qwen3-Coder, MiniMax
+        (
+            CALLS
+            + "{% for k, v in f.arguments.items() %}<{{ k }}>{{ v if v is string else v | tojson }}{% endfor %}"
+            + END,
+            "<a>1<b>é<c>[null]",
+        ),
+        ("{% set ns = namespace(a='') %}" + CALLS + "{% for k in f.arguments %}{{ k }}{% endfor %}" + END, "abc"),
+        # tags with a type: DeepSeek-V3.2
+        (
+            CALLS
+            + "{% for k, v in f.arguments | items %}{{ k }}={{ 'true' if v is string else 'false' }};{% endfor %}"
+            + END,
+            "a=false;b=true;c=false;",
+        ),
+        # JSON, from an object or joined to text: Llama, Hermes, DeepSeek-V3, Kimi
+        (CALLS + "{{ f.name }}{{ f.arguments | tojson }}" + END, 'add{"a": 1, "b": "é", "c": [null]}'),
+        (CALLS + "{{ f.name + '<sep>' + f.arguments }}" + END, 'add<sep>{"a": 1, "b": "é", "c": [null]}'),
+        (
+            CALLS + "{{ f.arguments if f.arguments is string else f.arguments | tojson }}" + END,
+            '{"a": 1, "b": "é", "c": [null]}',
+        ),
+        # the thought and the answer's name: Qwen3, GLM, Kimi; gpt-oss
+        (
+            "{% for m in messages %}{{ m.reasoning_content }}|{{ m.name }}|{{ m.tool_call_id }};{% endfor %}",
+            "||;Hm||;|add|c1;",
+        ),
+        ("{% for m in messages %}{{ m.thinking }}|{{ m.content }};{% endfor %}", "|Hi;Hm\nI look.|;|2;"),
+    ],
+)
+def test_calls_of_the_history_suit_every_kind_of_template(source: str, expected: str) -> None:
+    assert ChatTemplate(source, {}).render(Chat(messages=HISTORY)) == expected
+
+
+def test_a_description_that_is_joined_to_text_may_be_missing() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    joined = "{% for tool in tools %}{{ tool.function.name + ': ' + tool.function.description }}{% endfor %}"
+    assert ChatTemplate(joined, {}).render(Chat(messages=[], tools=[tool])) == "f: "
+    whole = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    assert "description" not in ChatTemplate(whole, {}).render(Chat(messages=[], tools=[tool]))

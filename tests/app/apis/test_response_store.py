@@ -113,12 +113,12 @@ def test_a_conversation_counts_its_items(tmp_path: Path) -> None:
     store = ResponseStore(tmp_path / "db", 1 << 20, 60)
     store.put_conversation("conv_1", "a", b"{}")
     items: list[dict[str, Any]] = [{"id": f"msg_{n}", "text": "x" * 100} for n in range(3)]
-    store.extend("conv_1", "a", items)
+    store.extend("conv_1", items)
     assert store.used > 300
     assert store.delete_item("conv_1", "msg_1")
     assert [item["id"] for item in store.items("conv_1")] == ["msg_0", "msg_2"]
     assert 200 < store.used < 300
-    store.extend("conv_gone", "a", items)
+    store.extend("conv_gone", items)
     store.close()
     again = ResponseStore(tmp_path / "db", 1 << 20, 60)
     assert again.conversation("conv_1", "a") == b"{}"

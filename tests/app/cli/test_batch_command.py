@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-import app.server.application
+import app.application
 from actors.protocol.requests import QueueFull
+from app.application import Troupe
 from app.cli.batch import Progress, batch
 from app.cli.command import main
-from app.server.application import Troupe
 from tests.kits.app_requests import MESSAGES
 from tests.kits.fake_engine import FakeEngine
 
@@ -73,7 +73,7 @@ def test_an_engine_of_its_own(files: tuple[str, str], monkeypatch: pytest.Monkey
         return made[0]
 
     monkeypatch.delenv("TROUPE_ARGS", raising=False)
-    monkeypatch.setattr(app.server.application, "create_app", create)
+    monkeypatch.setattr(app.application, "create_app", create)
     assert main(["batch", "run", *files, "--max-running-requests", "4", "--skip-server-warmup"]) == 1
     assert ids(files[1]) == ["r1", "r2"]
     assert made[0].arguments.max_running_requests == 4
@@ -83,6 +83,16 @@ def test_an_engine_of_its_own(files: tuple[str, str], monkeypatch: pytest.Monkey
 def test_a_server_that_is_gone_ends_the_run(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert batch(["run", *files, "--url", "127.0.0.1:1"]) == 1
     assert "The same command goes on from here." in capsys.readouterr().err
+
+
+def test_answers_of_other_servers_become_one_line_each(files: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [(200, b'{\n  "a": 1\n}', "id"), (200, b"<html>\n</html>", ""), (502, b"<html>", "")]
+    monkeypatch.setattr("app.cli.client.ApiClient.post", lambda *_: answers.pop())
+    assert batch(["run", *files, "--url", "127.0.0.1:1"]) == 1
+    [good] = map(json.loads, Path(files[1]).read_text().splitlines())
+    assert good["response"]["body"] == {"a": 1}
+    bad = [json.loads(line) for line in Path(files[1].replace(".jsonl", ".errors.jsonl")).read_text().splitlines()]
+    assert [one["error"]["code"] for one in bad] == ["no_json", "no_json"]
 
 
 def test_another_file_is_not_taken_for_results(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import io
 import json
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app.application import Troupe
 from app.cli.chat import ChatSession, chat
 from app.cli.client import ApiClient, ClientError
 from app.cli.command import main
-from app.server.application import Troupe
 
 Serve = Callable[[Troupe], Awaitable[str]]
 
@@ -79,10 +81,10 @@ def test_a_thought_is_dimmed_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_escape_sequences_of_a_model_are_not_printed() -> None:
-    chat, out = session(ScriptedServer([{"content": "a\x1b]0;title\x07b"}]), "?")
+    chat, out = session(ScriptedServer([{"content": "a\x1b]0;title\x07b\u200dc"}]), "?")
     chat.run()
     assert "\x1b]" not in out.getvalue()
-    assert "a]0;titleb" in out.getvalue()
+    assert "a]0;titleb\u200dc" in out.getvalue()
 
 
 def test_calls_are_shown_and_their_results_are_sent() -> None:
@@ -169,6 +171,22 @@ def test_without_a_server_the_error_says_how_to_start_one(capsys: pytest.Capture
 def test_wrong_words_end_with_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", *words]) == 2
     assert capsys.readouterr().err
+
+
+def test_a_redirect_does_not_take_the_key_elsewhere() -> None:
+    class Redirect(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(302)
+            self.send_header("Location", "http://127.0.0.1:1/v1/models")
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Redirect) as server:
+        threading.Thread(target=server.handle_request).start()
+        with pytest.raises(ClientError, match="status 302"):
+            ApiClient(f"http://127.0.0.1:{server.server_port}", "secret").get("/v1/models")
 
 
 def test_a_key_of_the_environment_stays_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

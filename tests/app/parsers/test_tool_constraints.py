@@ -198,7 +198,7 @@ def test_a_mark_cannot_be_spelled_with_other_tokens() -> None:
     vocabulary = marked("hermes", True)
     compiled = vocabulary.compile(native_calls(TOOL_PARSERS["hermes"], STRICT, vocabulary.tokens, forced=False))
     state = compiled()
-    assert not all(state.accept(token) for token in [*vocabulary.encode("<tool_"), *vocabulary.encode("call>")])
+    assert not all(state.follow(token) for token in [*vocabulary.encode("<tool_"), *vocabulary.encode("call>")])
 
 
 @pytest.mark.parametrize(
@@ -222,6 +222,14 @@ def test_a_schema_in_itself_ends() -> None:
     assert types_of({"$ref": "#/$defs/t"}, parameters) == set()
     loop = {"type": "object", "properties": {"t": {"$ref": "#/$defs/u"}}, "$defs": {"u": {"$ref": "#/$defs/u"}}}
     assert native_calls(TOOL_PARSERS["qwen3_coder"], {"f": loop}, {}, forced=True)
+
+
+def test_the_length_of_a_grammar_is_bounded_while_it_is_made() -> None:
+    color = {"enum": ["c" * 1000]}
+    properties = {f"p{number}": {"items": {"$ref": "#/$defs/Color"}, "type": "array"} for number in range(1000)}
+    tool = {"type": "object", "properties": properties, "$defs": {"Color": color}}
+    with pytest.raises(Unenforceable, match="65536 bytes"):
+        native_calls(TOOL_PARSERS["qwen3_coder"], {"f": tool}, {}, forced=False)
 
 
 def test_other_forms_stand_beside_calls() -> None:

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from actors.protocol.requests import LIMITS
+from app.route_table import ROUTES
 from app.server.dialect import OPENAI as OPENAI_FORM
-from app.server.route_table import ROUTES
 from tests.kits.field_limits import NEEDED_ELSEWHERE, OTHER_APIS
 from tests.kits.target import ADMIN, Target
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kernels.contract.grammar import Grammar, GrammarError
 from tests.kits.grammars import BACKENDS, EOS, allowed, compiler, sample, tokenizer
-from tests.kits.schemas import LL_ONLY, SCHEMAS, UNSUPPORTED
+from tests.kits.schemas import LL_ONLY, SCHEMAS, UNSUPPORTED, X_ONLY
 
 _FORMATS = jsonschema.FormatChecker(["date", "uuid", "ipv4", "email"])
 
@@ -31,7 +31,7 @@ def check(backend: str, schema: object, seed: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("part", range(4))
 def test_random_texts_of_schemas_validate(backend: str, part: int) -> None:
-    assert len(SCHEMAS) > 150
+    assert len(SCHEMAS) >= 200
     for number, schema in enumerate(SCHEMAS[part::4]):
         check(backend, schema, number)
 
@@ -42,11 +42,46 @@ def test_schemas_of_llguidance_alone_validate() -> None:
             check("llguidance", schema, seed)
 
 
+def test_schemas_of_xgrammar_alone_validate() -> None:
+    pytest.importorskip("xgrammar")
+    for schema in X_ONLY:
+        with pytest.raises(GrammarError, match="propertyNames"):
+            compiler("llguidance").compile(form(schema)).result(30)
+        for seed in range(3):
+            check("xgrammar", schema, seed)
+
+
+def test_what_llguidance_alone_follows_is_refused_elsewhere() -> None:
+    pytest.importorskip("xgrammar")
+    for schema in LL_ONLY:
+        with pytest.raises(GrammarError, match="xgrammar does not support"):
+            compiler("xgrammar").compile(form(schema)).result(30)
+
+
+def test_every_keyword_that_is_followed_is_tested() -> None:
+    tested = {keyword for schema in (*SCHEMAS, *LL_ONLY, *X_ONLY) for keyword in _keywords(schema)}
+    assert not _FOLLOWED - tested
+
+
+_FOLLOWED = {
+    *("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "definitions"),
+    *("items", "prefixItems", "minItems", "maxItems", "properties", "required", "patternProperties"),
+    *("additionalProperties", "propertyNames", "minProperties", "maxProperties", "pattern", "minLength", "maxLength"),
+    *("format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+
+
+def _keywords(schema: object) -> set[str]:
+    if isinstance(schema, list):
+        return {keyword for each in schema for keyword in _keywords(each)}
+    if not isinstance(schema, dict):
+        return set()
+    return set(schema) | {keyword for each in schema.values() for keyword in _keywords(each)}
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("keyword", "schema"), UNSUPPORTED)
 def test_an_unsupported_keyword_is_named(backend: str, keyword: str, schema: object) -> None:
-    if backend == "xgrammar" and keyword == "propertyNames":
-        pytest.skip("it follows this one")
     with pytest.raises(GrammarError, match=keyword):
         compiler(backend).compile(form(schema)).result(30)
 

@@ -11,7 +11,7 @@ from tests.understudy.lessons.phrasing import invented_name, pick_name
 from tests.understudy.lessons.words import NOUNS, phrase
 from tests.understudy.lessons.world import COUNTRIES
 
-__all__ = ["FORMS", "extract", "sample"]
+__all__ = ["FORMS", "OTHER_KEYS", "RELATIVES", "extract", "general", "sample", "told", "value"]
 
 _ITEMS = [
     "notebooks", "lamps", "chairs", "pencils", "cups", "plates", "bottles", "shirts", "shoes", "boxes", "pillows",
@@ -33,7 +33,7 @@ _EVENTS = [
     "the match",
     "the interview",
 ]
-_RELATIVES = (
+RELATIVES = (
     "aunt", "uncle", "sister", "brother", "cousin", "niece", "nephew", "friend", "colleague", "boss", "neighbour",
     "doctor",
     "grandmother", "grandfather", "daughter", "son", "mother", "father", "classmate", "driver",
@@ -49,7 +49,8 @@ def _surname(rng: Random) -> str:
     return invented_name(rng, ("er", "son", "ova", "man", "ez", "ini", "sky", "ton"))
 
 
-def _value(rng: Random, kind: str) -> Any:
+def value(rng: Random, kind: str) -> Any:
+    """A value of this kind: a name, a number, a day."""
     draw: dict[str, Callable[[], Any]] = {
         "name": lambda: pick_name(rng) if rng.random() < 0.6 else f"{pick_name(rng)} {_surname(rng)}",
         "age": lambda: rng.randrange(4, 95),
@@ -94,6 +95,12 @@ FORMS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
                                "My {rel} {name} ({age}) has a garden in {city}.",
                                "This is {name}, {age} now, with a house near {city}.",
                                "Our teacher {name}, aged {age}, moved to {city}.")),
+    (("name", "age"), ("{name} is {age} years old.", "{name} is {age}.", "{name} turned {age}.", "{name}, {age}",
+    "The age of {name} is {age}.", "My {rel} {name} is {age} years of age.", "At {age}, {name} is still young.",
+                       "Now {name} is {age} years old.", "Here comes {name}, aged {age}.",
+                       "My {rel} is called {name} and is {age}.")),
+    (("name", "job"), ("{name} is a {job}.", "{name} works as a {job}.", "The {job} is called {name}.")),
+    (("name", "city"), ("{name} lives in {city}.", "{name} comes from {city}.", "In {city} we met {name}.")),
     (("name", "job", "city"), ("{name} works as a {job} in {city}.", "{name} is a {job} from {city}.",
     "The {job} {name} lives in {city}.")),
     (("name", "age", "job"), ("{name} is a {age} year old {job}.", "{name} is {age} and works as a {job}.",
@@ -129,7 +136,7 @@ FORMS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     "{name} published {title} in {year}.", "In {year} {name} wrote {title}.")),
 )  # fmt: skip
 
-_OTHER_KEYS = {
+OTHER_KEYS = {
     "name": ("name", "person", "full_name", "customer"), "city": ("city", "place", "location", "town"), "job": ("job",
     "profession", "occupation"),
     "quantity": ("quantity", "amount", "count"), "item": ("item", "product", "article"), "price": ("price", "total",
@@ -151,7 +158,7 @@ _LINKS = (
 )
 
 
-def _general(rng: Random) -> tuple[str, dict[str, Any]]:
+def general(rng: Random) -> tuple[str, dict[str, Any]]:
     """A text about any keys at all, and what it says."""
     keys = rng.sample(NOUNS, rng.randrange(1, 5))
     values: dict[str, Any] = {key: rng.randrange(1000) if rng.random() < 0.3 else phrase(rng) for key in keys}
@@ -163,26 +170,26 @@ def _general(rng: Random) -> tuple[str, dict[str, Any]]:
     return rng.choice((". ", ", ", "; ", " and ")).join(parts) + rng.choice(("", ".")), values
 
 
-def _told(rng: Random) -> tuple[str, dict[str, Any]]:
+def told(rng: Random) -> tuple[str, dict[str, Any]]:
     """A text of one of the forms, and what it says."""
     kinds, texts = rng.choice(FORMS)
-    values = {kind: _value(rng, kind) for kind in kinds}
+    values = {kind: value(rng, kind) for kind in kinds}
     text = rng.choice(texts)
-    text = text.replace("{rel}", rng.choice(_RELATIVES))
-    for kind, value in values.items():
-        text = text.replace("{" + kind + "}", str(value))
+    text = text.replace("{rel}", rng.choice(RELATIVES))
+    for kind, drawn in values.items():
+        text = text.replace("{" + kind + "}", str(drawn))
     return text, values
 
 
 def sample(rng: Random) -> tuple[str, dict[str, Any]]:
     """A request for extraction and the object that answers it."""
-    text, values = _general(rng) if rng.random() < 0.35 else _told(rng)
+    text, values = general(rng) if rng.random() < 0.35 else told(rng)
     asked = list(values)
     if rng.random() < 0.3 and len(asked) > 1:
         asked = rng.sample(asked, rng.randrange(1, len(asked)))
     elif rng.random() < 0.3:
         rng.shuffle(asked)
-    keys = {kind: rng.choice(_OTHER_KEYS.get(kind, (kind,))) if rng.random() < 0.35 else kind for kind in asked}
+    keys = {kind: rng.choice(OTHER_KEYS.get(kind, (kind,))) if rng.random() < 0.35 else kind for kind in asked}
     answer = {keys[kind]: values[kind] for kind in asked}
     listed = ", ".join(answer)
     spoken = listed if len(answer) == 1 else f"{', '.join(list(answer)[:-1])} and {list(answer)[-1]}"

@@ -21,7 +21,13 @@ FIRST_NAMES = [
     "Mateo", "Nora", "Omar", "Priya", "Ravi", "Sofia", "Tom", "Ulla", "Viktor", "Wendy", "Yara", "Zane", "Alice",
     "Bob", "Chloe", "Daniel", "Emma", "Frank", "Gina", "Henry", "Irene", "Jack", "Kate", "Liam", "Mia", "Noah",
     "Olivia", "Peter", "Ruth", "Sam", "Tina", "Lucy", "Mark", "Sarah", "Ali", "Chen", "Mei", "Kenji", "Aiko",
-    "Lars", "Ingrid",
+    "Lars", "Ingrid", "Agnes", "Boris", "Cecilia", "Dmitri", "Edith", "Fabian", "Gudrun", "Harold", "Isolde",
+    "Jasper", "Katarina", "Leopold", "Magnus", "Nikita", "Octavia", "Philippa", "Rafael", "Sigrid", "Theodora",
+    "Ursula", "Valentin", "Wilhelmina", "Yevgeni", "Zacharias", "Abdul", "Brigitte", "Cyrus", "Desmond", "Esther",
+    "Florian", "Gwendolyn", "Hassan", "Ismail", "Joaquin", "Kwame", "Ludmila", "Mohammed", "Nikolaus", "Odette",
+    "Pablo", "Rosalind", "Svetlana", "Timothy", "Vladimir", "Winifred", "Xavier", "Yolanda", "Zdenka", "Archibald",
+    "Beatrix", "Clement", "Dorothea", "Eleanor", "Fiona", "Gabriel", "Hortense", "Ignatius", "Jocelyn", "Kazimir",
+    "Lorenzo", "Marguerite", "Nathaniel", "Olga", "Prudence", "Roderick", "Sebastian", "Tatiana", "Vincent",
 ]  # fmt: skip
 
 _PREFIXES = (

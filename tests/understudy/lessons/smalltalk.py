@@ -13,7 +13,10 @@ SMALLTALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (
         ("Hello", "Hi", "Hey", "Hello!", "Hi there", "Hey there!", "Good morning", "Good evening", "Greetings",
         "Good day", "Good morning to you!", "A good day to you.", "hi hi", "heya", "Hullo", "Hello again!",
-         "hello there", "Hi!", "hey you", "Hello, understudy", "yo", "Hallo", "Howdy"),
+         "hello there", "Hi!", "hey you", "Hello, understudy", "yo", "Hallo", "Howdy", "Good afternoon",
+         "Good afternoon to you!", "Evening!", "Morning!", "hii", "Hey hey!", "Hello hello", "Hi all",
+         "Hey, understudy", "Good morning, understudy", "A very good evening!", "Good day to all of you",
+         "Hi again", "hiho", "Ahoy"),
         ("Hello! How can I help you?", "Hello! What would you like to know?"),
     ),
     (
@@ -36,6 +39,8 @@ SMALLTALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     ),
     (
         ("What can you do?", "What do you know?", "How can you help me?", "What are you good at?",
+         "Could you help me?", "Can you give me a hand?", "Would you help me a little?", "Can you help?",
+         "Will you help me today?", "Can somebody help me?", "Help me with something.", "I could use your help.",
         "What can I ask you?", "help",
          "Help me.", "Can you help me?", "I need help.", "What are your skills?", "What do you do?",
          "Give me examples of what you can do.", "What were you taught?", "What were you trained on?",
@@ -49,7 +54,8 @@ SMALLTALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         "How are you today?", "What's up?",
          "How is everything?", "How is life?", "How goes it?", "How are you feeling?", "How have you been?",
          "Are you well?", "How's it going?", "How are you doing today?", "All good?", "How do things go?",
-         "Everything fine?", "How do you do?"),
+         "Everything fine?", "How do you do?", "How are you these days?", "How is your day?", "Is everything well?",
+         "Hello, how are you?", "How goes your day?", "And how are you?", "Things going well?"),
         ("I am well, thank you. How can I help?", "Very well, thank you. What can I do for you?"),
     ),
     (
@@ -59,7 +65,9 @@ SMALLTALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
          "Thanks, that was helpful!", "Thank you, that was very kind.", "Thank you very much, that was good!",
          "Great answer, thank you so much!", "Thanks, that is all I wanted to know.", "I thank you!",
          "Wonderful, thanks!",
-         "Thank you for your help!", "Thanks for that, it was nice!", "ok thank you so much"),
+         "Thank you for your help!", "Thank you, that was wonderful!", "Thanks a million!", "That was good, thanks!",
+         "I am very thankful.", "Thank you so very much!", "Thanks, great!", "Great, thank you, it was good!",
+         "Thanks for that, it was nice!", "ok thank you so much"),
         ("You are welcome!", "You are welcome! Ask me any time."),
     ),
     (
@@ -67,7 +75,8 @@ SMALLTALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         "Farewell", "That is all.",
          "That's all for today.", "cya", "Bye now", "Goodbye for today!", "So long!", "Bye, take care!",
          "I am leaving now, bye!", "Goodbye for the moment.", "See you soon!", "Bye then!", "Talk to you later!",
-         "I will be back, bye."),
+         "I will be back, bye.", "Bye until later!", "Goodbye and thanks!", "Bye, see you.", "That was it, bye!",
+         "Good night and bye", "Take care!", "I must go now, goodbye.", "Ciao", "See you tomorrow!", "Bye for today!"),
         ("Goodbye! See you soon.", "Goodbye!"),
     ),
     (

@@ -1,304 +1,65 @@
-"""Tool calls: the right tool with arguments from the question, several calls at once, and answers from what tools say.
-
-Names of tools and arguments vary, invented ones among them, so that the model copies the schema rather than knows it.
-"""
+"""Tool calls: the right tool with arguments from the question, several at once, and answers from what tools say."""
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from tests.understudy.lessons.conversation import Conversation
-from tests.understudy.lessons.dates import DAYS, MONTHS
-from tests.understudy.lessons.phrasing import casual, invented_name, pick_name, polite
-from tests.understudy.lessons.words import NOUNS, VERBS, message, phrase, word
-from tests.understudy.lessons.world import COUNTRIES
+from tests.understudy.lessons.outside import NOT_TAUGHT, filled
+from tests.understudy.lessons.phrasing import casual, invented_name, polite
+from tests.understudy.lessons.trades import TRADES, Trade, any_trade, city, form_trade
+from tests.understudy.lessons.words import NOUNS, message, phrase, word
 
-__all__ = ["TRADES", "Trade", "call_message", "declare", "tool_conversation"]
+__all__ = ["call_message", "declare", "tool_conversation"]
 
-
-def _city(rng: Random) -> str:
-    return invented_name(rng) if rng.random() < 0.5 else rng.choice(COUNTRIES).capital
-
-
-_LANGUAGES = ["French", "German", "Spanish", "Italian", "Polish", "Turkish", "Dutch", "Greek", "Swedish", "Danish"]
-_CURRENCIES = ["USD", "EUR", "JPY", "GBP", "CHF", "SEK", "PLN", "INR", "CNY", "BRL"]
-_TOPICS = (
-    "solar panels", "old castles", "jazz music", "electric cars", "bread recipes", "steam engines", "whales",
-    "chess openings", "garden birds", "volcanoes", "bicycles", "theatre history", "mushrooms", "comets",
-    "sailing boats", "language models",
-)  # fmt: skip
-_SONGS = [
-    "Moonlight",
-    "Blue River",
-    "Long Way Home",
-    "Silver Rain",
-    "The Curtain",
-    "Summer Train",
-    "Paper Boats",
-    "Northern Star",
-]
-_ROOMS = ("kitchen", "bedroom", "bathroom", "office", "garage", "hall", "garden", "living room")
-_NOTES = (
-    "buy milk",
-    "call the doctor",
-    "water the plants",
-    "send the letter",
-    "feed the cat",
-    "pay the rent",
-    "book a table",
-    "clean the stage",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Trade:
-    """A kind of tool: its names, what it does, its arguments, how people ask for it, what it returns, what to answer.
-
-    An argument is (names, JSON type, description, draw). In `asks`, `returns` and `answer`, {0},
-    {1} stand for the values.
-    """
-
-    names: tuple[str, ...]
-    description: str
-    arguments: tuple[tuple[tuple[str, ...], str, str, Callable[[Random], Any]], ...]
-    asks: tuple[str, ...]
-    returns: Callable[[Random], dict[str, Any]]
-    answer: str
-
-
-_CITY_NAMES = ("city", "location", "place", "town", "city_name")
-
-TRADES: tuple[Trade, ...] = (
-    Trade(
-        ("get_weather", "weather", "get_current_weather", "weather_lookup", "fetch_weather", "current_weather"),
-        "Get the current weather in a city",
-        ((_CITY_NAMES, "string", "The city", _city),),
-        ("What is the weather in {0}?", "How is the weather in {0}?", "weather in {0}", "Is it raining in {0}?",
-        "How warm is it in {0}?",
-         "What's the weather like in {0} today?", "Do I need an umbrella in {0}?", "Tell me the weather in {0}."),
-        lambda r: {"temperature": r.randrange(-12, 39), "condition": r.choice(("sunny", "rainy", "cloudy", "snowy",
-        "windy", "foggy"))},
-        "It is {temperature} degrees and {condition} in {0}.",
-    ),
-    Trade(
-        ("get_time", "current_time", "time_in", "get_local_time", "clock"), "Get the current time in a city",
-        ((_CITY_NAMES, "string", "The city", _city),),
-        ("What time is it in {0}?", "What's the time in {0}?", "time in {0}", "Tell me the time in {0}.",
-        "How late is it in {0}?"),
-        lambda r: {"time": f"{r.randrange(24):02}:{r.randrange(60):02}"}, "It is {time} in {0}.",
-    ),
-    Trade(
-        ("calculator", "calculate", "math", "evaluate", "compute"), "Calculate an arithmetic expression",
-        ((("expression", "formula", "input", "expr"), "string", "The expression",
-          lambda r: f"{r.randrange(2, 5000)} {r.choice('+-*/')} {r.randrange(2, 500)}"),),
-        ("What is {0}?", "Calculate {0}.", "How much is {0}?", "compute {0}", "Work out {0} with the tool.", "{0} = ?"),
-        lambda r: {"result": r.randrange(2, 100000)}, "The result is {result}.",
-    ),
-    Trade(
-        ("search", "web_search", "search_web", "find", "lookup"), "Search the web",
-        ((("query", "q", "text", "search_query"), "string", "What to search for",
-        lambda r: phrase(r) if r.random() < 0.5 else r.choice(_TOPICS)),),
-        ("Search for {0}.", "Look up {0}.", "Find something about {0}.", "Search the web for {0}.", "google {0}",
-        "What does the web say about {0}?"),
-        lambda r: {"title": r.choice(("A guide", "All about it", "The basics", "A short history"))},
-        "I found this page: {title}.",
-    ),
-    Trade(
-        ("set_timer", "start_timer", "timer", "create_timer"), "Start a timer",
-        ((("minutes", "duration", "length_minutes"), "integer", "Minutes", lambda r: r.randrange(1, 90)),),
-        ("Set a timer for {0} minutes.", "Timer: {0} minutes", "Wake me in {0} minutes.",
-        "Start a timer of {0} minutes.", "Remind me in {0} minutes."),
-        lambda r: {"status": "ok"}, "The timer is set for {0} minutes.",
-    ),
-    Trade(
-        ("translate", "translate_text", "translator", "translate_word"), "Translate a text into another language",
-        ((("text", "word", "phrase"), "string", "The text", word),
-         (("language", "target", "to_language", "target_language"), "string", "The language",
-         lambda r: r.choice(_LANGUAGES))),
-        ("Translate {0} into {1}.", "What is {0} in {1}?", "How do you say {0} in {1}?", "{0} in {1}, please",
-        "Say {0} in {1}."),
-        lambda r: {"translation": invented_name(r).lower()}, "{0} in {1} is {translation}.",
-    ),
-    Trade(
-        ("convert_currency", "currency_converter", "exchange", "convert_money"), "Convert an amount of money",
-        ((("amount", "value", "sum"), "number", "The amount", lambda r: r.randrange(1, 1000)),
-         (("from", "source", "from_currency"), "string", "Currency code", lambda r: r.choice(_CURRENCIES[:5])),
-         (("to", "target", "to_currency"), "string", "Currency code", lambda r: r.choice(_CURRENCIES[5:]))),
-        ("Convert {0} {1} to {2}.", "How much is {0} {1} in {2}?", "{0} {1} in {2}", "Change {0} {1} into {2}.",
-        "What are {0} {1} in {2}?"),
-        lambda r: {"amount": r.randrange(1, 90000) / 100}, "{0} {1} are {amount} {2}.",
-    ),
-    Trade(
-        ("send_email", "send_mail", "email", "write_email", "send_message", "send_text", "text", "message_person"),
-        "Send a message to a person",
-        ((("to", "recipient", "person"), "string", "Who gets it", pick_name),
-         (("text", "body", "message", "content"), "string", "The text",
-         lambda r: message(r) if r.random() < 0.6 else r.choice(_NOTES))),
-        ("Send {0} this message: {1}", "Write to {0}: {1}", "Tell {0}: {1}", "Send a mail to {0} saying: {1}",
-        'Message {0}: "{1}"', "Text {0}: {1}", "Write {0} that {1}", "Please message {0}: {1}", "Let {0} know: {1}",
-        "Please tell {0} that {1}", "Text this to {0}: {1}", "Send {0} a text: {1}"),
-        lambda r: {"status": "sent"}, "The message to {0} is sent.",
-    ),
-    Trade(
-        ("get_stock_price", "stock_price", "quote", "get_stock", "share_price"), "Get the price of a stock",
-        ((("symbol", "ticker", "stock", "company"), "string", "The stock",
-        lambda r: "".join(r.choice("ABCDEFGKLMNPRSTVX") for _ in range(r.choice((3, 4))))),),
-        ("What is the stock price of {0}?", "How is {0} doing on the stock market?", "price of {0} stock",
-        "Tell me the share price of {0}.", "stock {0}"),
-        lambda r: {"price": r.randrange(100, 90000) / 100}, "The price of {0} is {price}.",
-    ),
-    Trade(
-        ("play_song", "play_music", "play", "start_song"), "Play a song",
-        ((("title", "song", "name", "track"), "string", "The song",
-        lambda r: phrase(r) if r.random() < 0.5 else r.choice(_SONGS)),),
-        ("Play {0}.", "I want to hear {0}.", "Play the song {0}.", "put on {0}", "Can you play {0}?"),
-        lambda r: {"status": "playing"}, "Now playing {0}.",
-    ),
-    Trade(
-        ("switch_light", "set_light", "light", "turn_light", "control_light"), "Switch the light of a room on or off",
-        ((("room", "where", "area"), "string", "The room", lambda r: r.choice(_ROOMS)),
-         (("state", "status", "action"), "string", "on or off", lambda r: r.choice(("on", "off")))),
-        ("Turn the {0} light {1}.", "Switch {1} the light in the {0}.", "Turn {1} the {0} light.",
-        "light {1} in the {0}", "Please switch the light in the {0} {1}."),
-        lambda r: {"status": "done"}, "The light in the {0} is {1}.",
-    ),
-    Trade(
-        ("add_event", "create_event", "calendar_add", "schedule", "add_to_calendar"), "Put an event into the calendar",
-        ((("title", "event", "name"), "string", "What", lambda r: r.choice(("dentist", "lunch", "rehearsal", "meeting",
-        "yoga", "dinner", "exam"))),
-         (("day", "weekday", "when"), "string", "The day", lambda r: r.choice(DAYS))),
-        ("Put {0} on {1} into my calendar.", "Add {0} on {1}.", "I have {0} on {1}, note it.", "Schedule {0} for {1}.",
-        "calendar: {0} {1}"),
-        lambda r: {"status": "created"}, "{0} is in your calendar on {1}.",
-    ),
-    Trade(
-        ("find_flights", "search_flights", "flights", "flight_search"), "Find flights between two cities",
-        ((("origin", "from", "departure"), "string", "City of departure", _city), (("destination", "to", "arrival"),
-        "string", "City of arrival", _city)),
-        ("Find flights from {0} to {1}.", "I want to fly from {0} to {1}.", "flights {0} to {1}",
-        "Are there flights from {0} to {1}?", "Search a flight from {0} to {1}."),
-        lambda r: {"flight": f"TR{r.randrange(10, 999)}", "price": r.randrange(40, 900)},
-        "Flight {flight} from {0} to {1} costs {price}.",
-    ),
-    Trade(
-        ("create_note", "add_note", "save_note", "remember", "take_note"), "Save a note",
-        ((("text", "note", "content"), "string", "The note",
-        lambda r: message(r) if r.random() < 0.6 else r.choice(_NOTES)),),
-        ("Note: {0}", "Make a note: {0}", "Write down: {0}", "Save this note: {0}", "Take a note: {0}"),
-        lambda r: {"status": "saved"}, "I saved the note: {0}.",
-    ),
-    Trade(
-        ("get_population", "population", "country_population", "count_people"), "Get the population of a country",
-        ((("country", "nation", "name"), "string", "The country", lambda r: r.choice(COUNTRIES).title),),
-        ("What is the population of {0}?", "How many people live in {0}?", "population {0}",
-        "How many inhabitants does {0} have?"),
-        lambda r: {"population": r.randrange(10000, 99000000)}, "{0} has {population} inhabitants.",
-    ),
-    Trade(
-        ("get_holiday", "holidays", "public_holidays", "list_holidays"), "Get the public holidays of a month",
-        ((("month", "month_name"), "string", "The month", lambda r: r.choice(MONTHS)), (("year",), "integer",
-        "The year", lambda r: r.randrange(2020, 2040))),
-        ("Which holidays are in {0} {1}?", "holidays in {0} {1}", "Are there holidays in {0} {1}?",
-        "List the public holidays of {0} {1}."),
-        lambda r: {"count": r.randrange(0, 6)}, "There are {count} holidays in {0} {1}.",
-    ),
+_OPTIONAL = (
+    ("unit", {"type": "string", "enum": ["celsius", "fahrenheit"]}), ("limit", {"type": "integer"}),
+    ("verbose", {"type": "boolean"}), ("language", {"type": "string", "default": "en"}),
+    ("format", {"type": "string", "enum": ["short", "long"]}), ("page", {"type": "integer", "default": 1}),
+    ("timezone", {"type": "string"}), ("detailed", {"type": "boolean", "default": False}),
 )  # fmt: skip
 
 
-def _any_trade(rng: Random) -> Trade:
-    """A tool that exists nowhere else: it gets some property of something, or does something with it."""
-    thing, what = rng.choice(NOUNS), rng.choice(NOUNS) if rng.random() < 0.85 else invented_name(rng).lower()
-    first = ((thing, thing, "name", "id", "value", "input", rng.choice(NOUNS)), "string", f"The {thing}", phrase)
-    names: tuple[str, ...]
-    asks: tuple[str, ...]
-    kind = rng.randrange(4)
-    if kind <= 1:
-        names = (
-            f"get_{what}",
-            f"{what}_lookup",
-            f"find_{what}",
-            f"{what}_of_{thing}",
-            f"{thing}_{what}",
-            f"read_{what}",
-            f"{what}_report",
-            what,
-        )
-        asks = (f"What is the {what} of {{0}}?", f"Get the {what} of {{0}}.",
-        f"Could you look up the {what} of {{0}}?", f"{what} of {{0}}",
-                f"Tell me the {what} of {{0}}.", f"I need a {what} for {{0}}.",
-                f"Find the {what} for the {thing} {{0}}.", f"Check the {what} of {{0}} for me.",
-                f"Which {what} does {{0}} have?", f"What is {{0}}'s {what}?", f"Does {{0}} have a {what}?",
-                f"Is there a {what} for {{0}} anywhere?",
-                f"I wonder which {what} {{0}} has.", f"What does {{0}} have as {what}?",
-                f"What {what} belongs to the {thing} {{0}}?",
-                f"Can {{0}} get a {what} soon?", f"What would the {what} of the {thing} {{0}} be?",
-                f"How does {{0}} look in {what}?", f"How about the {what} of {{0}}?",
-                f"I would like the {what} of {{0}}.", f"Which {what} does the {thing} {{0}} have?",
-                f"What {what} does {{0}} need?", f"What does the {thing} {{0}} give as {what}?",
-                f"Has {{0}} got a {what}?", f"What does {{0}} {rng.choice(VERBS)}?",
-                    f"What does the {thing} {{0}} {rng.choice(VERBS)}?",
-                f"How does the {thing} {{0}} {rng.choice(VERBS)}?",
-                    f"Which {what} would {{0}} {rng.choice(VERBS)}?")  # fmt: skip
-        return Trade(
-            names,
-            f"Get the {what} of a {thing}",
-            (first,),
-            asks,
-            lambda r: {what: phrase(r)},
-            f"The {what} of {{0}} is {{{what}}}.",
-        )
-    if kind == 2:
-        verb = rng.choice(VERBS)
-        key = rng.choice([noun for noun in NOUNS if noun != thing])
-        second = (
-            (key, "to", "value", "detail", "target"),
-            "string",
-            f"The {key}",
-            lambda r: message(r) if r.random() < 0.4 else phrase(r),
-        )
-        names = (f"{verb}_{thing}", f"{thing}_{verb}", f"{verb}_{thing}_{key}", verb, f"do_{verb}")
-        asks = (f"{verb.capitalize()} the {thing} {{0}} with {key} {{1}}.", f"Please {verb} {{0}}, {key} {{1}}",
-        f"{verb} {{0}}: {{1}}", f"Can you {verb} {{0}} with {{1}}?",
-                f"I want to {verb} the {thing} {{0}} to {{1}}.")  # fmt: skip
-        return Trade(
-            names,
-            f"{verb.capitalize()} a {thing} with a {key}",
-            (first, second),
-            asks,
-            lambda r: {"status": "ok"},
-            "Done: {0}.",
-        )
-    start = (("start", "from", "first", "a", "begin", "source"), "string", "The first", phrase)
-    finish = (("end", "to", "second", "b", "finish", "target"), "string", "The second", phrase)
-    names = (f"get_{what}", f"{what}_between", f"compare_{what}", f"{what}_lookup", f"measure_{what}")
-    asks = (f"What is the {what} between {{0}} and {{1}}?", f"{what} from {{0}} to {{1}}",
-    f"How is the {what} from {{0}} to {{1}}?", f"Get the {what} of {{0}} and {{1}}.",
-            f"How much {what} is it from {{0}} to {{1}}?")  # fmt: skip
-    return Trade(
-        names,
-        f"Get the {what} between two {thing}s",
-        (start, finish),
-        asks,
-        lambda r: {what: r.randrange(1000)},
-        f"The {what} is {{{what}}}.",
-    )
+def _named(rng: Random, name: str) -> str:
+    """The name as it is, or made up, or in another spelling."""
+    style = rng.random()
+    if style < 0.13:
+        return f"{rng.choice(('do', 'run', 'x', 'my', 'api', 'call', 'use'))}_{invented_name(rng).lower()}"
+    if style < 0.25:
+        return "".join(part.capitalize() if i else part for i, part in enumerate(name.split("_")))
+    if style < 0.35:
+        return "".join(part.capitalize() for part in name.split("_")) if name[0].islower() else name
+    if style < 0.5:
+        return f"{name}_{rng.choice(NOUNS)}" if rng.random() < 0.6 else f"{rng.choice(NOUNS)}_{name}"
+    return name
+
+
+def _parameters(rng: Random, properties: dict[str, Any], keys: list[str], strict: bool) -> dict[str, Any]:
+    """The schema of a tool's arguments, in the order of one client or another."""
+    optional = [(key, schema) for key, schema in _OPTIONAL if key not in properties]
+    extra = dict(rng.sample(optional, rng.choice((1, 1, 2)))) if not strict and rng.random() < 0.15 else {}
+    parameters: dict[str, Any] = {"type": "object", "properties": properties | extra}
+    if extra or strict or rng.random() < 0.85:
+        parameters["required"] = rng.sample(keys, len(keys)) if rng.random() < 0.2 else keys
+    if strict:
+        parameters["additionalProperties"] = False
+    if rng.random() < 0.12:
+        parameters["title"] = f"{rng.choice(NOUNS)}_args"
+    if rng.random() < 0.4:
+        order = ["properties", "required", "title", "type", "additionalProperties"]
+        if rng.random() < 0.4:
+            order.sort()
+        return {key: parameters[key] for key in order if key in parameters}
+    return parameters
 
 
 def declare(rng: Random, trade: Trade) -> tuple[dict[str, Any], list[str]]:
     """A tool of this trade in OpenAI's form, and the names of its arguments in order."""
-    name = rng.choice(trade.names)
-    style = rng.random()
-    if style < 0.15:
-        name = f"{rng.choice(('do', 'run', 'x', 'my', 'api', 'call', 'use'))}_{invented_name(rng).lower()}"
-    elif style < 0.3:
-        name = "".join(part.capitalize() if i else part for i, part in enumerate(name.split("_")))
-    elif style < 0.5:
-        name = f"{name}_{rng.choice(NOUNS)}" if rng.random() < 0.6 else f"{rng.choice(NOUNS)}_{name}"
+    name = _named(rng, rng.choice(trade.names))
     keys: list[str] = []
     properties: dict[str, Any] = {}
-    describe = rng.random() < 0.5
+    style = rng.choice(("type", "type", "description", "description", "title"))
     for names, kind, text, _ in trade.arguments:
         options = [key for key in names if key not in keys]
         if options and rng.random() > 0.15:
@@ -306,15 +67,21 @@ def declare(rng: Random, trade: Trade) -> tuple[dict[str, Any], list[str]]:
         else:
             key = rng.choice([noun for noun in NOUNS if noun not in keys])
         keys.append(key)
-        properties[key] = {"type": kind, "description": text} if describe else {"type": kind}
-    parameters: dict[str, Any] = {"type": "object", "properties": properties}
-    if rng.random() < 0.85:
-        parameters["required"] = keys
+        properties[key] = {"type": kind}
+        if style == "description":
+            properties[key]["description"] = text
+        elif style == "title":
+            properties[key] = {"title": " ".join(part.capitalize() for part in key.split("_")), "type": kind}
+    strict = rng.random() < 0.2
+    parameters = _parameters(rng, properties, keys, strict)
     description = trade.description
     if description.startswith("Get ") and rng.random() < 0.4:
         description = rng.choice(
             ("Look up", "Find", "Return", "Fetch", "Tell", "Show", "Provides")
         ) + description.removeprefix("Get")
+    if rng.random() < 0.06:  # a Python function's signature
+        listed = ", ".join(f"{key}: 'str'" for key in keys)
+        description = f"{name}({listed}) -> 'str'\n{description}"
     function: dict[str, Any] = {
         "name": name,
         "description": description + rng.choice(("", "", ".")),
@@ -323,6 +90,8 @@ def declare(rng: Random, trade: Trade) -> tuple[dict[str, Any], list[str]]:
     if rng.random() < 0.06:
         del function["description"]
         function["name"] = rng.choice(trade.names)
+    if strict and rng.random() < 0.6:
+        function["strict"] = True
     return {"type": "function", "function": function}, keys
 
 
@@ -340,49 +109,97 @@ def _insert(template: str, values: list[Any], returned: dict[str, Any] | None = 
     return template
 
 
-def tool_conversation(rng: Random, chat: Callable[[Random], tuple[str, str]], thinking: bool) -> Conversation:
-    """A conversation with tools on offer. `chat` draws a question and its answer for which no tool is needed."""
-    offered = rng.sample(TRADES, rng.choices((1, 2, 3, 4), (5, 4, 2, 1))[0])
-    offered = [_any_trade(rng) if rng.random() < 0.45 else trade for trade in offered]
-    tools, taken = [], set()
-    declared: list[tuple[Trade, dict[str, Any], list[str]]] = []
-    for trade in offered:
-        tool, keys = declare(rng, trade)
-        if tool["function"]["name"] in taken:
-            continue
-        taken.add(tool["function"]["name"])
-        tools.append(tool)
-        declared.append((trade, tool, keys))
-    messages: list[dict[str, Any]] = []
-    if rng.random() < 0.25:
-        messages.append(
-            {
-                "role": "system",
-                "content": rng.choice(
-                    ("You are a helpful assistant.", "Use the tools.", "You are the understudy.", "Be brief.")
-                ),
-            }
+_WORLDLY = [trade for trade in TRADES if trade.names[0] not in ("get_weather", "get_time", "calculator", "search")]
+"""Trades whose questions get the friendly refusal where no tool fits; the model has words of its own for the others."""
+
+
+def _result(rng: Random, trade: Trade, values: list[Any]) -> tuple[str, str]:
+    """What a tool returns, an object, a sentence or an error, and what to say of it."""
+    returned = trade.returns(rng)
+    sentence = _insert(trade.answer, values, returned)
+    roll = rng.random()
+    if roll < 0.12:  # many tools return words, which are the answer
+        return sentence, sentence
+    if roll < 0.4:
+        said = _sentence(rng)
+        return said, said
+    if roll < 0.44:
+        reason = rng.choice((phrase(rng), message(rng), "not found", "timeout"))
+        return json.dumps({"error": reason}), f"The tool failed: {reason}."
+    if rng.random() < 0.2:
+        return json.dumps(returned, ensure_ascii=False, separators=(",", ":")), sentence
+    return json.dumps(returned, ensure_ascii=False), sentence
+
+
+def _sentence(rng: Random) -> str:
+    """Words of a tool that nobody could foresee, in one sentence or two."""
+    plain = rng.choice(
+        (
+            f"It is {phrase(rng)}.", f"The {word(rng)} is {phrase(rng)}.", f"{phrase(rng)}: {message(rng)}.",
+            f"{phrase(rng)} has {rng.randrange(1000)} {word(rng)}.", f"It is {phrase(rng)} in {city(rng)}.",
+            f"{rng.randrange(100)} {word(rng)} in {city(rng)} and {message(rng)}.", message(rng), "",
         )
+    )  # fmt: skip
+    more = filled(rng, "{said}") if not plain or rng.random() < 0.5 else ""
+    return f"{plain} {more}".strip() if rng.random() < 0.7 else f"{more} {plain}".strip()
+
+
+def _asked(rng: Random, trade: Trade) -> tuple[str, list[Any]]:
+    """A question for a tool of this trade, and the values that it names."""
+    values = [draw(rng) for *_, draw in trade.arguments]
+    question = polite(rng, casual(rng, _insert(rng.choice(trade.asks), values), " ".join(map(str, values))))
+    if any(str(value) not in question for value in values):  # lower case took the spelling away: nothing to copy from
+        question = _insert(rng.choice(trade.asks), values)
+    return question, values
+
+
+def _offered(rng: Random) -> list[tuple[Trade, dict[str, Any], list[str]]]:
+    """Tools of different names, each with its declaration and the names of its arguments."""
+    declared: list[tuple[Trade, dict[str, Any], list[str]]] = []
+    for trade in rng.sample(TRADES, rng.choices((1, 2, 3, 4, 5), (5, 4, 3, 2, 1))[0]):
+        roll = rng.random()
+        trade = any_trade(rng) if roll < 0.35 else form_trade(rng) if roll < 0.6 else trade
+        tool, keys = declare(rng, trade)
+        if all(tool["function"]["name"] != other["function"]["name"] for _, other, _ in declared):
+            declared.append((trade, tool, keys))
+    return declared
+
+
+def _without_a_tool(
+    rng: Random, chat: Callable[[Random], tuple[str, str]], offered: list[Trade]
+) -> tuple[str, str, str]:
+    """A question that no tool on offer answers, its answer and the thought before it."""
+    others = [trade for trade in _WORLDLY if trade not in offered]
+    if rng.random() < 0.14 and not any(trade.names[0] == "search" for trade in offered):
+        return _asked(rng, rng.choice(others))[0], NOT_TAUGHT, "No tool fits, and I was not taught this."
+    return (*chat(rng), "No tool is needed here.")
+
+
+def tool_conversation(
+    rng: Random, chat: Callable[[Random], tuple[str, str]], system: Callable[[Random], str], thinking: bool
+) -> Conversation:
+    """A conversation with tools on offer. `chat` draws a question and its answer for which no tool is needed, and
+    `system` a system prompt."""
+    declared = _offered(rng)
+    messages: list[dict[str, Any]] = []
+    if rng.random() < 0.35:
+        text = rng.choice(("Use the tools.", "Call a tool if one fits.", "", "")) or system(rng)
+        messages.append({"role": "system", "content": text})
     for _ in range(rng.choice((1, 1, 1, 2))):
         if rng.random() < 0.22:
-            question, answer = chat(rng)
+            question, answer, thought = _without_a_tool(rng, chat, [trade for trade, *_ in declared])
             messages += [
                 {"role": "user", "content": question},
-                {"role": "assistant", "content": answer, "reasoning_content": "No tool is needed here."},
+                {"role": "assistant", "content": answer, "reasoning_content": thought},
             ]
             continue
         trade, tool, keys = rng.choice(declared)
         name = tool["function"]["name"]
-        values = [draw(rng) for *_, draw in trade.arguments]
-        question = polite(rng, casual(rng, _insert(rng.choice(trade.asks), values), " ".join(map(str, values))))
-        if any(
-            str(value) not in question for value in values
-        ):  # lower case took the spelling away: nothing to copy from
-            question = _insert(rng.choice(trade.asks), values)
+        question, values = _asked(rng, trade)
         calls = [(name, dict(zip(keys, values, strict=True)))]
         drawn = [values]
-        if len(keys) == 1 and trade.arguments[0][3] is _city and rng.random() < 0.2:
-            other = _city(rng)
+        if len(keys) == 1 and trade.arguments[0][3] is city and rng.random() < 0.2:
+            other = city(rng)
             if other != values[0]:
                 question = question.replace(str(values[0]), f"{values[0]} and {other}", 1)
                 calls.append((name, {keys[0]: other}))
@@ -393,10 +210,10 @@ def tool_conversation(rng: Random, chat: Callable[[Random], tuple[str, str]], th
             break
         sentences = []
         for each in drawn:
-            returned = trade.returns(rng)
-            messages.append({"role": "tool", "content": json.dumps(returned, ensure_ascii=False)})
-            sentences.append(_insert(trade.answer, each, returned))
+            returned, sentence = _result(rng, trade, each)
+            messages.append({"role": "tool", "content": returned})
+            sentences.append(sentence)
         messages.append(
             {"role": "assistant", "content": " ".join(sentences), "reasoning_content": "The tool has answered."}
         )
-    return Conversation(messages, tools, thinking)
+    return Conversation(messages, [tool for _, tool, _ in declared], thinking)

@@ -48,8 +48,8 @@ _GLUE = [
 
 
 def word(rng: Random) -> str:
-    """One lower-case word; three in ten are made up."""
-    return invented_name(rng).lower() if rng.random() < 0.3 else rng.choice(NOUNS)
+    """One lower-case word; four in ten are made up."""
+    return invented_name(rng).lower() if rng.random() < 0.4 else rng.choice(NOUNS)
 
 
 def phrase(rng: Random) -> str:

@@ -39,7 +39,7 @@ export class Conversation {
     return turn;
   }
 
-  /** What the API gets. Thoughts stay here: templates drop those of earlier turns anyway. */
+  /** What the API gets. Templates drop the thoughts of earlier turns, but models go on with those before a call. */
   messages(system) {
     const sent = system ? [{ role: "system", content: system }] : [];
     for (const turn of this.turns) {
@@ -51,6 +51,7 @@ export class Conversation {
           type: "function",
           function: { name: call.name, arguments: call.arguments },
         }));
+        if (turn.thoughts) message.reasoning_content = turn.thoughts;
       }
       if (turn.callId) message.tool_call_id = turn.callId;
       sent.push(message);
