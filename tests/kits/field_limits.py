@@ -172,7 +172,7 @@ OLLAMA: Table = {
         f"options.{name}": [({name: value}, f"options.{name}", {}) for value in values]
         for name, values in {
             **SAMPLING,
-            "num_predict": [0, 2**31, HUGE, 100_000],
+            "num_predict": [0, 2**31, HUGE, 5000],
             "num_ctx": [1_000_000, HUGE],
             "num_keep": [1.5],
         }.items()
@@ -252,7 +252,7 @@ OTHER_APIS: dict[str, Table] = {
     },
     "/api/embeddings": {"model": [LONG, "", 5], "prompt": [5], "options": [5], "keep_alive": ["x" * 65]},
     "/completion": LLAMA | {"prompt": ["", [], [[]], ["x"] * (LIMITS.prompts + 1), [HUGE], LONG_CONTEXT, 5]},
-    "/infill": LLAMA
+    "/infill": {name: [] for name in LLAMA}  # checked as those of /completion, where there is a template
     | {
         "input_prefix": [5],
         "input_suffix": ["x", 5],
