@@ -10,7 +10,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from app.server.application import Troupe
+    from app.application import Troupe
 
 __all__ = ["asgi"]
 
@@ -19,8 +19,8 @@ __all__ = ["asgi"]
 def _application() -> Troupe:
     import logging
 
+    from app.application import create_app
     from app.cli.arguments import load_arguments
-    from app.server.application import create_app
     from app.server.logs import set_up_logging
 
     arguments = load_arguments()

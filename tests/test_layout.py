@@ -74,3 +74,33 @@ def test_the_hooks_are_local_and_run_what_ci_runs() -> None:
 
 def test_this_test_is_in_the_fast_lane(request: pytest.FixtureRequest) -> None:
     assert request.node.get_closest_marker("fast") is not None
+
+
+MOST_PARAMETERS = 6
+PACKAGES = ("actors", "app", "kernels", "telemetry")
+OPERATORS = (
+    "kernels/devices/",
+    "kernels/core/noise.py",
+    "kernels/sampling/nucleus.py",
+    "kernels/sampling/penalties.py",
+)
+"""Where parameters are the operands of one operator."""
+EXCUSED = ("should_sample", "__call__")
+"""OpenTelemetry's signature, and decoder layers: operands, too."""
+
+
+def test_functions_have_at_most_6_positional_parameters() -> None:
+    """More are keyword-only, so that each call names them (decision 0047)."""
+    root, found, seen = TESTS.parent, [], 0
+    for file in (file for package in PACKAGES for file in (root / package).rglob("*.py")):
+        path = file.relative_to(root).as_posix()
+        if path.startswith(OPERATORS):
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in EXCUSED:
+                names = [each.arg for each in node.args.posonlyargs + node.args.args if each.arg not in ("self", "cls")]
+                seen += 1
+                if len(names) > MOST_PARAMETERS:
+                    found.append(f"{path}: {node.name}")
+    assert seen > 3000
+    assert found == []

@@ -36,6 +36,9 @@ _NULL_CONTENT = re.compile(r"content['\"\]]* is (not )?none", re.IGNORECASE)
 _THINKING = re.compile(r"(\.|\[['\"])thinking\b")
 """In templates that read a message's thought under gpt-oss's name for it."""
 
+_JOINED_DESCRIPTION = re.compile(r"\+\s*[\w.\[\]'\"]+(\.|\[['\"])description\b")
+"""In templates that join a tool's description to text, which fails without one (DeepSeek)."""
+
 _MAX_REFUSAL_CHARS = 512
 """Most characters of a template's own error message that are reported; a template may compute any length."""
 
@@ -145,6 +148,7 @@ class ChatTemplate:
             raise ValueError(f"The chat template does not compile: {type(error).__name__}.") from error
         self._variables = variables
         self._null_content = _NULL_CONTENT.search(source) is not None
+        self._joins_description = _JOINED_DESCRIPTION.search(source) is not None
         self._thinking = _THINKING.search(source) is not None
 
     def render(self, chat: Chat) -> str:
@@ -166,7 +170,7 @@ class ChatTemplate:
                 **self._variables,
                 **chat.template_kwargs,
                 messages=self._messages(chat.messages),
-                tools=chat.tools,
+                tools=self._tools(chat.tools),
                 add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
             ):
                 length += len(piece)
@@ -197,6 +201,11 @@ class ChatTemplate:
                 )
             text = text[: end + len(final_text)]
         return text
+
+    def _tools(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        if tools is None or not self._joins_description:
+            return tools
+        return [tool | {"function": {"description": ""} | tool["function"]} for tool in tools]
 
     def _messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Messages whose tool calls suit templates that expect the arguments as an object, and those that expect text.

@@ -129,7 +129,7 @@ def _structured(given: StructuredOutputs | None) -> Found:
     white = _whitespace(given.whitespace if given.whitespace_pattern is None else given.whitespace_pattern)
     if given.disable_any_whitespace:
         white = ""
-    found = _plain(at + ".", given.json, given.regex, given.choice, given.grammar, given.json_object, white)
+    found = _plain(at + ".", given.json, given.regex, given.choice, given.grammar, given.json_object, white=white)
     yield from found
     if given.structural_tag:
         where = f"{at}.structural_tag"
@@ -139,7 +139,7 @@ def _structured(given: StructuredOutputs | None) -> Found:
 def _guided(body: GrammarFields) -> Found:
     white = _whitespace(body.guided_whitespace_pattern)
     given = (body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar, body.guided_json_object)
-    yield from _plain("guided_", *given, white)
+    yield from _plain("guided_", *given, white=white)
     if body.grammar:
         yield Grammar("ebnf", body.grammar), "grammar"
 
@@ -151,6 +151,7 @@ def _plain(
     choice: list[str] | None,
     grammar: str | None,
     json_object: bool | None,
+    *,
     white: str | None,
 ) -> Found:
     if json is not None and json != "":

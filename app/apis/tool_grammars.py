@@ -72,7 +72,7 @@ async def tool_constraint(
     try:
         return await _auto(service, choice, given, form, single=not parallel)
     except Unenforceable as error:
-        raise _refused(str(error), choice, names["grammar"] if given is not None else None) from None
+        raise _refused(str(error), choice, names.get("grammar", "grammar") if given is not None else None) from None
 
 
 async def _auto(

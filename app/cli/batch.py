@@ -168,9 +168,9 @@ async def _server(given: argparse.Namespace) -> AsyncIterator[Ask]:
 
 @contextlib.asynccontextmanager
 async def _engine(words: Sequence[str]) -> AsyncIterator[Ask]:
-    from app.cli.progress import ProgressReport
-    from app.server.application import create_app
+    from app.application import create_app
     from app.server.background import Answer, answer_request
+    from app.server.progress import ProgressReport
 
     application = create_app(load_arguments(words))
     await application.startup()

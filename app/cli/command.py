@@ -107,8 +107,8 @@ def _run(arguments: Arguments) -> int:
 def _run_with(arguments: Arguments, early: EarlyWorkers) -> int:
     import uvloop
 
-    from app.cli.greeting import exposure, url_of
-    from app.server.application import create_app
+    from app.application import create_app
+    from app.server.greeting import exposure, url_of
     from app.server.hypercorn import configuration, listen, serve
     from app.server.idle_collector import QUIET, IdleCollector
 

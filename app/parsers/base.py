@@ -384,6 +384,9 @@ class StreamingParser:
         yield
         return True
 
+    def _at_end(self) -> bool:
+        return self._ended and not self._text
+
     def take(self, count: int, *, mark: bool = False) -> str:
         """Read characters that have arrived. A ``mark`` never becomes content again."""
         text, self._text = self._text[:count], self._text[count:]
@@ -464,8 +467,10 @@ class StreamingParser:
         """Read white space and one of the words; raises Malformed if something else follows."""
         yield from self.space()
         word = yield from self.skip(*words)
+        if not word and self._ended and any(word.startswith(self._text) for word in words):
+            raise Cut
         if not word:
-            raise Malformed(f"expected {' or '.join(words)}") if self._text else Cut
+            raise Malformed(f"expected {' or '.join(words)}")
         return word
 
     def symbol(self, *symbols: str) -> Reading[str]:
@@ -556,6 +561,9 @@ class StreamingParser:
         yield from self.run(_SCALAR_RUN, parts.append)
         text = "".join(parts)
         if _SCALAR.fullmatch(text) is None:
+            if self._at_end():
+                sink(text)
+                raise Cut
             raise Malformed(f"{text[:32]!r} is no JSON value")
         sink(text)
 

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 from quart import Response
 
-from app.apis.probes.handlers import troupe_version
 from app.server.auth import Level
 from app.server.errors import ErrorEnvelope
 from app.server.exchange import Exchange
 from app.server.routes import Route
 from app.server.service import Service, json_response
+from app.server.version import troupe_version
 
 __all__ = ["describe_api", "openapi"]
 

@@ -19,7 +19,6 @@ from actors.protocol.requests import LIMITS, Chat, InvalidRequest, QueueFull, Sa
 from actors.requests.admission import TicketOffice, most_for_one
 from actors.requests.intake import GENERATE
 from actors.requests.streams import RequestStream
-from app.live.feed.frames import Feed
 from app.parsers.registry import OutputFormat, output_format
 from app.server.auth import Keyring, may_access, sees_all
 from app.server.decoding import decode, shallow_objects
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from actors.engine.engine import Engine
     from app.apis.batches.runner import BatchRunner
     from app.apis.responses.handlers import Responses
+    from app.live.feed.frames import Feed
 
 __all__ = ["Service", "json_response", "renamed"]
 
@@ -67,7 +67,7 @@ class Service:
         self.ids = Ids()
         self.live: set[Exchange] = set()
         self.uploads = UploadBudget()
-        self.feed = Feed(self)
+        self.feed: Feed  # set by the application
         self.created = int(time.time())
         self.send_deadline = SEND_DEADLINE
         self.responses: Responses  # set by the application

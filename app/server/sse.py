@@ -11,8 +11,8 @@ from quart.wrappers.response import ResponseBody
 
 from actors.protocol.requests import Delta, RequestAborted
 from actors.requests.streams import RequestStream
-from app.apis.collecting import Merged
 from app.server.exchange import Exchange
+from app.server.merged import Merged
 from app.server.service import Service
 
 __all__ = ["ChunkWriter", "sse_response"]

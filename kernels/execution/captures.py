@@ -29,6 +29,7 @@ class Passes:
         device: Device,
         model: Decoder,
         caches: list[Any],
+        *,
         slots: SlotTable,
         windows: Iterable[int],
         agree: Callable[[bool], bool],

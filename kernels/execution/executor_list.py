@@ -34,7 +34,13 @@ def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[in
         return (NoRows(), EagerPass(context)), ()
     max_rows = loaded.config.max_slots - 1
     passes = Passes(
-        loaded.config, loaded.device, loaded.model, loaded.caches, loaded.slots, loaded.windows, loaded.agree
+        loaded.config,
+        loaded.device,
+        loaded.model,
+        loaded.caches,
+        slots=loaded.slots,
+        windows=loaded.windows,
+        agree=loaded.agree,
     )
     steps = passes.capture_steps(max_rows) if loaded.speculator is None and loaded.group.size == 1 else None
     decodes = passes.capture_decodes(max_rows) if steps is None else None

@@ -199,12 +199,12 @@ def load_model(
         part.vocab_size,
         config.max_slots,
         device.torch_device,
-        device.sampling.top_k_top_p,
-        device.memory.put,
-        device.sampling.greedy,
-        device.sampling.draw,
-        device.traits.samples_apart,
-        device.sampling.mask,
+        own_top_k_top_p=device.sampling.top_k_top_p,
+        put=device.memory.put,
+        own_greedy=device.sampling.greedy,
+        own_draw=device.sampling.draw,
+        apart=device.traits.samples_apart,
+        own_mask=device.sampling.mask,
     )
     scales = opened.cache.scales
     sizes = GroupSizes.of(
@@ -229,7 +229,7 @@ def load_model(
     group.least(0)  # a barrier: all ranks have read their weights before one waits in a collective
     clock.end("weights")
 
-    reserved = _step_memory(opened, config, device, model, sampler, sizes, drafter, group)
+    reserved = _step_memory(opened, config, device, model, sampler=sampler, sizes=sizes, drafter=drafter, group=group)
     spare = drafter.spare_bytes if drafter is not None else 0
     memory = device.memory.usage()
     pages = group.least(
@@ -239,11 +239,11 @@ def load_model(
             opened.context,
             weight_bytes + draft_bytes + spare,
             MemoryUsage(memory.total, max(0, memory.free - reserved - spare)),
-            device.traits.memory_fraction,
-            device.traits.cache_tokens,
-            drafter.cache_bytes if drafter is not None else 0,
-            1 + 2 * max_drafts,
-            None if is_plain(opened.groups) else sizes,
+            default_fraction=device.traits.memory_fraction,
+            default_tokens=device.traits.cache_tokens,
+            draft_bytes=drafter.cache_bytes if drafter is not None else 0,
+            ahead=1 + 2 * max_drafts,
+            sizes=None if is_plain(opened.groups) else sizes,
         )
     )
     context = min(opened.context, (pages - 1) * config.page_size)
@@ -254,7 +254,14 @@ def load_model(
     groups = LayerGroups(device, sizes.with_pages(pages), config.page_size, dtype, scales)
     windows = groups.windows(windows)
     slots = SlotTable(
-        device, config.max_slots, context, config.page_size, pages, part.vocab_size, max_drafts, groups.bounded
+        device,
+        max_slots=config.max_slots,
+        context=context,
+        page_size=config.page_size,
+        num_pages=pages,
+        vocab_size=part.vocab_size,
+        max_drafts=max_drafts,
+        bounded=groups.bounded,
     )
     grammars: GrammarSlots | None = None
     if config.grammar is not None:
@@ -262,7 +269,7 @@ def load_model(
     speculator: Speculator | None = None
     if drafter is not None and speculation is not None:
         speculator = Speculator(drafter, speculation, device, sampler, slots)
-    outputs = StepOutputs(device, model, sampler, slots, groups.caches, speculator, grammars)
+    outputs = StepOutputs(device, model, sampler, slots, groups.caches, speculator=speculator, grammars=grammars)
     clock.end("cache")
     progress("cache", 0.92)
     _make_warm_up(config, device, model, sampler, windows, groups).warm_up(groups.caches, slots)
@@ -326,6 +333,7 @@ def _step_memory(
     config: RunnerConfig,
     device: Device,
     model: Decoder,
+    *,
     sampler: Sampler,
     sizes: GroupSizes,
     drafter: Drafter | None,
@@ -348,7 +356,15 @@ def _step_memory(
     given = np.array([longest]), sampled, np.arange(pages, dtype=np.int32)[None]
 
     def make_slots() -> SlotTable:
-        return SlotTable(device, config.max_slots, opened.context, config.page_size, pages, part.vocab_size, max_drafts)
+        return SlotTable(
+            device,
+            max_slots=config.max_slots,
+            context=opened.context,
+            page_size=config.page_size,
+            num_pages=pages,
+            vocab_size=part.vocab_size,
+            max_drafts=max_drafts,
+        )
 
     def largest() -> None:
         warm_up.run(caches, make_slots(), *given)
@@ -358,7 +374,9 @@ def _step_memory(
         others = warm_up.of(some)
         others.logits(own, *given)
         others.precompile_passes(own)
-        captured = Passes(config, device, some, own, make_slots(), part.windows, lambda could: could)
+        captured = Passes(
+            config, device, some, own, slots=make_slots(), windows=part.windows, agree=lambda could: could
+        )
         rows = config.max_slots - 1
         if drafter is None:
             captured.capture_steps(rows)

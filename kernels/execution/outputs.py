@@ -42,6 +42,7 @@ class StepOutputs:
         sampler: Sampler,
         slots: SlotTable,
         caches: list[Any],
+        *,
         speculator: Speculator | None,
         grammars: GrammarSlots | None = None,
     ) -> None:

@@ -42,12 +42,12 @@ class StepContext:
             loaded.slots,
             loaded.sampler,
             self.in_flight_writes,
-            loaded.speculator,
-            loaded.clear_pages,
-            loaded.groups.clear_bounded,
-            renew,
-            loaded.model.rows,
-            loaded.grammars,
+            observer=loaded.speculator,
+            clear_pages=loaded.clear_pages,
+            clear_bounded=loaded.groups.clear_bounded,
+            renew=renew,
+            rows=loaded.model.rows,
+            grammars=loaded.grammars,
         )
         draw = loaded.device.sampling.draw
         self.host_grammars: HostGrammars | None = None

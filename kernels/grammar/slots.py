@@ -104,9 +104,9 @@ class GrammarSlots:
             return NO_MASKS
         self._take_arrived()
         bits = np.empty((len(rows), len(self._thought)), dtype=np.int32)
-        texts = [self._texts[slots[row]] for row in rows]
+        texts, begun = [self._texts[slots[row]] for row in rows], time.thread_time()
         for place, (text, row) in enumerate(zip(texts, rows, strict=True)):
-            self._fill(text, slots[row], lengths[row], bits[place])
+            self._fill(text, slots[row], lengths[row], bits[place], begun)
             if text.error:
                 bits[place] = _ALL
         errors = {slots[row]: text.error for text, row in zip(texts, rows, strict=True) if text.error}
@@ -142,15 +142,17 @@ class GrammarSlots:
         if texts:
             self._arriving.append((self._memory.fetch([tokens]), texts))
 
-    def _fill(self, text: _Text, slot: int, length: int, row: Bits) -> None:
-        """Follow a text and fill its mask. An error is the text's own; others go on."""
+    def _fill(self, text: _Text, slot: int, length: int, row: Bits, begun: float) -> None:
+        """Follow a text and fill its mask. An error is the text's own; others go on. ``begun``: the thread's time
+        before the step's first text; to read it takes a call of the system."""
         if text.error:
             return
-        tokens, begun = self._tokens(text, slot, length), time.thread_time()
+        tokens, started = self._tokens(text, slot, length), time.perf_counter()
         try:
             text.follow(tokens)
             text.fill(row, self._thought)
-            if time.thread_time() - begun > _TEXT_SECONDS * (1 + len(tokens) // 100):
+            limit = _TEXT_SECONDS * (1 + len(tokens) // 100)
+            if time.perf_counter() - started > limit and time.thread_time() - begun > limit:
                 raise GrammarError("it takes too long to follow; simplify it")
         except Exception as error:
             text.error = f"the grammar cannot go on: {error}"

@@ -187,6 +187,7 @@ class Sampler:
         vocab_size: int,
         max_slots: int,
         device: torch.device | str = "cpu",
+        *,
         own_top_k_top_p: TopKTopP | None = None,
         put: Put | None = None,
         own_greedy: Greedy | None = None,
@@ -279,7 +280,7 @@ class Sampler:
         """
         plan = self._plan(tuple(slots.tolist() if host_slots is None else host_slots))
         if self._apart and len(logits) > 1 and (masks is not None or not plan.plain):
-            return self._sample_apart(plan, logits, slots, positions, history, host_slots, masks)
+            return self._sample_apart(plan, logits, slots, positions, history, host_slots, masks=masks)
         if masks is not None and (plan.plain or plan.draws is not None):
             masks.apply(logits, self._own_mask)  # nothing needs the raw logits
             masks = None
@@ -333,6 +334,7 @@ class Sampler:
         positions: Tensor,
         history: Tensor,
         host_slots: Sequence[int] | None,
+        *,
         masks: RowMasks | None,
     ) -> Sampled:
         given = slots.tolist() if host_slots is None else host_slots

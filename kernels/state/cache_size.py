@@ -28,6 +28,7 @@ def cache_pages(
     context: int,
     weight_bytes: int,
     memory: MemoryUsage,
+    *,
     default_fraction: float,
     default_tokens: int,
     draft_bytes: int = 0,

@@ -157,10 +157,17 @@ class HostGrammars:
         masks."""
         masks = self._grammars.masks(masked.slots[some].tolist(), lengths.tolist()).masks
         assert masks is not None
-        chosen, at = logits.index_select(0, torch.from_numpy(places)), torch.from_numpy(lengths)
+        chosen, at = _chosen(logits, places), torch.from_numpy(lengths)
         drawn = self._draw(chosen, masked.draws[some], at, None, chosen.shape[1], masks.bits)
         assert drawn is not None, "the device recorded the pass"
         tokens: Longs = drawn[0].numpy()
         for place in np.flatnonzero(drawn[1].numpy()).tolist():  # every allowed token has the logit -inf
             tokens[place] = int(np.unpackbits(masks.bits[place].view(np.uint8), bitorder="little").argmax())
         return tokens
+
+
+def _chosen(logits: Tensor, places: Longs) -> Tensor:
+    """Copies of these rows. numpy copies so few faster than torch, whose threads would wake."""
+    if logits.dtype != torch.bfloat16:
+        return logits[torch.from_numpy(places)]
+    return torch.from_numpy(logits.view(torch.int16).numpy()[places]).view(torch.bfloat16)

@@ -45,6 +45,7 @@ class SlotUpdates:
         slots: SlotTable,
         sampler: Sampler,
         in_flight_writes: InFlightWrites,
+        *,
         observer: SlotObserver | None,
         clear_pages: Callable[[list[int]], None],
         clear_bounded: Callable[[int, list[int]], None],

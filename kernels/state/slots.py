@@ -41,6 +41,7 @@ class SlotTable:
     def __init__(
         self,
         device: Device,
+        *,
         max_slots: int,
         context: int,
         page_size: int,
@@ -171,6 +172,15 @@ class SlotTable:
             raise SlotError(f"page ids must be 1 to {self.num_pages - 1}")
         self.pages[slot, held : held + len(pages)] = pages
         self.page_count[slot] = held + len(pages)
+
+    def may_be_over(self, slots: Longs) -> bool:
+        """Whether each slot's sequence is at its end or its last token ends it. Only where the device is the host: much
+        quicker than ``left``. A sequence that ended before its last token is not seen."""
+        assert self.here is not None
+        known = self.known[slots]
+        last = self.here[slots, known - 1]
+        ends = (self._stop_ids[slots] == last[:, None]).any(1) | (known >= self._targets[slots])
+        return bool(ends.all())
 
     def left(self, slots: Longs) -> Longs:
         """The number of tokens left for each slot's sequence; 0 for one that has ended.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actors.options import Arguments
-from app.server.application import Troupe, create_app
+from app.application import Troupe, create_app
 from tests.kits import waiting
 from tests.kits.fake_engine import FakeEngine, Server
 

@@ -1,8 +1,9 @@
-"""The matrix of model families, devices and features as Markdown, from the registry of models and what devices say."""
+"""Tables of model families, devices and features as Markdown, from the registry of models and what devices say."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from kernels.models.registry import BUILT_IN, Support, families
 from tests.kits.device_features import features_of
 from tests.kits.driver import FAMILIES, SPARSE
 
-__all__ = ["matrix"]
+__all__ = ["architectures", "matrix"]
 
 DEVICES: Mapping[str, DeviceFeatures] = {"CPU": features_of(CpuDevice(1)), "NVIDIA GPU": CUDA, "Ascend NPU¹": NPU}
 FEATURES: Mapping[str, str] = {
@@ -31,29 +32,42 @@ COMPARED = frozenset(f"{family}ForCausalLM" for family, _ in (FAMILIES | SPARSE)
 
 
 def matrix() -> str:
-    """A row for each architecture, a column for each device."""
-    head = ["family", "`architectures` of config.json", *DEVICES, "GGUF"]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    """A row for the families that work alike, a column for each device; most capable families first."""
+    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, _, cells in _families():
+        alike[cells].append(name)
+    rows = sorted(alike.items(), key=lambda row: (-len("".join(row[0]).replace("²", "")), row[1]))
+    table = _table(["families", *DEVICES, "GGUF"], [["; ".join(sorted(names)), *cells] for cells, names in rows])
+    legend = ", ".join(f"{letter} {feature}" for letter, feature in FEATURES.items())
+    return (
+        f"{table}\n\n{legend}. ¹ The NPU code has run on a simulator only, on the real torch_npu; no hardware has been "
+        "seen. ² No test compares this family's answers on this device."
+    )
+
+
+def architectures() -> str:
+    """The family of each architecture that is built in."""
+    rows = sorted([f"`{architecture}`", name] for name, architecture, _ in _families())
+    return _table(["`architectures` of config.json", "family"], rows)
+
+
+def _families() -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Name, architecture and cells of each family."""
     built_in = {entry.architecture: entry for entry in BUILT_IN}
-    found = [family for family in families() if family.architecture in built_in]
-    for family in sorted(found, key=lambda family: family.architecture):
+    for family in families():
         architecture = family.architecture
+        if architecture not in built_in:
+            continue
         note = "" if architecture in COMPARED else "²"
         does = [
             " ".join(_letters(family, features, device == "CPU")) + ("" if device == "CPU" else note)
             for device, features in DEVICES.items()
         ]
-        cells = [_name(built_in[architecture].module), f"`{architecture}`", *does, "yes" if family.gguf else "no"]
-        lines.append(f"| {' | '.join(cells)} |")
-    legend = ", ".join(f"{letter} {feature}" for letter, feature in FEATURES.items())
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"{legend}. ¹ The NPU code has run on a simulator only, on the real torch_npu; no hardware has been seen. "
-            "² No test compares this family's answers on this device.",
-        ]
-    )
+        yield _name(built_in[architecture].module), architecture, (*does, "yes" if family.gguf else "no")
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join([f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[str]:

@@ -12,7 +12,7 @@ import pytest
 from tests.docs.pages import ROOT, generated, stale_pages
 
 WRITTEN = [ROOT / "README.md", *sorted((ROOT / ".github").rglob("*.md"))]
-MOST_README_LINES = 150  # the matrix, a line a family, left out
+MOST_README_LINES = 160
 
 
 def body(page: Path) -> str:
@@ -98,7 +98,7 @@ def test_a_stale_part_is_found_and_a_missing_one_refused() -> None:
 
 def test_the_readme_is_short() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len([line for line in lines if "ForCausalLM" not in line]) <= MOST_README_LINES
+    assert len(lines) <= MOST_README_LINES
 
 
 def test_every_option_is_on_the_page() -> None:

@@ -29,7 +29,7 @@ from actors.protocol.requests import (
 )
 from actors.requests.sampling_rules import validate
 from actors.runtime import ActorStatus, current_traceparent
-from app.server.application import Troupe
+from app.application import Troupe
 from kernels.contract.tasks import Embed, Generate, Task, Vector
 from telemetry.metrics.engine import EngineMetrics
 from telemetry.metrics.traffic import Traffic

@@ -42,7 +42,7 @@ FAST = (
     "app/cli/test_chat_command.py",
     "app/cli/test_cli_command.py",
     "app/cli/test_cli_server.py",
-    "app/cli/test_greeting.py",
+    "app/server/test_greeting.py",
     "app/live/test_page.py",
     "app/live/test_stage.py",
     "app/parsers",

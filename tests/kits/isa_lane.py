@@ -18,6 +18,7 @@ ISA = (
     "kernels/models/test_equality.py",
     "kernels/models/test_layer_context.py",
     "kernels/sampling",
+    "kernels/speculation/test_grammar_drafts.py",
     "kernels/speculation/test_host_chains.py",
     "kernels/speculation/test_lossless_runner.py",
     "kernels/speculation/test_padded_vocabulary.py",

@@ -43,7 +43,7 @@ class MarkedTokenizer:
 
     def accepts(self, compiled: Callable[[], Matcher], text: str) -> bool:
         state = compiled()
-        return all(state.accept(token) for token in [*self.encode(text), _EOS])
+        return all(state.follow(token) for token in [*self.encode(text), _EOS])
 
     def sample(self, compiled: Callable[[], Matcher], seed: int, most: int = 600) -> str:
         """A random text of the grammar, which must end."""
@@ -58,7 +58,7 @@ class MarkedTokenizer:
             marks = [token for token in allowed if token in self.tokens.values()]
             others = [token for token in allowed if token != _EOS]
             ids.append(rng.choice(marks if marks and rng.random() < 0.3 else others))
-            assert state.accept(ids[-1])
+            assert state.follow(ids[-1])
         else:
             raise AssertionError(f"it does not end: {self.tokenizer.decode(ids, skip_special_tokens=False)[-200:]!r}")
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))

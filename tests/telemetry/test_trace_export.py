@@ -349,7 +349,7 @@ async def test_traces_that_cannot_be_are_refused_at_the_start(monkeypatch: pytes
 
 async def test_without_traces_nothing_of_opentelemetry_s_sdk_is_imported() -> None:
     wanted = "[name for name in ('grpc', 'opentelemetry.sdk') if name in sys.modules]"
-    code = f"import sys, actors.engine.engine, app.server.application; print({wanted})"
+    code = f"import sys, actors.engine.engine, app.application; print({wanted})"
     done = await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )

@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from actors.engine.engine import Engine
 from actors.options import Arguments
 from actors.protocol.requests import SamplingParams
-from app.server.application import Troupe, create_app
+from app.application import Troupe, create_app
 from tests.kits.engines import rest
 from tests.kits.otlp_receiver import Collector, Received, grpc_collector, http_collector
 from tests.kits.waiting import PATIENCE, until

@@ -82,7 +82,9 @@ class ActorContext(Generic[P]):
         cell = ref._cell
         now = cell.monotonic()
         trace = current_traceparent.get()
-        pipe = _Pipe(self._incarnation, cell.name, type(message).__name__, timeout, trace, on_reply, on_error)
+        pipe = _Pipe(
+            self._incarnation, cell.name, type(message).__name__, timeout, trace, on_reply=on_reply, on_error=on_error
+        )
         envelope = Envelope(message, trace, now, now + timeout, pipe)
         pipe.timer = cell.call_later(timeout, pipe.expire, cell.count_timeout, message)
         try:
@@ -128,6 +130,7 @@ class _Pipe:
         message: str,
         timeout: float,
         trace: str | None,
+        *,
         on_reply: Callable[[Any], Message[Any, None] | None],
         on_error: Callable[[BaseException], Message[Any, None]],
     ) -> None:

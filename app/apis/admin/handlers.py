@@ -9,11 +9,11 @@ import msgspec
 from quart import Response, request
 
 from app.apis.openai.requests import Label
-from app.apis.probes.handlers import troupe_version
 from app.server.auth import Level
 from app.server.errors import ApiError, invalid
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
+from app.server.version import troupe_version
 
 __all__ = [
     "AbortRequest",

@@ -10,7 +10,7 @@ import msgspec
 from quart import Response
 
 from actors.protocol.requests import LIMITS, Delta
-from app.apis.collecting import Collected, Merged, collect
+from app.apis.collecting import Collected, collect
 from app.apis.openai.answers import Choice, CompletionAnswer, completion_logprobs, prompt_logprobs, usage_answer
 from app.apis.openai.chunks import CompletionChunks, UsageReport
 from app.apis.openai.infill import fill_in
@@ -18,6 +18,7 @@ from app.apis.openai.parameters import completion_names, completion_params, labe
 from app.apis.openai.requests import CompletionRequest
 from app.server.errors import invalid
 from app.server.exchange import Exchange
+from app.server.merged import Merged
 from app.server.service import Service, json_response
 from app.server.sse import sse_response
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import time
 
 import msgspec
@@ -15,6 +14,7 @@ from actors.protocol.requests import SamplingParams
 from app.server.errors import ApiError
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
+from app.server.version import troupe_version
 
 __all__ = ["Readiness", "health", "health_generate", "live", "loads", "metrics", "ready", "version"]
 
@@ -80,14 +80,6 @@ async def health_generate(service: Service, exchange: Exchange, body: None) -> R
 async def version(service: Service, exchange: Exchange, body: None) -> Response:
     """The version of Troupe."""
     return json_response({"version": troupe_version()})
-
-
-def troupe_version() -> str:
-    """The version of the installed distribution; "unknown" if the sources run without an installation."""
-    try:
-        return importlib.metadata.version("troupe-llm")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 async def metrics(service: Service, exchange: Exchange, body: None) -> Response:

@@ -10,10 +10,11 @@ import msgspec
 from quart import Response
 
 from actors.protocol.requests import Acceptance, Delta, TokenLogprob
-from app.apis.collecting import Collected, Merged, collect
+from app.apis.collecting import Collected, collect
 from app.apis.sglang.requests import Batch, GenerateRequest, Item, batch_of, native_names
 from app.server.errors import invalid
 from app.server.exchange import Exchange
+from app.server.merged import Merged
 from app.server.service import Service, json_response
 from app.server.sse import sse_response
 

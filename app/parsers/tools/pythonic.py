@@ -95,6 +95,8 @@ class PythonicParser(StreamingParser):
         else:
             written = yield from self._word(_SCALAR)
             if written not in _WORDS and _NUMBER.fullmatch(written) is None:
+                if self._at_end():
+                    raise Cut
                 raise Malformed(f"{written[:32]!r} is no value")
             sink(_WORDS.get(written, written))
 

@@ -115,7 +115,8 @@ class HostDecode:
 
     def advance(self) -> bytes | None:
         """Run the rows that were checked last: see ``Advance``."""
-        if self._state.stops and not self._state.left(self._slots).any():
+        state = self._state
+        if state.stops and state.may_be_over(self._slots) and not state.left(self._slots).any():
             return b""
         masks = None
         if self._masked is not None and self._grammars is not None:

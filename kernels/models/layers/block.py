@@ -75,7 +75,9 @@ def attention(
     """The layer of ``gqa.tensors``. ``norm``: of query and key heads, if it is another than theirs."""
     if config.qk_norm and norm is None:
         names, counts = (f"{module}.q_norm", f"{module}.k_norm"), (config.heads, config.kv_heads)
-        norm = make.head_norms(*names, *counts, config.norm_eps, gqa.head_order(config), config.norm_offset)
+        norm = make.head_norms(
+            *names, *counts, config.norm_eps, order=gqa.head_order(config), offset=config.norm_offset
+        )
     qkv = gqa.projection(make, config, f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj")
     return SelfAttention(make, config, qkv, make.row_parallel(f"{module}.o_proj"), window, norm)
 

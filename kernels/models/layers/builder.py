@@ -123,6 +123,7 @@ class LayerBuilder:
         heads: int,
         kv_heads: int,
         eps: float,
+        *,
         order: Sequence[int] | None = None,
         offset: float = 0.0,
     ) -> Norm:

@@ -73,14 +73,14 @@ def attention(make: LayerBuilder, config: ModelConfig, module: str, window: int)
     if config.qk_norm:
         names = f"{module}.q_norm", f"{module}.k_norm"
         counts = config.heads, config.kv_heads
-        norms = make.head_norms(*names, *counts, config.norm_eps, head_order(config), config.norm_offset)
+        norms = make.head_norms(*names, *counts, config.norm_eps, order=head_order(config), offset=config.norm_offset)
     return Attention(
         make,
         Heads(config.heads, config.kv_heads, config.head_dim),
         projection(make, config, f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj"),
         make.into_stream(f"{module}.o_proj"),
         window,
-        norms,
+        norms=norms,
         scale=config.attention_scale,
     )
 
@@ -105,6 +105,7 @@ class Attention:
         qkv: Linear,
         output: ResidualLinear,
         window: int,
+        *,
         norms: Norm | None = None,
         scale: float = 0.0,
     ) -> None:

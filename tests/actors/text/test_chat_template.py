@@ -172,3 +172,11 @@ END = "{% endfor %}{% endfor %}"
 )
 def test_calls_of_the_history_suit_every_kind_of_template(source: str, expected: str) -> None:
     assert ChatTemplate(source, {}).render(Chat(messages=HISTORY)) == expected
+
+
+def test_a_description_that_is_joined_to_text_may_be_missing() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    joined = "{% for tool in tools %}{{ tool.function.name + ': ' + tool.function.description }}{% endfor %}"
+    assert ChatTemplate(joined, {}).render(Chat(messages=[], tools=[tool])) == "f: "
+    whole = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    assert "description" not in ChatTemplate(whole, {}).render(Chat(messages=[], tools=[tool]))

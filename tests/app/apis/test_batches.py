@@ -14,7 +14,7 @@ import pytest
 from actors.options import ArgumentError
 from app.apis.batches import handlers, runner, upload
 from app.apis.batches.runner import Gate
-from app.server.application import Troupe
+from app.application import Troupe
 from app.server.background import background_exchange
 from tests.kits.app_requests import MESSAGES
 

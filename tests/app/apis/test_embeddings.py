@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from app.server.application import Troupe
+from app.application import Troupe
 
 Serve = Callable[[Troupe], Awaitable[str]]
 

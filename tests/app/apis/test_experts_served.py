@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from actors.protocol.requests import Chat
-from app.server.application import create_app
+from app.application import create_app
 from kernels.contract.config import RunnerConfig
 from kernels.execution.runner import ModelRunner
 from tests.kits.driver import Driver

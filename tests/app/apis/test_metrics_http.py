@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from actors.options import Arguments
-from app.server.application import create_app
+from app.application import create_app
 from app.server.custom_labels import custom_labels
 from tests.kits.fake_engine import FakeEngine
 

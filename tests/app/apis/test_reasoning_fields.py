@@ -10,7 +10,7 @@ import pytest
 
 from actors.options import Arguments
 from actors.protocol.requests import ThoughtBudget
-from app.server.application import create_app
+from app.application import create_app
 from tests.kits.app_requests import BODY, events, post
 from tests.kits.fake_engine import FakeEngine
 

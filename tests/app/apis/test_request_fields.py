@@ -15,10 +15,10 @@ from app.apis.openai.parameters import chat_params, chat_prompt, completion_para
 from app.apis.openai.requests import ChatRequest, CompletionRequest
 from app.apis.openai.tool_schemas import find_schema_error
 from app.apis.sglang.requests import GenerateRequest, NativeSampling, batch_of
+from app.route_table import ROUTES
 from app.server.errors import ApiError
 from app.server.field_screen import FieldScreen
 from app.server.known_fields import KNOWN
-from app.server.route_table import ROUTES
 
 SHARED: dict[str, Any] = {
     "temperature": 0.5,

@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from actors.options import Arguments
 from app.apis.responses import handlers
-from app.server.application import Troupe, create_app
+from app.application import Troupe, create_app
 from tests.kits.fake_engine import FakeEngine, Server
 
 Until = Callable[[Callable[[], object]], Awaitable[None]]

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import Gauge
 
 from actors.protocol.requests import LIMITS, InvalidRequest
-from app.server.route_table import ROUTES
+from app.route_table import ROUTES
 
 LOCAL = {"server": ("127.0.0.1", 8000)}
 

@@ -14,8 +14,8 @@ from actors.options import Arguments
 from app.apis.choice_reader import ChoiceReader
 from app.apis.collecting import Collected
 from app.apis.events import read_whole
+from app.application import create_app
 from app.parsers.tools.hermes import HermesParser
-from app.server.application import create_app
 from tests.kits.app_requests import BODY, events, post
 from tests.kits.fake_engine import FakeEngine
 

@@ -9,7 +9,7 @@ import pytest
 
 from actors.options import Arguments
 from actors.protocol.requests import InvalidRequest
-from app.server.application import create_app
+from app.application import create_app
 from tests.kits.app_requests import BODY, post
 from tests.kits.fake_engine import FakeEngine
 

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from app.apis.openai.requests import ChatRequest
+from app.route_table import ROUTES
 from app.server.decoding import decode
 from app.server.errors import ApiError
-from app.server.route_table import ROUTES
 
 ROUTES_WITH_BODIES = [route for route in ROUTES if route.body is not None]
 NEEDED: dict[str, dict[str, Any]] = {

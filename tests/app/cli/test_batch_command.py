@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-import app.server.application
+import app.application
 from actors.protocol.requests import QueueFull
+from app.application import Troupe
 from app.cli.batch import Progress, batch
 from app.cli.command import main
-from app.server.application import Troupe
 from tests.kits.app_requests import MESSAGES
 from tests.kits.fake_engine import FakeEngine
 
@@ -73,7 +73,7 @@ def test_an_engine_of_its_own(files: tuple[str, str], monkeypatch: pytest.Monkey
         return made[0]
 
     monkeypatch.delenv("TROUPE_ARGS", raising=False)
-    monkeypatch.setattr(app.server.application, "create_app", create)
+    monkeypatch.setattr(app.application, "create_app", create)
     assert main(["batch", "run", *files, "--max-running-requests", "4", "--skip-server-warmup"]) == 1
     assert ids(files[1]) == ["r1", "r2"]
     assert made[0].arguments.max_running_requests == 4

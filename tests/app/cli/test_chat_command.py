@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from app.application import Troupe
 from app.cli.chat import ChatSession, chat
 from app.cli.client import ApiClient, ClientError
 from app.cli.command import main
-from app.server.application import Troupe
 
 Serve = Callable[[Troupe], Awaitable[str]]
 

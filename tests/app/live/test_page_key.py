@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from actors.options import Arguments
-from app.server.application import create_app
+from app.application import create_app
 from tests.kits.browser import answered, browser, needs_browser, open_page, wait_frames
 from tests.kits.fake_engine import FakeEngine, Server
 from tests.kits.waiting import PATIENCE

@@ -96,6 +96,18 @@ def test_a_word_in_a_call_is_never_lost(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_a_cut_call_adds_nothing_to_the_content(name: str) -> None:
+    text = written(name, ("add", {"a": -1.5, "b": None}), OSLO)
+    begun = text.index("add") + 3
+    whole = read([text], name)[2][0][1]
+    for at in range(text.index("-1.5") + 1, text.index("Oslo")):
+        content, _, calls = read(list(text[:at]), name)
+        assert calls[0][0] == "add"
+        if len(calls) == 1 and calls[0][1] != whole:
+            assert content == "", (text[begun:at], calls)
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_marks_without_calls_lose_no_word(name: str) -> None:
     parser, rng = TOOL_PARSERS[name], random.Random(4)
     marks = [*parser.OPEN, *parser.MARKS, *re.findall(r"\W{1,8}", written(name, ADD))]

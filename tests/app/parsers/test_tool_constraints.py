@@ -198,7 +198,7 @@ def test_a_mark_cannot_be_spelled_with_other_tokens() -> None:
     vocabulary = marked("hermes", True)
     compiled = vocabulary.compile(native_calls(TOOL_PARSERS["hermes"], STRICT, vocabulary.tokens, forced=False))
     state = compiled()
-    assert not all(state.accept(token) for token in [*vocabulary.encode("<tool_"), *vocabulary.encode("call>")])
+    assert not all(state.follow(token) for token in [*vocabulary.encode("<tool_"), *vocabulary.encode("call>")])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from urllib.parse import quote
 import pytest
 from quart import Quart
 
-from app.server.application import Troupe
+from app.application import Troupe
 from app.server.auth import Level
 from app.server.routes import Route, RouteTable
 from tests.kits.target import Target

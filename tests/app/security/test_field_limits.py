@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from actors.protocol.requests import LIMITS
-from app.server.route_table import ROUTES
+from app.route_table import ROUTES
 from tests.kits.target import ADMIN, Target
 
 HUGE = 2**70

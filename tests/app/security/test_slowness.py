@@ -11,7 +11,7 @@ import pytest
 
 import app.server.hypercorn
 from actors.options import Arguments
-from app.server.application import Troupe
+from app.application import Troupe
 from app.server.hypercorn import configuration, listen, serve
 from tests.kits.raw_http import HEAD, statuses
 from tests.kits.waiting import PATIENCE, until

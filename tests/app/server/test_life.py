@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from actors.engine.status import EngineStatus
-from app.cli.progress import ProgressReport
+from app.server.progress import ProgressReport
 from app.server.single_process import requested_workers
 from tests.kits.waiting import PATIENCE
 
@@ -191,9 +191,7 @@ def test_importing_app_loads_nothing():
 
 
 def test_the_application_needs_neither_torch_nor_transformers():
-    code = (
-        "import sys, app.server.application; print([name for name in ('torch', 'transformers') if name in sys.modules])"
-    )
+    code = "import sys, app.application; print([name for name in ('torch', 'transformers') if name in sys.modules])"
     root = Path(__file__).parents[3]
     reported = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert reported.stdout.strip() == "[]"

@@ -8,9 +8,9 @@ import logging
 import msgspec
 import pytest
 
+from app.route_table import ROUTES
 from app.server.auth import Level
 from app.server.request_body import MAX_BODY
-from app.server.route_table import ROUTES
 from app.server.routes import RouteTable
 
 PUBLIC = {"/live", "/ready", "/health", "/ping", "/", "/page/{file}"}

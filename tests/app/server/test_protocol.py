@@ -121,7 +121,7 @@ async def test_a_reader_that_stalls_loses_its_response(application, engine, serv
 
 
 async def test_a_reader_that_stalls_is_reported_once_at_a_stop(application, engine, serve, monkeypatch, caplog):
-    monkeypatch.setattr("app.server.application._LAST_CHUNK_SECONDS", 0.05)
+    monkeypatch.setattr("app.application._LAST_CHUNK_SECONDS", 0.05)
     engine.answer = ["x" * 50_000_000]
     async with stalled(await serve(application)):
         for _ in range(2):  # the second one as after a second signal, or when the server has stopped listening

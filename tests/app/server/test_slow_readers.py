@@ -13,7 +13,7 @@ import pytest
 from hypercorn.asyncio.tcp_server import TCPServer
 
 from actors.options import Arguments
-from app.server.application import Troupe, create_app
+from app.application import Troupe, create_app
 from tests.kits.waiting import PATIENCE
 
 MANY = {"prompt": [5, 6, 7], "max_tokens": 200, "n": 8, "ignore_eos": True, "stream": True, "logprobs": 5}

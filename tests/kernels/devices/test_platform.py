@@ -188,7 +188,9 @@ PAGE_BYTES = 2 * 2 * 64 * 2 * 16
 def pages(free, weights=0, total=1 << 40, default_tokens=0, **config):
     config = RunnerConfig("", **config)
     token = 2 * 2 * MODEL.layers * MODEL.kv_heads * MODEL.head_dim  # bytes of keys and values in bfloat16
-    return cache_pages(config, token, 4096, weights, MemoryUsage(total, free), 0.25, default_tokens)
+    return cache_pages(
+        config, token, 4096, weights, MemoryUsage(total, free), default_fraction=0.25, default_tokens=default_tokens
+    )
 
 
 def test_cache_size_as_configured():

@@ -18,9 +18,9 @@ def test_spare_pages_count(algorithm, drive, monkeypatch):
     )
     made, free = {}, 1 << 40
 
-    def sized(*arguments):
+    def sized(*arguments, **options):
         made["weights"], made["memory"] = arguments[3], arguments[4]
-        return cache_pages(*arguments)
+        return cache_pages(*arguments, **options)
 
     from kernels.devices.memory import MemoryUsage
     from kernels.execution.load import cache_pages

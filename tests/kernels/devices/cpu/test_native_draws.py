@@ -10,6 +10,7 @@ from kernels.contract.step import SlotSampling
 from kernels.core.noise import clocks, keys_at
 from kernels.core.operators import DRAWS
 from kernels.devices.cpu.device import CpuDevice
+from kernels.sampling.masks import RowMasks
 from kernels.sampling.sampler import Sampler
 from tests.kits.native import needs_native
 
@@ -60,6 +61,25 @@ def test_draws_are_the_samplers(kind, vocab, platform):
     expected = own.sample(logits.float(), slots, positions, history)
     assert found.broken.tolist() == expected.broken.tolist() == [slot in (5, 6, 7) for slot in range(ROWS)]
     assert found.tokens.tolist() == expected.tokens.tolist()
+
+
+@pytest.mark.parametrize("vocab", [211, 4096])
+@pytest.mark.parametrize("kind", KINDS)
+def test_masked_draws_are_the_samplers(kind, vocab, platform):
+    logits = torch.randn(ROWS, vocab, generator=torch.Generator().manual_seed(3)).mul_(2).to(torch.bfloat16)
+    bits = np.random.default_rng(vocab).integers(-(2**31), 2**31, (ROWS, -(-vocab // 32))).astype(np.int32)
+    bits[:4], bits[4:8] = -1, 0
+    bits[4:8, -1] = 1  # one token
+    slots, positions, history = torch.arange(ROWS), torch.arange(ROWS) * 37, torch.zeros(ROWS, 4, dtype=torch.int32)
+    sampler = Sampler(vocab, ROWS)
+    for slot in range(ROWS):
+        sampler.admit(slot, SlotSampling(**{"temperature": 1.0, "seed": slot * 977} | KINDS[kind]), 1)
+    masks = RowMasks(np.arange(ROWS), bits, torch.from_numpy)
+    expected = sampler.sample(logits.float(), slots, positions, history, masks=masks)
+    draws = sampler.draws(tuple(range(ROWS)), greedy=True)
+    tokens, broken = platform.sampling.draw(logits, draws, positions, None, vocab, bits)
+    assert not broken.any()
+    assert tokens.tolist() == expected.tokens.tolist()
 
 
 def test_a_reduced_vocabulary_uses_the_noise_of_the_original_tokens(platform):

@@ -138,7 +138,7 @@ def test_ranks_that_would_wait_for_each_other_precompile_nothing(ranks):
     config = SimpleNamespace(max_step_tokens=32, page_size=16, max_slots=3)
     group = SimpleNamespace(size=ranks)
     model, sizes = SimpleNamespace(rows=None, reads_rows=False), SimpleNamespace(groups=())
-    assert load._step_memory(opened, config, platform, model, None, sizes, None, group) == 7
+    assert load._step_memory(opened, config, platform, model, sampler=None, sizes=sizes, drafter=None, group=group) == 7
     assert reported == ["ahead"] * (ranks == 1)
 
 

@@ -20,14 +20,15 @@ from app.apis.batches.runner import BatchRunner
 from app.apis.batches.storage import FileStore
 from app.apis.responses.handlers import Responses
 from app.apis.responses.store import ResponseStore
-from app.cli.greeting import first_steps
-from app.cli.progress import ProgressReport
+from app.live.feed.frames import Feed
+from app.route_table import DIALECTS, routes
 from app.server.decoding import check_json_content
 from app.server.errors import ApiError, shutting_down, too_many_uploads
 from app.server.exchange import Exchange
+from app.server.greeting import first_steps
 from app.server.middleware import Application, Middleware
+from app.server.progress import ProgressReport
 from app.server.request_body import MAX_BODY
-from app.server.route_table import DIALECTS, routes
 from app.server.routes import Route, RouteTable
 from app.server.service import Service
 from app.server.single_process import refuse_sibling_workers
@@ -64,6 +65,7 @@ class Troupe(Quart):
         self.exit_code = 0
         self.url: str | None = None  # for clients on this machine, if known
         self.service = Service(engine, arguments, RouteTable(routes(arguments), DIALECTS))
+        self.service.feed = Feed(self.service)
         self._open_stores(arguments)
         self.config["MAX_CONTENT_LENGTH"] = MAX_BODY
         self.config["BODY_TIMEOUT"] = BODY_TIMEOUT
