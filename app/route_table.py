@@ -5,9 +5,12 @@ from __future__ import annotations
 from actors.options import Arguments
 from app.apis.admin.routes import ROUTES as ADMIN
 from app.apis.anthropic.dialect import ANTHROPIC
+from app.apis.anthropic.routes import ROUTES as ANTHROPIC_ROUTES
 from app.apis.batches.routes import ROUTES as BATCHES
 from app.apis.embeddings.routes import ROUTES as EMBEDDINGS
+from app.apis.llamacpp.routes import ROUTES as LLAMA_CPP
 from app.apis.ollama.dialect import OLLAMA
+from app.apis.ollama.routes import ROUTES as OLLAMA_ROUTES
 from app.apis.openai.routes import ROUTES as OPENAI
 from app.apis.probes.routes import ROUTES as PROBES
 from app.apis.responses.routes import ROUTES as RESPONSES
@@ -46,6 +49,9 @@ ROUTES: tuple[Route, ...] = (
     *RESPONSES,
     *EMBEDDINGS,
     *BATCHES,
+    *ANTHROPIC_ROUTES,
+    *OLLAMA_ROUTES,
+    *LLAMA_CPP,
     *SGLANG,
     *TOKENS,
     *ADMIN,

@@ -32,6 +32,7 @@ __all__ = [
     "Reasoning",
     "Text",
     "events_of",
+    "input_of",
     "join",
     "read_whole",
 ]
@@ -157,6 +158,16 @@ class Answer(msgspec.Struct):
     @property
     def calls(self) -> list[Call]:
         return [part for part in self.parts if isinstance(part, Call)]
+
+
+def input_of(arguments: str) -> object:
+    """A call's arguments as the object that they are, as they were written. Those that ``max_tokens`` has cut are
+    ``{"INVALID_JSON": TEXT}``, as Anthropic's guide has it."""
+    try:
+        msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeError):
+        return {"INVALID_JSON": arguments}
+    return msgspec.Raw(arguments.encode())
 
 
 def join(events: Iterable[Event]) -> list[Text | Reasoning | Call]:

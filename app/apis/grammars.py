@@ -16,7 +16,7 @@ from actors.protocol.requests import LIMITS, Grammar
 from app.server.decoding import check_depth, check_size
 from app.server.errors import invalid
 
-__all__ = ["GrammarFields", "NativeGrammarFields", "StructuredOutputs", "grammar_of"]
+__all__ = ["GrammarFields", "NativeGrammarFields", "Schema", "StructuredOutputs", "grammar_of", "schema_text"]
 
 Schema = dict[str, Any] | bool | str
 """A JSON schema as it is, or as text."""
@@ -81,7 +81,7 @@ Found = Iterator[tuple[Grammar, str]]
 
 def _native(body: NativeGrammarFields, at: str) -> Found:
     if body.json_schema is not None and body.json_schema != "":
-        yield Grammar("json_schema", _schema(body.json_schema, f"{at}json_schema")), f"{at}json_schema"
+        yield Grammar("json_schema", schema_text(body.json_schema, f"{at}json_schema")), f"{at}json_schema"
     if body.regex:
         yield Grammar("regex", body.regex), f"{at}regex"
     if body.ebnf:
@@ -99,7 +99,7 @@ def _openai(form: Form | None) -> Found:
         # llama.cpp takes a schema here.
         schema = form.get("schema")
         if schema:
-            yield Grammar("json_schema", _schema(schema, f"{name}.schema")), name
+            yield Grammar("json_schema", schema_text(schema, f"{name}.schema")), name
         else:
             yield Grammar("json_object"), name
     elif kind == "json_schema":
@@ -112,7 +112,7 @@ def _openai(form: Form | None) -> Found:
         schema = inner.get("schema")
         if schema is None:
             raise invalid(f"{where}.schema: this field is required.", param=f"{where}.schema", code="missing_field")
-        yield Grammar("json_schema", _schema(schema, f"{where}.schema")), name
+        yield Grammar("json_schema", schema_text(schema, f"{where}.schema")), name
     elif kind == "structural_tag":
         yield Grammar("structural_tag", _tag(form, name)), name
     else:
@@ -155,7 +155,7 @@ def _plain(
     white: str | None,
 ) -> Found:
     if json is not None and json != "":
-        yield Grammar("json_schema", _schema(json, f"{at}json"), white), f"{at}json"
+        yield Grammar("json_schema", schema_text(json, f"{at}json"), white), f"{at}json"
     if regex:
         yield Grammar("regex", regex), f"{at}regex"
     if choice is not None:
@@ -171,7 +171,7 @@ def _whitespace(given: str | None) -> str | None:
     return given or None
 
 
-def _schema(given: object, param: str) -> str:
+def schema_text(given: object, param: str) -> str:
     """The text of a schema, which is an object or a boolean. Raises 400."""
     value = given
     if isinstance(given, str):

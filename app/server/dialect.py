@@ -23,6 +23,12 @@ class Dialect:
     keep_alive = b": keep-alive\n\n"
     """What a stream without data sends; empty where the form has no such thing."""
 
+    default_type = ""
+    """The media type of a body without one; "" where it must be named."""
+
+    envelope: type[msgspec.Struct] = ErrorEnvelope
+    """What ``body`` encodes, for the API's description."""
+
     def speaks(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Whether a request is of this API, though the path may not exist or belong to several."""
         return False

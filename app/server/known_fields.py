@@ -177,6 +177,7 @@ KNOWN: dict[str, Known] = {
     "generation_config": _refused(_NATIVE_ONLY),
     "raw": _refused("use /v1/completions, which applies no chat template"),
     "template": _refused("start the server with --chat-template"),
+    "container": _refused("this server runs no code; leave it out"),
     "mcp_servers": _refused("this server calls no tools itself; leave it out"),
     "web_search_options": _refused_unless(_is_left_out, "this server does not search the web; leave it out"),
     "plugins": _refused("this server has no plugins; leave it out"),
@@ -255,6 +256,12 @@ LABELS = frozenset(
 )
 """Fields that no answer depends on: they are accepted silently."""
 
+_LOADING = (
+    *("num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "use_mmap", "use_mlock", "low_vram", "f16_kv"),
+    *("vocab_only", "logits_all", "embedding_only", "penalize_newline", "mirostat_tau", "mirostat_eta"),
+)
+"""Options of Ollama that say how a model is loaded, or that belong to a sampler that is off."""
+
 NO_EFFECT: dict[str, tuple[object, ...]] = {
     "store": (),
     "service_tier": ("auto", "default"),
@@ -276,6 +283,31 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "extra_body": (),
     "extra_query": (),
     "id_slot": (-1,),
+    **dict.fromkeys(
+        (
+            "num_batch",
+            "num_gpu",
+            "main_gpu",
+            "num_thread",
+            "numa",
+            "use_mmap",
+            "use_mlock",
+            "low_vram",
+            "f16_kv",
+            "vocab_only",
+            "logits_all",
+            "embedding_only",
+            "penalize_newline",
+            "mirostat_tau",
+            "mirostat_eta",
+        ),
+        (),
+    ),
+    "inference_geo": (),
+    "diagnostics": (),
+    "user_profile_id": (),
+    "workspace_id": (),
+    "speed": ("standard",),
     "timings_per_token": (),
     "return_progress": (),
 }

@@ -10,7 +10,6 @@ import msgspec
 from quart import Response
 
 from app.server.auth import Level
-from app.server.errors import ErrorEnvelope
 from app.server.exchange import Exchange
 from app.server.routes import Route
 from app.server.service import Service, json_response
@@ -21,7 +20,7 @@ __all__ = ["describe_api", "openapi"]
 _NOTES = """\
 An undescribed field is refused with status 400 if another API supports it or its name looks misspelt; the message says
 what to use. Other undescribed fields are ignored, counted (troupe_unknown_fields_total) and listed in the header
-x-ignored-fields. Whole floats count as integers. Every error has the form
+x-ignored-fields. Whole floats count as integers. An error has the form of its API, OpenAI's where there is none:
 {"error": {"message", "type", "param", "code"}}; a stream that fails ends with such an event and [DONE].
 
 The chat template describes tools to the model. Calls that the model writes as JSON in <tool_call> blocks are returned
@@ -89,9 +88,9 @@ def describe_api(routes: tuple[Route, ...], locked: frozenset[Level] = frozenset
 
 
 def _structs(routes: Iterable[Route]) -> list[type[msgspec.Struct]]:
-    found: dict[type[msgspec.Struct], None] = {ErrorEnvelope: None}
+    found: dict[type[msgspec.Struct], None] = {}
     for route in routes:
-        for struct in (route.body, route.answer):
+        for struct in (route.body, route.answer, route.dialect.envelope):
             if struct is not None:
                 found[struct] = None
     return list(found)
@@ -100,7 +99,7 @@ def _structs(routes: Iterable[Route]) -> list[type[msgspec.Struct]]:
 def _operation(
     route: Route, method: str, references: dict[type[msgspec.Struct], Any], locked: frozenset[Level]
 ) -> dict[str, Any]:
-    errors = {"application/json": {"schema": references[ErrorEnvelope]}}
+    errors = {"application/json": {"schema": references[route.dialect.envelope]}}
     answer = references[route.answer] if route.answer is not None else {}
     operation: dict[str, Any] = {
         "summary": route.summary,

@@ -12,11 +12,11 @@ __all__ = ["suggest_path"]
 _LONGEST_SHOWN = 128
 _MOST_SEGMENTS = 8
 
-_CHAT, _TEXT = "POST /v1/chat/completions", "POST /v1/completions"
+_CHAT = "POST /v1/chat/completions"
 
 _NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     # Pattern of paths, the API they belong to, and the path to use.
-    (r"/(embed|encode|embedding)|/api/embed(dings)?", "This form of embeddings", "POST /v1/embeddings"),
+    (r"/(embed|encode|embedding)", "This form of embeddings", "POST /v1/embeddings"),
     (r"/(v1/)?(pooling|classify)", "Computing vectors and classes", ""),
     (r"/(v1/|v2/)?(rerank|score)", "Ranking", ""),
     (r"/(v1/)?(audio|images|videos|realtime)(/.*)?", "Audio, images and video", _CHAT),
@@ -24,16 +24,10 @@ _NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     (r"/(v1/)?(assistants|threads|vector_stores|containers|evals)(/.*)?", "This API of OpenAI", _CHAT),
     (r"/(v1/)?(fine_tuning|fine-tunes|moderations)(/.*)?", "This API of OpenAI", ""),
     (r"/(v1/)?(load|unload)_lora_adapter|/(v1/)?lora_adapters?(/.*)?", "LoRA", ""),
-    (r"/(anthropic/)?(v1/)?messages(/.*)?|/v1/complete", "Anthropic's API", _CHAT),
+    (r"/(anthropic/)?(v1/)?messages/(?!count_tokens$).*|/v1/complete", "This API of Anthropic", "POST /v1/messages"),
     (r"/v1(beta|alpha|beta1)?/models/.*:\w+", "Google's API", _CHAT),
-    (r"/api/chat", "Ollama's API", _CHAT),
-    (r"/api/generate", "Ollama's API", _TEXT),
-    (r"/api/(tags|ps|show)", "Ollama's API", "GET /v1/models"),
     (r"/api/(pull|push|create|copy|delete|blobs)(/.*)?", "Ollama's management of models", "troupe serve MODEL"),
-    (r"/api/version", "Ollama's API", "GET /version"),
-    (r"/completion", "llama.cpp's API", _TEXT),
-    (r"/infill", "llama.cpp's API", f"{_TEXT} with suffix"),
-    (r"/(props|slots|lora-adapters)", "llama.cpp's API", "GET /server_info"),
+    (r"/slots/.*|/lora-adapters", "This path of llama.cpp's API", "GET /slots"),
     (r"/generate_stream", "TGI's API", "POST /generate with stream true"),
     (r"/info", "TGI's API", "GET /model_info"),
     (r"/(start|stop)_profile", "Profiling", ""),

@@ -51,7 +51,9 @@ class SseBody(ResponseBody):
         exchange: Exchange,
         source: AsyncIterator[Delta],
         writer: ChunkWriter,
+        first: bytes = b"",
     ) -> None:
+        self._first = first
         self._service = service
         self._exchange = exchange
         self._source = source
@@ -71,6 +73,9 @@ class SseBody(ResponseBody):
     async def __anext__(self) -> bytes:
         if self._ended:
             raise StopAsyncIteration
+        if self._first:
+            first, self._first = self._first, b""
+            return first
         exchange = self._exchange
         try:
             exchange.waiting()
@@ -100,9 +105,14 @@ def sse_response(
     exchange: Exchange,
     source: AsyncIterator[Delta],
     writer: ChunkWriter,
+    *,
+    first: bytes = b"",
 ) -> Response:
-    """A streamed response. Call it only after all checks that could still return an error status."""
+    """A streamed response. Call it only after all checks that could still return an error status.
+
+    ``first``: what is sent before the first delta.
+    """
     if exchange.timeline is not None:
         exchange.timeline.request["gen_ai.request.stream"] = True
     headers = {"Content-Type": f"{exchange.dialect.media_type}; charset=utf-8", **_HEADERS}
-    return Response(SseBody(service, exchange, source, writer), headers=headers)
+    return Response(SseBody(service, exchange, source, writer, first), headers=headers)

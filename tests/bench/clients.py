@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ import httpx
 from pydantic import BaseModel
 
 from tests.bench._options import command_line
+from tests.bench._other_clients import (
+    anthropic_ways,
+    langchain_anthropic_ways,
+    langchain_ollama_ways,
+    litellm_other_ways,
+    ollama_ways,
+)
 from tests.bench._record import record
 from tests.kits.real_server import running
 
@@ -378,9 +386,13 @@ PACKAGES: dict[str, Callable[[str, str], Iterator[Way]]] = {
     "instructor": instructor_ways,
     "pydantic-ai-slim": pydantic_ai_ways,
     "langchain-openai": langchain_ways,
-    "litellm": litellm_ways,
+    "litellm": lambda url, model: chain(litellm_ways(url, model), litellm_other_ways(url, model)),
     "llama-index-llms-openai-like": llama_index_ways,
     "openai-agents": agents_ways,
+    "anthropic": anthropic_ways,
+    "langchain-anthropic": langchain_anthropic_ways,
+    "ollama": ollama_ways,
+    "langchain-ollama": langchain_ollama_ways,
 }
 
 

@@ -6,13 +6,15 @@
 
 A point is ``concurrency:input tokens:output tokens``. Each round runs it three times, one after the other: without a
 grammar, with one schema of ten fields for all requests, and with a new schema in every request. The fields are texts
-long enough that no answer is complete before its last token, so all runs have the same tokens.
+long enough that no answer is complete before its last token, so all runs have the same tokens. The processor time of
+the server's processes says more than its speed where other programs run beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 import statistics
 import tempfile
@@ -78,6 +80,10 @@ async def run(url: str, model: str, point: Point, form: Callable[[], object], re
     return [sum(sample.tokens for sample in samples) / seconds, statistics.median(sample.ttft for sample in samples)]
 
 
+def _processor_seconds(server: OwnServer | None) -> float:
+    return 0.0 if server is None else sum(sum(each.cpu_times()[:2]) for each in server.family())
+
+
 async def measure(points: list[Point], model: str | None, url: str | None, options: object) -> None:
     numbers = itertools.count(1)
     forms: dict[str, Callable[[], object]] = {
@@ -94,7 +100,7 @@ async def measure(points: list[Point], model: str | None, url: str | None, optio
         _, models = await client.json("GET", "/v1/models")
         name = models["data"][0]["id"]  # type: ignore[index]
         await client.close()
-        print(f"| point | form | tokens/s | of none | first token ms |\n|{'---|' * 5}")
+        print(f"| point | form | tokens/s | of none | first token ms | processor time, none of it |\n|{'---|' * 6}")
         for point in points:
             found: dict[str, list[list[float]]] = {form: [] for form in forms}
             for form, make in forms.items():
@@ -102,13 +108,18 @@ async def measure(points: list[Point], model: str | None, url: str | None, optio
             for number in range(options.rounds):  # type: ignore[attr-defined]
                 for form, make in forms.items():
                     seed = f"{number} {form} {point}"
-                    found[form].append(await run(address, name, point, make, options.requests, seed))  # type: ignore[attr-defined]
+                    begun = _processor_seconds(server)
+                    measured = await run(address, name, point, make, options.requests, seed)  # type: ignore[attr-defined]
+                    found[form].append([*measured, _processor_seconds(server) - begun])
             for form, rounds in found.items():
-                speeds, firsts = ([each[place] for each in rounds] for place in (0, 1))
-                ratios = [speed / none for speed, (none, _) in zip(speeds, found[NONE], strict=True)]
-                row = (statistics.median(each) for each in (speeds, ratios, firsts))
-                speed, ratio, first = row
-                print(f"| {point} | {form} | {speed:.0f} | {ratio:.2f} | {1e3 * first:.2f} |", flush=True)
+                speeds, firsts, seconds = ([each[place] for each in rounds] for place in (0, 1, 2))
+                ratios = [speed / none[0] for speed, none in zip(speeds, found[NONE], strict=True)]
+                times = [none[2] / one if one else math.nan for one, none in zip(seconds, found[NONE], strict=True)]
+                row = (statistics.median(each) for each in (speeds, ratios, firsts, times))
+                speed, ratio, first, busy = row
+                print(f"| {point} | {form} | {speed:.0f} | {ratio:.2f} | {1e3 * first:.2f} | {busy:.2f} |", flush=True)
+                if server is not None:
+                    record(f"{point}, {form}", "of the processor time without", times, "")
                 record(f"{point}, {form}", "tokens/s", speeds, "")
                 record(f"{point}, {form}", "of the speed without", ratios, "")
                 record(f"{point}, {form}", "time to first token", [1e3 * each for each in firsts], "ms")

@@ -111,7 +111,7 @@ class FakeStream:
             self.ended = True
             yield Delta(request_id=self.request_id, finish_reason="stop", usage=usage, result=Vector(vector))
             return
-        pieces = self.engine.answer[: params.max_tokens or len(self.engine.answer)]
+        pieces = self.engine.answer[: params.max_tokens or params.default_max_tokens]
         for step, piece in enumerate(pieces):
             await self._pause(step)
             if self.engine.fail_at == step:
@@ -250,6 +250,9 @@ class FakeEngine:
         if isinstance(prompt, Chat):
             prompt = "".join(f"{message['role']}: {message['content']}\n" for message in prompt.messages)
         return [ord(character) for character in prompt]
+
+    async def render(self, chat: Chat) -> str:
+        return "".join(chr(token) for token in await self.tokenize(chat))
 
     async def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         self.check_ids(ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
@@ -32,6 +33,19 @@ _TYPES = {
 _LOADING = frozenset({"engine_starting", "engine_draining"})
 
 
+class AnthropicErrorDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, kw_only=True):
+    """What went wrong. The message begins with the field."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorDetail
+    request_id: str
+
+
 class AnthropicDialect(Dialect):
     """``{"type": "error", "error": {"type", "message"}, "request_id"}``. A stream ends with its last event, or an event
     ``error``, and has pings."""
@@ -39,6 +53,8 @@ class AnthropicDialect(Dialect):
     name = "anthropic"
     end = b""
     keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+    envelope = AnthropicError
 
     def speaks(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         if _OWN_PATHS.fullmatch(path):
@@ -51,8 +67,10 @@ class AnthropicDialect(Dialect):
 
     def body(self, error: ApiError, request_id: str) -> bytes:
         kind = _TYPES.get(self.status(error), "api_error")
-        inner = {"type": kind, "message": error.message}
-        return msgspec.json.encode({"type": "error", "error": inner, "request_id": request_id})
+        message = error.message
+        if error.code == "context_length_exceeded":  # Anthropic's words, at which Claude Code shortens the conversation
+            message = f"prompt is too long: {message}"
+        return msgspec.json.encode(AnthropicError(error=AnthropicErrorDetail(kind, message), request_id=request_id))
 
     def event(self, error: ApiError, request_id: str) -> bytes:
         return b"event: error\ndata: " + self.body(error, request_id) + b"\n\n"

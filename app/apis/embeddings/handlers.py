@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -19,11 +19,10 @@ from app.server.exchange import Exchange
 from app.server.service import Service, json_response
 from kernels.contract.tasks import Embed, Vector
 
-__all__ = ["EmbeddingsAnswer", "EmbeddingsRequest", "embeddings"]
+__all__ = ["EmbeddingsAnswer", "EmbeddingsRequest", "cut", "embed_all", "embeddings", "require_embeddings"]
 
 MAX_INPUTS = 2048
 _AT_ONCE = 64  # inputs of one request in the engine: others are not refused for them
-_NAMES = {"prompt": "input"}
 
 
 class EmbeddingsRequest(msgspec.Struct, kw_only=True):
@@ -61,24 +60,43 @@ class EmbeddingsAnswer(msgspec.Struct, kw_only=True):
 async def embeddings(service: Service, exchange: Exchange, body: EmbeddingsRequest) -> Response:
     """The vector of each input: the model's last hidden state at its last token, of length 1."""
     model = service.check_model(body.model)
+    require_embeddings(service, model)
+    options = {"priority": body.priority, "cache_salt": body.cache_salt, "label": body.rid}
+    found = await embed_all(service, exchange, _inputs(body.input), "input", **options)
+    total = sum(tokens for _, tokens in found)
+    exchange.tokens = (total, 0)
+    as_text = body.encoding_format == "base64"
+    data = [
+        EmbeddingObject(index=index, embedding=_encoded(cut(vector, body.dimensions), as_text))
+        for index, (vector, _) in enumerate(found)
+    ]
+    return json_response(EmbeddingsAnswer(data=data, model=model, usage=EmbeddingsUsage(total, total)))
+
+
+def require_embeddings(service: Service, model: str) -> None:
+    """Raise 400 unless the served model was trained for embeddings."""
     if not service.arguments.is_embedding:
         raise ApiError(
             400,
-            f"{model!r} generates text, and its hidden states are no good embeddings; serve a model that was trained "
-            "for them with --is-embedding.",
+            f"model: {model!r} generates text, and its hidden states are no good embeddings; serve a model that was "
+            "trained for them with --is-embedding.",
             param="model",
             code="model_not_supported",
         )
-    inputs = _inputs(body.input)
+
+
+async def embed_all(
+    service: Service, exchange: Exchange, inputs: Sequence[str | list[int]], field: str, **options: Any
+) -> list[tuple[np.ndarray, int]]:
+    """The vector of each input, and its tokens. ``field``: the inputs' name in this API. ``options``: those of
+    ``Service.submit``."""
+    names = {"prompt": field}
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def one(prompt: str | list[int]) -> tuple[np.ndarray, int]:
         async with places:
-            stream = service.submit(
-                exchange, prompt, SamplingParams(), priority=body.priority, cache_salt=body.cache_salt,
-                label=body.rid, rename=_NAMES, task=Embed(),
-            )  # fmt: skip
-            await service.accepted([stream], _NAMES)
+            stream = service.submit(exchange, prompt, SamplingParams(), rename=names, task=Embed(), **options)
+            await service.accepted([stream], names)
             vector, tokens = b"", 0
             async for delta in stream:
                 tokens = delta.usage.prompt_tokens
@@ -91,15 +109,7 @@ async def embeddings(service: Service, exchange: Exchange, body: EmbeddingsReque
             tasks = [group.create_task(one(prompt)) for prompt in inputs]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    found = [task.result() for task in tasks]
-    total = sum(tokens for _, tokens in found)
-    exchange.tokens = (total, 0)
-    as_text = body.encoding_format == "base64"
-    data = [
-        EmbeddingObject(index=index, embedding=_encoded(_cut(vector, body.dimensions), as_text))
-        for index, (vector, _) in enumerate(found)
-    ]
-    return json_response(EmbeddingsAnswer(data=data, model=model, usage=EmbeddingsUsage(total, total)))
+    return [task.result() for task in tasks]
 
 
 def _inputs(given: str | Sequence[str | int | list[int]]) -> Sequence[str | list[int]]:
@@ -116,7 +126,7 @@ def _inputs(given: str | Sequence[str | int | list[int]]) -> Sequence[str | list
     return [one for one in given if not isinstance(one, int)]
 
 
-def _cut(vector: np.ndarray, dimensions: int | None) -> np.ndarray:
+def cut(vector: np.ndarray, dimensions: int | None) -> np.ndarray:
     """The first numbers of a vector, of length 1. Raises 400 for more than there are."""
     if dimensions is None or dimensions == vector.size:
         return vector

@@ -22,7 +22,7 @@ from app.server.merged import Merged
 from app.server.service import Service, json_response
 from app.server.sse import sse_response
 
-__all__ = ["completions", "prompts_of"]
+__all__ = ["Prompt", "completions", "prompts_of"]
 
 Prompt = str | list[int]
 

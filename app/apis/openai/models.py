@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 from quart import Response
 
+from app.apis.anthropic.models import model_info, model_page
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
 
@@ -42,9 +43,12 @@ def _card(service: Service, name: str) -> ModelCard:
 
 async def list_models(service: Service, exchange: Exchange, body: None) -> Response:
     """The served model, once for each of its names."""
+    if exchange.dialect.name == "anthropic":
+        return json_response(model_page(service))
     return json_response(ModelList(data=[_card(service, name) for name in service.model_names]))
 
 
 async def get_model(service: Service, exchange: Exchange, name: str) -> Response:
     """The served model, by one of its names."""
-    return json_response(_card(service, service.check_model(name)))
+    name = service.check_model(name)
+    return json_response(model_info(service, name) if exchange.dialect.name == "anthropic" else _card(service, name))

@@ -17,13 +17,17 @@ from app.server.decoding import check_depth, check_size
 from app.server.errors import invalid
 
 __all__ = [
+    "SWITCHES",
     "chat_names",
     "chat_params",
     "chat_prompt",
+    "check_schema",
+    "check_tool_name",
     "completion_names",
     "completion_params",
     "label_of",
     "messages",
+    "name_calls",
     "own_template",
     "salt_of",
     "template_kwargs",
@@ -55,7 +59,7 @@ _RESERVED_TEMPLATE_KEYS = frozenset(
 )
 
 
-_SWITCHES = frozenset({"enable_thinking", "thinking"})
+SWITCHES = frozenset({"enable_thinking", "thinking"})
 """Templates that know no effort have a switch for thoughts by one of these names."""
 
 _TOOL_NAME = re.compile(f"[a-zA-Z0-9_-]{{1,{LIMITS.tool_name_chars}}}")
@@ -164,8 +168,8 @@ def chat_prompt(body: ChatRequest, arguments: Arguments, form: type[StreamingPar
         effort = body.reasoning.effort
     if effort is not None:
         kwargs.setdefault("reasoning_effort", effort)
-    if effort not in (None, "minimal") and not _SWITCHES & kwargs.keys():
-        kwargs |= dict.fromkeys(_SWITCHES, effort != "none")
+    if effort not in (None, "minimal") and not SWITCHES & kwargs.keys():
+        kwargs |= dict.fromkeys(SWITCHES, effort != "none")
     add = body.add_generation_prompt
     go_on = bool(body.continue_final_message)
     if go_on and add:
@@ -214,20 +218,25 @@ def _tool(tool: Tool, index: int) -> dict[str, Any]:
     if tool.type != "function":
         param = f"tools[{index}].type"
         raise invalid(f"{param}: only 'function' is available, not {tool.type!r}.", param=param)
-    _check_tool_name(tool.function.name, f"tools[{index}].function.name")
-    where = f"tools[{index}].function.parameters"
-    check_depth(tool.function.parameters, where)
-    check_size(tool.function.parameters, where, LIMITS.schema_bytes)
-    mistake = find_schema_error(tool.function.parameters) if tool.function.parameters is not None else None
+    check_tool_name(tool.function.name, f"tools[{index}].function.name")
+    check_schema(tool.function.parameters, f"tools[{index}].function.parameters")
+    return {"type": "function", "function": msgspec.to_builtins(tool.function)}
+
+
+def check_schema(schema: dict[str, Any] | None, where: str) -> None:
+    """Raise 400 for a tool's schema that is too large or no JSON Schema. ``where``: the field."""
+    check_depth(schema, where)
+    check_size(schema, where, LIMITS.schema_bytes)
+    mistake = find_schema_error(schema) if schema is not None else None
     if mistake is not None:
         path, shape = mistake
         raise invalid(
             f"{where}{path[:256]}: {shape}.", param=f"{where}{path[:256]}", code="invalid_function_parameters"
         )
-    return {"type": "function", "function": msgspec.to_builtins(tool.function)}
 
 
-def _check_tool_name(name: str, param: str) -> None:
+def check_tool_name(name: str, param: str) -> None:
+    """Raise 400 for a name that no call could have."""
     if _TOOL_NAME.fullmatch(name) is None:
         raise invalid(
             f"{param}: must be 1 to {LIMITS.tool_name_chars} letters, digits, underscores or dashes. Rename it.",
@@ -241,11 +250,11 @@ def messages(given: list[ChatMessage], form: type[StreamingParser] | None = None
         [message.tool_calls for message in given if message.tool_calls], "messages[].tool_calls", LIMITS.tools_bytes
     )
     rendered = [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
-    _name_calls(rendered, form or StreamingParser)
+    name_calls(rendered, form or StreamingParser)
     return rendered
 
 
-def _name_calls(rendered: list[dict[str, Any]], form: type[StreamingParser]) -> None:
+def name_calls(rendered: list[dict[str, Any]], form: type[StreamingParser]) -> None:
     """Give calls the ids that the model knows, and their answers the same ids and the tools' names."""
     names: dict[str | None, tuple[str | None, str]] = {}
     number = 0
@@ -293,7 +302,7 @@ def _call(call: MessageToolCall, at: str) -> dict[str, Any]:
     """A tool call of an earlier turn as templates expect it."""
     if call.type != "function":
         raise invalid(f"{at}.type: only 'function' is available, not {call.type[:64]!r}.", param=f"{at}.type")
-    _check_tool_name(call.function.name, f"{at}.function.name")
+    check_tool_name(call.function.name, f"{at}.function.name")
     arguments = _arguments(call.function.arguments, f"{at}.function.arguments")
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 

@@ -37,6 +37,9 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     """``prompt`` (a text or a list of texts), or ``messages`` to be rendered first.
 
     ``add_special_tokens`` defaults to true for texts and to false for messages, because the template adds them.
+
+    llama.cpp's form is ``content`` with ``add_special`` (default false); ``with_pieces`` returns each token with its
+    text.
     """
 
     model: Name | None = None
@@ -49,12 +52,23 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    content: Text | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+
+
+class Piece(msgspec.Struct):
+    """A token with its text, as llama.cpp returns it."""
+
+    id: int
+    piece: str
 
 
 class TokenizeAnswer(msgspec.Struct, kw_only=True):
     """For a list of prompts the fields are lists."""
 
-    tokens: list[int | list[int]]
+    tokens: list[int | list[int] | Piece]
     count: int | list[int]
     max_model_len: int
     token_strs: list[str | list[str]] | None = None
@@ -69,19 +83,31 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeAnswer(msgspec.Struct, kw_only=True):
-    """The same text under both names that clients expect."""
+    """The same text under all names that clients expect."""
 
     text: str | list[str]
     prompt: str | list[str]
+    content: str | list[str]
 
 
 async def tokenize(service: Service, exchange: Exchange, body: TokenizeRequest) -> Response:
     """Token ids of texts or of a conversation."""
     service.check_model(body.model)
+    if body.content is not None:
+        _take_content(body)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt: give either prompt or messages.", param="prompt")
     with service.text_request(exchange):
         return json_response(await _tokenized(service, exchange, body))
+
+
+def _take_content(body: TokenizeRequest) -> None:
+    """Make llama.cpp's form the other. Raises 400."""
+    if body.prompt is not None or body.messages is not None:
+        raise invalid("content: give it alone, or prompt or messages.", param="content")
+    if body.parse_special is False:
+        raise invalid("parse_special: special tokens are read in any text here; leave it out.", param="parse_special")
+    body.prompt, body.add_special_tokens = body.content, bool(body.add_special)
 
 
 async def _tokenized(service: Service, exchange: Exchange, body: TokenizeRequest) -> TokenizeAnswer:
@@ -107,9 +133,9 @@ async def _tokenized(service: Service, exchange: Exchange, body: TokenizeRequest
         ]
     many = isinstance(body.prompt, list)
     counts = [len(ids) for ids in encoded]
-    tokens: list[int | list[int]] = [*encoded] if many else [*encoded[0]]
+    tokens: list[int | list[int] | Piece] = [*encoded] if many else [*encoded[0]]
     strings: list[str | list[str]] | None = None
-    if body.return_token_strs:
+    if body.return_token_strs or body.with_pieces:
         if sum(counts) > max(engine.context_length, _STRINGS):
             raise invalid(
                 f"return_token_strs: {sum(counts)} tokens; the strings of at most "
@@ -118,6 +144,8 @@ async def _tokenized(service: Service, exchange: Exchange, body: TokenizeRequest
             )
         named = [await engine.token_strings(ids) for ids in encoded]
         strings = [*named] if many else [*named[0]]
+        if body.with_pieces and not many:
+            tokens = [Piece(token, piece) for token, piece in zip(encoded[0], named[0], strict=True)]
     return TokenizeAnswer(
         tokens=tokens,
         count=counts if many else counts[0],
@@ -153,7 +181,7 @@ async def detokenize(service: Service, exchange: Exchange, body: DetokenizeReque
         except InvalidRequest as error:
             raise renamed(error, {"prompt": "tokens"}) from None
     text = texts if many else texts[0]
-    return json_response(DetokenizeAnswer(text=text, prompt=text))
+    return json_response(DetokenizeAnswer(text=text, prompt=text, content=text))
 
 
 async def tokenizer_info(service: Service, exchange: Exchange, body: None) -> Response:

@@ -237,7 +237,7 @@ MOST_NODES = 2**31 - 1
 class _Settings(ctypes.Structure):
     """``Settings`` of trie.cpp."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("shortest", "longest", "least", "widest", "likeliest"))
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("shortest", "longest", "least", "widest", "by_probability"))
 
 
 class _Library:

@@ -28,7 +28,7 @@ async def test_tokenize_and_detokenize(application, prefix):
     _, reported = await call(application, f"{prefix}/tokenize", json={"prompt": ["a", "bc"]})
     assert (reported["tokens"], reported["count"]) == ([[97], [98, 99]], [1, 2])
     _, reported = await call(application, f"{prefix}/detokenize", json={"tokens": [97, 98]})
-    assert reported == {"text": "ab", "prompt": "ab"}
+    assert reported == {"text": "ab", "prompt": "ab", "content": "ab"}
     _, reported = await call(application, f"{prefix}/detokenize", json={"tokens": [[97], [98]]})
     assert reported["text"] == ["a", "b"]
 

@@ -11,6 +11,8 @@ import pytest
 
 from actors.protocol.requests import LIMITS
 from app.route_table import ROUTES
+from app.server.dialect import OPENAI as OPENAI_FORM
+from tests.kits.field_limits import NEEDED_ELSEWHERE, OTHER_APIS
 from tests.kits.target import ADMIN, Target
 
 HUGE = 2**70
@@ -37,6 +39,7 @@ def strings(count: int) -> list[str]:
 
 
 OVER_NAME = "x" * 513
+OVER_TOOL = "x" * (LIMITS.tool_name_chars + 1)
 OVER_LABEL = "x" * (LIMITS.request_id_chars + 1)
 OVER_SALT = "x" * (LIMITS.cache_salt_chars + 1)
 OVER_STOP = "x" * (LIMITS.stop_string_chars + 1)
@@ -196,7 +199,7 @@ CONVERSATION: dict[str, list[Any]] = {
     ],
     "tools[].function": [([{"type": "function", "function": 5}], "tools[0].function", {})],
     "tools[].function.name": [
-        (tool(name=name), "tools[0].function.name", {}) for name in (OVER_NAME, "", "a.b", "x" * 65, "é")
+        (tool(name=name), "tools[0].function.name", {}) for name in (OVER_NAME, "", "a.b", OVER_TOOL, "é")
     ],
     "tools[].function.description": [(tool(description=5), "tools[0].function.description", {})],
     "tools[].function.parameters": [
@@ -319,6 +322,10 @@ TABLE: dict[str, dict[str, list[Any]]] = {
         "prompt": [strings(LIMITS.prompts + 1), 5, deep(100)],
         "add_special_tokens": [5],
         "return_token_strs": [(True, "return_token_strs", {"prompt": "x" * 300_000})],
+        "content": [5, "x"],
+        "add_special": [5],
+        "parse_special": [5, (False, "parse_special", {"prompt": None, "content": "x"})],
+        "with_pieces": [5],
         **{
             field: [
                 (
@@ -338,6 +345,7 @@ TABLE: dict[str, dict[str, list[Any]]] = {
     "/abort_request": {"rid": [OVER_LABEL, "", 5], "abort_all": [5]},
     "/set_trace_level": {"level": [-1, 4, HUGE, "1"]},
 }
+TABLE |= OTHER_APIS
 
 
 def item(**fields: object) -> list[dict[str, object]]:
@@ -488,7 +496,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/v1/detokenize": {"tokens": [1]},
     "/abort_request": {},
     "/set_trace_level": {},
-}
+} | NEEDED_ELSEWHERE
 
 # Where another field than the one in hand is named, by design: a conversation that is too long, an unknown model ...
 ALSO_NAMED = {
@@ -517,6 +525,7 @@ def structs_in(annotation: Any, listed: bool = False) -> Iterator[tuple[Any, boo
 
 
 BODIES = {route.path: route.body for route in ROUTES if route.body is not None}
+DIALECTS = {route.path: route.dialect for route in ROUTES}
 
 
 def test_every_field_of_every_body_is_in_the_table() -> None:
@@ -543,6 +552,12 @@ def test_past_its_limit_a_field_is_named(target: Target, path: str, field: str, 
     answer = target.post(path, data, headers={"Content-Type": "application/json", **ADMIN})
     assert answer.status_code == 400, answer.text[:500]
     error = answer.json()["error"]
+    if DIALECTS[path] is not OPENAI_FORM:  # most have the field's name in the message alone
+        message = error if isinstance(error, str) else error["message"]
+        place = message if isinstance(error, str) else error.get("param", message)
+        assert place.startswith((*ALSO_NAMED.get(named, ()), named, f"The {named}")), error
+        assert len(message) < 1000
+        return
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
     assert error["param"] is not None, error

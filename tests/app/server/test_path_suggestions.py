@@ -56,7 +56,6 @@ async def test_a_missing_or_doubled_v1_is_answered_with_the_base_url(application
         ("/embed", "POST /v1/embeddings"),
         ("/v1/audio/transcriptions", "is not built"),
         ("/v1/rerank", "is not built"),
-        ("/completion", TEXT),
         ("/generate_stream", "POST /generate"),
         ("/v1/load_lora_adapter", "LoRA is not built"),
         ("/v1beta/models/x:generateContent", "Google's API is not built"),
@@ -83,7 +82,7 @@ async def test_an_unknown_path_is_pointed_to_the_list(application, path):
     assert message.isascii()
 
 
-@pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/tags", "/api/pull"])
+@pytest.mark.parametrize("path", ["/api/pull", "/api/create", "/api/blobs/sha256:1", "/api/copy"])
 async def test_ollamas_paths_answer_in_its_form(application, path):
     status, answer = await ask(application, "POST", path)
     assert status == 404
@@ -91,14 +90,12 @@ async def test_ollamas_paths_answer_in_its_form(application, path):
     assert answer["error"].startswith("Ollama's")
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/v1/messages", "/anthropic/v1/messages"]
-)
+@pytest.mark.parametrize("path", ["/v1/messages/batches", "/v1/complete", "/v1/v1/messages", "/anthropic/v1/messages"])
 async def test_anthropics_paths_answer_in_its_form(application, path):
     status, answer = await ask(application, "POST", path)
     assert status == 404
     assert (answer["type"], answer["error"]["type"]) == ("error", "not_found_error")
-    assert CHAT in answer["error"]["message"]
+    assert "POST /v1/messages" in answer["error"]["message"]
     assert answer["request_id"].startswith("req-")
 
 

@@ -119,7 +119,7 @@ struct Sequence {
 };
 
 struct Settings {
-    int64_t shortest, longest, least, widest, likeliest;
+    int64_t shortest, longest, least, widest, by_probability;
 };
 
 struct Trie {
@@ -212,7 +212,7 @@ void breadth_first(Tree& tree, const Generation& generation, int32_t node, int64
     }
 }
 
-void likeliest(Tree& tree, const Generation& generation, int32_t node, int64_t widest) {
+void grow_by_probability(Tree& tree, const Generation& generation, int32_t node, int64_t widest) {
     using Waiting = std::tuple<double, int64_t, int32_t, int32_t>;  // as in ngram.py
     std::priority_queue<Waiting, std::vector<Waiting>, std::greater<>> waiting;
     int64_t order = 0;
@@ -246,8 +246,8 @@ void draft_tree(Trie& trie, Sequence& sequence, const Settings& settings, Tree& 
             const int32_t node = windows[length - 1];
             if (!generation.nodes[node].first) continue;
             tree.window = static_cast<int32_t>(length);
-            if (settings.likeliest) {
-                likeliest(tree, generation, node, settings.widest);
+            if (settings.by_probability) {
+                grow_by_probability(tree, generation, node, settings.widest);
             } else {
                 const int64_t more = (settings.widest - settings.least) * (longest - length);
                 const int64_t breadth = settings.least + more / (longest - settings.shortest + 1);
