@@ -155,15 +155,14 @@ async def test_a_deadly_grammar_is_tried_again_after_minutes(monkeypatch: pytest
 async def test_one_tenant_leaves_places_to_others() -> None:
     grammars, worker = GrammarCompiles(tenants=2), Worker()
     worker.gate.clear()
-    place, waiting = route(worker), []
-    with pytest.raises(CompilerBusy):
-        for number in range(64):
-            compiled = grammars.compile(Grammar("regex", f"a{number}"), place, "greedy")
-            waiting.append(asyncio.ensure_future(compiled))
-            await asyncio.sleep(0)
-            if waiting[-1].done():
-                await waiting[-1]
+    place = route(worker)
+    greedy = [
+        asyncio.create_task(grammars.compile(Grammar("regex", f"a{number}"), place, "greedy")) for number in range(64)
+    ]
+    await asyncio.sleep(0)
+    assert isinstance(greedy[-1].exception(), CompilerBusy)
     other = asyncio.create_task(grammars.compile(RED, place, "modest"))
     await asyncio.sleep(0)
     worker.gate.set()
     assert await other
+    await asyncio.wait(greedy)
