@@ -43,6 +43,7 @@ MAX_AT_ONCE = 64
 
 _SHARE = 8  # beside interactive requests an eighth of the lines run, and at least one
 _POLL = 0.05  # seconds
+_REST = 5.0  # seconds after an interactive request, in which the next one of its client may come
 _MAX_KEPT = 10_000  # finished batches of one owner that are remembered
 
 
@@ -53,11 +54,15 @@ class Gate:
         self._service = service
         self._most = max(1, min(MAX_AT_ONCE, service.arguments.max_running_requests // 2))
         self.running = 0
+        self._interactive = -_REST  # when an interactive request was last seen
 
     @property
     def limit(self) -> int:
         """Lines that may run now."""
-        return max(1, self._most // _SHARE) if interactive_requests(self._service) else self._most
+        now = time.monotonic()
+        if interactive_requests(self._service):
+            self._interactive = now
+        return max(1, self._most // _SHARE) if now - self._interactive < _REST else self._most
 
     async def enter(self) -> None:
         """Wait for a place. Follow it with :meth:`leave`."""
