@@ -12,6 +12,7 @@ import msgspec
 from app.apis.events import input_of
 from app.apis.openai.requests import ChatMessage, MessageToolCall, ToolCallFunction
 from app.apis.responses.requests import Input, InputItem, InputPart
+from app.server.decoding import check_depth
 from app.server.errors import ApiError, invalid
 from app.server.ids import Ids
 
@@ -182,10 +183,17 @@ def _call(item: Item) -> MessageToolCall:
     return MessageToolCall(id=item["call_id"], function=ToolCallFunction(name=item["name"], arguments=arguments))
 
 
-def _arguments(text: str) -> str | dict[str, Any]:
-    """Arguments that a model has not finished, or not written as JSON, do not end the conversation."""
-    value = input_of(text) if text.strip() else text
-    return value if isinstance(value, dict) else text
+def _arguments(text: str) -> dict[str, Any]:
+    """Arguments that a model has not finished, or that are no JSON a chat may have, do not end the conversation."""
+    value = input_of(text) if text.strip() else {}
+    if isinstance(value, dict):
+        return value
+    read: dict[str, Any] = msgspec.json.decode(text)
+    try:
+        check_depth(read, "arguments")
+    except ApiError:
+        return {"INVALID_JSON": text}
+    return read
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:

@@ -225,9 +225,10 @@ async def test_a_cut_call_does_not_end_a_conversation(client: Client) -> None:
     await client.create("Go on", conversation=made.id)
     [call] = client.prompt()[1]["tool_calls"]
     assert call["function"]["arguments"] == {"INVALID_JSON": arguments}
-    again = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "5"}
-    await client.create([again])
-    assert client.prompt()[0]["tool_calls"][0]["function"]["arguments"] == {"INVALID_JSON": "5"}
+    deep = ['{"a":' + "[" * depth + "]" * depth + "}" for depth in (100, 10_000)]
+    for text in ("5", "{", *deep):
+        await client.create([{"type": "function_call", "call_id": "c", "name": "add", "arguments": text}])
+        assert client.prompt()[0]["tool_calls"][0]["function"]["arguments"] == {"INVALID_JSON": text}
 
 
 async def test_any_tool_is_shown_as_openai_names_it(client: Client) -> None:
