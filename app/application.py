@@ -216,7 +216,9 @@ def _view(service: Service, route: Route) -> Callable[..., Awaitable[Response]]:
         headers = request.headers
         declared = request.content_length
         if not (route.optional_body and not declared and "Transfer-Encoding" not in headers):
-            check_json_content(headers.get("Content-Type", ""), headers.get("Content-Encoding", ""))
+            check_json_content(
+                headers.get("Content-Type", exchange.dialect.default_type), headers.get("Content-Encoding", "")
+            )
         data = await _read_body()
         if exchange.body.refused:
             raise too_many_uploads()

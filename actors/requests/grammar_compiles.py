@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, OrderedDict
 
 from actors.protocol import CompileGrammar
 from actors.protocol.requests import LIMITS, CompilerBusy, Grammar, InvalidRequest, RequestFailed
+from actors.requests.admission import most_for_one
 from actors.requests.router import Route
 from actors.runtime import ActorDied
 
@@ -20,26 +22,32 @@ _TIMEOUT = 60.0
 """Seconds. A worker answers sooner, but it may have to load the model first."""
 _RETRY = 5.0
 
-_TRIES = 2
 _DEADLY = (
-    "The model's worker died twice while it compiled this request's grammar, so it is not compiled a third time. "
-    "Change the grammar; report it if a simple one does this."
+    "The model's worker died twice while it compiled this request's grammar, so it is not compiled again for some "
+    "minutes. Change the grammar; report it if a simple one does this."
 )
+_REFUSED = 600.0
+"""Seconds for which a grammar at which two workers died is refused: memory may have been short then."""
 
 Key = tuple[int, int | None, Grammar]
 """By the identity of the route, and the epoch of its worker."""
 
 
 class GrammarCompiles:
-    """The grammars of one engine's requests."""
+    """The grammars of one engine's requests. ``tenants``: those that share the places of what waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenants: int = 1) -> None:
         self._known: OrderedDict[Key, None] = OrderedDict()
-        self._waiting: Counter[Key] = Counter()
-        self._deadly: OrderedDict[Grammar, None] = OrderedDict()
-        """Those at whose compilation workers died."""
+        self._waiting: Counter[tuple[str, Key]] = Counter()
+        """Requests that wait, by tenant and grammar."""
+        self._share = most_for_one(_WAITING, tenants)
+        self._deadly: OrderedDict[Grammar, float] = OrderedDict()
+        """Those at whose compilation two workers died, and when."""
+        self._suspects = asyncio.Lock()
+        """Held by the one grammar that is compiled again after a death. No other is compiled meanwhile, so that a
+        further death convicts nobody else."""
 
-    async def compile(self, grammar: Grammar, route: Route) -> bool:
+    async def compile(self, grammar: Grammar, route: Route, tenant: str = "") -> bool:
         """Let the workers of a route compile; whether this took time.
 
         Where a worker does not answer, the request goes on: its next incarnation compiles at the admission. Raises
@@ -51,13 +59,15 @@ class GrammarCompiles:
         if epoch is not None and key in self._known:
             self._known.move_to_end(key)
             return False
-        if len(self._waiting) >= _WAITING and key not in self._waiting:
-            raise CompilerBusy(f"{len(self._waiting)} grammars wait to be compiled.", retry_after=_RETRY)
-        self._waiting[key] += 1
+        place = (tenant, key)
+        own = sum(owner == tenant for owner, _ in self._waiting)
+        if place not in self._waiting and (own >= self._share or len(self._waiting) >= _WAITING):
+            raise CompilerBusy(f"{own} grammars of yours wait to be compiled.", retry_after=_RETRY)
+        self._waiting[place] += 1
         try:
             answered = await self._ask(grammar, route)
         finally:
-            self._waiting[key] -= 1
+            self._waiting[place] -= 1
             self._waiting += Counter()  # drops what nobody waits for
         if answered:
             self._known[key] = None
@@ -66,15 +76,23 @@ class GrammarCompiles:
         return answered
 
     async def _ask(self, grammar: Grammar, route: Route) -> bool:
-        for _ in range(0 if grammar in self._deadly else _TRIES):
+        if time.monotonic() - self._deadly.get(grammar, -_REFUSED) < _REFUSED:
+            raise RequestFailed(_DEADLY)
+        async with self._suspects:
+            pass
+        try:
+            return await _ask(grammar, route)
+        except ActorDied:
+            pass  # of this grammar, of one beside it, or of other work
+        async with self._suspects:
             try:
                 return await _ask(grammar, route)
             except ActorDied:
-                continue  # the next worker may live: others' work kills, too
-        self._deadly[grammar] = None
-        if len(self._deadly) > _KNOWN:
-            self._deadly.popitem(last=False)
-        raise RequestFailed(_DEADLY)
+                self._deadly[grammar] = time.monotonic()
+                self._deadly.move_to_end(grammar)
+                if len(self._deadly) > _KNOWN:
+                    self._deadly.popitem(last=False)
+                raise RequestFailed(_DEADLY) from None
 
 
 async def _ask(grammar: Grammar, route: Route) -> bool:

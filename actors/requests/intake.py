@@ -131,7 +131,7 @@ class Intake:
         self._timelines = timelines
         self._requests: dict[str, _Request] = {}
         self._numbers = itertools.count(1)
-        self._grammars = GrammarCompiles()
+        self._grammars = GrammarCompiles(max(1, len(arguments.api_keys)))
         self._readers = WakeLimiter(_READERS_A_TURN)
         # With --random-seed the same requests in the same order sample the same tokens after a new start.
         seed = arguments.random_seed
@@ -274,7 +274,8 @@ class Intake:
         else:
             ids = list(prompt)
         route = self._router.choose()
-        while params.grammar is not None and await self._grammars.compile(params.grammar, route):
+        tenant = request.ticket.tenant
+        while params.grammar is not None and await self._grammars.compile(params.grammar, route, tenant):
             route = self._router.choose()  # another may have less to do by now
         bad_words = [ids for word in params.bad_words for ids in await encoding.spellings(word)]
         self._wanted(buffer)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterable
 from typing import Literal
 
 from actors.protocol.requests import Delta, FinishReason, RequestAborted, TokenLogprob, Usage
-from actors.requests.streams import RequestStream
 
 __all__ = ["Collected", "collect"]
 
@@ -50,7 +50,7 @@ class Collected:
             self.matched_stop = delta.matched_stop
 
 
-async def collect(stream: RequestStream, choices: int, *, keep_aborted: bool = False) -> list[Collected]:
+async def collect(stream: AsyncIterable[Delta], choices: int, *, keep_aborted: bool = False) -> list[Collected]:
     """Collect every choice of a stream. An abort raises RequestAborted, or with ``keep_aborted`` returns what
     arrived."""
     collected = [Collected() for _ in range(choices)]

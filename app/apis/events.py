@@ -161,11 +161,11 @@ class Answer(msgspec.Struct):
 
 
 def input_of(arguments: str) -> object:
-    """A call's arguments as the object that they are, as they were written. Those that ``max_tokens`` has cut are
-    ``{"INVALID_JSON": TEXT}``, as Anthropic's guide has it."""
+    """A call's arguments as the object that they are, as they were written. Those that ``max_tokens`` has cut, or that
+    no decoder reads, are ``{"INVALID_JSON": TEXT}``, as Anthropic's guide has it."""
     try:
         msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeError):
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return {"INVALID_JSON": arguments}
     return msgspec.Raw(arguments.encode())
 

@@ -38,6 +38,7 @@ _OK, _FAILED, _USAGE = 0, 1, 2
 _AT_ONCE = 64
 _TICK = 0.5  # seconds between two drawings of the progress
 _RETRY = 5.0  # seconds, where a server names none
+_TRIES = 4  # of a line whose answer is cut each time
 
 Ask = Callable[[BatchLine], Awaitable["Answer"]]
 
@@ -153,10 +154,13 @@ async def _server(given: argparse.Namespace) -> AsyncIterator[Ask]:
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(given.at_once) as threads:
 
-        async def ask(line: BatchLine) -> Answer:
+        async def ask(line: BatchLine, tries: int = _TRIES) -> Answer:
             try:
                 status, body, request_id = await loop.run_in_executor(threads, client.post, line.url, bytes(line.body))
             except ClientError as error:
+                if error.cut and tries > 1:
+                    await asyncio.sleep(_RETRY)
+                    return await ask(line, tries - 1)
                 wait = _RETRY if error.status == 429 and error.retry_after is None else error.retry_after
                 if wait is None:
                     raise

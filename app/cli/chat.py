@@ -43,6 +43,7 @@ class ChatSession:
         self._client = client
         self._read = read
         self._out = out
+        self._line_ended = True
         self._options = options
         self._colours = out.isatty() and not os.environ.get("NO_COLOR")
 
@@ -73,7 +74,7 @@ class ChatSession:
                     self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
         except ClientError as error:
             del self.messages[before:]  # so that the next turn does not repeat the mistake
-            self._say(f"error: {error}")
+            self._say(("" if self._line_ended else "\n") + f"error: {error}")
         except (KeyboardInterrupt, EOFError):
             del self.messages[before:]
             self._say("\n(stopped; this turn is forgotten)")
@@ -187,6 +188,7 @@ class ChatSession:
 
     def _write(self, text: str, *, dim: bool = False) -> None:
         text = _UNSAFE.sub("", text)
+        self._line_ended = text.endswith("\n") if text else self._line_ended
         self._out.write(f"\x1b[2m{text}\x1b[22m" if dim and self._colours else text)
         self._out.flush()
 

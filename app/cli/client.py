@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import ipaddress
 import json
 import os
@@ -18,13 +19,16 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 _KEY_VARIABLE = "TROUPE_API_KEY"
 _LONGEST_LINE = 16 << 20  # bytes of one event
 _SHOWN = 500  # characters of an error
+_BROKEN = (OSError, http.client.HTTPException)
 
 
 class ClientError(Exception):
-    """No answer, or an error. ``status``: of the answer; 0 without one. ``retry_after``: seconds, where it says so."""
+    """No answer, or an error. ``status``: of the answer; 0 without one. ``retry_after``: seconds, where it says so.
+    ``cut``: an answer began and did not end."""
 
     def __init__(self, message: str, status: int = 0, body: bytes = b"", retry_after: float | None = None) -> None:
         super().__init__(message)
+        self.cut = False
         self.status = status
         self.body = body
         self.retry_after = retry_after
@@ -57,31 +61,29 @@ class ApiClient:
     def get(self, path: str) -> Any:
         """The JSON at a path. Raises ClientError."""
         with self._open(path, None) as answer:
-            return _json(answer.read())
+            return _json(self._read(answer))
 
     def post(self, path: str, body: bytes) -> tuple[int, bytes, str]:
         """Status, body and request id of an answer, also of an error. Raises ClientError without an answer, and for
         status 429 and 503, after which the request may be sent again."""
         try:
             with self._open(path, body) as answer:
-                return answer.status, answer.read(), answer.headers.get("x-request-id", "")
+                return answer.status, self._read(answer), answer.headers.get("x-request-id", "")
         except ClientError as error:
             if error.status in (0, 429, 503):
                 raise
             return error.status, error.body, ""
-        except OSError as error:
-            raise self._broken(error) from None
 
     def events(self, path: str, body: bytes) -> Iterator[dict[str, Any]]:
         """The JSON objects of a stream of server-sent events. Raises ClientError, also for an error in the stream."""
         with self._open(path, body) as answer:
             if not answer.headers.get("Content-Type", "").startswith("text/event-stream"):
-                yield _json(answer.read())
+                yield _json(self._read(answer))
                 return
             while True:
                 try:
                     line = answer.readline(_LONGEST_LINE)
-                except OSError as error:
+                except _BROKEN as error:
                     raise self._broken(error) from None
                 if not line:
                     return
@@ -101,17 +103,26 @@ class ApiClient:
         try:
             answer = self._opener.open(request, timeout=self._timeout)
         except urllib.error.HTTPError as error:
-            content = error.read()
+            content = self._read(error)
             message = _reason(_json_or_none(content), f"status {error.code} {error.reason}")
             raise ClientError(message, error.code, content, _seconds(error.headers.get("Retry-After"))) from None
-        except OSError as error:
-            raise self._broken(error) from None
+        except _BROKEN as error:
+            raise self._broken(error, cut=isinstance(error, http.client.HTTPException)) from None
         with answer:
             yield answer
 
-    def _broken(self, error: OSError) -> ClientError:
-        reason = getattr(error, "reason", None) or error
-        return ClientError(f"{self.url}: no answer ({reason})")
+    def _read(self, answer: Any) -> bytes:
+        try:
+            return bytes(answer.read())
+        except _BROKEN as error:
+            raise self._broken(error) from None
+
+    def _broken(self, error: Exception, *, cut: bool = True) -> ClientError:
+        if not cut:
+            return ClientError(f"{self.url}: no answer ({getattr(error, 'reason', None) or error})")
+        failure = ClientError(f"{self.url}: the answer was cut ({error or type(error).__name__})")
+        failure.cut = True
+        return failure
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

@@ -39,8 +39,9 @@ class Keyring:
         self._tenants = [f"key-{number}" if several else "" for number in range(1, len(self._user) + 1)]
         self._tenants += [_ADMIN if several else ""] * len(self._admin)
         # Stored things outlive the server and the order of its keys.
-        digests = [hashlib.blake2b(key, digest_size=16, person=b"troupe-owner").hexdigest() for key in self._user]
-        self._owners = dict(zip(self._tenants, digests, strict=False))
+        digests = [_digest(key, b"troupe-owner") for key in self._user]
+        digests += [_digest(key, b"troupe-admin") for key in self._admin if self._user]
+        self._owners = dict(zip(self._tenants, digests, strict=False)) or {"": ""}
 
     def check(self, level: Level, headers: Iterable[tuple[bytes, bytes]], server: tuple[str, int | None] | None) -> str:
         """The tenant of the key in the headers, or "" where there is only one.
@@ -65,12 +66,12 @@ class Keyring:
         return ""
 
     def owner(self, tenant: str) -> str:
-        """A name for the owner of stored things: a digest of the API key; empty without one."""
+        """A name for the owner of stored things: a digest of the key; empty where user routes need none."""
         return self._owners.get(tenant, "")
 
-    def tenant_of(self, owner: str) -> str:
-        """The tenant of an owner of stored things; that of no key if the key is gone."""
-        return next((tenant for tenant, known in self._owners.items() if known == owner), "")
+    def tenant_of(self, owner: str) -> str | None:
+        """The tenant of an owner of stored things; None if its key is gone."""
+        return next((tenant for tenant, known in self._owners.items() if known == owner), None)
 
     def is_admin(self, tenant: str) -> bool:
         return tenant == _ADMIN
@@ -110,6 +111,10 @@ def may_access(tenant: str, owner: str) -> bool:
 def sees_all(tenant: str) -> bool:
     """Whether this is the tenant of the admin key, or the only one."""
     return tenant in ("", _ADMIN)
+
+
+def _digest(key: bytes, person: bytes) -> str:
+    return hashlib.blake2b(key, digest_size=16, person=person).hexdigest()
 
 
 def _given_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:

@@ -23,6 +23,9 @@ class Dialect:
     keep_alive = b": keep-alive\n\n"
     """What a stream without data sends; empty where the form has no such thing."""
 
+    default_type = ""
+    """The media type of a body without one; "" where it must be named."""
+
     envelope: type[msgspec.Struct] = ErrorEnvelope
     """What ``body`` encodes, for the API's description."""
 

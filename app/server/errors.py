@@ -5,6 +5,7 @@ from __future__ import annotations
 import http
 import logging
 import math
+import sqlite3
 
 import msgspec
 from werkzeug.exceptions import HTTPException
@@ -161,6 +162,15 @@ def to_api_error(error: BaseException, reference: str) -> ApiError:
         return ApiError(499, "The request was aborted.", kind="request_aborted", code="request_aborted")
     if isinstance(error, HTTPException):
         return _from_http(error)
+    if isinstance(error, sqlite3.Error):  # such as a full disk
+        log.error("request %s could not use the store of responses: %s", reference, error)
+        return ApiError(
+            503,
+            "The store of responses cannot be written now; the server's log has the reason. Send store: false, or try "
+            "later.",
+            kind="service_unavailable_error",
+            code="store_failed",
+        )
     if isinstance(error, RequestFailed):
         log.error("request %s failed: %s", reference, error)
     elif isinstance(error, RequestError):

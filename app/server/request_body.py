@@ -21,7 +21,7 @@ _PERIOD = 1.0
 _LEAST = 16 << 10  # bytes in each period: a slower client is not waited for
 _SECONDS = 10.0
 _WAITING = 4  # pieces of an upload that wait for its reader
-_SILENCE = 60.0  # seconds without a byte of an upload
+_UPLOAD_SECONDS = 60.0  # of waiting for an upload, in which it must bring ``_LEAST`` bytes for each second
 
 
 class RequestBody:
@@ -95,16 +95,22 @@ class RequestBody:
         return {**message, "body": b""}
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The bytes of an upload as they arrive. Raises TimeoutError when the client sends nothing for a while."""
+        """The bytes of an upload as they arrive. Raises TimeoutError when the client sends too few for a while."""
         pieces = self._pieces
         if pieces is None:
             raise RuntimeError("this route declares no upload")
+        loop = asyncio.get_running_loop()
+        seconds, missing = _UPLOAD_SECONDS, _UPLOAD_SECONDS * _LEAST
         try:
             while True:
-                async with asyncio.timeout(_SILENCE):
+                began = loop.time()
+                async with asyncio.timeout(seconds):
                     piece = await pieces.get()
                 if piece is None:
                     return
+                seconds, missing = seconds - (loop.time() - began), missing - len(piece)
+                if missing <= 0:
+                    seconds, missing = _UPLOAD_SECONDS, _UPLOAD_SECONDS * _LEAST
                 yield piece
         finally:
             self._end_upload()

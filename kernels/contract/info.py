@@ -36,6 +36,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     cache_dtype: str = ""
     cache_token_bytes: int = 0  # of one token's keys and values over all layers, their scales among them
     tasks: tuple[str, ...] = ("generate", "embed", "score")  # see kernels.contract.tasks
+    hidden_size: int = 0  # numbers of a hidden state, and so of an embedding; 0: not known
     cpu_isa: str = ""  # the instruction set that a CPU's operators may use
     # a CPU's native operators at load: of the "wheel", "compiled" on this machine, "pending": still compiled, or "none"
     cpu_operators: str = ""

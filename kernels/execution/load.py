@@ -282,6 +282,7 @@ def load_model(
         vocab_size=part.vocab_size,
         context_length=context,
         layers=part.layers,
+        hidden_size=part.hidden_size,
         parameters=weights.parameters,
         weight_bytes=weight_bytes,
         num_pages=pages,

@@ -91,6 +91,7 @@ SHARED: Table = {
     "messages[].content[].source": blocks("source", block("document", source={"type": "url"})),
     "messages[].content[].title": blocks("title", block("document", title=5)),
     "messages[].content[].context": blocks("context", block("document", context=5)),
+    "messages[].content[].citations": blocks("citations", block("document", citations={"enabled": True})),
     "messages[].content[].cache_control": blocks("cache_control", block(text="x", cache_control=5)),
     "system": [5, [{"type": "text", "text": "x"}] * 4097],
     "system[].type": [([{"type": "image"}], "system[0].type", {})],

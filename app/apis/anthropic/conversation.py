@@ -164,6 +164,12 @@ def _part(part: Part, where: str) -> str:
 
 
 def _document(block: Block, where: str) -> str:
+    if isinstance(block.citations, dict) and block.citations.get("enabled"):
+        raise invalid(
+            f"{where}.citations: answers cite no documents here; leave it out.",
+            param=f"{where}.citations",
+            code="unsupported_content",
+        )
     source = block.source or {}
     data = source.get("data")
     if source.get("type") != "text" or not isinstance(data, str):

@@ -52,6 +52,7 @@ class Block(msgspec.Struct, kw_only=True):
     source: dict[str, Any] | None = None
     title: Text | None = None
     context: Text | None = None
+    citations: dict[str, Any] | list[Any] | None = None
     cache_control: CacheControl | None = None
 
 

@@ -24,7 +24,7 @@ from app.apis.batches.records import (
     batch_answer,
 )
 from app.apis.batches.runner import BatchRunner
-from app.apis.batches.storage import StorageFull, StoredFile
+from app.apis.batches.storage import StorageFull, StoredFile, TooManyUploads
 from app.apis.batches.upload import MAX_UPLOAD, read_form
 from app.apis.openai.requests import Metadata, Name
 from app.server.errors import ApiError, invalid
@@ -97,6 +97,14 @@ async def upload_file(service: Service, exchange: Exchange, body: None) -> Respo
             "The storage has no room for this file; delete files, or start the server with more --file-storage-gib.",
             param="file",
             code="storage_full",
+        ) from None
+    except TooManyUploads:
+        raise ApiError(
+            429,
+            "Too many of your files are arriving together; wait until one of them is complete.",
+            kind="rate_limit_error",
+            code="too_many_uploads",
+            retry_after=5,
         ) from None
     except TimeoutError:
         raise ApiError(408, "The file did not arrive in time.", code="request_timeout", retryable=True) from None
@@ -221,7 +229,6 @@ async def create_batch(service: Service, exchange: Exchange, body: BatchRequest)
     record = BatchRecord(
         id=f"batch_{secrets.token_hex(16)}",
         owner=owner,
-        tenant=exchange.tenant,
         endpoint=body.endpoint,
         input_file_id=file.id,
         completion_window=body.completion_window,

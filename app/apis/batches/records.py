@@ -25,17 +25,18 @@ UNFINISHED: frozenset[Status] = frozenset({"validating", "in_progress", "finaliz
 
 
 class BatchRecord(msgspec.Struct, kw_only=True):
-    """A batch. ``total`` counts its lines, ``completed`` and ``failed`` those with a result. Times since 1970."""
+    """A batch. ``total`` counts its lines, ``completed`` and ``failed`` those with a result. ``ending``: its last
+    status, while its files of results are made. Times since 1970."""
 
     id: str
     owner: str
-    tenant: str  # of its key, while the server runs
     endpoint: str
     input_file_id: str
     completion_window: str
     created_at: int
     expires_at: int
     status: Status = "validating"
+    ending: Status | None = None
     metadata: dict[str, str] | None = None
     output_seconds: int | None = None  # until its output files expire
     times: dict[str, int] = {}  # of its states, by the names of OpenAI's fields

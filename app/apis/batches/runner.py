@@ -21,7 +21,15 @@ from app.apis.batches.lines import (
     result_line,
 )
 from app.apis.batches.records import UNFINISHED, BatchRecord, Status
-from app.apis.batches.storage import FileStore, StorageFull, is_id, read_record, write_record
+from app.apis.batches.storage import (
+    FileStore,
+    StorageFull,
+    StoredFile,
+    is_id,
+    new_file_id,
+    read_record,
+    write_record,
+)
 from app.server.background import answer_request, interactive_requests
 from app.server.routes import Route
 from app.server.service import Service
@@ -35,7 +43,8 @@ MAX_AT_ONCE = 64
 
 _SHARE = 8  # beside interactive requests an eighth of the lines run, and at least one
 _POLL = 0.05  # seconds
-_MAX_KEPT = 10_000  # finished batches that are remembered
+_REST = 5.0  # seconds after an interactive request, in which the next one of its client may come
+_MAX_KEPT = 10_000  # finished batches of one owner that are remembered
 
 
 class Gate:
@@ -45,11 +54,15 @@ class Gate:
         self._service = service
         self._most = max(1, min(MAX_AT_ONCE, service.arguments.max_running_requests // 2))
         self.running = 0
+        self._interactive = -_REST  # when an interactive request was last seen
 
     @property
     def limit(self) -> int:
         """Lines that may run now."""
-        return max(1, self._most // _SHARE) if interactive_requests(self._service) else self._most
+        now = time.monotonic()
+        if interactive_requests(self._service):
+            self._interactive = now
+        return max(1, self._most // _SHARE) if now - self._interactive < _REST else self._most
 
     async def enter(self) -> None:
         """Wait for a place. Follow it with :meth:`leave`."""
@@ -74,12 +87,12 @@ class BatchRunner:
             record = read_record(path, BatchRecord)
             if record is not None and record.id == path.stem and is_id(record.id):
                 self._records[record.id] = record
+        store.uses = self.uses
 
     def start(self) -> None:
         """Take up what an earlier server has left."""
         for record in self._records.values():
             if record.status in UNFINISHED:
-                record.tenant = self._service.keyring.tenant_of(record.owner)
                 self.store.hold(record.owner, sum(_size(self._path(record, kind)) for kind in ("output", "errors")))
                 self._begin(record)
 
@@ -108,7 +121,7 @@ class BatchRunner:
 
     def add(self, record: BatchRecord) -> None:
         """Run a new batch."""
-        finished = [old for old in self.newest_first() if old.status not in UNFINISHED]
+        finished = [old for old in self.newest_first() if old.owner == record.owner and old.status not in UNFINISHED]
         for old in finished[_MAX_KEPT:]:
             del self._records[old.id]
             self._path(old, "json").unlink(missing_ok=True)
@@ -147,8 +160,13 @@ class BatchRunner:
         try:
             while self._service.status.phase == "starting":  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(_POLL)
-            if await self._validated(record):
-                await self._run_lines(record)
+            tenant = self._service.keyring.tenant_of(record.owner)
+            if record.ending is not None:
+                self._end(record, record.ending)
+            elif tenant is None:
+                self._fail(record, LineError("key_removed", "the key of this batch is no key of this server any more"))
+            elif await self._validated(record):
+                await self._run_lines(record, tenant)
         except asyncio.CancelledError:
             if record.status != "cancelling":  # the server stops
                 return
@@ -174,7 +192,7 @@ class BatchRunner:
         self._set(record, "in_progress")
         return True
 
-    async def _run_lines(self, record: BatchRecord) -> None:
+    async def _run_lines(self, record: BatchRecord, tenant: str) -> None:
         route = self._service.table.find("POST", record.endpoint)
         if route is None:
             self._fail(record, LineError("invalid_endpoint", f"{record.endpoint} is not served here"))
@@ -183,6 +201,7 @@ class BatchRunner:
         async with self._results(record) as results, asyncio.TaskGroup() as group:
             with path.open("rb") as file:
                 for _, data in read_lines(file):
+                    await asyncio.sleep(0)  # also beside many lines that are done or have expired
                     line = decode_line(data)
                     if line.custom_id in results.done:
                         continue
@@ -190,18 +209,19 @@ class BatchRunner:
                         results.add(line.custom_id, error=_EXPIRED)
                         continue
                     await self._gate.enter()
-                    task = group.create_task(self._run_line(record, route, line, results))
+                    task = group.create_task(self._run_line(record, tenant, route, line, results))
                     task.add_done_callback(lambda _: self._gate.leave())
-                    await asyncio.sleep(0)
                     if self._service.status.phase != "ready":
                         break
         if record.completed + record.failed < record.total:
             return  # the server stops, and some lines have no result
         self._end(record, "expired" if results.expired else "completed")
 
-    async def _run_line(self, record: BatchRecord, route: Route, line: BatchLine, results: Results) -> None:
+    async def _run_line(
+        self, record: BatchRecord, tenant: str, route: Route, line: BatchLine, results: Results
+    ) -> None:
         while True:
-            answer = await answer_request(self._service, route, bytes(line.body), tenant=record.tenant)
+            answer = await answer_request(self._service, route, bytes(line.body), tenant=tenant)
             if answer.status >= 429 and self._service.status.phase != "ready":
                 return  # the server stops
             if answer.retry_after is None or time.time() >= record.expires_at:
@@ -211,7 +231,7 @@ class BatchRunner:
 
     @asynccontextmanager
     async def _results(self, record: BatchRecord) -> AsyncIterator[Results]:
-        results = Results(record, self.store, self._path(record, "output"), self._path(record, "errors"))
+        results = await self._read_results(record)
         try:
             yield results
         except ExceptionGroup as group:
@@ -219,34 +239,61 @@ class BatchRunner:
         finally:
             results.close()
 
+    async def _read_results(self, record: BatchRecord) -> Results:
+        """The results that are there already. They may be a gigabyte, which a thread reads."""
+        output, errors = self._path(record, "output"), self._path(record, "errors")
+        before, record.tokens = _size(output) + _size(errors), Tokens()
+        reading = asyncio.create_task(asyncio.to_thread(_ids, output, errors, record.tokens))
+        try:
+            await asyncio.shield(reading)
+        finally:  # a batch that is cancelled meanwhile has them, too
+            answered, failed = await reading
+            self.store.hold(record.owner, _size(output) + _size(errors) - before)
+            record.completed, record.failed = len(answered), len(failed)
+        return Results(record, self.store, output, errors, answered | failed)
+
     def _fail(self, record: BatchRecord, *errors: LineError) -> None:
         record.errors = list(errors)
         self._end(record, "failed")
 
     def _end(self, record: BatchRecord, status: Status) -> None:
-        """Make files of the results, and give the batch its last status."""
-        record.times.setdefault("finalizing_at", int(time.time()))
-        for kind, field in (("output", "output_file_id"), ("errors", "error_file_id")):
-            path = self._path(record, kind)
-            if not path.exists():
-                continue
-            size = _size(path)
-            if not size:
-                path.unlink()
-                continue
-            file = self.store.adopt(
-                path,
-                record.owner,
-                size=size,
-                filename=f"{record.id}_{kind}.jsonl",
-                purpose="batch_output",
-                seconds=record.output_seconds,
-            )
-            setattr(record, field, file.id)
-        self._set(record, status)
+        """Make files of the results, and give the batch its last status. A server that is stopped in between does the
+        rest at its next start: the names of the files are on disk before the first is made."""
+        if record.ending is None:
+            record.ending = status
+            for kind, field in _FILES:
+                setattr(record, field, new_file_id() if _size(self._path(record, kind)) else None)
+            self._set(record, "finalizing")
+        for kind, field in _FILES:
+            path, file_id = self._path(record, kind), getattr(record, field)
+            if file_id is None:
+                path.unlink(missing_ok=True)
+            elif path.exists():
+                self.store.adopt(path, self._result_file(record, kind, file_id))
+        self._set(record, record.ending)
         log.info(
             "%s is %s: %d of %d lines, %d failed", record.id, status, record.completed, record.total, record.failed
         )
+
+    def _result_file(self, record: BatchRecord, kind: str, file_id: str) -> StoredFile:
+        now, seconds = int(time.time()), record.output_seconds
+        return StoredFile(
+            id=file_id,
+            owner=record.owner,
+            bytes=_size(self._path(record, kind)),
+            created_at=now,
+            filename=f"{record.id}_{kind}.jsonl",
+            purpose="batch_output",
+            expires_at=None if seconds is None else now + seconds,
+        )
+
+
+_FILES = (("output", "output_file_id"), ("errors", "error_file_id"))
+"""The kinds of results, and the fields of a record that name their files."""
+
+
+def _ids(output: Path, errors: Path, tokens: Tokens) -> tuple[set[str], set[str]]:
+    return finished_lines(output, tokens), finished_lines(errors)
 
 
 def _size(path: Path) -> int:
@@ -257,18 +304,13 @@ _EXPIRED = LineError("batch_expired", "This request could not be executed before
 
 
 class Results:
-    """The files of results of one batch, as far as they are written. ``done``: custom ids with a result."""
+    """Adds to the files of results of one batch. ``done``: custom ids with a result."""
 
-    def __init__(self, record: BatchRecord, store: FileStore, output: Path, errors: Path) -> None:
+    def __init__(self, record: BatchRecord, store: FileStore, output: Path, errors: Path, done: set[str]) -> None:
         self._record = record
         self._store = store
         self.expired = False
-        record.tokens = Tokens()
-        before = _size(output) + _size(errors)
-        answered, failed = finished_lines(output, record.tokens), finished_lines(errors)
-        store.hold(record.owner, _size(output) + _size(errors) - before)
-        self.done = answered | failed
-        record.completed, record.failed = len(answered), len(failed)
+        self.done = done
         self._files: dict[bool, BinaryIO] = {True: output.open("ab"), False: errors.open("ab")}
 
     def add(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -18,9 +20,26 @@ import msgspec
 from actors.options import ArgumentError
 from actors.requests.admission import most_for_one
 
-__all__ = ["FileStore", "FileWriter", "StorageFull", "StoredFile", "is_id", "read_record", "write_record"]
+__all__ = [
+    "FileStore",
+    "FileWriter",
+    "StorageFull",
+    "StoredFile",
+    "TooManyUploads",
+    "is_id",
+    "new_file_id",
+    "read_record",
+    "write_record",
+]
+
+log = logging.getLogger("troupe.batches")
 
 MAX_FILES = 20_000
+"""Files of one owner."""
+
+MAX_UPLOADS = 16
+"""Files of one owner that arrive together."""
+
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 
 Record = TypeVar("Record", bound=msgspec.Struct)
@@ -28,6 +47,10 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 
 class StorageFull(Exception):
     """The directory, or the share of one key, has no room for more."""
+
+
+class TooManyUploads(Exception):
+    """So many files of one owner are arriving that the next one must wait."""
 
 
 class StoredFile(msgspec.Struct, kw_only=True):
@@ -40,6 +63,10 @@ class StoredFile(msgspec.Struct, kw_only=True):
     filename: str
     purpose: str
     expires_at: int | None = None
+
+
+def new_file_id() -> str:
+    return f"file-{secrets.token_hex(16)}"
 
 
 def is_id(text: str) -> bool:
@@ -66,6 +93,7 @@ def write_record(path: Path, record: msgspec.Struct) -> None:
 
 class FileStore:
     """``limit``: bytes of all files together; with several ``tenants`` half of it is kept for them in equal parts.
+    ``uses``: set by the owner of this store; whether a file must stay, although its time has come.
 
     Only one server uses a directory at a time. Raises ArgumentError.
     """
@@ -75,6 +103,8 @@ class FileStore:
         self._share = most_for_one(limit, tenants)
         self._files: dict[str, StoredFile] = {}
         self._held: dict[str, int] = {}  # bytes by owner, with those that are being written
+        self._writing: Counter[str] = Counter()  # files by owner
+        self.uses: Callable[[str], bool] = lambda file_id: False
         self.batches = folder / "batches"
         self._folder = folder / "files"
         try:
@@ -91,11 +121,19 @@ class FileStore:
         self._load()
 
     def _load(self) -> None:
-        for path in self._folder.glob("*.part"):
+        """Find the files, and delete what a server left that ended while it wrote or deleted one."""
+        for path in [*self._folder.glob("*.part"), *self._folder.glob("*.new"), *self.batches.glob("*.new")]:
             path.unlink()
+        for path in self._folder.glob("file-*.bin"):
+            if not path.with_suffix(".json").exists():
+                path.unlink()
         for path in sorted(self._folder.glob("file-*.json")):
+            if not path.with_suffix(".bin").exists():
+                path.unlink()
+                continue
             file = read_record(path, StoredFile)
             if file is None or file.id != path.stem or not is_id(file.id) or not self.path(file.id).is_file():
+                log.warning("%s cannot be read; its file takes space, but belongs to nobody", path)
                 continue
             self._files[file.id] = file
             self.hold(file.owner, file.bytes)
@@ -126,10 +164,11 @@ class FileStore:
             path.unlink(missing_ok=True)
 
     def expire(self) -> None:
-        """Delete the files whose time has come."""
+        """Delete the files whose time has come, unless they are used."""
         now = time.time()
         for file in [file for file in self._files.values() if file.expires_at is not None and file.expires_at <= now]:
-            self.delete(file.id)
+            if not self.uses(file.id):
+                self.delete(file.id)
 
     def reserve(self, owner: str, size: int) -> None:
         """Hold ``size`` bytes more for ``owner`` (less, if it is negative). Raises StorageFull."""
@@ -145,40 +184,31 @@ class FileStore:
 
     @contextlib.contextmanager
     def writing(self, owner: str) -> Iterator[FileWriter]:
-        """A new file, which is deleted unless it is finished. Raises StorageFull."""
-        if len(self._files) >= MAX_FILES:
-            self.expire()
-            if len(self._files) >= MAX_FILES:
-                raise StorageFull
+        """A new file, which is deleted unless it is finished. Raises StorageFull and TooManyUploads."""
+        if self._writing[owner] >= MAX_UPLOADS:
+            raise TooManyUploads
+        self.expire()
+        if sum(file.owner == owner for file in self._files.values()) >= MAX_FILES:
+            raise StorageFull
         part = self._folder / f"{secrets.token_hex(16)}.part"
         with part.open("xb") as file:
             os.chmod(part, 0o600)
             writer = FileWriter(self, owner, file)
+            self._writing[owner] += 1
             try:
                 yield writer
             finally:
+                self._writing[owner] -= 1
                 if not writer.finished:
                     part.unlink(missing_ok=True)
                     self.reserve(owner, -writer.size)
 
-    def adopt(
-        self, part: Path, owner: str, *, size: int, filename: str, purpose: str, seconds: int | None
-    ) -> StoredFile:
-        """Make a finished file of bytes in ``part``, a file of this directory whose ``size`` is reserved already."""
-        now = int(time.time())
-        file = StoredFile(
-            id=f"file-{secrets.token_hex(16)}",
-            owner=owner,
-            bytes=size,
-            created_at=now,
-            filename=filename,
-            purpose=purpose,
-            expires_at=None if seconds is None else now + seconds,
-        )
-        os.replace(part, self.path(file.id))
+    def adopt(self, part: Path, file: StoredFile) -> None:
+        """Make a file of the bytes in ``part``, a path of this directory. Their number is reserved already."""
+        # The record goes first: a record without bytes is deleted at the next start, and ``part`` is still there.
         write_record(self._folder / f"{file.id}.json", file)
+        os.replace(part, self.path(file.id))
         self._files[file.id] = file
-        return file
 
 
 class FileWriter:
@@ -201,8 +231,18 @@ class FileWriter:
         """``seconds``: until it expires."""
         await asyncio.to_thread(self._sync)
         self.finished = True
-        part = Path(self._file.name)
-        return self._store.adopt(part, self._owner, size=self.size, filename=filename, purpose=purpose, seconds=seconds)
+        now = int(time.time())
+        file = StoredFile(
+            id=new_file_id(),
+            owner=self._owner,
+            bytes=self.size,
+            created_at=now,
+            filename=filename,
+            purpose=purpose,
+            expires_at=None if seconds is None else now + seconds,
+        )
+        self._store.adopt(Path(self._file.name), file)
+        return file
 
     def _sync(self) -> None:
         self._file.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,7 +19,15 @@ from app.server.exchange import Exchange
 from app.server.service import Service, json_response
 from kernels.contract.tasks import Embed, Vector
 
-__all__ = ["EmbeddingsAnswer", "EmbeddingsRequest", "cut", "embed_all", "embeddings", "require_embeddings"]
+__all__ = [
+    "EmbeddingsAnswer",
+    "EmbeddingsRequest",
+    "check_dimensions",
+    "cut_all",
+    "embed_all",
+    "embeddings",
+    "require_embeddings",
+]
 
 MAX_INPUTS = 2048
 _AT_ONCE = 64  # inputs of one request in the engine: others are not refused for them
@@ -61,15 +69,15 @@ async def embeddings(service: Service, exchange: Exchange, body: EmbeddingsReque
     """The vector of each input: the model's last hidden state at its last token, of length 1."""
     model = service.check_model(body.model)
     require_embeddings(service, model)
+    check_dimensions(service, body.dimensions)
     options = {"priority": body.priority, "cache_salt": body.cache_salt, "label": body.rid}
     found = await embed_all(service, exchange, _inputs(body.input), "input", **options)
     total = sum(tokens for _, tokens in found)
     exchange.tokens = (total, 0)
     as_text = body.encoding_format == "base64"
-    data = [
-        EmbeddingObject(index=index, embedding=_encoded(cut(vector, body.dimensions), as_text))
-        for index, (vector, _) in enumerate(found)
-    ]
+    data: list[EmbeddingObject] = []
+    async for vector in cut_all(found, body.dimensions):
+        data.append(EmbeddingObject(index=len(data), embedding=_encoded(vector, as_text)))
     return json_response(EmbeddingsAnswer(data=data, model=model, usage=EmbeddingsUsage(total, total)))
 
 
@@ -83,6 +91,17 @@ def require_embeddings(service: Service, model: str) -> None:
             param="model",
             code="model_not_supported",
         )
+
+
+def check_dimensions(service: Service, dimensions: int | None) -> None:
+    """Raise 400 for more numbers than a vector has."""
+    info = service.engine.model_info
+    if dimensions is not None and info is not None and 0 < info.hidden_size < dimensions:
+        raise _too_many(info.hidden_size)
+
+
+def _too_many(size: int) -> ApiError:
+    return invalid(f"dimensions: this model's vectors have {size} numbers; ask for at most that.", param="dimensions")
 
 
 async def embed_all(
@@ -126,14 +145,19 @@ def _inputs(given: str | Sequence[str | int | list[int]]) -> Sequence[str | list
     return [one for one in given if not isinstance(one, int)]
 
 
-def cut(vector: np.ndarray, dimensions: int | None) -> np.ndarray:
+async def cut_all(found: list[tuple[np.ndarray, int]], dimensions: int | None) -> AsyncIterator[np.ndarray]:
+    """The vectors of :func:`embed_all`, each of ``dimensions`` numbers. Others run between two of them."""
+    for vector, _ in found:
+        yield _cut(vector, dimensions)
+        await asyncio.sleep(0)
+
+
+def _cut(vector: np.ndarray, dimensions: int | None) -> np.ndarray:
     """The first numbers of a vector, of length 1. Raises 400 for more than there are."""
     if dimensions is None or dimensions == vector.size:
         return vector
     if dimensions > vector.size:
-        raise invalid(
-            f"dimensions: this model's vectors have {vector.size} numbers; ask for at most that.", param="dimensions"
-        )
+        raise _too_many(vector.size)
     first = vector[:dimensions]
     return (first / max(float(np.linalg.norm(first)), 1e-12)).astype(np.float32)
 

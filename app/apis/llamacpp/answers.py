@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 import msgspec
@@ -61,6 +62,12 @@ class Form:
         """Note the time of the first tokens."""
         if self._first is None:
             self._first = time.monotonic()
+
+    async def timed(self, stream: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
+        """The same deltas; the first notes its time."""
+        async for delta in stream:
+            self.mark()
+            yield delta
 
     def piece(self, delta: Delta) -> LlamaCompletionAnswer:
         return LlamaCompletionAnswer(

@@ -83,8 +83,7 @@ async def _complete(
         return sse_response(service, exchange, source, CompletionChunks(exchange, form, len(streams)))
     collected = []
     for stream in streams:
-        collected += await collect(stream, 1)
-        form.mark()
+        collected += await collect(form.timed(stream), 1)
     answers = [form.end(index, choice, whole=True) for index, choice in enumerate(collected)]
     exchange.tokens = (
         sum(choice.usage.prompt_tokens for choice in collected),

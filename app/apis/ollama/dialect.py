@@ -25,6 +25,7 @@ class OllamaDialect(Dialect):
     media_type = "application/x-ndjson"
     end = b""
     keep_alive = b""
+    default_type = "application/json"  # its clients send none; the policy for browsers' requests does not depend on it
 
     envelope = OllamaError
 

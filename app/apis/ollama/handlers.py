@@ -7,7 +7,7 @@ from quart import Response
 
 from app.apis.collecting import Collected
 from app.apis.conversations import NO_TOOLS, Asked, Question, ToolChoice, ask
-from app.apis.embeddings.handlers import cut, embed_all, require_embeddings
+from app.apis.embeddings.handlers import check_dimensions, cut_all, embed_all, require_embeddings
 from app.apis.events import read_whole
 from app.apis.ollama.answers import Lines, Times, chat_answer, generate_answer, loaded
 from app.apis.ollama.parameters import NAMES, chat_of, model_of, params_of, turn_of
@@ -109,10 +109,11 @@ async def embed(service: Service, exchange: Exchange, body: EmbedRequest) -> Res
     if body.truncate:
         raise invalid("truncate: a text that is too long is an error here; shorten it yourself.", param="truncate")
     require_embeddings(service, model)
+    check_dimensions(service, body.dimensions)
     found = await embed_all(service, exchange, [body.input] if isinstance(body.input, str) else body.input, "input")
     tokens = sum(count for _, count in found)
     exchange.tokens = (tokens, 0)
-    vectors = [cut(vector, body.dimensions).tolist() for vector, _ in found]
+    vectors = [vector.tolist() async for vector in cut_all(found, body.dimensions)]
     return json_response(EmbedAnswer(model=model, embeddings=vectors, prompt_eval_count=tokens))
 
 

@@ -7,14 +7,15 @@ import time
 import msgspec
 from quart import Response
 
-from app.apis.responses.answers import ConversationAnswer, ConversationDeleted, ItemList
-from app.apis.responses.handlers import item_list
+from app.apis.responses.answers import ConversationAnswer, ConversationDeleted
+from app.apis.responses.handlers import MOST_SHOWN, SHOWN, shown_items
 from app.apis.responses.items import new_items
-from app.apis.responses.preparing import see_owner, too_long
+from app.apis.responses.preparing import repeated, see_owner, too_long
 from app.apis.responses.requests import ConversationRequest, ConversationUpdate, ItemsRequest
 from app.apis.responses.store import ResponseStore
 from app.server.errors import ApiError, invalid
 from app.server.exchange import Exchange
+from app.server.query import choice, number, word
 from app.server.service import Service, json_response
 
 __all__ = [
@@ -57,9 +58,9 @@ async def create_conversation(service: Service, exchange: Exchange, body: Conver
 
 def _items(given: list, service: Service) -> list[dict[str, object]]:  # type: ignore[type-arg]
     items = new_items(given, service.ids, "items")
-    for number, item in enumerate(items):
+    for place, item in enumerate(items):
         if item["type"] == "item_reference":
-            at = f"items[{number}].type"
+            at = f"items[{place}].type"
             raise invalid(f"{at}: a conversation keeps items, not references; send the item itself.", param=at)
     return items
 
@@ -83,7 +84,12 @@ async def delete_conversation(service: Service, exchange: Exchange, conversation
 
 async def list_items(service: Service, exchange: Exchange, conversation_id: str) -> Response:
     answer = _found(service, exchange, conversation_id)
-    return json_response(item_list(_store(service).items(answer.id)))
+    word("include")
+    after, limit = word("after"), number("limit", SHOWN, 1, MOST_SHOWN)
+    page = _store(service).page(answer.id, after, limit, oldest_first=choice("order", ("desc", "asc")) == "asc")
+    if page is None:
+        raise invalid(f"after: there is no {(after or '')[:64]!r} in this list.", param="after")
+    return json_response(shown_items(page.items, page.more))
 
 
 async def add_items(service: Service, exchange: Exchange, body: ItemsRequest) -> Response:
@@ -91,17 +97,18 @@ async def add_items(service: Service, exchange: Exchange, body: ItemsRequest) ->
     items = _items(body.items, service)
     if _store(service).is_full(answer.id):
         raise too_long("items")
+    if (known := _store(service).repeated(answer.id, items)) is not None:
+        raise repeated("items", known)
     _store(service).extend(answer.id, items)
-    ends = str(items[0]["id"]), str(items[-1]["id"])
-    return json_response(ItemList(data=items, first_id=ends[0], last_id=ends[1], has_more=False))
+    return json_response(shown_items(items, False))
 
 
 async def get_item(service: Service, exchange: Exchange, item_id: str) -> Response:
     answer = _found(service, exchange, exchange.parts["conversation_id"])
-    for item in _store(service).items(answer.id):
-        if item["id"] == item_id:
-            return json_response(item)
-    raise _no_item(item_id)
+    item = _store(service).item_of(answer.id, item_id)
+    if item is None:
+        raise _no_item(item_id)
+    return json_response(item)
 
 
 async def delete_item(service: Service, exchange: Exchange, item_id: str) -> Response:

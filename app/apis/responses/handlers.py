@@ -8,17 +8,20 @@ from collections.abc import AsyncGenerator
 from quart import Response
 
 from app.apis.conversations import ask
-from app.apis.responses.answers import InputTokens, ItemList, ResponseDeleted
+from app.apis.responses.answers import InputTokens, ItemList, ResponseAnswer, ResponseDeleted
 from app.apis.responses.preparing import prepare, see_owner
 from app.apis.responses.requests import ResponsesRequest
 from app.apis.responses.runs import BackgroundRun, EventBody, Run
 from app.apis.responses.store import ResponseStore, StoredResponse
+from app.apis.responses.writer import first_events
 from app.server.errors import ApiError, invalid
 from app.server.exchange import Exchange
 from app.server.query import choice, number, page, word
 from app.server.service import Service, json_response
 
 __all__ = [
+    "MOST_SHOWN",
+    "SHOWN",
     "Responses",
     "cancel_response",
     "count_input_tokens",
@@ -26,9 +29,14 @@ __all__ = [
     "delete_response",
     "get_response",
     "list_input_items",
+    "shown_items",
 ]
 
+MOST_SHOWN, SHOWN = 100, 20
+"""Items of a list at most, and without a limit in the query."""
+
 _MAX_RUNS = 64  # background responses of one key
+_MAX_RUN_BYTES = 64 << 20  # that they take together, unless there is only one
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -75,10 +83,12 @@ async def _in_background(service: Service, exchange: Exchange, run: BackgroundRu
     here, route = service.responses, exchange.route
     if here.store is None or route is None:
         raise RuntimeError("a background response needs a store")
-    if sum(other.owner == run.owner for other in here.runs.values()) >= _MAX_RUNS:
+    others = [other.size for other in here.runs.values() if other.owner == run.owner]
+    if len(others) >= _MAX_RUNS or (others and sum(others) + run.size > _MAX_RUN_BYTES):
         raise ApiError(
             429,
-            f"{_MAX_RUNS} of your background responses are not finished; wait for one of them, or cancel it.",
+            f"{len(others)} of your background responses are not finished, and they take at most {_MAX_RUNS} places "
+            f"and {_MAX_RUN_BYTES >> 20} MiB; wait for one of them, or cancel it.",
             kind="rate_limit_error",
             code="too_many_background_responses",
             retry_after=5,
@@ -134,13 +144,13 @@ async def get_response(service: Service, exchange: Exchange, response_id: str) -
         return _stream(exchange, run.follow(after))
     if stored is None or stored.events is None:
         raise invalid("stream: only responses of the background have a stream later; leave it out.", param="stream")
-    return _stream(exchange, _replay(stored.events, after))
+    return _stream(exchange, _replay(stored.response, stored.events, after))
 
 
-async def _replay(events: bytes, after: int) -> AsyncGenerator[bytes, None]:
-    found = [event for event in events.split(b"\n\n") if event][after + 1 :]
-    if found:
-        yield b"".join(event + b"\n\n" for event in found)
+async def _replay(response: ResponseAnswer, events: bytes, after: int) -> AsyncGenerator[bytes, None]:
+    later = [event + b"\n\n" for event in events.split(b"\n\n") if event]
+    if found := [*first_events(response), *later][after + 1 :]:
+        yield b"".join(found)
 
 
 async def delete_response(service: Service, exchange: Exchange, response_id: str) -> Response:
@@ -166,15 +176,19 @@ async def list_input_items(service: Service, exchange: Exchange, response_id: st
     """The items of the request for a response, without those of responses before it."""
     run = _running(service, exchange, response_id)
     items = run.prepared.items if run is not None else _stored(service, exchange, response_id).input
-    return json_response(item_list(items))
+    return json_response(_item_list(items))
 
 
-def item_list(items: list[dict[str, object]]) -> ItemList:
+def _item_list(items: list[dict[str, object]]) -> ItemList:
     """The page of items that the query asks for; ``items``: oldest first."""
     word("include")
-    found, more = page(items[::-1], lambda item: str(item["id"]), most=100, default=20)
-    ends = (str(found[0]["id"]), str(found[-1]["id"])) if found else (None, None)
-    return ItemList(data=found, first_id=ends[0], last_id=ends[1], has_more=more)
+    return shown_items(*page(items[::-1], lambda item: str(item["id"]), most=MOST_SHOWN, default=SHOWN))
+
+
+def shown_items(items: list[dict[str, object]], more: bool) -> ItemList:
+    """``more``: whether there are others behind these."""
+    ends = (str(items[0]["id"]), str(items[-1]["id"])) if items else (None, None)
+    return ItemList(data=items, first_id=ends[0], last_id=ends[1], has_more=more)
 
 
 async def count_input_tokens(service: Service, exchange: Exchange, body: ResponsesRequest) -> Response:

@@ -9,8 +9,10 @@ from typing import Any
 
 import msgspec
 
+from app.apis.events import input_of
 from app.apis.openai.requests import ChatMessage, MessageToolCall, ToolCallFunction
 from app.apis.responses.requests import Input, InputItem, InputPart
+from app.server.decoding import check_depth
 from app.server.errors import ApiError, invalid
 from app.server.ids import Ids
 
@@ -45,7 +47,18 @@ def new_items(given: Input | None, ids: Ids, at: str = "input") -> list[Item]:
     if given is None:
         return []
     listed = [InputItem(role="user", content=given)] if isinstance(given, str) else given
-    return [_item(item, ids, f"{at}[{number}]") for number, item in enumerate(listed)]
+    items: dict[str, Item] = {}
+    for number, one in enumerate(listed):
+        item = _item(one, ids, f"{at}[{number}]")
+        if item["id"] in items:
+            where = f"{at}[{number}].id"
+            raise invalid(
+                f"{where}: an item before has the id {item['id'][:64]!r} already; leave one of them out, or its id.",
+                param=where,
+                code="duplicate_item",
+            )
+        items[item["id"]] = item
+    return list(items.values())
 
 
 def _item(item: InputItem, ids: Ids, at: str) -> Item:
@@ -164,10 +177,23 @@ def _turn(messages: list[ChatMessage], goes_on: Any) -> ChatMessage:
 
 
 def _call(item: Item) -> MessageToolCall:
-    arguments = item.get("arguments", "")
+    arguments = _arguments(item.get("arguments", ""))
     if item["type"] == "custom_tool_call":
-        arguments = msgspec.json.encode({"input": item.get("input", "")}).decode()
+        arguments = {"input": item.get("input", "")}
     return MessageToolCall(id=item["call_id"], function=ToolCallFunction(name=item["name"], arguments=arguments))
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Arguments that a model has not finished, or that are no JSON a chat may have, do not end the conversation."""
+    value = input_of(text) if text.strip() else {}
+    if isinstance(value, dict):
+        return value
+    read: dict[str, Any] = msgspec.json.decode(text)
+    try:
+        check_depth(read, "arguments")
+    except ApiError:
+        return {"INVALID_JSON": text}
+    return read
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:

@@ -21,7 +21,7 @@ from app.server.errors import ApiError, invalid
 from app.server.exchange import Exchange
 from app.server.service import Service
 
-__all__ = ["Prepared", "prepare", "see_owner", "too_long"]
+__all__ = ["Prepared", "prepare", "repeated", "see_owner", "too_long"]
 
 Item = dict[str, Any]
 
@@ -70,6 +70,9 @@ async def prepare(service: Service, exchange: Exchange, body: ResponsesRequest) 
     _check(body, store)
     context = _context(service, exchange, body, store)
     items = [_resolved(item, store, see_owner(service, exchange)) for item in new_items(body.input, service.ids)]
+    conversation = conversation_id(body)
+    if store is not None and conversation is not None and (known := store.repeated(conversation, items)) is not None:
+        raise repeated("input", known)
     scored = _LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
     try:
         chat = _chat_request(body, messages_of([*context, *items], body.instructions), scored)
@@ -176,6 +179,15 @@ def too_long(param: str) -> ApiError:
     )
 
 
+def repeated(param: str, item_id: str) -> ApiError:
+    """The error for an item that a conversation has already."""
+    return invalid(
+        f"{param}: the conversation has an item {item_id[:64]!r} already; leave the item out, or give it another id.",
+        param=param,
+        code="duplicate_item",
+    )
+
+
 def conversation_id(body: ResponsesRequest) -> str | None:
     given = body.conversation
     return given.id if isinstance(given, ConversationReference) else given
@@ -224,6 +236,9 @@ def _form(given: dict[str, Any] | None) -> dict[str, Any] | None:
     """``text.format`` as the ``response_format`` of a chat, which has the parts of a schema in an object."""
     if given is None or given.get("type") != "json_schema":
         return given
+    if not isinstance(given.get("name"), str):
+        at = "text.format.name"
+        raise invalid(f"{at}: this field is required, a text. Add it.", param=at, code="missing_field")
     return {"type": "json_schema", "json_schema": {name: part for name, part in given.items() if name != "type"}}
 
 
@@ -319,7 +334,8 @@ def _empty(request_id: str, model: str, body: ResponsesRequest, *, stored: bool)
             "format": (text.format if text is not None else None) or {"type": "text"},
             "verbosity": (text.verbosity if text is not None else None) or "medium",
         },
-        tool_choice=body.tool_choice if body.tool_choice is not None else "auto",
+        # OpenAI's types have no "any", a synonym of other servers.
+        tool_choice="required" if body.tool_choice == "any" else body.tool_choice or "auto",
         tools=[_shown_tool(tool) for tool in body.tools or ()],
         top_logprobs=body.top_logprobs or 0,
         top_p=body.top_p,

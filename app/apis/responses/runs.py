@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import AsyncGenerator, AsyncIterator
 from types import TracebackType
 
+import msgspec
 from quart.wrappers.response import ResponseBody
 
 from actors.protocol.requests import RequestAborted
@@ -15,7 +16,7 @@ from actors.requests.streams import RequestStream
 from app.apis.conversations import Asked, ask
 from app.apis.responses.preparing import Prepared
 from app.apis.responses.store import ResponseStore, StoredResponse
-from app.apis.responses.writer import ResponseWriter
+from app.apis.responses.writer import ResponseWriter, first_events
 from app.server.background import background_exchange
 from app.server.errors import ApiError
 from app.server.exchange import Exchange
@@ -24,6 +25,7 @@ from app.server.service import Service
 
 __all__ = ["BackgroundRun", "EventBody", "Run"]
 
+_encode = msgspec.json.encode
 
 log = logging.getLogger("troupe.responses")
 
@@ -43,7 +45,10 @@ class Run:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the stream. The response is stored before its last event leaves."""
         writer = self.writer
-        yield writer.begin()
+        begun = writer.begin()
+        if not self._prepared.response.background:  # there they are made again when they are read
+            yield begun
+        del begun
         try:
             async for delta in self._stream:
                 if piece := writer.chunk(delta):
@@ -74,15 +79,17 @@ class Run:
 
 
 class BackgroundRun:
-    """A response that goes on without its client. ``follow`` gives its events, those of the past as well."""
+    """A response that goes on without its client. ``follow`` gives its events, those of the past as well. ``size``:
+    bytes that it takes, about."""
 
     def __init__(self, prepared: Prepared, owner: str) -> None:
         self.prepared = prepared
+        self.size = len(_encode(prepared.response)) + len(_encode(prepared.question.chat))
         self.owner = owner
         self.done = asyncio.Event()
         self.run: Run | None = None
         self.stream: RequestStream | None = None
-        self._events: list[bytes] = []
+        self._events: list[bytes] = []  # behind the first ones, which repeat the request
         self._more = asyncio.Event()
 
     async def make(
@@ -99,18 +106,21 @@ class BackgroundRun:
                 exchange.custom_labels = outer.custom_labels
                 try:
                     asked = await ask(service, exchange, self.prepared.question)
+                    self._store(store)
                 except Exception as error:
                     exchange.error = service.failure(exchange, error)
                     accepted.set_exception(exchange.error)
                     return
                 self.stream = asked.stream
                 self.run = Run(service, exchange, self.prepared, asked)
-                self._store(store)
                 accepted.set_result(None)
                 async for piece in self.run.events():
                     self._events += [event + b"\n\n" for event in piece.split(b"\n\n") if event]
                     self._wake()
-                self._store(store)
+                try:
+                    self._store(store)
+                except sqlite3.Error as error:  # the store has it as failed
+                    log.error("%s could not be stored: %s", response.id, error)
         finally:
             self.done.set()
             self._wake()
@@ -134,7 +144,11 @@ class BackgroundRun:
 
     async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
         """The events behind the one with the sequence number ``after``."""
-        place = after + 1
+        first = first_events(self.prepared.response)
+        if begun := first[after + 1 :]:
+            yield b"".join(begun)
+        place = max(0, after + 1 - len(first))
+        del first, begun
         while True:
             more, events = self._more, self._events[place:]
             if events:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from actors.options import ArgumentError
+from actors.protocol.requests import LIMITS
 from actors.requests.admission import most_for_one
 from app.apis.responses.answers import ResponseAnswer
 
-__all__ = ["MAX_CONVERSATION", "ResponseStore", "StoredResponse", "TooLong"]
+__all__ = ["MAX_CONVERSATION", "MAX_ITEMS", "ItemPage", "ResponseStore", "StoredResponse", "TooLong"]
 
 Item = dict[str, Any]
 
@@ -24,6 +27,11 @@ MAX_TURNS = 1000
 MAX_CONVERSATION = 32 << 20
 """Stored bytes of one conversation."""
 
+MAX_ITEMS = LIMITS.messages
+"""Items of a conversation, with which it takes no more: a chat could not have them."""
+
+_ROW = 300  # bytes that a row takes beside its contents
+_VERSION = 1  # of the tables, and of what is in them
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS things (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, used REAL NOT NULL, bytes INTEGER NOT NULL,
@@ -36,6 +44,7 @@ CREATE TABLE IF NOT EXISTS items (
     id TEXT NOT NULL, data BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS items_thing ON items (thing, place);
+CREATE UNIQUE INDEX IF NOT EXISTS items_name ON items (thing, id);
 CREATE INDEX IF NOT EXISTS items_id ON items (id);
 """
 # A thing is a response or a conversation. Items: of a conversation, or of the output of a response.
@@ -50,6 +59,8 @@ WITH RECURSIVE chain (id, previous, bytes, place) AS (
 SELECT count(*), coalesce(sum(bytes), 0) FROM chain
 """
 
+_INSERT = "INSERT INTO things VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+
 _encode = msgspec.json.encode
 
 
@@ -58,12 +69,20 @@ class TooLong(Exception):
 
 
 class StoredResponse(msgspec.Struct):
-    """A response with its own input items. ``events``: of its stream, if it was made in the background."""
+    """A response with its own input items. ``events``: those of its stream behind the first ones, if it was made in
+    the background."""
 
     owner: str
     response: ResponseAnswer
     input: list[Item]
     events: bytes | None = None
+
+
+class ItemPage(msgspec.Struct, frozen=True):
+    """A part of the items of a conversation. ``more``: whether there are others behind it."""
+
+    items: list[Item]
+    more: bool
 
 
 class ResponseStore:
@@ -86,13 +105,12 @@ class ResponseStore:
                 self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute("PRAGMA foreign_keys = ON")
             self._db.execute("PRAGMA secure_delete = ON")
+            self._check_version(path)
             self._db.executescript(_SCHEMA)
+            self._held: dict[str, int] = {}
+            self._recount()
         except (sqlite3.Error, OSError) as error:
             raise ArgumentError(f"{path}: cannot keep responses: {error}") from None
-        self._fail_interrupted()
-        self._held: dict[str, int] = dict(
-            self._db.execute("SELECT owner, sum(bytes) FROM things GROUP BY owner").fetchall()
-        )
 
     def close(self) -> None:
         self._db.close()
@@ -102,14 +120,15 @@ class ResponseStore:
         """Bytes stored."""
         return sum(self._held.values())
 
-    def _fail_interrupted(self) -> None:
-        """Responses that an earlier server has not finished are failed."""
-        rows = self._db.execute("SELECT id, data FROM things WHERE status IN ('queued', 'in_progress')").fetchall()
-        for thing, data in rows:
-            response = msgspec.json.decode(data, type=ResponseAnswer)
-            response.status = "failed"
-            response.error = {"code": "server_error", "message": "The server stopped before the response was made."}
-            self._db.execute("UPDATE things SET status = 'failed', data = ? WHERE id = ?", (_encode(response), thing))
+    def _check_version(self, path: Path | None) -> None:
+        version = self._db.execute("PRAGMA user_version").fetchone()[0]
+        tables = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if tables and version != _VERSION:
+            raise ArgumentError(
+                f"{path}: was written by another version of Troupe, and its responses cannot be read; delete the file, "
+                "or choose another --file-storage-path"
+            )
+        self._db.execute(f"PRAGMA user_version = {_VERSION}")
 
     # -- responses
 
@@ -118,33 +137,31 @@ class ResponseStore:
         response = stored.response
         data, given = _encode(response), _encode(stored.input)
         parts = [(item["id"], _encode(item)) for item in response.output]
-        size = len(data) * 2 + len(given) + len(stored.events or b"")
+        size = len(data) * 2 + len(given) + len(stored.events or b"") + _ROW * (1 + len(parts))
         previous = response.previous_response_id
         row = (response.id, stored.owner, time.time(), size, previous, response.status, data, given, stored.events)
-        with self._db:
-            self._db.execute("BEGIN")
-            self._remove("id = ?", response.id)
-            self._db.execute("INSERT INTO things VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        with self._change() as more:
+            self._delete(more, "id = ?", response.id)
+            self._db.execute(_INSERT, row)
             self._add_items(response.id, parts)
-        self._hold(stored.owner, size)
+            more[stored.owner] += size
         self._make_room(stored.owner, keep=response.id)
 
     def get(self, response_id: str, owner: str | None) -> StoredResponse | None:
+        """A response. Ask for one of the background only when it is no longer made: one that has no end is failed."""
         row = self._find(response_id, owner)
         if row is None or not response_id.startswith("resp_"):
             return None
-        return StoredResponse(
-            row[1],
-            msgspec.json.decode(row[6], type=ResponseAnswer),
-            msgspec.json.decode(row[7]),
-            row[8],
-        )
+        response = msgspec.json.decode(row[6], type=ResponseAnswer)
+        if response.status in ("queued", "in_progress"):
+            response.status = "failed"
+            response.error = {"code": "server_error", "message": "The server stopped before the response was stored."}
+        return StoredResponse(row[1], response, msgspec.json.decode(row[7]), row[8])
 
     def delete(self, thing: str, owner: str | None) -> bool:
         if self._find(thing, owner) is None:
             return False
-        self._remove("id = ?", thing)
-        return True
+        return self._remove("id = ?", thing) > 0
 
     def turns(self, response_id: str, owner: str | None) -> list[Item] | None:
         """All items up to and with the output of a response, from the first of its conversation; None if one of the
@@ -176,9 +193,10 @@ class ResponseStore:
 
     def put_conversation(self, conversation: str, owner: str, data: bytes) -> None:
         """Store a new conversation, without items. ``data``: its description."""
-        row = (conversation, owner, time.time(), len(data), None, "completed", data, b"[]", None)
-        self._db.execute("INSERT INTO things VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
-        self._hold(owner, len(data))
+        size = len(data) + _ROW
+        with self._change() as more:
+            self._db.execute(_INSERT, (conversation, owner, time.time(), size, None, "completed", data, b"[]", None))
+            more[owner] += size
         self._make_room(owner, keep=conversation)
 
     def conversation(self, conversation: str, owner: str | None) -> bytes | None:
@@ -187,43 +205,78 @@ class ResponseStore:
         return None if row is None or not conversation.startswith("conv_") else row[6]
 
     def update_conversation(self, conversation: str, data: bytes) -> None:
-        self._db.execute("UPDATE things SET data = ?, used = ? WHERE id = ?", (data, time.time(), conversation))
+        """Replace the description of a conversation, if it is still there."""
+        row = self._db.execute("SELECT length(data) FROM things WHERE id = ?", (conversation,)).fetchone()
+        if row is None:
+            return
+        with self._change() as more:
+            of = self._grow(more, conversation, len(data) - row[0])
+            self._db.execute("UPDATE things SET data = ? WHERE id = ?", (data, conversation))
+        self._make_room(of, keep=conversation)
 
     def is_full(self, conversation: str) -> bool:
         """Whether a conversation is too long to go on."""
-        row = self._db.execute("SELECT bytes FROM things WHERE id = ?", (conversation,)).fetchone()
-        return row is not None and row[0] > MAX_CONVERSATION
+        query = "SELECT bytes, (SELECT count(*) FROM items WHERE thing = ?1) FROM things WHERE id = ?1"
+        row = self._db.execute(query, (conversation,)).fetchone()
+        return row is not None and (row[0] > MAX_CONVERSATION or row[1] >= MAX_ITEMS)
 
     def items(self, conversation: str) -> list[Item]:
-        """The items of a conversation in their order."""
+        """All items of a conversation in their order."""
         rows = self._db.execute("SELECT data FROM items WHERE thing = ? ORDER BY place", (conversation,))
         return [msgspec.json.decode(row[0]) for row in rows]
+
+    def page(self, conversation: str, after: str | None, limit: int, *, oldest_first: bool) -> ItemPage | None:
+        """Up to ``limit`` items of a conversation behind the item ``after``; None if there is no such item."""
+        way, order = (">", "ASC") if oldest_first else ("<", "DESC")
+        query, values = "SELECT data FROM items WHERE thing = ?", [conversation, limit + 1]
+        if after is not None:
+            place = self._place(conversation, after)
+            if place is None:
+                return None
+            query += f" AND place {way} ?"
+            values.insert(1, place)
+        rows = self._db.execute(f"{query} ORDER BY place {order} LIMIT ?", values).fetchall()
+        return ItemPage([msgspec.json.decode(row[0]) for row in rows[:limit]], len(rows) > limit)
+
+    def item_of(self, conversation: str, item_id: str) -> Item | None:
+        """An item of a conversation by its id."""
+        query = "SELECT data FROM items WHERE thing = ? AND id = ?"
+        row = self._db.execute(query, (conversation, item_id)).fetchone()
+        return None if row is None else msgspec.json.decode(row[0])
+
+    def repeated(self, conversation: str, items: Sequence[Item]) -> str | None:
+        """The id of one of these items that the conversation has already."""
+        return next((item["id"] for item in items if self._place(conversation, item["id"]) is not None), None)
+
+    def _place(self, conversation: str, item_id: str) -> int | None:
+        query = "SELECT place FROM items WHERE thing = ? AND id = ?"
+        row = self._db.execute(query, (conversation, item_id)).fetchone()
+        return None if row is None else int(row[0])
 
     def extend(self, conversation: str, items: Sequence[Item]) -> None:
         """Append items to a conversation, if it is still there."""
         parts = [(item["id"], _encode(item)) for item in items]
-        size = sum(len(data) for _, data in parts)
-        with self._db:
-            self._db.execute("BEGIN")
-            if (of := self._grow(conversation, size)) is None:
+        with self._change() as more:
+            of = self._grow(more, conversation, sum(len(data) + _ROW for _, data in parts))
+            if of is None:
                 return
             self._add_items(conversation, parts)
         self._make_room(of, keep=conversation)
 
     def delete_item(self, conversation: str, item_id: str) -> bool:
         query = "DELETE FROM items WHERE thing = ? AND id = ? RETURNING length(data)"
-        rows = self._db.execute(query, (conversation, item_id)).fetchall()
-        if rows:
-            self._grow(conversation, -sum(row[0] for row in rows))
+        with self._change() as more:
+            rows = self._db.execute(query, (conversation, item_id)).fetchall()
+            self._grow(more, conversation, -sum(row[0] + _ROW for row in rows))
         return bool(rows)
 
-    def _grow(self, conversation: str, size: int) -> str | None:
+    def _grow(self, more: Counter[str], conversation: str, size: int) -> str | None:
         """Count ``size`` bytes more. Returns the owner of the conversation; None if it is gone."""
         query = "UPDATE things SET bytes = bytes + ?, used = ? WHERE id = ? RETURNING owner"
         rows = self._db.execute(query, (size, time.time(), conversation)).fetchall()
         if not rows:
             return None
-        self._hold(rows[0][0], size)
+        more[rows[0][0]] += size
         return str(rows[0][0])
 
     # -- room
@@ -234,8 +287,19 @@ class ResponseStore:
         now = time.time()
         if row is None or (owner is not None and row[1] != owner) or row[2] < now - self._seconds:
             return None
-        self._db.execute("UPDATE things SET used = ? WHERE id = ?", (now, thing))
+        with contextlib.suppress(sqlite3.OperationalError):  # reading needs no room on the disk
+            self._db.execute("UPDATE things SET used = ? WHERE id = ?", (now, thing))
         return row
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[Counter[str]]:
+        """One transaction. Bytes that it counts for an owner, more or less, are held when it is complete."""
+        more: Counter[str] = Counter()
+        with self._db:
+            self._db.execute("BEGIN")
+            yield more
+        for owner, size in more.items():
+            self._hold(owner, size)
 
     def _add_items(self, thing: str, parts: Sequence[tuple[str, bytes]]) -> None:
         self._db.executemany(
@@ -247,19 +311,32 @@ class ResponseStore:
         if not self._held[owner]:
             del self._held[owner]
 
-    def _remove(self, which: str, value: object) -> None:
-        """Delete things. ``which``: a condition of ours with one value."""
-        query = f"DELETE FROM things WHERE {which} RETURNING owner, bytes"
-        for owner, size in self._db.execute(query, (value,)).fetchall():
-            self._hold(owner, -size)
+    def _remove(self, which: str, *values: object) -> int:
+        """Delete things, and return their number. ``which``: a condition of ours."""
+        with self._change() as more:
+            return self._delete(more, which, *values)
 
-    def _make_room(self, owner: str, keep: str) -> None:
+    def _delete(self, more: Counter[str], which: str, *values: object) -> int:
+        rows = self._db.execute(f"DELETE FROM things WHERE {which} RETURNING owner, bytes", values).fetchall()
+        for owner, size in rows:
+            more[owner] -= size
+        return len(rows)
+
+    def _recount(self) -> None:
+        query = "SELECT owner, sum(bytes) FROM things GROUP BY owner"
+        self._held = dict(self._db.execute(query).fetchall())
+
+    def _make_room(self, owner: str | None, keep: str) -> None:
         """Delete what has expired, then the least recently used: the owner's, until it has its share, then of the
         owner with most. ``keep`` goes last."""
         self._remove("used < ?", time.time() - self._seconds)
+        if owner is None:
+            return
         held = self._held
         while held and (held.get(owner, 0) > self._share or self.used > self.limit):
             of = owner if held.get(owner, 0) > self._share else max(held, key=lambda name: held[name])
             query = "SELECT id FROM things WHERE owner = ? AND id != ? ORDER BY used LIMIT 1"
             row = self._db.execute(query, (of, keep)).fetchone()
-            self._remove("id = ?", row[0] if row is not None else keep)
+            if not self._remove("id = ? AND owner = ?", row[0] if row is not None else keep, of):
+                self._recount()  # fewer bytes are there than were held
+                return

@@ -15,7 +15,7 @@ from app.apis.responses.answers import ResponseAnswer, logprobs_of, usage_of
 from app.apis.responses.items import PREFIXES, encode_thought
 from app.server.errors import ApiError
 
-__all__ = ["ResponseWriter", "WriterOptions"]
+__all__ = ["ResponseWriter", "WriterOptions", "first_events"]
 
 _encode = msgspec.json.encode
 
@@ -43,8 +43,10 @@ class ResponseWriter:
         self._number = 0
         self._item: dict[str, Any] | None = None  # the item that has begun and not ended
         self._texts: list[str] = []  # of that item
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[dict[str, Any]] = []  # of that item
+        self._scored: list[dict[str, Any]] = []  # of tokens that are no text of an event yet
         self._held = ""  # white space that is content only if more comes
+        self._held_logprobs: list[dict[str, Any]] = []
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -54,23 +56,46 @@ class ResponseWriter:
 
     def begin(self) -> bytes:
         """The events before the first delta."""
-        begun = self._event("response.created", response=self.response)
-        if self.response.status == "queued":
-            begun += self._event("response.queued", response=self.response)
-            self.response.status = "in_progress"
-        return begun + self._event("response.in_progress", response=self.response)
+        begun = _begin(self.response)
+        self._number = len(begun)
+        return b"".join(begun)
 
     def chunk(self, delta: Delta) -> bytes:
         """The events of a delta."""
-        scored = logprobs_of(delta.logprobs) if self._options.logprobs and delta.logprobs else []
+        if self._options.logprobs and delta.logprobs:
+            self._scored += logprobs_of(delta.logprobs)
         parts: list[bytes] = []
+        other = False
         for event in self._choice.read(delta):
             if isinstance(event, Text):
-                parts.append(self._text(event.text, scored))
-                scored = []
+                parts.append(self._text(event.text, self._scored_of(event.text)))
             else:
+                other = True
                 parts.append(self._other(event))
+        if other:  # what is left belongs to thoughts and calls, not to text that the parser holds back
+            self._scored = []
         return b"".join(parts)
+
+    def _scored_of(self, text: str) -> list[dict[str, Any]]:
+        """Take the log-probabilities of a text's tokens. The parser may have held it back, and tokens before and behind
+        it may be marks, or text that comes later."""
+        scored, place = self._scored, 0
+        if not text:
+            return []
+        start = "".join(token["token"] for token in scored).rfind(text)
+        if start < 0:  # such as tokens that are parts of a character
+            self._scored = []
+            return scored
+        taken: list[dict[str, Any]] = []
+        for number, token in enumerate(scored):
+            if place >= start + len(text):
+                self._scored = scored[number:]
+                return taken
+            place += len(token["token"])
+            if place > start:
+                taken.append(token)
+        self._scored = []
+        return taken
 
     def failed(self, error: ApiError, *, cancelled: bool = False) -> bytes:
         """The last events after an error."""
@@ -103,11 +128,11 @@ class ResponseWriter:
         begun = b""
         if self._item is None or self._item["type"] != "message":
             self._held += text
-            self._logprobs += scored
+            self._held_logprobs += scored
             if not self._held.strip():
                 return b""
-            text, self._held = self._held, ""
-            scored, self._logprobs = self._logprobs, []
+            text, scored = self._held, self._held_logprobs
+            self._drop_held()
             begun = self._begin("message", role="assistant", content=[], status="in_progress")
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             begun += self._of_item("response.content_part.added", content_index=0, part=part)
@@ -148,7 +173,7 @@ class ResponseWriter:
         return self._of_item("response.function_call_arguments.delta", delta=text)
 
     def _drop_held(self) -> None:
-        self._held, self._logprobs = "", []
+        self._held, self._held_logprobs = "", []
 
     # -- items
 
@@ -216,6 +241,7 @@ class ResponseWriter:
             done += self._of_item("response.content_part.added", content_index=0, part=part)
             if self._held:
                 self._texts.append(self._held)
+                self._logprobs = self._held_logprobs
                 done += self._of_item(
                     "response.output_text.delta", content_index=0, delta=self._held, logprobs=self._logprobs
                 )
@@ -246,9 +272,34 @@ class ResponseWriter:
         return self._event(kind, item_id=item["id"] if item else "", output_index=self._index, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        data = _encode({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+        return _framed(kind, self._number - 1, **fields)
+
+
+def first_events(response: ResponseAnswer) -> list[bytes]:
+    """The first events of a response of the background, whatever has become of it since. They repeat the whole request,
+    so they are not kept."""
+    return _begin(
+        msgspec.structs.replace(
+            response, status="queued", output=[], usage=None, completed_at=None, error=None, incomplete_details=None
+        )
+    )
+
+
+def _begin(response: ResponseAnswer) -> list[bytes]:
+    """The events before the first delta."""
+    kinds = ["created", "queued", "in_progress"] if response.status == "queued" else ["created", "in_progress"]
+    begun: list[bytes] = []
+    for number, kind in enumerate(kinds):
+        if kind == "in_progress":
+            response.status = "in_progress"
+        begun.append(_framed(f"response.{kind}", number, response=response))
+    return begun
+
+
+def _framed(kind: str, number: int, **fields: Any) -> bytes:
+    data = _encode({"type": kind, "sequence_number": number, **fields})
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
 def _input(arguments: str) -> str:

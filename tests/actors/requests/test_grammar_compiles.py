@@ -73,7 +73,7 @@ async def test_too_many_waiting_grammars_are_refused_at_once() -> None:
     place = route(worker)
     waiting = [asyncio.create_task(grammars.compile(Grammar("regex", f"a{n}"), place)) for n in range(64)]
     await asyncio.sleep(0)
-    with pytest.raises(CompilerBusy, match="64 grammars"):
+    with pytest.raises(CompilerBusy, match="64 grammars of yours"):
         await grammars.compile(RED, place)
     same = asyncio.create_task(grammars.compile(Grammar("regex", "a0"), place))  # waits for what is under way
     waiting[1].cancel()
@@ -110,3 +110,59 @@ async def test_a_grammar_at_whose_compilation_two_workers_died_gets_no_third() -
             await grammars.compile(RED, route(worker))
     assert worker.asked == 2
     assert await grammars.compile(Grammar("regex", "a"), route(worker))
+
+
+class Killed(Worker):
+    """Dies whenever the deadly grammar is among those that it compiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiling: set[Grammar] = set()
+        self.died = asyncio.Event()
+
+    async def ask(self, message: CompileGrammar, *, timeout: float) -> str:
+        self.compiling.add(message.grammar)
+        died = self.died
+        await asyncio.sleep(0)
+        if RED in self.compiling:
+            self.compiling.clear()
+            self.died = asyncio.Event()
+            died.set()
+        if died.is_set():
+            raise ActorDied("worker", RuntimeError("out of memory"))
+        self.compiling.discard(message.grammar)
+        return ""
+
+
+async def test_grammars_beside_a_deadly_one_are_compiled() -> None:
+    grammars, place = GrammarCompiles(), route(Killed())
+    innocent = [Grammar("regex", f"a{n}") for n in range(10)]
+    found = await asyncio.gather(
+        *(grammars.compile(grammar, place) for grammar in [RED, *innocent]), return_exceptions=True
+    )
+    assert isinstance(found[0], RequestFailed)
+    assert found[1:] == [True] * 10
+
+
+async def test_a_deadly_grammar_is_tried_again_after_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, worker = GrammarCompiles(), Mortal(2)
+    with pytest.raises(RequestFailed):
+        await grammars.compile(RED, route(worker))
+    monkeypatch.setattr("actors.requests.grammar_compiles._REFUSED", 0.0)
+    assert await grammars.compile(RED, route(worker))
+
+
+async def test_one_tenant_leaves_places_to_others() -> None:
+    grammars, worker = GrammarCompiles(tenants=2), Worker()
+    worker.gate.clear()
+    place = route(worker)
+    greedy = [
+        asyncio.create_task(grammars.compile(Grammar("regex", f"a{number}"), place, "greedy")) for number in range(64)
+    ]
+    await asyncio.sleep(0)
+    assert isinstance(greedy[-1].exception(), CompilerBusy)
+    other = asyncio.create_task(grammars.compile(RED, place, "modest"))
+    await asyncio.sleep(0)
+    worker.gate.set()
+    assert await other
+    await asyncio.wait(greedy)

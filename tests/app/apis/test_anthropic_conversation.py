@@ -72,7 +72,11 @@ def test_a_last_turn_of_the_assistant_is_continued() -> None:
 
 def test_a_document_of_plain_text_is_text() -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "Words."}
-    assert turns(user({"type": "document", "title": "T", "source": source}))[0]["content"] == "T\nWords."
+    document = {"type": "document", "title": "T", "source": source}
+    assert turns(user(document))[0]["content"] == "T\nWords."
+    assert turns(user({**document, "citations": {"enabled": False}}))[0]["content"] == "T\nWords."
+    with pytest.raises(ApiError, match="answers cite no documents"):
+        turns(user({**document, "citations": {"enabled": True}}))
 
 
 @pytest.mark.parametrize(

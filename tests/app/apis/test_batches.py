@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ import openai
 import pytest
 
 from actors.options import ArgumentError
-from app.apis.batches import handlers, runner, upload
+from app.apis.batches import handlers, runner, storage, upload
 from app.apis.batches.runner import Gate
+from app.apis.batches.storage import StoredFile
 from app.application import Troupe
+from app.server import request_body
 from app.server.background import background_exchange
+from app.server.request_body import RequestBody
+from app.server.upload_budget import UploadBudget
 from tests.kits.app_requests import MESSAGES
 
 Serve = Callable[[Troupe], Awaitable[str]]
@@ -150,6 +155,71 @@ async def test_a_restart_runs_only_lines_without_a_result(make: Callable[..., Tr
     assert second.engine.streams[0].tenant == "key-2"
     assert set(await results(second, batch["output_file_id"], "a")) == {"r1", "r2", "r3"}
     await second.shutdown()
+
+
+async def test_a_batch_of_a_removed_key_does_not_run(make: Callable[..., Troupe], until: Until) -> None:
+    first = make(api_key="a,b", admin_api_key="root")
+    await first.startup()
+    engine: Any = first.engine
+    engine.gate = asyncio.Event()
+    batch_id = await begun(first, jsonl(line(1)), "a")
+    await until(lambda: engine.streams)
+    await first.shutdown()
+    second = make(api_key="c,b", admin_api_key="root")
+    await second.startup()
+    batch = await finished(second, batch_id, until, "root")
+    assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "key_removed")
+    assert not second.engine.streams
+    await second.shutdown()
+
+
+@pytest.mark.parametrize("lost", ["record", "adopt"])
+async def test_a_restart_while_files_are_made_repeats_no_line(
+    make: Callable[..., Troupe], until: Until, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    first = make()
+    await first.startup()
+    batches = first.service.batches
+    assert batches is not None
+
+    move, adopt = os.replace, batches.store.adopt
+
+    def die_before(source: Path, target: Path) -> None:
+        if source.suffix == ".output":
+            raise asyncio.CancelledError  # as by a signal
+        move(source, target)
+
+    def die_behind(part: Path, file: StoredFile) -> None:
+        adopt(part, file)
+        if file.purpose == "batch_output":
+            raise asyncio.CancelledError
+
+    if lost == "record":
+        monkeypatch.setattr(batches.store, "adopt", die_behind)
+    else:
+        monkeypatch.setattr("app.apis.batches.storage.os.replace", die_before)
+    batch_id = await begun(first, jsonl(line(1), line(2)))
+    await until(lambda: not batches._tasks)
+    monkeypatch.undo()
+    await first.shutdown()
+    second = make()
+    await second.startup()
+    batch = await finished(second, batch_id, until)
+    assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 2)
+    assert not second.engine.streams
+    assert set(await results(second, batch["output_file_id"])) == {"r1", "r2"}
+    assert second.service.batches is not None
+    store = second.service.batches.store
+    assert sum(store._held.values()) == sum(path.stat().st_size for path in store._folder.glob("*.bin"))
+    await second.shutdown()
+
+
+async def test_bytes_without_a_record_are_deleted_at_the_start(make: Callable[..., Troupe], tmp_path: Path) -> None:
+    folder = tmp_path / "store" / "files"
+    folder.mkdir(parents=True)
+    (folder / f"file-{'0' * 32}.bin").write_bytes(b"x")
+    make()
+    assert not list(folder.iterdir())
 
 
 async def test_a_cancelled_batch_keeps_what_is_done(troupe: Troupe, until: Until) -> None:
@@ -298,12 +368,88 @@ async def test_batches_of_a_key_are_bounded(troupe: Troupe, monkeypatch: pytest.
     assert (status, answer["error"]["code"]) == (400, "file_in_use")
 
 
+async def test_keys_share_no_number_of_files_and_batches(
+    make: Callable[..., Troupe], until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_MAX_KEPT", 1)
+    monkeypatch.setattr(storage, "MAX_FILES", 5)
+    application = make(api_key="a,b")
+    await application.startup()
+    mine = await begun(application, jsonl(line(1)), "b")
+    await finished(application, mine, until, "b")
+    for _ in range(2):
+        await finished(application, await begun(application, jsonl(line(1)), "a"), until, "a")
+    await begun(application, b"{", "a")
+    assert (await ask(application, "POST", "/v1/files", "a", **form(b"{}", purpose="batch")))[0] == 413
+    assert (await ask(application, "GET", f"/v1/batches/{mine}", "b"))[0] == 200
+    await uploaded(application, b"{}", "b")
+    await application.shutdown()
+
+
+async def test_uploads_of_a_key_are_bounded(troupe: Troupe, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert troupe.service.batches is not None
+    monkeypatch.setattr(storage, "MAX_UPLOADS", 1)
+    with troupe.service.batches.store.writing(""):
+        status, answer = await ask(troupe, "POST", "/v1/files", **form(b"{}", purpose="batch"))
+    assert (status, answer["error"]["code"]) == (429, "too_many_uploads")
+    await uploaded(troupe, b"{}")
+
+
+async def test_a_slow_upload_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": b"x", "more_body": True}
+
+    async def feed() -> None:
+        for _ in range(200):
+            await body.receive()
+        await body.receive()
+
+    body = RequestBody(receive, [(b"content-length", b"200")], "1.1", UploadBudget(), upload=True)
+    monkeypatch.setattr(request_body, "_UPLOAD_SECONDS", 0.1)
+    feeding = asyncio.create_task(feed())
+    with pytest.raises(TimeoutError):
+        _ = [piece async for piece in body.pieces()]
+    assert not feeding.done()
+    feeding.cancel()
+
+
+async def test_the_loop_goes_on_beside_lines_that_expire(
+    troupe: Troupe, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handlers, "_WINDOW", -1)
+    batch_id = await begun(troupe, jsonl(*(line(n) for n in range(200))))
+    assert troupe.service.batches is not None
+    record = troupe.service.batches.get(batch_id)
+    assert record is not None
+    seen = set()
+    while record.status in runner.UNFINISHED:
+        seen.add(record.failed)
+        await asyncio.sleep(0)
+    assert len(seen) > 100
+
+
 async def test_files_expire(troupe: Troupe, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
     _, file = await ask(troupe, "POST", "/v1/files", **form(b"{}", **fields))
     assert file["expires_at"] == file["created_at"] + 3600
     monkeypatch.setattr("app.apis.batches.storage.time.time", lambda: file["expires_at"] + 1)
     assert (await ask(troupe, "GET", f"/v1/files/{file['id']}"))[0] == 404
+
+
+async def test_a_file_that_a_batch_reads_does_not_expire(troupe: Troupe, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = troupe.engine
+    engine.gate = asyncio.Event()
+    batch_id = await begun(troupe, jsonl(line(1)))
+    assert troupe.service.batches is not None
+    record = troupe.service.batches.get(batch_id)
+    assert record is not None
+    file = troupe.service.batches.store.get(record.input_file_id)
+    assert file is not None
+    file.expires_at = 1
+    assert (await ask(troupe, "GET", f"/v1/files/{file.id}"))[0] == 200
+    record.status = "completed"
+    assert (await ask(troupe, "GET", f"/v1/files/{file.id}"))[0] == 404
 
 
 async def test_without_a_directory_the_answer_says_how_to_get_one(application: Troupe) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
+from app.apis.embeddings.handlers import cut_all
 from app.application import Troupe
 
 Serve = Callable[[Troupe], Awaitable[str]]
@@ -49,6 +53,32 @@ async def test_the_sdk_gets_vectors_in_the_order_of_inputs(
 async def test_a_wrong_field_is_named(make_application: Callable[..., Troupe], body: Any, param: str) -> None:
     status, answer = await post(make_application(is_embedding=True), **body)
     assert (status, answer["error"]["param"]) == (400, param)
+
+
+async def test_too_many_dimensions_are_refused_before_inputs_run(make_application: Callable[..., Troupe]) -> None:
+    application = make_application(is_embedding=True)
+    engine: Any = application.engine
+    engine.model_info = SimpleNamespace(hidden_size=3)
+    status, answer = await post(application, input="x", dimensions=4)
+    assert (status, answer["error"]["param"]) == (400, "dimensions")
+    assert not engine.streams
+    assert (await post(application, input="x", dimensions=3))[0] == 200
+
+
+async def test_others_run_between_two_vectors() -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    found = [(np.ones(4, np.float32), 1)] * 50
+    assert len([vector async for vector in cut_all(found, 2)]) == 50
+    counting.cancel()
+    assert turns >= 49
 
 
 async def test_a_generative_model_is_refused(application: Troupe) -> None:

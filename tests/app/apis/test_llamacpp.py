@@ -32,6 +32,12 @@ async def test_a_completion_has_llamas_form(application) -> None:
     assert answer["tokens_cached"] == len(BODY["prompt"]) // 2
 
 
+async def test_a_whole_answer_times_its_tokens_from_the_first(application, engine) -> None:
+    engine.step_seconds = 0.02
+    _, answer = await ask(application, "/completion", BODY)
+    assert answer["timings"]["predicted_ms"] >= 20 * (len(ANSWER) - 2)  # every step sleeps that long
+
+
 async def test_a_stream_ends_with_the_facts(application, engine) -> None:
     engine.matched_stop = "."
     response, data = await post(application, {**BODY, "stream": True, "stop": ["."]}, "/completion")

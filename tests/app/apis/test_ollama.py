@@ -164,6 +164,16 @@ async def test_a_text_is_filled_in_by_the_template(make_application, tmp_path) -
     assert application.engine.requests[-1]["prompt"] == "<P>a<S>b<M>"
 
 
+async def test_a_body_needs_no_media_type(application) -> None:
+    data = msgspec.json.encode({**BODY, "stream": False})
+    response = await application.test_client().post("/api/chat", data=data)
+    assert response.status_code == 200
+    response = await application.test_client().post("/api/chat", data=data, headers={"Content-Type": "text/plain"})
+    assert response.status_code == 415
+    response = await application.test_client().post("/v1/chat/completions", data=data)
+    assert response.status_code == 415
+
+
 async def test_images_of_a_message_are_refused(application) -> None:
     message = {"role": "user", "content": "x", "images": ["aGk="]}
     assert (await refusal(application, "/api/chat", {**BODY, "messages": [message]})).startswith("messages[0].images:")

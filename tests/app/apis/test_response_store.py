@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -114,16 +115,121 @@ def test_a_conversation_counts_its_items(tmp_path: Path) -> None:
     store.put_conversation("conv_1", "a", b"{}")
     items: list[dict[str, Any]] = [{"id": f"msg_{n}", "text": "x" * 100} for n in range(3)]
     store.extend("conv_1", items)
-    assert store.used > 300
+    assert store.used > 3 * 400
     assert store.delete_item("conv_1", "msg_1")
     assert [item["id"] for item in store.items("conv_1")] == ["msg_0", "msg_2"]
-    assert 200 < store.used < 300
+    assert 2 * 400 < store.used < 4 * 400
     store.extend("conv_gone", items)
     store.close()
     again = ResponseStore(tmp_path / "db", 1 << 20, 60)
     assert again.conversation("conv_1", "a") == b"{}"
     assert len(again.items("conv_1")) == 2
     again.close()
+
+
+def test_what_a_failed_change_would_have_taken_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ResponseStore(None, 20_000, 60)
+    store.put(stored(0))
+    store.put_conversation("conv_1", "a", b"{}")
+    before = store.used
+
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "_add_items", full)
+        with pytest.raises(sqlite3.OperationalError):
+            store.extend("conv_1", [{"id": "x"}])
+        with pytest.raises(sqlite3.OperationalError):
+            store.put(stored(0))
+    assert store.used == before
+    assert store.get("resp_0", "a") is not None
+
+
+def test_wrong_counts_are_made_right_instead_of_waited_for() -> None:
+    store = ResponseStore(None, 12_000, 60)
+    store.put_conversation("conv_1", "a", b"{}")
+    store._held = {"b": 1 << 30}
+    store.put_conversation("conv_2", "a", b"{}")
+    assert store.used == store._db.execute("SELECT sum(bytes) FROM things").fetchone()[0]
+    assert store.conversation("conv_2", "a") is not None
+
+
+def test_an_updated_conversation_counts_and_makes_room() -> None:
+    store = ResponseStore(None, 5_000, 60)
+    for number in (1, 2):
+        store.put_conversation(f"conv_{number}", "a", b"{}")
+    store.update_conversation("conv_1", b" " * 4500)
+    assert 4500 < store.used <= 5_000
+    assert store.conversation("conv_2", "a") is None
+    store.update_conversation("conv_1", b" " * 10)
+    assert store.used < 1000
+    store.update_conversation("conv_gone", b"{}")
+
+
+def test_rows_count_beside_what_they_hold() -> None:
+    store = ResponseStore(None, 30_000, 60)
+    for number in range(200):
+        store.put_conversation(f"conv_{number}", "a", b"{}")
+    assert store._db.execute("SELECT count(*) FROM things").fetchone()[0] <= 100
+
+
+def test_pages_of_a_conversation() -> None:
+    store = ResponseStore(None, 1 << 20, 60)
+    store.put_conversation("conv_1", "a", b"{}")
+    store.extend("conv_1", [{"id": f"msg_{n}"} for n in range(5)])
+
+    def ids(after: str | None, limit: int, oldest_first: bool) -> tuple[list[str], bool]:
+        page = store.page("conv_1", after, limit, oldest_first=oldest_first)
+        assert page is not None
+        return [item["id"] for item in page.items], page.more
+
+    assert ids(None, 2, True) == (["msg_0", "msg_1"], True)
+    assert ids("msg_1", 3, True) == (["msg_2", "msg_3", "msg_4"], False)
+    assert ids("msg_1", 3, False) == (["msg_0"], False)
+    assert ids(None, 1, False) == (["msg_4"], True)
+    assert store.page("conv_1", "msg_9", 1, oldest_first=True) is None
+    assert store.item_of("conv_1", "msg_3") == {"id": "msg_3"}
+    assert store.item_of("conv_1", "msg_9") is None
+    assert store.repeated("conv_1", [{"id": "msg_9"}, {"id": "msg_3"}]) == "msg_3"
+    assert store.repeated("conv_1", [{"id": "msg_9"}]) is None
+
+
+def test_items_of_a_conversation_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.apis.responses.store.MAX_ITEMS", 2)
+    store = ResponseStore(None, 1 << 20, 60)
+    store.put_conversation("conv_1", "a", b"{}")
+    store.extend("conv_1", [{"id": "msg_0"}])
+    assert not store.is_full("conv_1")
+    store.extend("conv_1", [{"id": "msg_1"}])
+    assert store.is_full("conv_1")
+
+
+def test_a_response_that_nobody_makes_any_more_is_failed() -> None:
+    store = ResponseStore(None, 1 << 20, 60)
+    cut = stored(0)
+    cut.response.status = "queued"
+    store.put(cut)
+    found = store.get("resp_0", "a")
+    assert found is not None
+    assert (found.response.status, found.response.error is not None) == ("failed", True)
+
+
+def test_a_full_disk_can_be_read(tmp_path: Path) -> None:
+    store = ResponseStore(tmp_path / "db", 1 << 20, 60)
+    store.put(stored(0))
+    store._db.execute("PRAGMA query_only = ON")  # every write is an OperationalError
+    assert store.get("resp_0", "a") is not None
+    store.close()
+
+
+def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
+    ResponseStore(tmp_path / "db", 1 << 20, 60).close()
+    ResponseStore(tmp_path / "db", 1 << 20, 60).close()
+    with sqlite3.connect(tmp_path / "db") as db:
+        db.execute("PRAGMA user_version = 0")
+    with pytest.raises(ArgumentError, match="another version"):
+        ResponseStore(tmp_path / "db", 1 << 20, 60)
 
 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:

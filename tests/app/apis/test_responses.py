@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,109 @@ async def test_log_probabilities_are_included(client: Client) -> None:
     events = await events_of(await client.create(include=include, stream=True))
     tokens = [token.token for e in events if e.type == "response.output_text.delta" for token in e.logprobs]
     assert "".join(tokens) == TEXT
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ["x", "<too", "bc", " d"],  # the parser waits whether "<too" begins a call
+        ["a <", "b", " c"],
+        ["Yes", " ", *CALL, " ", "and more"],
+        ["Yes", *CALL],
+        [*THOUGHT, "Yes", "."],
+    ],
+)
+async def test_log_probabilities_belong_to_their_text(client: Client, answer: list[str]) -> None:
+    client.engine.answer = answer
+    found = await client.create(tools=[ADD], top_logprobs=1)
+    parts = [item.content[0] for item in found.output if item.type == "message"]
+    assert parts
+    for part in parts:
+        assert "".join(token.token for token in part.logprobs) == part.text
+
+
+async def test_a_cut_call_does_not_end_a_conversation(client: Client) -> None:
+    client.engine.answer = CALL
+    made = await client.sdk.conversations.create()
+    cut = await client.create("Add", conversation=made.id, tools=[ADD], max_output_tokens=1)
+    assert cut.output[0].status == "incomplete"
+    arguments = cut.output[0].arguments
+    await client.create("Go on", conversation=made.id)
+    [call] = client.prompt()[1]["tool_calls"]
+    assert call["function"]["arguments"] == {"INVALID_JSON": arguments}
+    deep = ['{"a":' + "[" * depth + "]" * depth + "}" for depth in (100, 10_000)]
+    for text in ("5", "{", *deep):
+        await client.create([{"type": "function_call", "call_id": "c", "name": "add", "arguments": text}])
+        assert client.prompt()[0]["tool_calls"][0]["function"]["arguments"] == {"INVALID_JSON": text}
+
+
+async def test_any_tool_is_shown_as_openai_names_it(client: Client) -> None:
+    client.engine.answer = CALL
+    assert (await client.create(tools=[ADD], tool_choice="any")).tool_choice == "required"
+
+
+async def test_ids_of_items_do_not_repeat(client: Client) -> None:
+    first: Any = {"type": "message", "role": "user", "content": "One", "id": "msg_x"}
+    made = await client.sdk.conversations.create(items=[first])
+    for call in (
+        client.sdk.conversations.create(items=[first, first]),
+        client.sdk.conversations.items.create(made.id, items=[first]),
+        client.create([first], conversation=made.id),
+        client.create([first, first]),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await call
+        assert caught.value.code == "duplicate_item"
+    with pytest.raises(openai.BadRequestError, match="after"):
+        await client.sdk.conversations.items.list(made.id, after="msg_y")
+
+
+def full(*_: object) -> None:
+    raise sqlite3.OperationalError("database or disk is full")
+
+
+async def test_a_full_disk_refuses_background_responses(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = client.application.service.responses.store
+    assert store is not None
+    monkeypatch.setattr(store, "put", full)
+    with pytest.raises(openai.InternalServerError) as caught:
+        await client.create(background=True)
+    assert caught.value.code == "store_failed"
+    assert not client.engine.open
+    assert (await client.create()).output_text == TEXT
+    monkeypatch.setattr(store, "put_conversation", full)
+    with pytest.raises(openai.InternalServerError) as caught:
+        await client.sdk.conversations.create()
+    assert caught.value.code == "store_failed"
+
+
+async def test_what_could_not_be_stored_is_failed(
+    client: Client, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = client.application.service.responses.store
+    assert store is not None
+    client.engine.gate = asyncio.Event()
+    begun = await client.create(background=True)
+    monkeypatch.setattr(store, "put", full)
+    client.engine.gate.set()
+    await until(lambda: not client.application.service.responses.runs)
+    assert (await client.sdk.responses.retrieve(begun.id)).status == "failed"
+
+
+async def test_bytes_of_background_responses_are_bounded(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_MAX_RUN_BYTES", 100_000)
+    client.engine.gate = asyncio.Event()
+    begun = await client.create(background=True, instructions="x" * 200_000)  # one is never refused
+    [run] = client.application.service.responses.runs.values()
+    assert run.size > 200_000
+    assert sum(map(len, run._events)) < 100_000
+    with pytest.raises(openai.RateLimitError, match="MiB"):
+        await client.create(background=True)
+    await client.sdk.responses.cancel(begun.id)
+    events = await events_of(await client.sdk.responses.retrieve(begun.id, stream=True))
+    assert types(events) == ["created", "queued", "in_progress", "incomplete"]
+    assert [event.sequence_number for event in events] == [0, 1, 2, 3]
+    assert [event.response.status for event in events] == ["queued", "queued", "in_progress", "cancelled"]
 
 
 async def test_a_cut_answer_is_incomplete(client: Client) -> None:
@@ -405,6 +509,7 @@ async def test_input_tokens_are_counted(client: Client) -> None:
         ({"tools": [ADD], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
         ({"include": ["everything"]}, "include[0]"),
         ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation"),
         ({"background": True, "store": False}, "background"),

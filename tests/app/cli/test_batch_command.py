@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import io
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,37 @@ def test_an_engine_of_its_own(files: tuple[str, str], monkeypatch: pytest.Monkey
 def test_a_server_that_is_gone_ends_the_run(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert batch(["run", *files, "--url", "127.0.0.1:1"]) == 1
     assert "The same command goes on from here." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cuts", [2, 100])
+def test_a_cut_answer_is_asked_for_again(
+    files: tuple[str, str], cuts: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = [cuts]
+
+    class Cutting(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            left[0] -= 1
+            self.send_response(200)
+            self.send_header("Content-Length", "8" if left[0] < 0 else "100")
+            self.end_headers()
+            self.wfile.write(b'{"a": 1}')
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    monkeypatch.setattr("app.cli.batch._RETRY", 0.0)
+    with http.server.HTTPServer(("127.0.0.1", 0), Cutting) as server:
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        serving.start()
+        try:
+            status = batch(["run", *files, "--at-once", "1", "--url", f"127.0.0.1:{server.server_port}"])
+        finally:
+            server.shutdown()
+            serving.join()
+    assert (status, len(ids(files[1]))) == ((0, 3) if cuts == 2 else (1, 0))
+    assert ("the answer was cut" in capsys.readouterr().err) == (cuts != 2)
 
 
 def test_answers_of_other_servers_become_one_line_each(files: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

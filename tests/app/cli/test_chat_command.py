@@ -108,6 +108,13 @@ def test_a_turn_without_an_answer_is_forgotten(end: BaseException) -> None:
     assert ("the queue is full" in out.getvalue()) == isinstance(end, ClientError)
 
 
+def test_an_error_behind_half_an_answer_has_a_line_of_its_own() -> None:
+    chat, out = session(ScriptedServer([{"content": "half"}, ClientError("the answer was cut")]), "?")  # type: ignore[list-item]
+    chat.run()
+    assert "half\nerror: the answer was cut\n" in out.getvalue()
+    assert chat.messages == []
+
+
 def test_an_answer_stopped_by_the_user_is_kept() -> None:
     chat, out = session(ScriptedServer([{"content": "half"}, KeyboardInterrupt()]), "?")  # type: ignore[list-item]
     chat.run()

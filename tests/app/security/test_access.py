@@ -13,13 +13,24 @@ import pytest
 from quart import Quart
 
 from app.application import Troupe
-from app.server.auth import Level
+from app.server.auth import Keyring, Level
 from app.server.routes import Route, RouteTable
 from tests.kits.target import Target
 from tests.kits.waiting import PATIENCE
 
 CLOSED = (401, 404)
 SERVER = ("127.0.0.1", 8000)
+
+
+def test_owners_of_stored_things_are_told_apart() -> None:
+    ring = Keyring(user=("a", "b"), admin=("a-dmin",))
+    owners = {ring.owner(tenant) for tenant in ("key-1", "key-2", "admin")}
+    assert len(owners | {""}) == 4
+    assert {ring.tenant_of(owner) for owner in owners} == {"key-1", "key-2", "admin"}
+    assert ring.tenant_of(Keyring(user=("c",)).owner("")) is None
+    assert ring.tenant_of("") is None
+    for alone in (Keyring(), Keyring(admin=("a",)), Keyring(user=("a",))):
+        assert alone.tenant_of(alone.owner("")) == ""
 
 
 def undeclared(application: Quart, table: RouteTable) -> list[str]:

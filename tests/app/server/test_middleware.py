@@ -56,7 +56,11 @@ async def test_every_route_requires_the_key_of_its_level(make_application):
                 response, data = await call(application, concrete(route), method, headers=headers)
                 assert (response.status_code != 401) == allowed, (route.path, method, key)
                 if not allowed:
-                    assert msgspec.json.decode(data)["error"]["type"] == "authentication_error"
+                    error = msgspec.json.decode(data)["error"]  # Ollama's is a text
+                    if isinstance(error, str):
+                        assert "API key" in error
+                    else:
+                        assert error["type"] == "authentication_error"
                     assert response.headers["WWW-Authenticate"] == "Bearer"
 
 

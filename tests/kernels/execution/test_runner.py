@@ -208,6 +208,7 @@ def test_a_late_row_of_a_released_request_is_refused(driver, prompts):
 def test_a_sequence_ends_at_its_context(reference, drive, prompts):
     driver = drive(reference("qwen3").path, context_length=32)
     assert driver.info.context_length == 32
+    assert driver.info.hidden_size == 48
     (prompt,) = prompts(31)
     driver.admit(1, prompt)
     driver.step([(1, 31)])
