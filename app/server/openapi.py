@@ -20,17 +20,17 @@ __all__ = ["describe_api", "openapi"]
 
 _NOTES = """\
 A wrong value, a misspelt name, or another API's name of a field is status 400; the message says what to use. Other
-unknown fields are ignored, counted (troupe_unknown_fields_total) and listed in the header x-ignored-fields. Whole floats count as integers. An error has the form of its API, OpenAI's where there is none:
-{"error": {"message", "type", "param", "code"}}; a stream that fails ends with such an event and [DONE].
+unknown fields are ignored, counted (troupe_unknown_fields_total) and listed in the header x-ignored-fields.
+Whole floats count as integers. An error has the form of its API, OpenAI's where there is none: {"error": {"message",
+"type", "param", "code"}}; a stream that fails ends with such an event and [DONE].
 
 The chat template describes tools to the model. Calls that the model writes in the format of --tool-call-parser (by
 default that of its chat template) are returned as tool_calls, or in the form of the API that was asked; with
 --tool-call-parser off they stay text. Reasoning is recognized in the same way (--reasoning-parser).
 
 Keys: probes and the files of the live page need none. User operations, this description among them, need the API key
-if the server has one. Admin
-operations need the admin key; with an API key and no admin key they return 404; without any key they answer on loopback
-addresses only."""
+if the server has one. Admin operations need the admin key; with an API key and no admin key they return 404; without
+any key they answer on loopback addresses only."""
 
 
 _IGNORED = {
