@@ -405,7 +405,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
             unbuilt_choices=_OTHER_THOUGHT_NAMES,
             metavar="FORM",
             help="The model's format of reasoning (thoughts), which is returned as reasoning_content. auto: by the "
-            "chat template, then the family. off: it stays in the text. Names of SGLang, TokenSpeed and vLLM are aliases.",
+            "chat template, then the family. off: it stays in the text. Names of SGLang, TokenSpeed, vLLM are aliases.",
         ),
     ] = None  # fmt: skip
 
