@@ -16,7 +16,7 @@ from kernels.contract.speculation import AdaptiveSettings, NgramSettings, Specul
 __all__ = ["speculation"]
 
 _DEEP = {"EAGLE": (5, 4, 8), "EAGLE3": (5, 4, 8)}
-_DEEP_FAMILIES = ("Llama", "Grok")
+_DEEP_FAMILIES = ("Llama",)
 """Steps, top-k and verified tokens, as SGLang's defaults for these models; all others get a chain of three."""
 _CHAIN = (3, 1, 4)
 _NGRAM_TOKENS = 12

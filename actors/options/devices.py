@@ -74,7 +74,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
             group="Devices and kernels",
             default_text="the environment variable TROUPE_NPU_SIMULATOR, else off",
             metavar="A2|A3|A5[:DEVICES[:MEMORY]]",
-            help="Simulate NPUs: the real torch_npu (pip install troupe-llm[npu-sim]) on a simulated CANN, on the "
+            help="Simulate NPUs: the real torch_npu (pip install -e '.[npu-sim]') on a simulated CANN, on the "
             "CPU, for development. Two devices of 4 GiB unless specified, as in A3:4:8GiB.",
         ),
     ] = None

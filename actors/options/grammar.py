@@ -25,7 +25,7 @@ class GrammarArguments(QuantizationArguments, frozen=True, kw_only=True):
             synonyms={"guidance": "llguidance"},
             unbuilt_choices=dict.fromkeys(("outlines", "lm-format-enforcer"), _OTHER),
             help="Library that constrains answers to a JSON schema, a regular expression or a grammar. auto is "
-            'llguidance; xgrammar needs pip install "troupe-llm[xgrammar]". none refuses such requests.',
+            'llguidance; xgrammar needs pip install -e ".[xgrammar]". none refuses such requests.',
         ),
     ] = "auto"
 

@@ -59,7 +59,7 @@ class RecoveryArguments(SchedulingArguments, frozen=True, kw_only=True):
             group="Runtime",
             minimum=0,
             maximum=10_000,
-            help="Most replacements of the workers within 300 s; the next death ends the engine. A death that "
+            help="Most replacements of the workers within 300 s; the next crash ends the engine. A crash that "
             "narrows down which request caused an earlier one does not count.",
         ),
     ] = 6

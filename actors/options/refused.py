@@ -95,13 +95,13 @@ _TABLE: tuple[Refused, ...] = (
     ),
     Refused(
         group="API",
-        reason="the marks of thoughts are those of --reasoning-parser",
+        reason="the tags of reasoning are those of --reasoning-parser",
         remedy="leave it out",
         unset=("reasoning-config",),
     ),
     Refused(
         group="API",
-        reason="thoughts are always recognized",
+        reason="reasoning is always recognized",
         remedy="leave it out, or use --reasoning-parser off to leave them in the text",
         always=("enable-reasoning",),
     ),

@@ -34,7 +34,7 @@ _OTHER_TOOL_NAMES = dict.fromkeys(
      "hunyuan", "hunyuan_a13b", "hy_v3", "inkling", "jamba", "k2_horizon", "kimi_k3", "lfm2", "ling3", "longcat",
      "minicpm5", "minimax-m3", "minimax_m3", "muse", "olmo3", "poolside_v1", "seed_oss", "solar_open2", "spark25",
      "trinity", "xlam"),
-    "this format of tool calls is not supported; use passthrough, which leaves them in the text",
+    "this format of tool calls is not supported; use passthrough, which leaves it in the text",
 )  # fmt: skip
 
 _THOUGHT_NAMES = {
@@ -58,7 +58,7 @@ _THOUGHT_NAMES = {
 _OTHER_THOUGHT_NAMES = dict.fromkeys(
     ("ernie45", "granite", "hunyuan", "hunyuan_a13b", "hy_v3", "inkling", "kimi_k3", "minimax-append-think",
      "minimax_m2_append_think", "minimax_m3", "minimax-m3", "poolside_v1", "seed_oss", "solar_open2"),
-    "this format of thoughts is not supported; use off, which leaves them in the text",
+    "this format of reasoning is not supported; use off, which leaves it in the text",
 )  # fmt: skip
 
 
@@ -404,8 +404,8 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
             synonyms=_THOUGHT_NAMES,
             unbuilt_choices=_OTHER_THOUGHT_NAMES,
             metavar="FORM",
-            help="The model's format of thoughts, which are returned as reasoning_content. auto: by the chat template, "
-            "then the family. off: they stay in the text. Names of SGLang, TokenSpeed and vLLM are aliases.",
+            help="The model's format of reasoning (thoughts), which is returned as reasoning_content. auto: by the "
+            "chat template, then the family. off: it stays in the text. Names of SGLang, TokenSpeed, vLLM are aliases.",
         ),
     ] = None  # fmt: skip
 

@@ -19,7 +19,7 @@ Troupe serves language models over HTTP.
 
 Usage:
   troupe serve                     serve the small included model on 127.0.0.1:8000
-  troupe serve MODEL [arguments]   serve a Hugging Face model directory or repository
+  troupe serve MODEL [arguments]   serve a Hugging Face directory or repository, or a GGUF file
   troupe serve --help              all arguments
   troupe serve --help-all          and those of other engines that are refused, with the reason
   troupe chat                      a conversation in the terminal with a server (--url, default: this machine's)
@@ -56,7 +56,7 @@ def _argument(argument: Argument, columns: int) -> list[str]:
         head += f" {argument.metavar or '|'.join(argument.choices) or argument.kind.upper()}"
     others = [f"--{name}" if len(name) > 1 else f"-{name}" for name in argument.aliases]
     if opposites := argument.opposites or ((f"no-{argument.name}",) if argument.default is True else ()):
-        others.append(f"the reverse: {', '.join(f'--{name}' for name in opposites)}")
+        others.append(f"reverse: {', '.join(f'--{name}' for name in opposites)}")
     if others:
         head += f"  (also {', '.join(others)})"
     text = argument.help

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,17 +19,18 @@ from app.server.version import troupe_version
 __all__ = ["describe_api", "openapi"]
 
 _NOTES = """\
-An undescribed field is refused with status 400 if another API supports it or its name looks misspelt; the message says
-what to use. Other undescribed fields are ignored, counted (troupe_unknown_fields_total) and listed in the header
-x-ignored-fields. Whole floats count as integers. An error has the form of its API, OpenAI's where there is none:
-{"error": {"message", "type", "param", "code"}}; a stream that fails ends with such an event and [DONE].
+A wrong value, a misspelt name, or another API's name of a field is status 400; the message says what to use. Other
+unknown fields are ignored, counted (troupe_unknown_fields_total) and listed in the header x-ignored-fields.
+Whole floats count as integers. An error has the form of its API, OpenAI's where there is none: {"error": {"message",
+"type", "param", "code"}}; a stream that fails ends with such an event and [DONE].
 
-The chat template describes tools to the model. Calls that the model writes as JSON in <tool_call> blocks are returned
-as tool_calls (with --tool-call-parser off as text).
+The chat template describes tools to the model. Calls that the model writes in the format of --tool-call-parser (by
+default that of its chat template) are returned as tool_calls, or in the form of the API that was asked; with
+--tool-call-parser off they stay text. Reasoning is recognized in the same way (--reasoning-parser).
 
-Keys: probes and the files of the live page need none. User operations need the API key if the server has one. Admin
-operations need the admin key; with an API key and no admin key they return 404; without any key they answer on loopback
-addresses only."""
+Keys: probes and the files of the live page need none. User operations, this description among them, need the API key
+if the server has one. Admin operations need the admin key; with an API key and no admin key they return 404; without
+any key they answer on loopback addresses only."""
 
 
 _IGNORED = {
@@ -68,6 +70,9 @@ def describe_api(routes: tuple[Route, ...], locked: frozenset[Level] = frozenset
     """The document without its servers. ``locked``: the levels that require a key on this server."""
     structs = _structs(routes)
     schemas, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+    for schema in components.values():
+        if "description" in schema:
+            schema["description"] = _markdown(schema["description"])
     references = dict(zip(structs, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -85,6 +90,10 @@ def describe_api(routes: tuple[Route, ...], locked: frozenset[Level] = frozenset
             },
         },
     }
+
+
+def _markdown(docstring: str) -> str:
+    return inspect.cleandoc(docstring).replace("``", "`")
 
 
 def _structs(routes: Iterable[Route]) -> list[type[msgspec.Struct]]:

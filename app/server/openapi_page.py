@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import html
+import re
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -40,8 +41,13 @@ def _template(name: str) -> Template:
 
 
 def _notes(routes: tuple[Route, ...]) -> str:
-    paragraphs = describe_api(routes)["info"]["description"].split("\n\n")
-    return "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in paragraphs)
+    return _paragraphs(describe_api(routes)["info"]["description"])
+
+
+def _paragraphs(text: str) -> str:
+    """HTML of paragraphs with code in backticks."""
+    code = re.sub(r"`([^`\n]+)`", r"<code>\1</code>", html.escape(text))
+    return "".join(f"<p>{paragraph}</p>" for paragraph in code.split("\n\n"))
 
 
 @functools.cache
@@ -56,7 +62,7 @@ def _operations(routes: tuple[Route, ...]) -> str:
         )
         if route.body is not None:
             schema = schemas[route.body.__name__]
-            parts.append(f"<p>{html.escape(schema.get('description', ''))}</p><table>")
+            parts.append(f"{_paragraphs(schema.get('description', ''))}<table>")
             required = set(schema.get("required", ()))
             for name, field in schema.get("properties", {}).items():
                 must = "required" if name in required else ""

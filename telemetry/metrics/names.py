@@ -157,10 +157,10 @@ _RUNTIME = (
         "actor",
     ),
     _histogram("troupe_loop_lag_seconds", "Delay of the event loop beyond the requested sleep."),
-    _histogram("troupe_recovery_seconds", "From the death of an actor to its restart.", "actor"),
-    _counter("troupe_requests_resumed_total", "Sequences resumed after a worker's death or a preemption."),
+    _histogram("troupe_recovery_seconds", "From the crash of an actor to its restart.", "actor"),
+    _counter("troupe_requests_resumed_total", "Sequences resumed after a worker's crash or a preemption."),
     _counter("troupe_requests_set_apart_total", "Requests not run again because they killed their worker repeatedly."),
-    _histogram("troupe_stream_gap_seconds", "From a worker's death to the next token of a sequence it ran."),
+    _histogram("troupe_stream_gap_seconds", "From a worker's crash to the next token of a sequence it ran."),
 )
 
 _PROCESS = (

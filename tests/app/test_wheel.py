@@ -1,4 +1,4 @@
-"""The wheel holds the model in the box and nothing that trains it."""
+"""The wheel holds the included model and nothing that trains it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized checkpoints of the model in the box, in every layout that is read, by the writers of the tests."""
+"""Quantized checkpoints of the included model, in every layout that is read, by the writers of the tests."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _modelslim(kind: str, group: int = 0, others: str = "") -> Write:
 
 
 def _calibration() -> tuple[Any, list[int]]:
-    """The model in the box, and tokens of calibration documents."""
+    """The included model, and tokens of calibration documents."""
     hide_broken_npu()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -28,7 +28,7 @@ from kernels.contract.step import StepBatch, StepResult, StepTiming
 __all__ = ["CONTEXT", "DELAY", "TOKEN", "TOKEN_TEXT", "CostlessRunner", "CostlessWorker", "costless_workers", "main"]
 
 DELAY = "TROUPE_BENCH_DELAY"  # seconds, in the worker's environment
-TOKEN, TOKEN_TEXT = 102, b"~"  # of the model in the box
+TOKEN, TOKEN_TEXT = 102, b"~"  # of the included model
 CONTEXT = 1 << 20
 _PAGES = 1 << 20
 

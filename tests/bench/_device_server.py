@@ -64,7 +64,7 @@ def engine(name: str, directory: Path, repeats: int = 2) -> list[Row]:
 
 
 def write_tokenizer(name: str, path: Path) -> None:
-    """Write the tokenizer of the model in the box, extended to every id of the shape's vocabulary."""
+    """Write the tokenizer of the included model, extended to every id of the shape's vocabulary."""
     box = Path(__file__).parents[2] / "app" / "understudy" / "model"
     tokenizer = json.loads((box / "tokenizer.json").read_text())
     known = tokenizer["model"]["vocab"]

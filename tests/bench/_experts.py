@@ -1,4 +1,4 @@
-"""The model in the box as a mixture of experts with the same output: trained weights for quantized experts.
+"""The included model as a mixture of experts with the same output: trained weights for quantized experts.
 
 Each MLP is cut into two halves of its inner numbers, and there are four copies of both. A router of random numbers has
 the same row for the two halves of a copy, so that the two experts of a token are always both halves of one copy, with

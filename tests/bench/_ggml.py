@@ -36,7 +36,7 @@ def need_library() -> None:
 
 
 def write_by_ggml(kind: str, file: Path, importance: Mapping[str, Any]) -> Path:
-    """Write the model in the box to ``file`` with projections of type ``kind``.
+    """Write the included model to ``file`` with projections of type ``kind``.
 
     ``importance``: the mean square of each input of a module, f32 [inputs].
     """

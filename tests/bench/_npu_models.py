@@ -1,4 +1,4 @@
-"""Forms of the model in the box that together call every NPU operator of the engine."""
+"""Forms of the included model that together call every NPU operator of the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPERTS = json.dumps(
         "moe_intermediate_size": 64,
     }
 )
-"""Makes the model in the box one of experts, with weights that are made up."""
+"""Makes the included model one of experts, with weights that are made up."""
 
 
 def models(scratch: Path) -> dict[str, RunnerConfig]:
@@ -46,7 +46,7 @@ def models(scratch: Path) -> dict[str, RunnerConfig]:
 
 
 def _quantized(target: Path) -> Path:
-    """The model in the box with attention in static W8A8 and the rest in W4A16."""
+    """The included model with attention in static W8A8 and the rest in W4A16."""
     from app.understudy import MODEL_DIR
     from tests.kits.quantized import rewrite
     from tests.kits.quantized_words import int8_rows, packed
@@ -76,7 +76,7 @@ def _quantized(target: Path) -> Path:
 
 
 def _mxfp8(target: Path) -> Path:
-    """The model in the box in ModelSlim's MXFP8."""
+    """The included model in ModelSlim's MXFP8."""
     from app.understudy import MODEL_DIR
     from tests.kits.modelslim import write
 

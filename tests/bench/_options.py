@@ -31,7 +31,7 @@ def server_command_line(module: str, doc: str | None, points: str, rounds: int) 
     """The parser of a benchmark that asks a server, with its default ``points`` and ``rounds``."""
     parser = command_line(module, doc, records=True)
     parser.add_argument("--url", help="a running server; without it one is started")
-    parser.add_argument("--model", help="directory for the server that is started; without it the model in the box")
+    parser.add_argument("--model", help="directory for the server that is started; without it the included model")
     parser.add_argument("--model-name", help="the API's model name; without it the first of /v1/models")
     parser.add_argument("--points", default=points, help="streams:prompt tokens:output tokens, separated by commas")
     parser.add_argument("--requests", type=int, default=4, help="requests a stream in each round")

@@ -1,4 +1,4 @@
-"""Quantize the model in the box with AutoRound, for the accuracy table of checkpoints that tools write.
+"""Quantize the included model with AutoRound, for the accuracy table of checkpoints that tools write.
 
     python -m tests.bench auto_round_tool DIR [--schemes W4A16 W8A16] [--formats auto_round auto_round:auto_awq]
     python -m tests.bench quantization --schemes --shapes --made DIR/*

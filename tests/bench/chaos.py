@@ -1,6 +1,6 @@
 """Inject faults into a serving engine and print what its streams saw.
 
-    python -m tests.bench chaos                          # the model in the box, 64 live streams, 3 rounds of each fault
+    python -m tests.bench chaos                          # the included model, 64 live streams, 3 rounds of each fault
     python -m tests.bench chaos --streams 16 --rounds 1 --faults kill,hang
     python -m tests.bench chaos --streams 256 --rounds 1 --faults harmful-1-prefill,harmful-3-decode
     python -m tests.bench chaos --tokens 1000 --rounds 1 --faults kills

@@ -1,6 +1,6 @@
 """Run real client packages against a server and print which of their ways to structured answers and tools work.
 
-    python -m tests.bench clients                                  # its own server, the model in the box
+    python -m tests.bench clients                                  # its own server, the included model
     python -m tests.bench clients --url http://127.0.0.1:8000 --only instructor
 
 A way works if the package returns what its documentation promises: an object of the requested type, or a call of a
@@ -458,7 +458,7 @@ def served(url: str | None) -> Iterator[str]:
 
 def main(words: Sequence[str]) -> None:
     parser = command_line(__name__, __doc__, records=True)
-    parser.add_argument("--url", help="a running server; without it one is started with the model in the box")
+    parser.add_argument("--url", help="a running server; without it one is started with the included model")
     parser.add_argument("--only", nargs="*", default=[], choices=PACKAGES, help="packages; without it all")
     arguments = parser.parse_args(words)
     warnings.simplefilter("ignore")

@@ -8,7 +8,7 @@ prefill chunks, and the bytes of weights that a decode step reads a second, besi
 the same run to one thread and to all. Where weights come from memory, so do keys and values: what a step reads of both
 is set against what memory gives in the same round, whose reading goes up and down by the minute; medians count.
 ``tiny`` and ``0.6b`` are Qwen3 shapes with made-up weights, ``moe`` is one of Qwen3-MoE whose tokens take 4 of 32
-experts; ``understudy`` is the model in the box. ``--against``: another checkout of Troupe, measured in turns with this
+experts; ``understudy`` is the included model. ``--against``: another checkout of Troupe, measured in turns with this
 one; the ratio is old time over new. ``--clock cpu`` counts processor time of all threads, which neighbours on a shared
 machine disturb less. ``--deterministic``: beside it, in turns, the same checkout with
 --enable-deterministic-inference; the ratio is the time with it over that without.

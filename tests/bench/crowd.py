@@ -1,6 +1,6 @@
 """Open very many streams at once and print how many were admitted, refused and failed, and how the event loop fared.
 
-    python -m tests.bench crowd                                     # its own server, the model in the box
+    python -m tests.bench crowd                                     # its own server, the included model
     python -m tests.bench crowd --streams 2000 -- --max-queued-requests 500
 
 Every stream of ``/v1/completions`` has its own connection, and all connect in the same moment. Admitted: status 200,
@@ -213,7 +213,7 @@ async def bench(options: argparse.Namespace) -> int:
 
 def main(argv: list[str]) -> int:
     parser = command_line(__name__, __doc__, records=True)
-    parser.add_argument("--model", help="model directory (default: the model in the box)")
+    parser.add_argument("--model", help="model directory (default: the included model)")
     parser.add_argument("--streams", type=int, default=2000, help="open at once")
     parser.add_argument("--input-len", type=int, default=16, help="prompt tokens")
     parser.add_argument("--output-len", type=int, default=32, help="output tokens")

@@ -14,7 +14,7 @@
 - messages: bytes of a decode step and of its answer.
 - cache: finding a prompt of 131,072 tokens, and pages for one.
 - prefix: time to the first token of a 4,000-token prompt that is cached, beside one that is not, and what it is of.
-- memory: resident memory by process, the model in the box, ready and after its cache was filled.
+- memory: resident memory by process, the included model, ready and after its cache was filled.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def main(argv: list[str]) -> int:
     parser = command_line(__name__, __doc__, records=True)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--memory", action="store_true", help="only memory")
-    parser.add_argument("--model", help="model directory for prefix and memory (default: the model in the box)")
+    parser.add_argument("--model", help="model directory for prefix and memory (default: the included model)")
     parser.add_argument("--streams", type=int, nargs="+", default=[64, 256, 1000], help="at once, of each point")
     parser.add_argument("--offer", type=float, default=21_000.0, help="tokens a second offered by delayed steps")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement of streams")

@@ -1,4 +1,4 @@
-"""The model in the box, quantized by GPTQModel, for the table of accuracy: what such a tool writes is read.
+"""The included model, quantized by GPTQModel, for the table of accuracy: what such a tool writes is read.
 
     python -m tests.bench gptqmodel_tool DIR [--schemes W4A16 W4A16-act-order W8A16 AWQ-W4A16]
     python -m tests.bench quantization --schemes --shapes --made DIR/*

@@ -1,6 +1,6 @@
 """What a grammar costs: tokens a second and time to the first token with a JSON schema, against none.
 
-    python -m tests.bench grammar                                  # its own server, the model in the box
+    python -m tests.bench grammar                                  # its own server, the included model
     python -m tests.bench grammar --points 1:32:128,32:32:128 -- --grammar-backend xgrammar
     python -m tests.bench grammar --shape 8b --points 1:512:128,64:512:128    # a GPU, made-up weights and vocabulary
 

@@ -1,4 +1,4 @@
-"""The model in the box, quantized by llm-compressor, for the table of accuracy: what such a tool writes is read.
+"""The included model, quantized by llm-compressor, for the table of accuracy: what such a tool writes is read.
 
     python -m tests.bench llm_compressor DIR [--schemes FP8_DYNAMIC W8A8 W4A16 MXFP4A16] [--gptq]
     python -m tests.bench quantization --schemes --shapes --made DIR/*

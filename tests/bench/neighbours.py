@@ -1,6 +1,6 @@
 """Measure how long one API key's chats take while another key sends bodies that are small to send and costly to answer.
 
-    python -m tests.bench neighbours                                # its own server, the model in the box
+    python -m tests.bench neighbours                                # its own server, the included model
     python -m tests.bench neighbours --attacks stream,tools --seconds 10
 
 The victim asks for short chats, one after the other. The attacks, each for so many seconds, by another key:
@@ -177,7 +177,7 @@ async def bench(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str]) -> None:
     parser = command_line(__name__, __doc__, records=True)
-    parser.add_argument("--model", help="directory of the model; without it the model in the box")
+    parser.add_argument("--model", help="directory of the model; without it the included model")
     parser.add_argument(
         "--attacks", default="none,stream,scores,tools,uploads", help="names from above, separated by commas"
     )

@@ -1,6 +1,6 @@
 """The operators of torch_npu that the engine uses: `python -m tests.bench npu_operators` prints them as a table.
 
-The model in the box, and one of experts, run on a simulated A2, A3 and A5, each in a process of its own, and what they
+The included model, and one of experts, run on a simulated A2, A3 and A5, each in a process of its own, and what they
 call is what stands in the table. The column "checked by" says what each call was held against: the vendor's schema
 (always: the call goes through the real dispatcher), the vendor's meta function where there is one, the simulator's
 reference. Nothing here has been seen on hardware.

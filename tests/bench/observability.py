@@ -3,7 +3,7 @@
     python -m tests.bench observability
     python -m tests.bench observability --variants off,off,traces,all-traces,steps --minutes 8
 
-A server is started for each variant, on the model in the box; one at a time is driven over HTTP, the others wait.
+A server is started for each variant, on the included model; one at a time is driven over HTTP, the others wait.
 ``off`` is ``--no-enable-metrics``; ``metrics`` is the default, and is scraped meanwhile; ``traces`` adds
 ``--trace-sample-ratio 0.01``, ``all-traces`` a ratio of 1, ``steps`` one of 0.01 at level 2; their spans go to a
 collector that throws them away. Every round drives all variants for a few seconds each, in an order that turns, and
@@ -210,7 +210,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--requests", type=int, default=2, help="requests a stream in each round")
     parser.add_argument("--minutes", type=float, default=4.0, help="for all of it; four rounds are run in any case")
     parser.add_argument("--scrape", type=float, default=5.0, help="seconds between two scrapes of /metrics; 0: none")
-    parser.add_argument("--model", help="directory (default: the model in the box)")
+    parser.add_argument("--model", help="directory (default: the included model)")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts")
     parser.add_argument("--token-ids", default="300:3000", help="LOW:HIGH of the random prompt's token ids")
     parser.add_argument("server_args", nargs="*", help="after --: more arguments for every server")

@@ -4,12 +4,12 @@
                                             [--caches int8 fp8_e4m3 fp8_e4m3:none] [--made DIR ...]
 
 ``--schemes``: values of --quantization, and of shapes with made-up weights checkpoints, too: w4a16 and w8a16 (GPTQ in
-groups of 128), compressed-w8a8, and gguf-q4_k_m and the like. ``--checkpoints``: layouts that the model in the box is
+groups of 128), compressed-w8a8, and gguf-q4_k_m and the like. ``--checkpoints``: layouts that the included model is
 written in first; see ``CHECKPOINTS``, "all" for each. They are made by rounding alone; static scales of inputs are
 those of 2048 tokens. ``--experts``: they are made of a model of experts instead that says what the one in the box says,
-whose accuracy alone is printed. ``--made``: directories of checkpoints of the model in the box that a tool has written.
+whose accuracy alone is printed. ``--made``: directories of checkpoints of the included model that a tool has written.
 
-First table: the model in the box under every scheme: perplexity of held-out documents (a seed that no training saw; the
+First table: the included model under every scheme: perplexity of held-out documents (a seed that no training saw; the
 parts that training counts), how much worse it is than that of bf16 and may be at most (1 % at 6 to 8 bits, 5 % at 4 and
 5), and the share of the held-out capital questions answered rightly. Second: bytes of weights, and tokens a second of
 decodes at batch 1 and 16, schemes in turns in one process each; ``0.6b`` is a Qwen3 shape with made-up weights, and
@@ -18,7 +18,7 @@ decodes at batch 1 and 16, schemes in turns in one process each; ``0.6b`` is a Q
 ``--device``: cpu or cuda. ``--clock cpu`` counts processor time of all threads, which neighbours disturb less.
 
 ``--caches``: values of --kv-cache-dtype, with ":none" by scale 1.0 and else by a scale for each token and head: the
-same of the model in the box, with bytes of a token in the cache and decodes behind a long prompt.
+same of the included model, with bytes of a token in the cache and decodes behind a long prompt.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         nargs="*",
         default=[],
         choices=["all", *CHECKPOINTS],
-        help="layouts that the model in the box is written in",
+        help="layouts that the included model is written in",
     )
     parser.add_argument("--experts", action="store_true", help="checkpoints of a model of experts")
     parser.add_argument("--made", nargs="*", type=Path, default=[], help="directories of such checkpoints by a tool")
@@ -224,7 +224,7 @@ def _cache_scores(caches: list[str], device: str) -> None:
 
 
 def _cache_speed(given: argparse.Namespace) -> None:
-    """Decodes of the model in the box, caches in turns."""
+    """Decodes of the included model, caches in turns."""
     points = [*((rows, 128) for rows in given.rows), (1, LONG)]
     heads = "".join(f" tokens/s at batch {rows}, {held} tokens | of bf16 |" for rows, held in points)
     print(f"\n| cache | bytes of a token |{heads}\n|---|---|{'---|---|' * len(points)}")

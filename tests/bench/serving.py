@@ -1,6 +1,6 @@
 """Drive a server and print throughput, time to first token and inter-token latency.
 
-    python -m tests.bench serving                                  # its own server, the model in the box
+    python -m tests.bench serving                                  # its own server, the included model
     python -m tests.bench serving --model DIR --points 1:128:128,8:512:128
     python -m tests.bench serving --url http://127.0.0.1:8000      # any OpenAI-compatible server
 

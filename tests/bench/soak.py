@@ -1,6 +1,6 @@
 """Random traffic with hang-ups, aborts, bad requests, slow readers and kill -9 of the worker; then check what is left.
 
-    python -m tests.bench soak --minutes 10                 # its own server, the model in the box
+    python -m tests.bench soak --minutes 10                 # its own server, the included model
     python -m tests.bench soak --minutes 1440 --model DIR   # a day, another model
 
 Every request must end exactly once, the way its client made it end: one finish reason a choice and one ``[DONE]`` in a
@@ -269,7 +269,7 @@ def main(argv: list[str]) -> int:
         default=60.0,
         help="seconds between two kills; 0 for none. More than six in 300 s are a reason to give up, for the engine.",
     )
-    parser.add_argument("--model", help="model directory (default: the model in the box)")
+    parser.add_argument("--model", help="model directory (default: the included model)")
     parser.add_argument("--seed", type=int, default=1, help="of the traffic")
     parser.add_argument("server_args", nargs="*", help="after --: more arguments for the server")
     return asyncio.run(bench(parser.parse_args(argv)))

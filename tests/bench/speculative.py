@@ -1,4 +1,4 @@
-"""Measure speculative decoding of the model in the box, for each algorithm.
+"""Measure speculative decoding of the included model, for each algorithm.
 
     python -m tests.bench speculative [--algorithms EAGLE3 NGRAM] [--batches 1 4 16] [--rounds 5] [--pairs 1]
 

@@ -1,4 +1,4 @@
-"""Score the model in the box on the test set that its training never saw.
+"""Score the included model on the test set that its training never saw.
 
 python -m tests.bench understudy                               # plain transformers, greedy, some minutes
 python -m tests.bench understudy --url http://127.0.0.1:8000   # a running server

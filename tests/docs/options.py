@@ -19,8 +19,9 @@ def options() -> str:
 
 
 def _row(argument: Argument) -> str:
-    names = [argument.name, *argument.aliases, *_opposites(argument)]
-    spelled = ", ".join(f"`--{name}`" if len(name) > 1 else f"`-{name}`" for name in names)
+    spelled = _spelled(argument.name, *argument.aliases)
+    if opposites := argument.opposites or ((f"no-{argument.name}",) if argument.default is True else ()):
+        spelled += f"; reverse: {_spelled(*opposites)}"
     effect = argument.help
     if argument.choices:
         effect += f" Choices: {', '.join(f'`{choice}`' for choice in argument.choices)}."
@@ -29,8 +30,8 @@ def _row(argument: Argument) -> str:
     return f"| {spelled} | {_cell(default_of(argument))} | {_cell(effect)} |"
 
 
-def _opposites(argument: Argument) -> tuple[str, ...]:
-    return argument.opposites or ((f"no-{argument.name}",) if argument.default is True else ())
+def _spelled(*names: str) -> str:
+    return ", ".join(f"`--{name}`" if len(name) > 1 else f"`-{name}`" for name in names)
 
 
 def _cell(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Grammars for tests: backends over the tokenizer of the model in the box, and random texts that they allow."""
+"""Grammars for tests: backends over the tokenizer of the included model, and random texts that they allow."""
 
 from __future__ import annotations
 

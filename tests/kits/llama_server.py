@@ -29,7 +29,7 @@ PATIENCE = 240
 
 
 def write_as(kind: str, directory: Path) -> Path:
-    """The model in the box as a file of ``kind``: of one type by the gguf package, of a mixture by llama-quantize.
+    """The included model as a file of ``kind``: of one type by the gguf package, of a mixture by llama-quantize.
 
     Raises MissingTool.
     """

@@ -21,7 +21,7 @@ _EOS = 2
 
 
 class MarkedTokenizer:
-    """The tokenizer of the model in the box. ``special``: with the marks of ``form`` as tokens."""
+    """The tokenizer of the included model. ``special``: with the marks of ``form`` as tokens."""
 
     def __init__(self, form: type[StreamingParser], *, special: bool) -> None:
         self.tokenizer = Tokenizer.from_file(str(FILE))

@@ -1,1 +1,1 @@
-"""The model in the box: its corpus, examination and trainers. What they make ships as app.understudy."""
+"""The included model: its corpus, examination and trainers. What they make ships as app.understudy."""

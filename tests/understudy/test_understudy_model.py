@@ -1,4 +1,4 @@
-"""The model in the box loads with plain transformers, keeps its size, and answers."""
+"""The included model loads with plain transformers, keeps its size, and answers."""
 
 import json
 import subprocess

@@ -137,9 +137,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m tests.understudy.train", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("what", choices=("tokenizer", "weights"))
-    parser.add_argument(
-        "--out", type=Path, default=MODEL_DIR, help="directory to write (default: the model in the box)"
-    )
+    parser.add_argument("--out", type=Path, default=MODEL_DIR, help="directory to write (default: the included model)")
     parser.add_argument("--start", type=Path, help="directory of weights to train further (default: new weights)")
     parser.add_argument("--keep", type=float, default=0.0, help="share of --start's weights in those that are saved")
     parser.add_argument("--documents", type=int, default=4_000_000, help="documents of the corpus")

@@ -1,4 +1,4 @@
-"""The drafts of the model in the box, for speculative decoding. Their trainers are in tests/understudy/drafts.
+"""The drafts of the included model, for speculative decoding. Their trainers are in tests/understudy/drafts.
 
 Importing this package names files and imports neither torch nor transformers.
 """
@@ -11,7 +11,7 @@ DRAFTS: Path = Path(__file__).resolve().parent
 """The directory that holds a directory for each draft."""
 
 TOKEN_MAP: Path = DRAFTS / "token_map.json"
-"""The tokens that the model in the box writes most, most frequent first: a JSON list of ids."""
+"""The tokens that the included model writes most, most frequent first: a JSON list of ids."""
 
 _OF_ALGORITHM = {
     "EAGLE": "eagle",

@@ -34,7 +34,7 @@ class CpuDevice(Device):
     the event loop wants one now and then, one thread decodes nearly twice as fast as two.
 
     The default cache is a compromise between the prompts that it finds again and the memory of a small host: with it a
-    server of the model in the box stays under 700 MB.
+    server of the included model stays under 700 MB.
     ``ranks``: how many processes run the model together on this host and share its cores and its memory.
     ``alike``: whether a row's result must depend on no other; see ``InvariantCpuDevice``.
     """

@@ -157,16 +157,16 @@ _FAULTS = Row(
             shown=("sum", "max"),
         ),
         TimeSeries(
-            "Requests after a death",
-            "Sequences resumed, and requests set apart because they killed their worker repeatedly.",
+            "Requests after a crash",
+            "Sequences resumed, and requests quarantined because they crashed their worker repeatedly.",
             (
                 Query(f"sum({events('troupe_requests_resumed_total')})", "resumed"),
-                Query(f"sum({events('troupe_requests_set_apart_total')})", "set apart"),
+                Query(f"sum({events('troupe_requests_set_apart_total')})", "quarantined"),
             ),
             bars=True,
             decimals=0,
             shown=("sum", "max"),
-            colors=(("resumed", GREEN), ("set apart", RED)),
+            colors=(("resumed", GREEN), ("quarantined", RED)),
         ),
         Table(
             "Restarts by cause",
@@ -183,7 +183,7 @@ _FAULTS = Row(
         ),
         TimeSeries(
             "Mean time to recover",
-            "From an actor's death to its restart, mean of all restarts so far. A worker loads its model again.",
+            "From an actor's crash to its restart, mean of all restarts so far. A worker loads its model again.",
             (
                 Query(
                     "sum by (actor) (troupe_recovery_seconds_sum{@})"
@@ -197,7 +197,7 @@ _FAULTS = Row(
         ),
         TimeSeries(
             "Mean pause of a stream",
-            "From a worker's death to the next token of a sequence it ran, mean of all deaths so far.",
+            "From a worker's crash to the next token of a sequence it ran, mean of all crashes so far.",
             (
                 Query(
                     "sum by (instance) (troupe_stream_gap_seconds_sum{@})"

@@ -166,18 +166,18 @@ _TROUBLE = Row(
         TimeSeries(
             "Requests in trouble",
             "Since the previous point: refused at admission (429); failed after the first token; disconnected; "
-            "preempted for lack of pages; set apart because they killed their worker repeatedly.",
+            "preempted for lack of pages; quarantined because they crashed their worker repeatedly.",
             (
                 Query(f"sum({events('troupe_admission_rejections_total')})", "refused"),
                 Query(f"sum({events('troupe_stream_errors_total')})", "stream broken"),
                 Query(f"sum({events('troupe_client_disconnects_total')})", "client left"),
                 Query(f"sum({events('troupe_preemptions_total')})", "preempted"),
-                Query(f"sum({events('troupe_requests_set_apart_total')})", "set apart"),
+                Query(f"sum({events('troupe_requests_set_apart_total')})", "quarantined"),
             ),
             bars=True,
             decimals=0,
             shown=("sum", "max"),
-            colors=(("stream broken", RED), ("set apart", PURPLE)),
+            colors=(("stream broken", RED), ("quarantined", PURPLE)),
         ),
         TimeSeries(
             "Restarts",

@@ -1,4 +1,4 @@
-"""Answers of the model in the box with --enable-deterministic-inference: the same in any company and by any way."""
+"""Answers of the included model with --enable-deterministic-inference: the same in any company and by any way."""
 
 from __future__ import annotations
 

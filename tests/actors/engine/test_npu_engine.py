@@ -1,4 +1,4 @@
-"""The whole engine on simulated NPUs: the model in the box, its worker in a child process, against the CPU platform.
+"""The whole engine on simulated NPUs: the included model, its worker in a child process, against the CPU platform.
 
 In float32 the tokens must be the CPU's, sampled ones too. In bfloat16, where attention is the fused operator and sums
 are taken in another order, every greedy token must be the CPU's likeliest in float32, or within ``CLOSE`` of it.

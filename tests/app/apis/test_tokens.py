@@ -189,6 +189,8 @@ async def test_the_description_for_people_loads_nothing_from_elsewhere(applicati
     assert b"https://" not in page
     assert b"/v1/chat/completions" in page
     assert b"max_completion_tokens" in page
+    assert b"<code>separate_reasoning</code>" in page
+    assert b"`" not in page
 
 
 async def test_one_key_cannot_keep_the_tokenizer_to_itself(make_application, until):

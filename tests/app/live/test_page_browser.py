@@ -1,4 +1,4 @@
-"""The live page in a real Chromium, on a real server with the model in the box."""
+"""The live page in a real Chromium, on a real server with the included model."""
 
 from __future__ import annotations
 

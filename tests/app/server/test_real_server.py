@@ -1,4 +1,4 @@
-"""The whole house over HTTP, with the model in the box and with a tiny model of random weights."""
+"""The whole house over HTTP, with the included model and with a tiny model of random weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUESTION = [{"role": "user", "content": "List 3 countries and their capitals."}]
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """The model in the box, as `hypercorn app:asgi` serves it."""
+    """The included model, as `hypercorn app:asgi` serves it."""
     log = tmp_path_factory.mktemp("box") / "log"
     hypercorn = Path(sys.executable).with_name("hypercorn")
     server = RealServer(

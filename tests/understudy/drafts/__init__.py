@@ -1,1 +1,1 @@
-"""Trainers of the drafts of the model in the box."""
+"""Trainers of the drafts of the included model."""

@@ -1,4 +1,4 @@
-"""Training the drafts of the model in the box.
+"""Training the drafts of the included model.
 
     python -m tests.understudy.drafts.train texts      # the target answers prompts of its corpus
     python -m tests.understudy.drafts.train drafts     # every draft, or some: --only eagle3 dflash

@@ -175,7 +175,7 @@ async def _answers(*more):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 async def test_answers_do_not_depend_on_the_batch_on_chunks_or_on_drafts():
-    """The same by the model in the box alone, all at once, in chunks of a few tokens, and by trees and chains of
+    """The same by the included model alone, all at once, in chunks of a few tokens, and by trees and chains of
     draft tokens. Few engines: each takes seconds to start."""
     together, alone = await _answers()
     assert together == alone

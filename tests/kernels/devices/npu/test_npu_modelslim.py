@@ -27,7 +27,7 @@ PRODUCT, WEIGHT_ONLY, PACKS = "npu_quant_matmul", "npu_weight_quant_batchmatmul"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The model in the box with floats of 32 bits, its path, a prompt of its own words, and what each layer sees."""
+    """The included model with floats of 32 bits, its path, a prompt of its own words, and what each layer sees."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = tmp_path_factory.mktemp("box") / "model"
