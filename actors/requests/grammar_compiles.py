@@ -69,11 +69,12 @@ class GrammarCompiles:
         finally:
             self._waiting[place] -= 1
             self._waiting += Counter()  # drops what nobody waits for
-        if answered:
-            self._known[key] = None
-            if len(self._known) > _KNOWN:
-                self._known.popitem(last=False)
-        return answered
+        if not answered or epoch is None:  # a worker that loads answers at once, and compiles nothing
+            return False
+        self._known[key] = None
+        if len(self._known) > _KNOWN:
+            self._known.popitem(last=False)
+        return True
 
     async def _ask(self, grammar: Grammar, route: Route) -> bool:
         if time.monotonic() - self._deadly.get(grammar, -_REFUSED) < _REFUSED:

@@ -35,6 +35,11 @@ def too_large(pages: int, total: int) -> Ended:
     )
 
 
+def _parts(tenants: int, step: StepBuilder) -> int:
+    """Parts of the budget of prompts: no more than the rows that can still use one."""
+    return max(1, min(tenants, step.prefill_rows))
+
+
 class StepPlanning:
     """Fills steps. ``available``: free pages that the cache last reported, minus those requested since."""
 
@@ -188,8 +193,8 @@ class StepPlanning:
 
     def _admit_within_share(self, step: StepBuilder, first: Sequence | None, now: float) -> Planning:
         """Admit sequences with the part of the budget that is a tenant's where all have a prompt."""
-        others = len({sequence.tenant for sequence in self._table.prefilling.values()})
-        kept = step.budget - -(-step.budget // (others + 1))
+        tenants = len({sequence.tenant for sequence in self._table.prefilling.values()}) + 1
+        kept = step.budget - -(-step.budget // _parts(tenants, step))
         step.budget -= kept
         yield from self._admit(step, first, now)
         step.budget += kept
@@ -199,7 +204,7 @@ class StepPlanning:
         prompts of one tenant run in the order of their admission."""
         groups = self._prefilling(step)
         for number, group in enumerate(groups):
-            kept = step.budget - -(-step.budget // (len(groups) - number))
+            kept = step.budget - -(-step.budget // _parts(len(groups) - number, step))
             step.budget -= kept
             yield from self._plan_chunks(step, group)
             step.budget += kept

@@ -87,7 +87,9 @@ class LlMatcher:
         return self._matcher.consume_token(token)
 
     def accept(self, token: int) -> bool:
-        return self._matcher.try_consume_tokens([token]) == 1
+        # The library consumes any tokens of forced bytes, but its mask allows their canonical one alone.
+        forced = self._matcher.compute_ff_tokens()
+        return (not forced or token == forced[0]) and self._matcher.try_consume_tokens([token]) == 1
 
     def rollback(self, tokens: int) -> None:
         self._matcher.rollback(tokens)

@@ -139,8 +139,8 @@ class HostGrammars:
         return self._grammars.accept(named, lengths.tolist(), tokens.tolist())
 
     def _failed(self, masked: MaskedRows) -> tuple[RowError, ...]:
-        found = self._grammars.errors(masked.named)
-        return tuple(RowError(slot, int(self._state.generation[slot]), why) for slot, why in found.items())
+        generation, found = self._state.generation, self._grammars.errors(masked.named)
+        return tuple(RowError(slot, int(generation[slot]), why, invalid=True) for slot, why in found.items())
 
     def _of(self, masked: MaskedRows, some: Longs, lengths: Longs) -> RowMasks | None:
         return self._grammars.masks(masked.slots[some].tolist(), lengths[some].tolist()).masks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -136,7 +137,15 @@ async def test_a_wrong_grammar_is_refused_with_the_reason(engine: Engine, gramma
     assert caught.value.param == "grammar"
 
 
-async def test_a_grammar_that_cannot_go_on_is_the_requests_error(engine: Engine) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # by the sampler, and by native operators
+async def test_a_grammar_that_cannot_go_on_is_the_requests_error(engine: Engine, dtype: str) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        if dtype != "float32":
+            engine = await stack.enter_async_context(small_engine(MODEL_DIR, dtype=dtype))
+        await _cannot_go_on(engine)
+
+
+async def _cannot_go_on(engine: Engine) -> None:
     large = {"type": "object", "properties": {f"k{number}": {"type": "string"} for number in range(700)}}
     schema = {"type": "object", "properties": {"one two": large}, "required": ["one two"]}
     stream = engine.generate("Hi", SamplingParams(grammar=Grammar("json_schema", json.dumps(schema))))

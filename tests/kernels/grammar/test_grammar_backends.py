@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.contract.grammar import Grammar, GrammarError
-from tests.kits.grammars import BACKENDS, EOS, allowed, compiler, sample, tokenizer
+from tests.kits.grammars import BACKENDS, EOS, VOCAB, allowed, compiler, sample, tokenizer
 from tests.kits.schemas import LL_ONLY, SCHEMAS, UNSUPPORTED, X_ONLY
 
 _FORMATS = jsonschema.FormatChecker(["date", "uuid", "ipv4", "email"])
@@ -34,6 +34,29 @@ def test_random_texts_of_schemas_validate(backend: str, part: int) -> None:
     assert len(SCHEMAS) >= 200
     for number, schema in enumerate(SCHEMAS[part::4]):
         check(backend, schema, number)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("regex", "The quick brown fox[a-z]*"),
+        Grammar("choice", '["positive", "negative", "neutral"]'),
+        form({"type": "object", "properties": {"name": {"const": "a fox"}}, "required": ["name"]}),
+    ],
+    ids=["regex", "choice", "const"],
+)
+def test_exactly_the_tokens_of_the_mask_are_accepted(backend: str, grammar: Grammar) -> None:
+    matcher, rng = compiler(backend).compile(grammar).result(30)(), random.Random(1)
+    for _ in range(12):
+        found = set(allowed(matcher)) - {0, EOS}
+        for token in set(range(3, VOCAB, 7)) | found:
+            assert matcher.accept(token) == (token in found), tokenizer().id_to_token(token)
+            if token in found:
+                matcher.rollback(1)
+        if not found:
+            break
+        assert matcher.accept(rng.choice(sorted(found)))
 
 
 def test_schemas_of_llguidance_alone_validate() -> None:

@@ -82,7 +82,7 @@ def test_fp8_checkpoints_stand_for_their_floats(block, reference, drive, tmp_pat
 def test_the_cache_is_sized_by_what_weights_take_in_memory(kind, reference, drive, monkeypatch):
     source, sized = reference("qwen2").path, []
     pages = load.cache_pages
-    monkeypatch.setattr(load, "cache_pages", lambda *args: (sized.append(args[3]), pages(*args))[1])
+    monkeypatch.setattr(load, "cache_pages", lambda *args, **named: (sized.append(args[3]), pages(*args, **named))[1])
     quantized, plain = drive(source, quantization=kind), drive(source)
     assert sized == [quantized.info.weight_bytes, plain.info.weight_bytes]
     assert (sized[0] == sized[1]) == (kind == "fp8")  # which has no kernel here
