@@ -93,7 +93,7 @@ async def _thought_budget(service: Service, name: str, tokens: int, form: Output
     thoughts = form.thoughts
     if thoughts is None or form.harmony:
         raise invalid(
-            f"{name}: this server knows no end mark of this model's thoughts; leave it out, or start the server with "
+            f"{name}: this server knows no end tag of this model's reasoning; leave it out, or start the server with "
             "--reasoning-parser.",
             param=name,
             code="unsupported_parameter",
@@ -101,7 +101,7 @@ async def _thought_budget(service: Service, name: str, tokens: int, form: Output
     begin, end = await service.mark_token(thoughts.begin), await service.mark_token(thoughts.end)
     if end is None or (begin is None and not thoughts.always):
         raise invalid(
-            f"{name}: the marks of this model's thoughts are several tokens; leave it out.",
+            f"{name}: the tags of this model's reasoning are several tokens; leave it out.",
             param=name,
             code="unsupported_parameter",
         )

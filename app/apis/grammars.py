@@ -1,4 +1,4 @@
-"""Fields of requests that ask for an answer of a certain form, as one grammar.
+"""Fields of requests that ask for structured output, as one grammar.
 
 OpenAI's ``response_format``; SGLang's ``json_schema``, ``regex``, ``ebnf`` and ``structural_tag``; vLLM's
 ``structured_outputs`` and ``guided_*``; llama.cpp's ``grammar`` and ``json_schema``.

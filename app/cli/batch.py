@@ -270,13 +270,20 @@ def _columns() -> int:
         return 80
 
 
+_EPILOG = """\
+Without --url an engine runs in this process; it takes the arguments of troupe
+serve, such as a model. Examples:
+
+  troupe batch run in.jsonl out.jsonl --model-path path/to/model
+  troupe batch run in.jsonl out.jsonl --url http://127.0.0.1:8000"""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="troupe batch",
         description="Answers the requests of a JSONL file in the form of OpenAI's Batch API.",
-        epilog="Without --url an engine runs in this process; it takes the arguments of troupe serve, such as a model. "
-        "Examples: troupe batch run in.jsonl out.jsonl --model-path path/to/model; "
-        "troupe batch run in.jsonl out.jsonl --url http://127.0.0.1:8000",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("verb", choices=["run"])

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 import pytest
 
+from tests.docs.options import options
 from tests.docs.pages import ROOT, generated, stale_pages
 
 WRITTEN = [ROOT / "README.md", *sorted((ROOT / ".github").rglob("*.md"))]
@@ -106,6 +107,10 @@ def test_every_option_is_on_the_page() -> None:
 
     page = (ROOT / ".github/docs/arguments.md").read_text(encoding="utf-8")
     assert [argument.name for argument in ARGUMENTS if f"`--{argument.name}`" not in page] == []
+
+
+def test_a_name_that_sets_a_flag_to_false_is_marked_as_the_reverse() -> None:
+    assert "| `--disable-radix-cache`; reverse: `--enable-prefix-caching` | off |" in options()
 
 
 def test_every_decision_is_listed() -> None:

@@ -87,7 +87,7 @@ class ToolChoiceField(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """``enabled`` needs ``budget_tokens``, after which the thought is ended. ``display`` ``omitted`` leaves its text
+    """``enabled`` needs ``budget_tokens``, after which reasoning is ended. ``display`` ``omitted`` leaves its text
     out."""
 
     type: Literal["enabled", "disabled", "adaptive"]

@@ -224,9 +224,9 @@ class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class ChatRequest(SamplingFields, kw_only=True):
     """``POST /v1/chat/completions``.
 
-    ``separate_reasoning`` false leaves the thought in the content, ``stream_reasoning`` false sends it as a whole when
+    ``separate_reasoning`` false leaves reasoning in the content, ``stream_reasoning`` false sends it as a whole when
     it ends, ``include_reasoning`` false leaves it out of the answer. ``thinking_budget`` (also
-    ``max_thinking_tokens``, ``thinking_token_budget``): tokens after which a thought is ended.
+    ``max_thinking_tokens``, ``thinking_token_budget``): tokens after which reasoning is ended.
     """
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=LIMITS.messages)]

@@ -82,7 +82,7 @@ class ResponsesTool(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ResponsesReasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """``summary``: the thought is returned as the summary of its item, else as its content."""
+    """``summary``: reasoning is returned as the summary of its item, else as its content."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None

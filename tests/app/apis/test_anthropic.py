@@ -211,7 +211,7 @@ async def test_a_budget_that_cannot_be_kept_is_refused(make_application) -> None
     application = make_application(reasoning_parser="qwen3")  # whose marks are several tokens of this tokenizer
     status, answer = await ask(application, {**BODY, "thinking": {"type": "enabled", "budget_tokens": 5}})
     assert status == 400
-    assert answer["error"]["message"].startswith("thinking.budget_tokens: the marks")
+    assert answer["error"]["message"].startswith("thinking.budget_tokens: the tags")
 
 
 async def test_tokens_are_counted_without_an_answer(application, engine) -> None:

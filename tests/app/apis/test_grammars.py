@@ -1,4 +1,4 @@
-"""Every field that asks for an answer of a certain form becomes one grammar, and errors name the field."""
+"""Every field that asks for structured output becomes one grammar, and errors name the field."""
 
 from __future__ import annotations
 

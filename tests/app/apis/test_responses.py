@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: answers, events, the store, conversations, and responses of the background."""
+"""OpenAI's Responses API: answers, events, the store, conversations, and background responses."""
 
 from __future__ import annotations
 
