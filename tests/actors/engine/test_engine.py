@@ -249,7 +249,7 @@ async def test_one_choice_with_many_tokens_is_refused_for_the_context(engine: En
     assert caught.value.param == "max_tokens"
 
 
-def test_a_grammar_backend_without_its_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_grammar_backend_without_its_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.engine.engine.find_spec", lambda name: None)
     with pytest.raises(ArgumentError, match=r"pip install 'troupe-llm\[xgrammar\]'"):
         Engine(model="m", grammar_backend="xgrammar")

@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
 from actors.options import ArgumentError
 from app.apis.batches import handlers, runner, storage, upload
+from app.apis.batches.handlers import BatchRequest
 from app.apis.batches.runner import Gate
 from app.apis.batches.storage import StoredFile
 from app.application import Troupe
@@ -276,6 +278,11 @@ async def test_lines_have_the_lowest_priority(make: Callable[..., Troupe], until
     await finished(application, await begun(application, jsonl(line(1, priority=1000))), until)
     assert application.engine.requests[0]["priority"] < -1000
     await application.shutdown()
+
+
+async def test_a_batch_without_a_window_has_a_day() -> None:
+    body = msgspec.convert({"input_file_id": "f", "endpoint": "/v1/completions"}, BatchRequest)
+    assert body.completion_window == "24h"
 
 
 async def test_a_key_sees_only_its_own(make: Callable[..., Troupe], until: Until) -> None:
