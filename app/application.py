@@ -216,9 +216,8 @@ def _view(service: Service, route: Route) -> Callable[..., Awaitable[Response]]:
         headers = request.headers
         declared = request.content_length
         if not (route.optional_body and not declared and "Transfer-Encoding" not in headers):
-            check_json_content(
-                headers.get("Content-Type", exchange.dialect.default_type), headers.get("Content-Encoding", "")
-            )
+            kind = "application/json" if exchange.dialect.any_type else headers.get("Content-Type", "")
+            check_json_content(kind, headers.get("Content-Encoding", ""))
         data = await _read_body()
         if exchange.body.refused:
             raise too_many_uploads()

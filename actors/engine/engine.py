@@ -17,6 +17,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +109,8 @@ class Engine:
         if replicas > 1 and arguments.dist_init_addr is not None:
             raise ArgumentError(["dist_init_addr: several replicas cannot meet at one address; leave it out"])
         check_tracing(arguments, tracer_provider)
+        if arguments.grammar_backend == "xgrammar" and find_spec("xgrammar") is None:
+            raise ArgumentError(["--grammar-backend xgrammar needs its package: pip install 'troupe-llm[xgrammar]'"])
         self.arguments = arguments
         self.model_names = model_names(arguments)
         self.model_name = self.model_names[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,12 @@ KEY_VARIABLES = {"api_key": "TROUPE_API_KEY", "admin_api_key": "TROUPE_ADMIN_API
 """By argument, the environment variable with its default keys."""
 
 
-def with_keys(values: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+def with_keys(
+    values: Mapping[str, Any], environ: Mapping[str, str], spell: Callable[[str], str] = str
+) -> dict[str, Any]:
     """The values, with ``api_key`` and ``admin_api_key`` read from their files or else from ``environ``.
+
+    ``spell``: how errors write the name of an argument.
 
     Raises ArgumentError for a file that cannot be read or has no key, and for a key given in two ways.
     """
@@ -32,14 +36,14 @@ def with_keys(values: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str
         try:
             if path is not None:
                 if found.get(field) is not None:
-                    raise ArgumentError(f"{field} and {field}_file are both given; leave one out")
-                found[field] = ",".join(_read(f"{field}_file", str(path)))
+                    raise ArgumentError(f"{spell(field)} and {spell(field + '_file')} are both given; leave one out")
+                found[field] = ",".join(_read(spell(f"{field}_file"), str(path)))
             elif found.get(field) is None and variable in environ:
                 found[field] = ",".join(_split(variable, environ[variable]))
             else:
                 continue
             if field == "admin_api_key" and "," in found[field]:
-                raise ArgumentError("admin_api_key: there can be only one; leave the others out")
+                raise ArgumentError(f"{spell(field)}: there can be only one; leave the others out")
         except ArgumentError as error:
             problems.extend(error.problems)
     if problems:

@@ -166,7 +166,7 @@ class Intake:
         now = time.monotonic()
         timeout = self._arguments.request_timeout if options.timeout is None else options.timeout
         deadline = None if timeout is None else now + timeout
-        expected = params.max_tokens or params.default_max_tokens or 0
+        expected = min(params.max_tokens or params.default_max_tokens or 0, self._model.context_length)
         ticket = self.tickets.issue(params.n, _ticket_tokens(_estimate(prompt), expected, params), now, options.tenant)
         admission = timeline.open_hop("admission")
         if admission is not None:
@@ -215,11 +215,11 @@ class Intake:
             raise InvalidRequest("stop strings need a tokenizer: use stop_token_ids.", param="stop")
         if params.grammar is not None:
             self._check_grammar()
-        if params.n * (params.max_tokens or 1) > _CHOICES_PER_CONTEXT * model.context_length:
+        if params.n > 1 and params.n * (params.max_tokens or 1) > _CHOICES_PER_CONTEXT * model.context_length:
             most = _CHOICES_PER_CONTEXT * model.context_length
             raise InvalidRequest(
                 f"n {params.n} times max_tokens {params.max_tokens} is more than {most} tokens. Lower one of them.",
-                param="n" if params.n > 1 else "max_tokens",
+                param="n",
             )
         if params.n > self.tickets.most:
             raise InvalidRequest(

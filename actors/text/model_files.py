@@ -101,9 +101,8 @@ def resolve_model_path(
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         kind = ModelDownloadError if _may_heal(error) else ModelPathError
         raise kind(
-            f"{argument} {model} is neither a local directory nor a repository that can be downloaded "
-            f"({type(error).__name__}). Check the name, --revision, the network and HF_TOKEN, or download it first "
-            "and give the directory."
+            f"{argument} {model} is no local directory, and {_hub_reason(error)}. Check the name, --revision, the "
+            "network and HF_TOKEN, or download it first and give the directory."
         ) from error
     return Path(found)
 
@@ -131,9 +130,21 @@ def resolve_model_file(name: str, *, download_dir: str | None = None, argument: 
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         kind = ModelDownloadError if _may_heal(error) else ModelPathError
         raise kind(
-            f"{argument} {name} is neither a local file nor one of a repository that can be downloaded "
-            f"({type(error).__name__}). Check the name, the network and HF_TOKEN, or give the path of a file."
+            f"{argument} {name} is no local file, and {_hub_reason(error)}. Check the name, the network and HF_TOKEN, "
+            "or give the path of a file."
         ) from error
+
+
+def _hub_reason(error: Exception) -> str:
+    """Why the hub gave nothing."""
+    response = getattr(error, "response", None)
+    if response is not None:
+        status = int(response.status_code)
+        missing = status in (401, 403, 404)  # the hub's answers for missing and private repositories
+        return f"the hub has no such repository or file for you ({status})" if missing else f"the hub answers {status}"
+    if isinstance(error, ValueError):
+        return f"it is no name of the hub ({error})"
+    return "the hub cannot be reached"
 
 
 def _may_heal(error: Exception) -> bool:

@@ -54,7 +54,7 @@ def load_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str]
             problems.extend(error.problems)
     values: dict[str, Any] = {}
     try:
-        values = with_keys(resolve(layers), environ)
+        values = with_keys(resolve(layers), environ, _spelled)
     except ArgumentError as error:
         problems.extend(error.problems)
     if argv is None:
@@ -72,6 +72,10 @@ def load_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str]
         values["model_path"] = str(MODEL_DIR)
         values.setdefault("served_model_name", ("understudy",))
     return Arguments(**_with_draft(values))
+
+
+def _spelled(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _with_draft(values: dict[str, Any]) -> dict[str, Any]:

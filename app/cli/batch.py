@@ -27,7 +27,7 @@ from app.apis.batches.lines import (
     result_line,
 )
 from app.cli.arguments import load_arguments
-from app.cli.client import ApiClient, ClientError
+from app.cli.client import ApiClient, ClientError, error_message
 
 if TYPE_CHECKING:
     from app.server.background import Answer
@@ -38,6 +38,7 @@ _OK, _FAILED, _USAGE = 0, 1, 2
 _AT_ONCE = 64
 _TICK = 0.5  # seconds between two drawings of the progress
 _RETRY = 5.0  # seconds, where a server names none
+_REFUSED = (401, 403)  # the key is wrong or missing, or may not use the server
 _TRIES = 4  # of a line whose answer is cut each time
 
 Ask = Callable[[BatchLine], Awaitable["Answer"]]
@@ -74,11 +75,13 @@ def batch(words: Sequence[str]) -> int:
     except ValueError as error:
         return _wrong(str(error))
     except (ClientError, KeyboardInterrupt) as error:
+        if isinstance(error, ClientError) and not progress.failed:
+            errors.unlink()
         print(f"\ntroupe: {error or 'stopped'}. The same command goes on from here.", file=sys.stderr)
         return _FAILED
     if not progress.failed:
         errors.unlink()
-    print(progress.summary(tokens), file=sys.stderr)
+    print(progress.summary(tokens, errors), file=sys.stderr)
     return _FAILED if progress.failed else _OK
 
 
@@ -129,6 +132,8 @@ class _Run:
         while (wait := answer.retry_after) is not None:
             await asyncio.sleep(wait)
             answer = await ask(line)
+        if answer.status in _REFUSED:  # so are all other lines
+            raise ClientError(error_message(answer.status, answer.body), answer.status)
         good = answer.status < 400
         try:
             body = msgspec.json.format(answer.body, indent=-1)  # one line
@@ -140,7 +145,7 @@ class _Run:
         (self._good if good else self._bad)(data)
         if good:
             self._tokens.add(answer.body)
-        self._progress.count(good)
+        self._progress.count(None if good else f"{line.custom_id}: {error_message(answer.status, answer.body)}")
 
 
 # -- where answers come from
@@ -209,14 +214,18 @@ class Progress:
 
     def __init__(self, total: int, done: int, stream: TextIO | None = None) -> None:
         self.failed = 0
+        self._first_error = ""
         self._total, self._before, self._done = total, done, done
         self._stream = sys.stderr if stream is None else stream
         self._started = time.monotonic()
         self._printed = -1
 
-    def count(self, good: bool) -> None:
+    def count(self, error: str | None = None) -> None:
+        """Count a line, and its ``error`` if it has failed."""
         self._done += 1
-        self.failed += not good
+        if error is not None:
+            self._first_error = self._first_error or error
+            self.failed += 1
 
     def line(self) -> str:
         share = self._done / self._total
@@ -243,12 +252,14 @@ class Progress:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
 
-    def summary(self, tokens: Tokens) -> str:
+    def summary(self, tokens: Tokens, errors: Path) -> str:
+        """What ran. ``errors``: the file of the lines that failed."""
         new = self._done - self._before
         seconds = max(1e-9, time.monotonic() - self._started)
+        reason = f"\nfirst error: {self._first_error.rstrip('.')}; all in {errors}" if self.failed else ""
         return (
             f"{new} of {self._total} lines ran in {seconds:.1f} s ({self._before} were done before), "
-            f"{self.failed} failed; {tokens.input} tokens in, {tokens.output} out."
+            f"{self.failed} failed; {tokens.input} tokens in, {tokens.output} out.{reason}"
         )
 
 

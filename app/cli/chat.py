@@ -39,6 +39,7 @@ class ChatSession:
     ) -> None:
         self.model = model
         self.messages: list[dict[str, Any]] = []
+        self.failed = False  # whether a turn ended with an error
         self.system: str | None = options.pop("system", None)
         self._client = client
         self._read = read
@@ -74,6 +75,7 @@ class ChatSession:
                     self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
         except ClientError as error:
             del self.messages[before:]  # so that the next turn does not repeat the mistake
+            self.failed = True
             self._say(("" if self._line_ended else "\n") + f"error: {error}")
         except (KeyboardInterrupt, EOFError):
             del self.messages[before:]
@@ -229,7 +231,7 @@ def chat(words: Sequence[str], out: TextIO | None = None) -> int:
     if sys.stdin.isatty():
         print(f"{session.model} at {client.url}. /help lists the commands.", file=screen)
     session.run()
-    return _OK
+    return _FAILED if session.failed and not sys.stdin.isatty() else _OK
 
 
 def _reader(screen: TextIO) -> Callable[[str], str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-__all__ = ["DEFAULT_URL", "ApiClient", "ClientError"]
+__all__ = ["DEFAULT_URL", "ApiClient", "ClientError", "error_message"]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _KEY_VARIABLE = "TROUPE_API_KEY"
@@ -157,6 +157,11 @@ def _json(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ClientError("the answer is no JSON object; is this a server with OpenAI's API?")
     return value
+
+
+def error_message(status: int, body: bytes) -> str:
+    """The message of an error's answer, in one line."""
+    return " ".join(_reason(_json_or_none(body), f"status {status}").split())
 
 
 def _reason(value: Any, default: str) -> str:

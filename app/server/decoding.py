@@ -34,9 +34,10 @@ def check_json_content(content_type: str, content_encoding: str) -> None:
     """Raise 415 unless the headers declare plain JSON."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        given = f"but has the type {kind[:64]!r}" if kind else "and its type must be named"
         raise ApiError(
             415,
-            f"The body must be JSON with 'Content-Type: application/json', not {kind[:64]!r}.",
+            f"The body must be JSON, {given}; add -H 'Content-Type: application/json'.",
             code="unsupported_media_type",
         )
     if content_encoding.strip().lower() not in ("", "identity"):

@@ -23,14 +23,18 @@ class Dialect:
     keep_alive = b": keep-alive\n\n"
     """What a stream without data sends; empty where the form has no such thing."""
 
-    default_type = ""
-    """The media type of a body without one; "" where it must be named."""
+    any_type = False
+    """Whether a body is read whatever its media type. The check of a browser's origin does not depend on it."""
 
     envelope: type[msgspec.Struct] = ErrorEnvelope
     """What ``body`` encodes, for the API's description."""
 
     def speaks(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Whether a request is of this API, though the path may not exist or belong to several."""
+        return False
+
+    def claims(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether only clients of this API send these headers. It decides where the path has no route."""
         return False
 
     def status(self, error: ApiError) -> int:

@@ -147,8 +147,8 @@ KNOWN: dict[str, Known] = {
     "chat_template": _refused("no chat template is applied here; use /v1/chat/completions"),
     # conversations in other forms
     **_each(_ROLE, "system", "system_prompt", "instructions", "developer", "documents", "context"),
-    "functions": _refused("is deprecated; use tools"),
-    "function_call": _refused("is deprecated; use tool_choice", "none", "auto"),
+    "functions": _refused("it is deprecated; use tools"),
+    "function_call": _refused("it is deprecated; use tool_choice", "none", "auto"),
     "tool_config": _refused("use tool_choice"),
     **_each(
         "nothing is kept between requests; send the whole conversation",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 
 from app.server.routes import RouteTable
 
@@ -14,12 +14,27 @@ _MOST_SEGMENTS = 8
 
 _CHAT = "POST /v1/chat/completions"
 
+_BEGINNINGS = {
+    "/v1": "/v1/models",
+    "/v1/engines": "/v1/models",
+    "/engines": "/v1/models",
+    "/v1/chat": "/v1/chat/completions",
+    "/chat": "/v1/chat/completions",
+    "/api": "/api/chat",
+}
+"""Paths that are the beginning of others, or older names of them."""
+
+_BARE = frozenset({"/completion", "/completions", "/generate"})
+"""Paths of one API whose names end the paths of others: they are meant only without another prefix than /v1."""
+
+_NEARLY_ALIKE, _ALIKE = 0.9, 0.75
+
 _NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     # Pattern of paths, the API they belong to, and the path to use.
     (r"/(embed|encode|embedding)", "This form of embeddings", "POST /v1/embeddings"),
-    (r"/(v1/)?(pooling|classify)", "Computing vectors and classes", ""),
+    (r"/(v1/)?(pooling|classify)", "Pooling and classifying", ""),
     (r"/(v1/|v2/)?(rerank|score)", "Ranking", ""),
-    (r"/(v1/)?(audio|images|videos|realtime)(/.*)?", "Audio, images and video", _CHAT),
+    (r"/(v1/)?(audio|images|videos|realtime)(/.*)?", "Processing audio, images or video", _CHAT),
     (r"/(v1/)?uploads(/.*)?", "Uploading in parts", "POST /v1/files"),
     (r"/(v1/)?(assistants|threads|vector_stores|containers|evals)(/.*)?", "This API of OpenAI", _CHAT),
     (r"/(v1/)?(fine_tuning|fine-tunes|moderations)(/.*)?", "This API of OpenAI", ""),
@@ -56,13 +71,30 @@ def suggest_path(table: RouteTable, method: str, path: str) -> str:
                 return f"{what} is not built here, so there is nothing at {shown}; {instead}."
     if right := _right_path(table, method, plain):
         verb = method if table.find(method, right) is not None else table.at(right)[0].methods[0]
-        once = path.split("/").count("v1") == 1
-        base = "" if once or not right.startswith("/v1/") else " The base URL of OpenAI clients ends in /v1, once."
-        return f"There is nothing at {shown}; use {verb} {right}.{base}"
-    fixed = [route.path for route in table.routes if not route.variables and len(route.path) > 1]
-    if near := get_close_matches(plain[:_LONGEST_SHOWN], fixed, n=1, cutoff=0.75):
-        return f"There is nothing at {shown}; did you mean {table.at(near[0])[0].methods[0]} {near[0]}?"
+        return f"There is nothing at {shown}; use {verb} {right}.{_base_url(path, right)}"
+    if near := _nearest(table, plain, _ALIKE):
+        return f"There is nothing at {shown}; did you mean {table.at(near)[0].methods[0]} {near}?"
     return f"There is nothing at {shown}; GET /openapi.json lists what there is."
+
+
+def _base_url(path: str, right: str) -> str:
+    """The advice on the base URL of a client that asked for ``path`` instead of ``right``; "" if it is not at fault."""
+    found = path.split("/").count("v1")
+    if right.startswith(("/v1/messages", "/api/")):
+        return " This client's base URL has no /v1." if found > right.count("/v1/") else ""
+    if found == 1 or not right.startswith("/v1/"):
+        return ""
+    return " The base URL of OpenAI clients ends in /v1, once."
+
+
+def _nearest(table: RouteTable, plain: str, cutoff: float) -> str | None:
+    """The most similar fixed path, with or without a /v1 before it."""
+    fixed = [route.path for route in table.routes if not route.variables and len(route.path) > 1]
+    found = [(plain, near) for near in get_close_matches(plain[:_LONGEST_SHOWN], fixed, n=1, cutoff=cutoff)]
+    if not plain.startswith("/v1/"):
+        spelled = f"/v1{plain[:_LONGEST_SHOWN]}"
+        found += [(spelled, near) for near in get_close_matches(spelled, fixed, n=1, cutoff=cutoff)]
+    return max(found, key=lambda pair: SequenceMatcher(None, *pair).ratio())[1] if found else None
 
 
 def _plain(path: str) -> str:
@@ -74,8 +106,8 @@ def _plain(path: str) -> str:
 
 def _right_path(table: RouteTable, method: str, plain: str) -> str | None:
     """The intended path of the table: without a prefix, or with a missing /v1 added."""
-    if plain == "/v1":
-        return "/v1/models"
+    if plain in _BEGINNINGS:
+        return _BEGINNINGS[plain]
     segments = plain.split("/")[1:]
     if len(segments) > _MOST_SEGMENTS:
         return None
@@ -83,10 +115,14 @@ def _right_path(table: RouteTable, method: str, plain: str) -> str | None:
     for first in range(len(segments)):
         rest = "/" + "/".join(segments[first:])
         candidates += ["/v1" + rest, rest] if not rest.startswith("/v1/") else [rest]
+        if rest in _BARE and segments[:first] not in ([], ["v1"]):
+            candidates.remove(rest)
     # Ollama's and Anthropic's own paths are not ours with a prefix: /api/generate takes other bodies.
     if segments[0] == "api" and segments[1:2] != ["v1"]:
         return None
     known = [candidate for candidate in candidates if candidate != "/" and _is_known(table, candidate)]
+    if known and known[0] in _BARE and (near := _nearest(table, plain, _NEARLY_ALIKE)) is not None:
+        return near
     return next((c for c in known if table.find(method, c) is not None), known[0] if known else None)
 
 

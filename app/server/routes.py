@@ -111,7 +111,7 @@ class RouteTable:
     def dialect(self, route: Route | None, path: str, headers: Iterable[tuple[bytes, bytes]]) -> Dialect:
         """The form of the answer to a request, with ``route`` or none."""
         for dialect in self._dialects:
-            if dialect.speaks(path, headers):
+            if dialect.speaks(path, headers) or (route is None and dialect.claims(headers)):
                 return dialect
         return OPENAI if route is None else route.dialect
 

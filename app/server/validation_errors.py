@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Iterator
@@ -30,6 +31,9 @@ _KINDS = {
 _UNITS = {"str": "characters", "array": "entries", "object": "entries"}
 _REMEDIES = {"str": "Shorten it.", "array": "Send fewer.", "object": "Send fewer."}
 
+_LIKENESS = 0.8
+"""Of names of one object; there are few, so that a lower one than for the fields of a body finds no wrong field."""
+
 _ABSENT = object()
 
 
@@ -51,7 +55,11 @@ def describe_validation_error(error: str, kind: type[msgspec.Struct], body: obje
         path = _path([*steps, field.group("name")])
         if field.group("what") == "missing required":
             return FieldError(path, f"{path}: this field is required. Add it.", "missing_field")
-        return FieldError(path, f"{path}: there is no such field here. Leave it out.", "unsupported_parameter")
+        near = _most_similar(field.group("name"), _expected(kind, steps))
+        if near is None:
+            return FieldError(path, f"{path}: there is no such field here. Leave it out.", "unsupported_parameter")
+        remedy = f"the most similar is {near}. Correct the name, or omit it."
+        return FieldError(path, f"{path}: there is no such field; {remedy}", "unsupported_parameter")
     path = _path(steps)
     start = f"{path}: " if path else "The body: "
     return FieldError(
@@ -86,6 +94,12 @@ def _explanation(sentence: str, expected: tuple[inspect.Type, ...], value: objec
     if "out of range" in sentence:
         return "holds a number that is out of range. Send a smaller one."
     return "has a value that is not valid here. See GET /openapi.json for what it takes."
+
+
+def _most_similar(name: str, expected: tuple[inspect.Type, ...]) -> str | None:
+    """The field of the expected structs whose name is nearly ``name``."""
+    known = [f.encode_name for kind in expected if isinstance(kind, inspect.StructType) for f in kind.fields]
+    return next(iter(difflib.get_close_matches(name[:64], known, n=1, cutoff=_LIKENESS)), None)
 
 
 def _shown(value: object) -> str:

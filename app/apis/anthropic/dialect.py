@@ -59,7 +59,10 @@ class AnthropicDialect(Dialect):
     def speaks(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         if _OWN_PATHS.fullmatch(path):
             return True
-        return bool(_SHARED_PATHS.fullmatch(path)) and any(name.lower() == b"anthropic-version" for name, _ in headers)
+        return bool(_SHARED_PATHS.fullmatch(path)) and self.claims(headers)
+
+    def claims(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        return any(name.lower() == b"anthropic-version" for name, _ in headers)
 
     def status(self, error: ApiError) -> int:
         """529 where another replica, or a later time, has room."""

@@ -62,7 +62,7 @@ class BatchRequest(msgspec.Struct, kw_only=True):
 
     input_file_id: Name
     endpoint: Name
-    completion_window: Literal["24h"]
+    completion_window: Literal["24h"] = "24h"
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 

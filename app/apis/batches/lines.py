@@ -137,7 +137,7 @@ def check_lines(path: Path, endpoint: str | None) -> Checked:
                 line = _line.decode(data)
                 body = msgspec.json.decode(line.body, type=_Body)
             except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-                wrong("invalid_json_line", f"is no request of a batch: {error}"[:300], number)
+                wrong("invalid_json_line", f"not a batch request: {error}"[:300], number)
                 continue
             if line.custom_id in seen:
                 wrong("duplicate_custom_id", "the custom_id was there before", number, "custom_id")

@@ -86,8 +86,8 @@ def require_embeddings(service: Service, model: str) -> None:
     if not service.arguments.is_embedding:
         raise ApiError(
             400,
-            f"model: {model!r} generates text, and its hidden states are no good embeddings; serve a model that was "
-            "trained for them with --is-embedding.",
+            f"model: {model!r} generates text and was not trained for embeddings; serve a model that was, with "
+            "--is-embedding.",
             param="model",
             code="model_not_supported",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import msgspec
@@ -10,6 +11,9 @@ from app.server.dialect import Dialect
 from app.server.errors import ApiError
 
 __all__ = ["OLLAMA", "OllamaDialect"]
+
+
+_OWN_PATHS = re.compile(r"(/v1)*/api/(?!v1/)")
 
 
 class OllamaError(msgspec.Struct):
@@ -25,12 +29,12 @@ class OllamaDialect(Dialect):
     media_type = "application/x-ndjson"
     end = b""
     keep_alive = b""
-    default_type = "application/json"  # its clients send none; the policy for browsers' requests does not depend on it
+    any_type = True  # its clients send none, and its documentation's curl sends that of a form
 
     envelope = OllamaError
 
     def speaks(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        return path.startswith("/api/") and not path.startswith("/api/v1/")
+        return bool(_OWN_PATHS.match(path))
 
     def body(self, error: ApiError, request_id: str) -> bytes:
         return msgspec.json.encode(OllamaError(error.message))

@@ -58,6 +58,11 @@ class NativeOperators:
             self.current = Native(library, self.threads, self.alike)
         elif built(source) is None:
             self.building = start_build(source)
+            if self.building is not None:
+                _log.info(
+                    "the native operators are compiled in the background, once on this machine, which takes a minute "
+                    "or more; steps are slower until then"
+                )
 
     def renew(self) -> bool:
         """Load the operators if they were compiled meanwhile, and let registered layers use them. -> whether."""
@@ -70,6 +75,7 @@ class NativeOperators:
         self.current = Native(library, self.threads, self.alike)
         for layer in self._adopting:
             layer.adopt(self.current)
+        _log.info("the compiled native operators are in use now")
         return True
 
     def wait(self) -> Native | None:

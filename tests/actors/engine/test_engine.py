@@ -243,6 +243,18 @@ async def test_wrong_requests_name_the_field(engine: Engine, prompt: Any, params
     assert engine.describe()["requests"]["live"] == 0
 
 
+async def test_one_choice_with_many_tokens_is_refused_for_the_context(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="maximum context length") as caught:
+        await collect(engine.generate("x", SamplingParams(max_tokens=2**31 - 1)))
+    assert caught.value.param == "max_tokens"
+
+
+def test_a_grammar_backend_without_its_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.engine.engine.find_spec", lambda name: None)
+    with pytest.raises(ArgumentError, match=r"pip install 'troupe-llm\[xgrammar\]'"):
+        Engine(model="m", grammar_backend="xgrammar")
+
+
 async def test_aborts_at_every_stage_free_everything(engine: Engine) -> None:
     long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     streams = [engine.generate(f"Once {i}", long) for i in range(24)]

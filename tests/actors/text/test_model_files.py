@@ -40,6 +40,8 @@ def test_a_hub_that_does_not_answer_may_answer_a_later_start(
     with pytest.raises(ModelPathError) as caught:
         resolve_model_path("owner/name")
     assert isinstance(caught.value, ModelDownloadError) is not permanent
+    assert type(error).__name__ not in str(caught.value)
+    assert ("no such repository" in str(caught.value)) is (getattr(error, "response", None) is not None and permanent)
     lifecycle = Lifecycle()
     lifecycle.failed(caught.value)
     assert lifecycle.status.permanent is permanent

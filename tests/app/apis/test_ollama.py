@@ -164,12 +164,19 @@ async def test_a_text_is_filled_in_by_the_template(make_application, tmp_path) -
     assert application.engine.requests[-1]["prompt"] == "<P>a<S>b<M>"
 
 
-async def test_a_body_needs_no_media_type(application) -> None:
+async def test_a_body_is_read_whatever_its_media_type(application) -> None:
     data = msgspec.json.encode({**BODY, "stream": False})
     response = await application.test_client().post("/api/chat", data=data)
     assert response.status_code == 200
-    response = await application.test_client().post("/api/chat", data=data, headers={"Content-Type": "text/plain"})
+    form = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d sends
+    response = await application.test_client().post("/api/chat", data=data, headers=form)
+    assert response.status_code == 200
+    foreign = {**form, "Origin": "http://elsewhere.example"}
+    response = await application.test_client().post("/api/chat", data=data, headers=foreign)
+    assert response.status_code == 403
+    response = await application.test_client().post("/v1/chat/completions", data=data, headers=form)
     assert response.status_code == 415
+    assert "add -H 'Content-Type: application/json'" in (await response.get_json())["error"]["message"]
     response = await application.test_client().post("/v1/chat/completions", data=data)
     assert response.status_code == 415
 

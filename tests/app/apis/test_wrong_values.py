@@ -137,6 +137,11 @@ def message_and_field(error: Any) -> tuple[str, str]:
             f"priority: must be at most 2147483647; you gave {2**40}. Send a number within the limit.",
         ),
         ({"reasoning": {"exclude": True}}, "reasoning.exclude: there is no such field here. Leave it out."),
+        (
+            {"structured_outputs": {"choices": ["a"]}},
+            "structured_outputs.choices: there is no such field; the most similar is choice. "
+            "Correct the name, or omit it.",
+        ),
     ],
 )
 def test_a_mistake_names_its_field_limit_and_remedy(fields: dict[str, Any], said: str) -> None:

@@ -144,15 +144,15 @@ def test_a_key_file_that_holds_none_is_refused(tmp_path: Path, content: bytes | 
     if content is not None:
         file.write_bytes(content)
     said = problems(f"--api-key-file {file}")
-    assert f"api_key_file: {file} " in said
+    assert f"--api-key-file: {file} " in said
     assert reason in said
 
 
 def test_keys_that_leave_it_open_access_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one\ntwo")
-    assert "api_key and api_key_file are both given" in problems(f"--api-key k --api-key-file {file}")
-    assert "admin_api_key: there can be only one" in problems(f"--admin-api-key-file {file}")
+    assert "--api-key and --api-key-file are both given" in problems(f"--api-key k --api-key-file {file}")
+    assert "--admin-api-key: there can be only one" in problems(f"--admin-api-key-file {file}")
     with pytest.raises(ArgumentError, match="TROUPE_API_KEY contains no key"):
         load_arguments([], {"TROUPE_API_KEY": ""})
     with pytest.raises(ArgumentError, match=r"api_key_file is read by Arguments\.from_keywords"):

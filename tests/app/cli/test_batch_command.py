@@ -46,7 +46,9 @@ async def test_a_server_answers_and_the_next_run_takes_the_rest(
     words = ["run", *files, "--url", await serve(application)]
     assert await asyncio.to_thread(batch, words) == 1  # n: 0 is refused
     assert (ids(files[1]), ids(files[1].replace(".jsonl", ".errors.jsonl"))) == (["r1", "r2"], ["r0"])
-    assert "1 failed" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "1 failed" in said
+    assert "first error: r0: n must be " in said
     answered = len(engine.streams)
     out = Path(files[1])
     out.write_text(out.read_text() + '{"id":"batch_req')  # as of a run that was killed
@@ -65,6 +67,18 @@ async def test_a_full_queue_is_asked_again(application: Troupe, serve: Serve, fi
     engine.admission_error = None
     assert await running == 1
     assert ids(files[1]) == ["r1", "r2"]
+
+
+async def test_a_wrong_key_ends_the_run_with_the_reason(
+    make_application: Callable[..., Troupe],
+    serve: Serve,
+    files: tuple[str, str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url = await serve(make_application(api_key="secret"))
+    assert await asyncio.to_thread(batch, ["run", *files, "--url", url, "--api-key", "wrong"]) == 1
+    assert "API key" in capsys.readouterr().err
+    assert not Path(files[1].replace(".jsonl", ".errors.jsonl")).exists()
 
 
 def test_an_engine_of_its_own(files: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +177,7 @@ def test_a_wrong_line_is_named(files: tuple[str, str], capsys: pytest.CaptureFix
 
 def test_the_progress_counts() -> None:
     progress = Progress(10, 4, io.StringIO())
-    progress.count(True)
-    progress.count(False)
-    assert progress.line().startswith("[##################............] 6 of 10 lines, 1 failed, 0:0")
+    progress.count()
+    progress.count("r1: wrong")
+    progress.count("r2: wrong as well")
+    assert progress.line().startswith("[#####################.........] 7 of 10 lines, 2 failed, 0:0")

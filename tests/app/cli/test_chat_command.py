@@ -155,6 +155,14 @@ async def test_a_chat_with_a_server(application: Troupe, serve: Serve, monkeypat
     assert "Paris is the capital of France.\n* fake\n" in out.getvalue()
 
 
+async def test_a_failed_turn_of_piped_input_ends_with_status_1(
+    application: Troupe, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = await serve(application)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    assert await asyncio.to_thread(chat, ["--url", url, "--model", "missing"], io.StringIO()) == 1
+
+
 async def test_a_chat_needs_the_key_of_the_server(
     make_application: Callable[..., Troupe], serve: Serve, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

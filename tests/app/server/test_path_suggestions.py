@@ -31,6 +31,9 @@ async def ask(application, method, path, **headers):
         ("GET", "/v1/models/", "GET /v1/models"),
         ("GET", "/v1/health", "GET /health"),
         ("POST", "/v1/generate", "POST /generate"),
+        ("POST", "/v1/chat", CHAT),
+        ("POST", "/api", "POST /api/chat"),
+        ("GET", "/v1/engines", "GET /v1/models"),
     ],
 )
 async def test_a_wrong_spelling_of_a_path_is_answered_with_the_right_one(application, method, path, use):
@@ -65,6 +68,27 @@ async def test_an_api_that_is_not_built_is_named(application, path, what):
     status, answer = await ask(application, "POST", path)
     assert status == 404
     assert what in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"), [("/v1/chat/completion", CHAT), ("/chat/completion", CHAT), ("/v1/completion", TEXT)]
+)
+async def test_a_singular_is_not_taken_for_another_api(application, path, meant):
+    _, answer = await ask(application, "POST", path)
+    assert meant in answer["error"]["message"]
+
+
+async def test_clients_whose_base_has_no_v1_are_told_so(application):
+    _, answer = await ask(application, "POST", "/v1/v1/messages")
+    assert answer["error"]["message"].endswith("use POST /v1/messages. This client's base URL has no /v1.")
+    _, answer = await ask(application, "POST", "/v1/api/chat")
+    assert answer["error"].endswith("use POST /api/chat. This client's base URL has no /v1.")
+
+
+async def test_a_misspelt_path_answers_an_anthropic_client_in_its_form(application):
+    status, answer = await ask(application, "POST", "/v1/message", **{"anthropic-version": "2023-06-01"})
+    assert (status, answer["type"]) == (404, "error")
+    assert "POST /v1/messages" in answer["error"]["message"]
 
 
 async def test_a_near_miss_is_answered_with_the_nearest_path(application):

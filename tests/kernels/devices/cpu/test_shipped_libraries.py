@@ -134,6 +134,26 @@ def test_a_device_says_where_its_operators_come_from(source, loads, monkeypatch)
     assert device.operators == "compiled"
 
 
+def test_the_background_compile_is_logged_when_it_begins_and_ends(source, loads, monkeypatch, caplog):
+    class Built:
+        def poll(self):
+            return 0
+
+    found = [Ready(ship(source)), None]
+    module = "kernels.devices.cpu.native_operators"
+    monkeypatch.setattr(f"{module}.OPERATORS", {CpuDevice(1).native.isa: source})
+    monkeypatch.setattr(f"{module}.open_library", lambda _: found.pop())
+    monkeypatch.setattr(f"{module}.built", lambda _: None)
+    monkeypatch.setattr(f"{module}.start_build", lambda _: Built())
+    monkeypatch.setattr(f"{module}.Native", lambda *_: object())
+    caplog.set_level("INFO", logger="troupe.kernels")
+    native = CpuDevice(1).native
+    native.open()
+    assert "compiled in the background" in caplog.text
+    assert native.renew()
+    assert "are in use now" in caplog.text
+
+
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="only wheels for Linux have compiled libraries")
 @pytest.mark.parametrize("compiler", [True, False], ids=["compiler", "no compiler"])
