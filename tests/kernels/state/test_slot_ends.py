@@ -15,7 +15,8 @@ from tests.kits.driver import pack
 
 def test_slots_may_be_over_only_where_each_is_at_a_stop_or_its_end() -> None:
     memory = SimpleNamespace(zeros_by_slot=lambda *shape: torch.zeros(shape, dtype=torch.int32))
-    table = SlotTable(cast(Any, SimpleNamespace(memory=memory)), 4, 32, 16, 8, 99, 0, [])
+    device = cast(Any, SimpleNamespace(memory=memory))
+    table = SlotTable(device, max_slots=4, context=32, page_size=16, num_pages=8, vocab_size=99)
     for slot, target in ((1, 0), (2, 4)):
         table.admit(
             Admission(slot, 1, pack([7, 8]), 2, 0, pack([slot]), SlotSampling(), target=target, stop_ids=(5, 6))

@@ -18,7 +18,7 @@ def test_a_second_process_waits_for_the_build_of_the_first(monkeypatch, tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     gate, compiler = tmp_path / "gate", tmp_path / "g++"
     os.mkfifo(gate)
-    compiler.write_text(f"#!/bin/sh\necho begun >> {tmp_path}/told\nread word < {gate}\n")
+    compiler.write_text(f"#!/bin/sh\necho begun >> {tmp_path}/reported\nread word < {gate}\n")
     compiler.chmod(0o755)
     monkeypatch.setattr(library, "COMPILERS", (str(compiler),))
     first, second = library.start_build(), library.start_build()
