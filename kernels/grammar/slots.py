@@ -151,6 +151,8 @@ class GrammarSlots:
         try:
             text.follow(tokens)
             text.fill(row, self._thought)
+            if not row.any():
+                raise GrammarError("no token may follow")
             limit = _TEXT_SECONDS * (1 + len(tokens) // 100)
             if time.perf_counter() - started > limit and time.thread_time() - begun > limit:
                 raise GrammarError("it takes too long to follow; simplify it")

@@ -79,8 +79,7 @@ async def test_answers_go_on_unchanged_after_the_worker_is_killed(alone: list[li
     async with engine(speculative_algorithm="NGRAM") as running:
         asked = asyncio.create_task(answers(running))
         await until(lambda: bool(running.board.scheduler and running.board.scheduler.running), "nothing runs")
-        await asyncio.sleep(0.2)
         pid = int(running.describe()["workers"][0]["pid"])
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)  # at once: a fast machine takes 50 ms for all
         assert await asked == alone
-        assert int(running.describe()["workers"][0]["pid"]) != pid
+        await until(lambda: running.describe()["workers"][0]["pid"] not in (None, pid), "no worker follows")

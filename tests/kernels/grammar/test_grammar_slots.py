@@ -17,6 +17,7 @@ from kernels.contract.step import Admission, SlotSampling
 from kernels.devices.memory import DeviceMemory, MemoryUsage
 from kernels.execution.runner import ModelRunner
 from kernels.grammar.compiler import GrammarCompiler
+from kernels.grammar.llguidance_backend import LlMatcher
 from kernels.grammar.slots import GrammarSlots
 from kernels.sampling.masks import RowMasks
 from kernels.sampling.sampler import Sampler
@@ -82,6 +83,13 @@ def test_a_text_that_takes_too_long_fails_alone(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
     assert "too long" in slots.masks([1], [2]).errors[1]
     assert not admitted("ab").masks([1], [2]).errors
+
+
+def test_a_text_that_no_token_may_follow_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = admitted("ab")
+    assert allowed(slots, 2) == "a"
+    monkeypatch.setattr(LlMatcher, "fill", lambda self, row: row.fill(0))
+    assert "no token may follow" in slots.masks([1], [2]).errors[1]
 
 
 def test_tokens_that_arrive_with_a_copy_are_followed() -> None:
