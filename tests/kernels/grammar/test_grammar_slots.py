@@ -86,7 +86,7 @@ def test_a_text_that_takes_too_long_fails_alone(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_text_that_no_token_may_follow_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = admitted("ab")
+    slots = admitted("ab?c")
     assert allowed(slots, 2) == "a"
     monkeypatch.setattr(LlMatcher, "fill", lambda self, row: row.fill(0))
     assert "no token may follow" in slots.masks([1], [2]).errors[1]
