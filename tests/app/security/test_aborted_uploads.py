@@ -91,10 +91,15 @@ def test_unfinished_uploads_of_one_key_leave_room_for_others(target: Target) -> 
         for connection in uploads:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(head + b" " * (MAX_BODY - 1))
-        refused = [each for each in uploads if select.select([each], [], [], 0)[0]]
-        assert len(refused) == len(uploads) - LIMIT // 2 // MAX_BODY
-        assert all(each.recv(12) == b"HTTP/1.1 429" for each in refused)
+
+        def refused() -> list[socket.socket]:
+            return [each for each in uploads if select.select([each], [], [], 0)[0]]
+
+        more = len(uploads) - LIMIT // 2 // MAX_BODY
+        blocking_until(lambda: len(refused()) >= more, "too few uploads are refused")
         assert target.post("/v1/chat/completions", CHAT).status_code == 200  # small: it needs no share
+        assert len(refused()) == more
+        assert all(each.recv(12) == b"HTTP/1.1 429" for each in refused())
         large = msgspec.json.encode(CHAT | {"user": "x"}) + b" " * (MAX_BODY - 1000)
         answer = target.post("/v1/chat/completions", large)
         assert answer.status_code == 429
