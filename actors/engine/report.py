@@ -155,9 +155,7 @@ def _cache(engine: Engine) -> dict[str, Samples]:
 
 
 def _cache_groups(cache: CacheUsage) -> dict[str, Samples]:
-    groups = cache.groups()
-    if not groups:
-        return {}
+    groups = cache.groups() or {"main": cache.main()}
     states = ("free", "evictable", "used")
     return {
         "troupe_cache_group_pages": {

@@ -125,12 +125,16 @@ class CacheUsage(msgspec.Struct, frozen=True):
     evicted_pages: int = 0
     bounded: tuple[GroupUsage, ...] = ()
 
+    def main(self) -> GroupUsage:
+        """The main table, as a group."""
+        return GroupUsage("main", self.total, self.free, self.evictable, self.used, self.evicted_pages)
+
     def groups(self) -> dict[str, GroupUsage]:
         """The main table as group ``main`` and the bounded groups by their kinds, a second of one kind as ``kind-2``.
         Empty where the main table serves the whole model."""
         if not self.bounded:
             return {}
-        found = {"main": GroupUsage("main", self.total, self.free, self.evictable, self.used, self.evicted_pages)}
+        found = {"main": self.main()}
         for group in self.bounded:
             same = sum(other.kind == group.kind for other in found.values())
             found[group.kind if same == 0 else f"{group.kind}-{same + 1}"] = group

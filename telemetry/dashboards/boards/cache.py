@@ -108,7 +108,7 @@ _GROUPS = Row(
     (
         TimeSeries(
             "In use by group",
-            "Of models whose layers keep windows or states: share of each group's pages that sequences hold.",
+            "Share of each group's pages that sequences hold. Models whose layers keep windows or states have several.",
             (
                 Query(
                     'sum by (group) (troupe_cache_group_pages{state="used",@})'
