@@ -128,11 +128,12 @@ async def test_what_cannot_be_is_reported_at_the_start(keywords: dict[str, Any],
 async def test_a_failing_device_is_named_and_its_worker_starts_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An error of a kernel in the second request: it goes on with the next worker."""
+    """An error of a kernel in the second request: it goes on with the next worker. Of a prompt whose answer has no near
+    tie in bf16, which the resumed prefill could round the other way."""
     monkeypatch.setenv("TROUPE_NPU_FAULT", "aicore@400@fused_infer")
     async with serving(npu_simulator="A2:2", base_gpu_id=1, disable_cuda_graph=True) as engine:
-        first = await tokens_of(engine, PROMPTS[0])
-        assert await tokens_of(engine, PROMPTS[0]) == first
+        first = await tokens_of(engine, PROMPTS[1])
+        assert await tokens_of(engine, PROMPTS[1]) == first
         assert engine.describe()["workers"][0]["restarts"] >= 1
     assert "NPU 1 (Ascend910B3) failed with error 507015" in caplog.text
     assert "The aicore execution is abnormal" in caplog.text
