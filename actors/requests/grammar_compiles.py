@@ -45,7 +45,7 @@ class GrammarCompiles:
         """Those at whose compilation two workers died, and when."""
         self._suspects = asyncio.Lock()
         """Held by the one grammar that is compiled again after a death. No other is compiled meanwhile, so that a
-        further death convicts nobody else."""
+        further crash has one cause."""
 
     async def compile(self, grammar: Grammar, route: Route, tenant: str = "") -> bool:
         """Let the workers of a route compile; whether this took time.
@@ -68,7 +68,7 @@ class GrammarCompiles:
             answered = await self._ask(grammar, route)
         finally:
             self._waiting[place] -= 1
-            self._waiting += Counter()  # drops what nobody waits for
+            self._waiting += Counter()  # drops grammars without waiting requests
         if not answered or epoch is None:  # a worker that loads answers at once, and compiles nothing
             return False
         self._known[key] = None

@@ -8,7 +8,7 @@ import msgspec
 
 from actors.protocol.requests import LIMITS, Chat
 from app.apis.anthropic.requests import AnthropicMessage, AnthropicTool, Block, CountRequest, Part
-from app.apis.conversations import NO_TOOLS, ToolChoice
+from app.apis.conversations import NO_TOOLS, Mode, ToolChoice
 from app.apis.openai.parameters import SWITCHES, check_schema, check_tool_name, name_calls, template_kwargs
 from app.parsers.base import StreamingParser
 from app.server.decoding import check_depth, check_size
@@ -73,10 +73,11 @@ def choice_of(body: CountRequest) -> tuple[ToolChoice, bool]:
                 param="tool_choice.name",
             )
         names = [given.name]
-    mode = {"any": "required", "tool": "named"}.get("auto" if given is None else given.type, "auto")
+    modes: dict[str, Mode] = {"any": "required", "tool": "named"}
+    mode: Mode = "auto" if given is None else modes.get(given.type, "auto")
     return (
         ToolChoice(
-            mode,  # type: ignore[arg-type]
+            mode,
             {name: tools[name].input_schema or {} for name in names},
             any(tools[name].strict for name in names),
         ),

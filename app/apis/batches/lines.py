@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 import msgspec
 from msgspec import Meta
@@ -85,7 +85,7 @@ class Tokens(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    usage: dict | None = None  # type: ignore[type-arg]
+    usage: dict[str, Any] | None = None
 
 
 class _Response(msgspec.Struct):

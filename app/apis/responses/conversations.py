@@ -9,9 +9,9 @@ from quart import Response
 
 from app.apis.responses.answers import ConversationAnswer, ConversationDeleted
 from app.apis.responses.handlers import MOST_SHOWN, SHOWN, shown_items
-from app.apis.responses.items import new_items
+from app.apis.responses.items import Item, new_items
 from app.apis.responses.preparing import repeated, see_owner, too_long
-from app.apis.responses.requests import ConversationRequest, ConversationUpdate, ItemsRequest
+from app.apis.responses.requests import ConversationRequest, ConversationUpdate, InputItem, ItemsRequest
 from app.apis.responses.store import ResponseStore
 from app.server.errors import ApiError, invalid
 from app.server.exchange import Exchange
@@ -56,7 +56,7 @@ async def create_conversation(service: Service, exchange: Exchange, body: Conver
     return json_response(answer)
 
 
-def _items(given: list, service: Service) -> list[dict[str, object]]:  # type: ignore[type-arg]
+def _items(given: list[InputItem], service: Service) -> list[Item]:
     items = new_items(given, service.ids, "items")
     for place, item in enumerate(items):
         if item["type"] == "item_reference":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -33,7 +34,7 @@ class Value:
         return rules.before(rules.excluding(text, mark), before + mark)
 
 
-class ParameterParser(StreamingParser):
+class ParameterParser(StreamingParser, ABC):
     """Text values are passed on as they arrive; others when they are complete, because their type decides their form.
 
     ``NEWLINES``: each value stands on lines of its own. ``TYPED``: the tags say whether a value is text.
@@ -106,9 +107,9 @@ class ParameterParser(StreamingParser):
         return " ".join(found)
 
     @classmethod
+    @abstractmethod
     def member_rule(cls, key: str, value: Value, rules: Rules) -> str:
         """A parameter as part of a grammar."""
-        raise NotImplementedError
 
 
 def members(schema: Schema) -> Iterator[tuple[str, Any, bool]]:

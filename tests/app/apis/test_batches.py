@@ -444,7 +444,7 @@ async def test_files_expire(troupe: Troupe, monkeypatch: pytest.MonkeyPatch) -> 
     assert (await ask(troupe, "GET", f"/v1/files/{file['id']}"))[0] == 404
 
 
-async def test_a_file_that_a_batch_reads_does_not_expire(troupe: Troupe, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_that_a_batch_reads_does_not_expire(troupe: Troupe, until: Until) -> None:
     engine: Any = troupe.engine
     engine.gate = asyncio.Event()
     batch_id = await begun(troupe, jsonl(line(1)))
@@ -455,6 +455,7 @@ async def test_a_file_that_a_batch_reads_does_not_expire(troupe: Troupe, monkeyp
     assert file is not None
     file.expires_at = 1
     assert (await ask(troupe, "GET", f"/v1/files/{file.id}"))[0] == 200
+    await until(lambda: record.status == "in_progress")  # set when the batch begins
     record.status = "completed"
     assert (await ask(troupe, "GET", f"/v1/files/{file.id}"))[0] == 404
 

@@ -11,7 +11,7 @@ from tests.understudy.lessons.phrasing import invented_name, pick_name
 from tests.understudy.lessons.words import NOUNS, phrase
 from tests.understudy.lessons.world import COUNTRIES
 
-__all__ = ["FORMS", "OTHER_KEYS", "RELATIVES", "extract", "general", "sample", "told", "value"]
+__all__ = ["FORMS", "OTHER_KEYS", "RELATIVES", "described", "extract", "general", "sample", "value"]
 
 _ITEMS = [
     "notebooks", "lamps", "chairs", "pencils", "cups", "plates", "bottles", "shirts", "shoes", "boxes", "pillows",
@@ -170,7 +170,7 @@ def general(rng: Random) -> tuple[str, dict[str, Any]]:
     return rng.choice((". ", ", ", "; ", " and ")).join(parts) + rng.choice(("", ".")), values
 
 
-def told(rng: Random) -> tuple[str, dict[str, Any]]:
+def described(rng: Random) -> tuple[str, dict[str, Any]]:
     """A text of one of the forms, and what it says."""
     kinds, texts = rng.choice(FORMS)
     values = {kind: value(rng, kind) for kind in kinds}
@@ -183,7 +183,7 @@ def told(rng: Random) -> tuple[str, dict[str, Any]]:
 
 def sample(rng: Random) -> tuple[str, dict[str, Any]]:
     """A request for extraction and the object that answers it."""
-    text, values = general(rng) if rng.random() < 0.35 else told(rng)
+    text, values = general(rng) if rng.random() < 0.35 else described(rng)
     asked = list(values)
     if rng.random() < 0.3 and len(asked) > 1:
         asked = rng.sample(asked, rng.randrange(1, len(asked)))

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from tests.understudy.lessons.conversation import Conversation
-from tests.understudy.lessons.extraction import OTHER_KEYS, general, told
+from tests.understudy.lessons.extraction import OTHER_KEYS, described, general
 from tests.understudy.lessons.outside import filled
 from tests.understudy.lessons.phrasing import pick_name, sentence_case
 from tests.understudy.lessons.words import NOUNS, phrase
@@ -146,7 +146,7 @@ def _facts(rng: Random) -> tuple[str, dict[str, Any]]:
         )
         answer: dict[str, Any] = {"name": who, key: things}
         return text.replace("{n}", who), answer
-    text, values = general(rng) if roll < 0.35 else told(rng)
+    text, values = general(rng) if roll < 0.35 else described(rng)
     keys = list(values)
     if rng.random() < 0.25:
         keys = rng.sample(keys, rng.randrange(1, len(keys) + 1))

@@ -132,7 +132,7 @@ def _result(rng: Random, trade: Trade, values: list[Any]) -> tuple[str, str]:
 
 
 def _sentence(rng: Random) -> str:
-    """Words of a tool that nobody could foresee, in one sentence or two."""
+    """An unpredictable result of a tool, in one or two sentences."""
     plain = rng.choice(
         (
             f"It is {phrase(rng)}.", f"The {word(rng)} is {phrase(rng)}.", f"{phrase(rng)}: {message(rng)}.",
