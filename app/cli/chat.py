@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import os
 import re
@@ -239,7 +238,7 @@ def _reader(screen: TextIO) -> Callable[[str], str]:
     """How lines are read: with history and editing at a terminal, without a prompt from a pipe."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # Python without readline has no history
-            importlib.import_module("readline")  # changes input()
+            import readline  # noqa: F401 (its import changes input())
         return input
 
     def line(_: str) -> str:
