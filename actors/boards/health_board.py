@@ -107,9 +107,9 @@ class HealthBoard:
         self.scheduler, self._loaded = load, now
 
     def progress_age(self, now: float) -> float:
-        """Seconds since the last step ended while there is work; 0 without work."""
+        """Seconds since the last step ended while there is work; 0 without work and in a pause."""
         load = self.scheduler
-        if load is None or not load.running + load.waiting:
+        if load is None or load.paused or not load.running + load.waiting:
             return 0.0
         return load.last_step_age + max(0.0, now - self._loaded)
 
@@ -135,13 +135,14 @@ class HealthBoards:
 
     @property
     def scheduler(self) -> SchedulerLoad | None:
-        """The sum of all schedulers' loads, with the largest of their ages."""
+        """The sum of all schedulers' loads, with the largest of their ages; paused if one is."""
         loads = [board.scheduler for board in self.all if board.scheduler is not None]
         if len(loads) < 2:
             return loads[0] if loads else None
         return SchedulerLoad(
             **{name: sum(getattr(load, name) for load in loads) for name in _LOAD_SUMS},
             last_step_age=max(load.last_step_age for load in loads),
+            paused=any(load.paused for load in loads),
         )
 
     @property
@@ -184,6 +185,6 @@ def _sum_groups(groups: Sequence[GroupUsage]) -> GroupUsage:
     return GroupUsage(groups[0].kind, **{name: sum(getattr(group, name) for group in groups) for name in _GROUP_SUMS})
 
 
-_LOAD_SUMS = tuple(name for name in SchedulerLoad.__struct_fields__ if name != "last_step_age")
+_LOAD_SUMS = tuple(name for name in SchedulerLoad.__struct_fields__ if name not in ("last_step_age", "paused"))
 _USAGE_SUMS = tuple(name for name in CacheUsage.__struct_fields__ if name not in ("page_size", "bounded"))
 _GROUP_SUMS = tuple(name for name in GroupUsage.__struct_fields__ if name != "kind")

@@ -58,23 +58,28 @@ class JournalEntry(msgspec.Struct, eq=False, weakref=True):
 
     def resume_spec(self) -> SequenceSpec:
         """The specification with the output sent so far as known tokens."""
+        waiting = self.timeline.open_hop("queue", self.index)
+        has_run = waiting is None or "resumed" in waiting.attributes
+        spec = msgspec.structs.replace(self.spec, start_by=None) if has_run else self.spec
         if not self.output:
-            return self.spec
+            return spec
         # Prompt scores were sent with the first token and are not computed again.
-        sampling = msgspec.structs.replace(self.spec.sampling, prompt_logprobs=-1)
+        sampling = msgspec.structs.replace(spec.sampling, prompt_logprobs=-1)
         output = np.asarray(self.output, dtype=np.int32).tobytes()
-        return msgspec.structs.replace(self.spec, output=output, sampling=sampling)
+        return msgspec.structs.replace(spec, output=output, sampling=sampling)
 
 
 class Journal:
     """Entries by sequence. An entry exists from admission to its end, which is reported exactly once.
 
     ``suspects``: sequences that may have killed the worker. ``condemned``: those of them that must end with an error.
+    ``paused``: whether generation is paused.
     """
 
     def __init__(self) -> None:
         self.suspects = Suspects()
         self.condemned: set[int] = set()
+        self.paused = False
         self._entries: dict[int, JournalEntry] = {}
 
     def __len__(self) -> int:

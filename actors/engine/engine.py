@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from prometheus_client import CollectorRegistry
 
@@ -32,17 +32,17 @@ from actors.engine.lifecycle import Lifecycle
 from actors.engine.opening import open_model
 from actors.engine.replica import ReplicaSetup
 from actors.engine.reporting import Reporting
-from actors.engine.status import EngineStatus, Health
+from actors.engine.status import EngineStatus, Health, ReplicaLoad
 from actors.engine.traces import check_tracing, start_tracing
 from actors.faults import FaultInjector, FaultPlan
 from actors.options import ArgumentError, Arguments
-from actors.protocol import Flush
+from actors.protocol import Continue, Flush, Pause, SchedulerProtocol
 from actors.protocol.requests import Chat, EngineDraining, EngineFailed, InvalidRequest, SamplingParams
 from actors.requests.intake import GENERATE, Intake, Prompt, RequestOptions
 from actors.requests.outcomes import finish, first
 from actors.requests.router import Router
 from actors.requests.streams import RequestStream
-from actors.runtime import ActorStatus, ActorSystem, current_traceparent
+from actors.runtime import ActorRef, ActorStatus, ActorSystem, MailboxFull, current_traceparent
 from actors.text.encoding import Encoding
 from actors.text.model_files import model_names
 from actors.text.served_model import ServedModel
@@ -482,6 +482,9 @@ class Engine:
         self.begin_drain()
         if self.intake is None:
             return True
+        for scheduler in self._schedulers():  # in a pause no request would end
+            with contextlib.suppress(MailboxFull):
+                scheduler.offer(Continue())
         try:
             async with asyncio.timeout(timeout):
                 if self._injector is not None:
@@ -493,11 +496,33 @@ class Engine:
         return True
 
     async def flush_cache(self) -> bool:
-        """Empty the prefix caches; returns False if one was not emptied because requests run or wait."""
+        """Empty the prefix caches; returns False if one was not emptied because requests run or wait.
+
+        In a pause with ``retract`` requests may wait.
+        """
         self._require_intake()
-        assert self._actor_tree is not None
-        flushed = [await each.scheduler.ask(Flush(), timeout=_ASK_TIMEOUT) for each in self._actor_tree.replicas]
-        return all(flushed)
+        return all([await each.ask(Flush(), timeout=_ASK_TIMEOUT) for each in self._schedulers()])
+
+    async def pause_generation(self, mode: Literal["abort", "in_place", "retract"] = "abort") -> None:
+        """Run no more steps until :meth:`continue_generation`; returns when none is in flight.
+
+        Requests may come meanwhile and wait. ``abort`` ends the live ones. With ``in_place`` they keep their places in
+        the cache; with ``retract`` they return to the queue and are computed again, so that :meth:`flush_cache` is
+        possible.
+        """
+        self._require_intake()
+        pause = Pause(retract=mode == "retract")
+        await asyncio.gather(*(each.ask(pause, timeout=_ASK_TIMEOUT) for each in self._schedulers()))
+        if mode == "abort":
+            await self.abort(all=True)
+
+    async def continue_generation(self) -> None:
+        """End a pause; without one nothing happens."""
+        self._require_intake()
+        await asyncio.gather(*(each.ask(Continue(), timeout=_ASK_TIMEOUT) for each in self._schedulers()))
+
+    def _schedulers(self) -> list[ActorRef[SchedulerProtocol]]:
+        return [] if self._actor_tree is None else [replica.scheduler for replica in self._actor_tree.replicas]
 
     @property
     def worker_ids(self) -> dict[str, WorkerId]:
@@ -512,6 +537,10 @@ class Engine:
     def health(self) -> Health:
         """Whether work makes progress."""
         return report.health(self)
+
+    def loads(self) -> list[ReplicaLoad]:
+        """The load of each replica."""
+        return report.loads(self)
 
     def describe(self) -> dict[str, Any]:
         """State, load and arguments for operators, without secrets: for /server_info."""

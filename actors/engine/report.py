@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from actors.engine.status import Health
+from actors.engine.status import Health, ReplicaLoad
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from actors.runtime import ActorStatus
     from telemetry.metrics.exposition import Samples
 
-__all__ = ["describe", "health", "processes", "readings", "worker_process"]
+__all__ = ["describe", "health", "loads", "processes", "readings", "worker_process"]
 
 
 def health(engine: Engine) -> Health:
@@ -75,6 +75,34 @@ def describe(engine: Engine) -> dict[str, Any]:
         "actors": msgspec.to_builtins(actors),
         "arguments": engine.arguments.describe(),
     }
+
+
+def loads(engine: Engine) -> list[ReplicaLoad]:
+    """The load of each replica. Sends no message."""
+    found = []
+    for number, board in enumerate(engine.board.all):
+        load, cache = board.scheduler, board.cache()
+        running, waiting = (0, 0) if load is None else (load.running, load.waiting)
+        size = 0 if cache is None else cache.page_size
+        used, total = (0, 0) if cache is None else (cache.used * size, cache.total * size)
+        queried = 0 if cache is None else cache.queried_tokens
+        found.append(
+            ReplicaLoad(
+                dp_rank=number,
+                num_running_reqs=running,
+                num_waiting_reqs=waiting,
+                num_total_reqs=running + waiting,
+                num_used_tokens=used,
+                num_total_tokens=used + (0 if load is None else load.waiting_tokens),
+                max_total_num_tokens=total,
+                token_usage=used / total if total else 0.0,
+                cache_hit_rate=cache.hit_tokens / queried if cache is not None and queried else 0.0,
+                utilization=running / engine.arguments.max_running_requests,
+                max_running_requests=engine.arguments.max_running_requests,
+                paused=load is not None and load.paused,
+            )
+        )
+    return found
 
 
 def worker_process(engine: Engine) -> int | None:

@@ -8,7 +8,7 @@ import msgspec
 
 from actors.runtime import ActorStatus
 
-__all__ = ["EngineStatus", "Health", "Phase"]
+__all__ = ["EngineStatus", "Health", "Phase", "ReplicaLoad"]
 
 Phase = Literal["starting", "ready", "draining", "failed", "stopped"]
 
@@ -31,3 +31,22 @@ class Health(msgspec.Struct, frozen=True):
     reason: str
     step_age: float  # seconds since the oldest step without a result was sent
     actors: list[ActorStatus]
+
+
+class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """The load of one replica, under SGLang's names. ``num_total_tokens``: those in the cache and those that wait.
+    ``token_usage``: the part of the cache in use. ``utilization``: running sequences of those that may run.
+    ``cache_hit_rate``: cached tokens of all prompt tokens since the start. ``paused``: see Engine.pause_generation."""
+
+    dp_rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_total_reqs: int
+    num_used_tokens: int
+    num_total_tokens: int
+    max_total_num_tokens: int
+    token_usage: float
+    cache_hit_rate: float
+    utilization: float
+    max_running_requests: int
+    paused: bool

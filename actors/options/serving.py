@@ -260,6 +260,20 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         ),
     ] = None
 
+    request_waiting_timeout: Annotated[
+        float | None,
+        Option(
+            group="HTTP server",
+            default_text="none",
+            minimum=0,
+            above=True,
+            maximum=604800,
+            metavar="SECONDS",
+            help="The longest time a request waits for its start, after which it ends with status 503. SGLang names it "
+            "SGLANG_REQ_WAITING_TIMEOUT.",
+        ),
+    ] = None
+
     api_key: Annotated[
         str | None,
         Option(

@@ -17,7 +17,7 @@ Messages. One module of this package for each actor holds every message that the
 
     Engine ── Render ──> Renderer         a child process: chat templates run under limits
     Engine ── Encode, Decode, DecodeTokens ──> Tokenizer
-    Engine ── Submit, Abort, Flush ──> Scheduler
+    Engine ── Submit, Abort, Flush, Pause, Continue ──> Scheduler
     Engine ── CompileGrammar ──> Worker
     Scheduler ── OpenSequence, CacheTurn, PeekPrefixes, ResetCache, FlushCache ──> CacheManager
     Scheduler ── Step ──> Worker          a child process for each device
@@ -86,7 +86,9 @@ from actors.protocol.renderer import (
 )
 from actors.protocol.scheduler import (
     Abort,
+    Continue,
     Flush,
+    Pause,
     SchedulerLoad,
     SchedulerProtocol,
     SequenceSpec,
@@ -123,6 +125,7 @@ __all__ = [
     "CacheUsage",
     "Commit",
     "CompileGrammar",
+    "Continue",
     "Decode",
     "DecodeTokens",
     "DetokenizerProtocol",
@@ -142,6 +145,7 @@ __all__ = [
     "LoadProgress",
     "LoadRefused",
     "OpenSequence",
+    "Pause",
     "PeekPrefixes",
     "Render",
     "RendererConfig",

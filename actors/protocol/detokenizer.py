@@ -23,7 +23,8 @@ class DetokenizerProtocol:
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):
-    """Why a sequence ended: stop | length | abort | error | invalid | timeout. ``invalid``: the request is at fault."""
+    """Why a sequence ended: stop | length | abort | error | invalid | timeout | late. ``invalid``: the request is at
+    fault. ``late``: it has waited too long for its start."""
 
     reason: str
     matched: int | None = None  # the token id that ended it

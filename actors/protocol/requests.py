@@ -33,6 +33,7 @@ __all__ = [
     "ThoughtBudget",
     "TokenLogprob",
     "Usage",
+    "WaitedTooLong",
 ]
 
 FinishReason = Literal["stop", "length"]
@@ -234,6 +235,10 @@ class RequestFailed(RequestError):
 
 class RequestTimeout(RequestError):
     """The request's deadline passed: HTTP 504 (408 is retried by clients), or an error chunk."""
+
+
+class WaitedTooLong(RequestError):
+    """The request had not started when --request-waiting-timeout was over: HTTP 503."""
 
 
 class RequestAborted(RequestError):

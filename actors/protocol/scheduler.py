@@ -13,7 +13,9 @@ from kernels.contract.tasks import Generate, Task
 
 __all__ = [
     "Abort",
+    "Continue",
     "Flush",
+    "Pause",
     "SchedulerLoad",
     "SchedulerProtocol",
     "SequenceSpec",
@@ -42,6 +44,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     arrival: float = 0.0  # clock seconds, kept over preemption and restarts
     deadline: float | None = None  # clock seconds
+    start_by: float | None = None  # clock seconds; a sequence that has not been on the device by then ends
     salt: bytes = b""  # keeps prefixes of different tenants apart
     task: Task = Generate()
     tenant: str = ""  # the client's name: tenants get equal shares of the engine
@@ -102,9 +105,30 @@ class SchedulerLoad(msgspec.Struct, frozen=True):
     steps_in_flight: int
     preemptions: int
     last_step_age: float  # seconds since the last step finished while there is work; 0 when idle
+    paused: bool = False  # no step is planned until Continue
 
 
 class Flush(Message[SchedulerProtocol, bool], frozen=True):
-    """Empty the prefix cache; False (and nothing done) while sequences run or wait."""
+    """Empty the prefix cache; False (and nothing done) while sequences run or wait.
+
+    In a pause sequences may wait: they hold no pages.
+    """
+
+    lane: ClassVar[Lane] = Lane.CONTROL
+
+
+class Pause(Message[SchedulerProtocol, None], frozen=True):
+    """Plan no more steps. Answered when no step is in flight.
+
+    ``retract``: running sequences then return to the queue and release their pages. Sequences may come and be aborted
+    meanwhile. A pause outlives the scheduler's restarts.
+    """
+
+    lane: ClassVar[Lane] = Lane.CONTROL
+    retract: bool = False
+
+
+class Continue(Message[SchedulerProtocol, None], frozen=True):
+    """End a pause. Nothing happens without one."""
 
     lane: ClassVar[Lane] = Lane.CONTROL

@@ -96,6 +96,7 @@ class _Request(msgspec.Struct, eq=False):
     salt: bytes
     arrival: float
     deadline: float | None
+    start_by: float | None
     sequences: tuple[int, ...] = ()
     prompt_tokens: int = 0
     route: Route | None = None  # from its submission on
@@ -166,6 +167,7 @@ class Intake:
         now = time.monotonic()
         timeout = self._arguments.request_timeout if options.timeout is None else options.timeout
         deadline = None if timeout is None else now + timeout
+        limit = self._arguments.request_waiting_timeout
         expected = min(params.max_tokens or params.default_max_tokens or 0, self._model.context_length)
         ticket = self.tickets.issue(params.n, _ticket_tokens(_estimate(prompt), expected, params), now, options.tenant)
         admission = timeline.open_hop("admission")
@@ -189,6 +191,7 @@ class Intake:
             salt=salt,
             arrival=now,
             deadline=deadline,
+            start_by=None if limit is None else now + limit,
             task=task,
         )
         self.idle.clear()
@@ -361,6 +364,7 @@ class Intake:
                 priority=request.priority if self._arguments.enable_priority_scheduling else 0,
                 arrival=request.arrival,
                 deadline=request.deadline,
+                start_by=request.start_by,
                 salt=request.salt,
                 task=request.task,
                 tenant=request.ticket.tenant,

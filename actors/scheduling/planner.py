@@ -65,10 +65,12 @@ class Planner:
         self._planning = StepPlanning(config, self._policy, self._table)
         self._flights: deque[Flight] = deque()
         self._deadlines: list[tuple[float, int]] = []
+        self._starts: list[tuple[float, int]] = []
         self._info: ModelInfo | None = None
         self._draft_limits: DraftLimits | None = None
         self._number = 0
         self._last_finish = 0.0
+        self.paused = False  # whether no further step is planned
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -90,7 +92,11 @@ class Planner:
     @property
     def can_send(self) -> bool:
         """Whether another step may be sent to the worker."""
-        return self.ready and len(self._flights) < (2 if self._config.overlap and not self._suspects else 1)
+        return (
+            self.ready
+            and not self.paused
+            and len(self._flights) < (2 if self._config.overlap and not self._suspects else 1)
+        )
 
     def is_known(self, sequence: int) -> bool:
         """Whether the sequence waits or runs."""
@@ -136,6 +142,7 @@ class Planner:
             steps_in_flight=len(self._flights),
             preemptions=table.preemptions,
             last_step_age=max(now - self._last_finish, 0.0) if table.sequences else 0.0,
+            paused=self.paused,
         )
 
     # -- requests and workers -----------------------------------------------------------------------------------------
@@ -172,7 +179,9 @@ class Planner:
             sequence = Sequence(spec, self._policy.strength(spec.priority))
             self._table.queue(sequence)
             if spec.deadline is not None:
-                self._watch(spec.deadline, spec.sequence)
+                self._deadlines = self._watched(self._deadlines, spec.deadline, spec.sequence)
+            if spec.start_by is not None:
+                self._starts = self._watched(self._starts, spec.start_by, spec.sequence)
             if self._info is not None and (emission := self._examine(sequence, self._info)) is not None:
                 emissions.append(emission)
         return emissions
@@ -187,23 +196,33 @@ class Planner:
             self._table.drop(sequence)
 
     def expire(self, now: float) -> list[Emission]:
-        """End sequences whose deadline has passed."""
-        expired: list[int] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            expired.append(heapq.heappop(self._deadlines)[1])
+        """End sequences whose deadline has passed, and those that have waited too long for their start."""
         ended = Ended("timeout", message="the request's deadline passed")
-        return [self._table.end(sequence, ended) for sequence in self._find(expired)]
+        emissions = [self._table.end(sequence, ended) for sequence in self._find(_passed(self._deadlines, now))]
+        late = [sequence for sequence in self._find(_passed(self._starts, now)) if sequence.cached_tokens < 0]
+        return emissions + [self._table.end(sequence, Ended("late")) for sequence in late]
+
+    def retract(self) -> None:
+        """Move all running sequences back to the queue."""
+        for sequence in list(self._table.running.values()):
+            self._table.preempt(sequence)
+
+    def settle(self) -> Generator[CacheMessage, CacheReply, None]:
+        """Send what the cache has not heard, without a step. Exhaust the generator before any other call."""
+        return self._planning.settle()
 
     def _find(self, sequences: Iterable[int]) -> list[Sequence]:
         """The known sequences, each once."""
         known = self._table.sequences
         return [known[number] for number in dict.fromkeys(sequences) if number in known]
 
-    def _watch(self, deadline: float, sequence: int) -> None:
-        heapq.heappush(self._deadlines, (deadline, sequence))
-        if len(self._deadlines) > 2 * len(self._table.sequences) + 64:  # most have ended already
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._table.sequences]
-            heapq.heapify(self._deadlines)
+    def _watched(self, times: list[tuple[float, int]], at: float, sequence: int) -> list[tuple[float, int]]:
+        """The heap with one more time, and without ended sequences when they are most of it."""
+        heapq.heappush(times, (at, sequence))
+        if len(times) > 2 * len(self._table.sequences) + 64:
+            times = [entry for entry in times if entry[1] in self._table.sequences]
+            heapq.heapify(times)
+        return times
 
     def _examine(self, sequence: Sequence, info: ModelInfo) -> Emission | None:
         """End a waiting sequence that is complete or that this worker can never run."""
@@ -366,4 +385,12 @@ def _prompt_scores(sequence: Sequence) -> TokenScores | None:
     if not sequence.prompt_parts:
         return None
     found, sequence.prompt_parts = join(sequence.prompt_parts), []
+    return found
+
+
+def _passed(times: list[tuple[float, int]], now: float) -> list[int]:
+    """Take the sequences whose time has come from the heap."""
+    found: list[int] = []
+    while times and times[0][0] <= now:
+        found.append(heapq.heappop(times)[1])
     return found

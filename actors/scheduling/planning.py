@@ -103,6 +103,11 @@ class StepPlanning:
         self._available = done.available
         return done
 
+    def settle(self) -> Planning:
+        """Send what the cache has not heard: commits and closes."""
+        if self._table.has_news:
+            yield from self._turn()
+
     def _refresh_available(self, step: StepBuilder) -> Planning:
         """Update ``available`` after all news is sent; pages that the step will request are subtracted."""
         if self._table.has_news:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -15,6 +16,7 @@ from actors.faults import FaultInjector
 from actors.protocol import (
     Abort,
     CacheProtocol,
+    Continue,
     DetokenizerProtocol,
     Emission,
     Emit,
@@ -24,6 +26,7 @@ from actors.protocol import (
     FlushCache,
     Lease,
     OpenSequence,
+    Pause,
     ResetCache,
     SchedulerProtocol,
     Step,
@@ -34,9 +37,9 @@ from actors.protocol import (
     WorkerProtocol,
     WorkerReady,
 )
-from actors.runtime import Actor, ActorDied, ActorRef, ChildCrash, current_traceparent, handles
+from actors.runtime import Actor, ActorDied, ActorRef, ChildCrash, Deferred, current_traceparent, handles
 from actors.scheduling.config import PlannerConfig
-from actors.scheduling.planner import CacheReply, Planner, StepPlan
+from actors.scheduling.planner import CacheMessage, CacheReply, Planner, StepPlan
 from actors.scheduling.timeline_writer import TimelineWriter
 from kernels.contract.info import ModelInfo
 from kernels.contract.step import StepBatch, StepResult
@@ -49,6 +52,8 @@ if TYPE_CHECKING:
 __all__ = ["Scheduler", "SchedulerLinks"]
 
 _log = logging.getLogger("troupe.scheduler")
+
+T = TypeVar("T")
 
 _CACHE_TIMEOUT = 30.0
 
@@ -86,6 +91,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         faults: FaultInjector | None = None,
     ) -> None:
         self._planner = Planner(config, journal.suspects)
+        self._planner.paused = journal.paused
         self._journal = journal
         self._timeline_writer = TimelineWriter(journal, links.worker.name, tracing)
         self._cache = links.cache
@@ -99,6 +105,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._sent: dict[int, float] = {}  # send times of the steps without a result ...
         self._sent_epoch: int | None = None  # ... of this epoch
         self._verdicts: dict[int, Verdict] = {}  # of the deaths since the last worker was taken, by epoch
+        self._pauses: list[tuple[Pause, asyncio.Future[None]]] = []  # that wait for the steps in flight
 
     async def started(self) -> None:
         self._board.forget_steps()
@@ -246,9 +253,36 @@ class Scheduler(Actor[SchedulerProtocol]):
     # -- questions
 
     @handles
+    async def pause(self, message: Pause) -> Deferred[None]:
+        self._planner.paused = self._journal.paused = True
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pauses.append((message, answer))
+        await self._pump()
+        return answer
+
+    @handles
+    async def continue_(self, message: Continue) -> None:
+        self._planner.paused = self._journal.paused = False
+        await self._pump()
+
+    async def _finish_pauses(self) -> None:
+        """Answer the pauses, if no step is in flight."""
+        if self._planner.in_flight:
+            return
+        pauses, self._pauses = self._pauses, []
+        if self._planner.paused and any(pause.retract for pause, _ in pauses):
+            self._planner.retract()
+            self._timeline_writer.moved(self._planner.take_moves(), self.context.clock.monotonic())
+        for _, answer in pauses:
+            if not answer.done():  # the asker may be gone
+                answer.set_result(None)
+
+    @handles
     async def flush(self, message: Flush) -> bool:
-        if self._planner.has_work:
+        planner = self._planner
+        if planner.running() or planner.in_flight or (planner.has_work and not planner.paused):
             return False
+        await self._converse(planner.settle())
         return await self._cache.ask(FlushCache(), timeout=_CACHE_TIMEOUT)
 
     # -- steps
@@ -263,18 +297,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         while self._worker_lives() and planner.has_work and planner.can_send:
             now = self.context.clock.monotonic()
             pending += planner.expire(now)
-            planning = planner.plan(now)
-            plan: StepPlan | None = None
-            try:
-                call = next(planning)
-                while True:
-                    asked = self.context.clock.monotonic()
-                    reply: CacheReply = await self._cache.ask(call, timeout=_CACHE_TIMEOUT)
-                    if isinstance(call, OpenSequence) and isinstance(reply, Lease):
-                        self._timeline_writer.leased(call.sequence, asked, self.context.clock.monotonic(), reply)
-                    call = planning.send(reply)
-            except StopIteration as finished:
-                plan = finished.value
+            plan: StepPlan | None = await self._converse(planner.plan(now))
             self._timeline_writer.moved(planner.take_moves(), self.context.clock.monotonic())
             if plan is None:
                 break
@@ -284,8 +307,24 @@ class Scheduler(Actor[SchedulerProtocol]):
         if moves := planner.take_moves():
             self._timeline_writer.moved(moves, self.context.clock.monotonic())
         await self._emit(pending)
+        if self._pauses:
+            await self._finish_pauses()
         now = self.context.clock.monotonic()
         self._board.load(planner.load(now), now)
+
+    async def _converse(self, planning: Generator[CacheMessage, CacheReply, T]) -> T:
+        """Run what the planner does with the cache, and return its result."""
+        try:
+            call = next(planning)
+            while True:
+                asked = self.context.clock.monotonic()
+                reply: CacheReply = await self._cache.ask(call, timeout=_CACHE_TIMEOUT)
+                if isinstance(call, OpenSequence) and isinstance(reply, Lease):
+                    self._timeline_writer.leased(call.sequence, asked, self.context.clock.monotonic(), reply)
+                call = planning.send(reply)
+        except StopIteration as finished:
+            result: T = finished.value
+            return result
 
     def _worker_lives(self) -> bool:
         """Whether the worker takes steps, as far as is known; otherwise WorkerReady will announce it."""

@@ -29,6 +29,7 @@ from actors.protocol.requests import (
     RequestFailed,
     RequestTimeout,
     TokenLogprob,
+    WaitedTooLong,
 )
 from actors.runtime import Actor, ActorRef, MailboxFull, handles
 from actors.text.incremental_text import IncrementalText
@@ -234,6 +235,8 @@ def _result(task: Task, emission: Emission) -> TaskResult:
 def _error(ended: Ended) -> Exception:
     if ended.reason == "timeout":
         return RequestTimeout(ended.message or "The request timed out. Request fewer tokens or allow more time.")
+    if ended.reason == "late":
+        return WaitedTooLong("The request has waited too long for its start. Send it again later.")
     if ended.reason == "abort":
         return RequestAborted(ended.message or "The request was aborted.")
     if ended.reason == "invalid":

@@ -20,6 +20,7 @@ from actors.protocol.requests import (
     RequestAborted,
     RequestFailed,
     RequestTimeout,
+    WaitedTooLong,
 )
 from actors.runtime import RequestError
 from app.server.request_body import MAX_BODY
@@ -39,6 +40,7 @@ log = logging.getLogger("troupe.http")
 _STARTING_RETRY = 5  # seconds
 _DRAINING_RETRY = 10
 _UPLOADS_RETRY = 5
+_WAITED_RETRY = 5
 _LONGEST_RETRY = 120  # OpenAI clients stop retrying when the wait is longer
 
 
@@ -157,6 +159,14 @@ def to_api_error(error: BaseException, reference: str) -> ApiError:
     if isinstance(error, RequestTimeout):
         return ApiError(
             504, str(error) or "The request exceeded its deadline.", kind="timeout_error", code="request_timeout"
+        )
+    if isinstance(error, WaitedTooLong):
+        return ApiError(
+            503,
+            str(error),
+            kind="service_unavailable_error",
+            code="waited_too_long",
+            retry_after=_WAITED_RETRY,
         )
     if isinstance(error, RequestAborted):
         return ApiError(499, "The request was aborted.", kind="request_aborted", code="request_aborted")

@@ -51,11 +51,13 @@ _NOT_BUILT: tuple[tuple[str, str, str], ...] = (
         "Changing weights",
         "",
     ),
-    (r"/(pause|continue)_generation|/(pause|resume|sleep|wake_up|is_sleeping|is_paused)", "Pausing", "POST /drain"),
+    (r"/(pause|is_paused)", "This path", "POST /pause_generation"),
+    (r"/resume", "This path", "POST /continue_generation"),
+    (r"/(sleep|wake_up|is_sleeping)", "Sleeping", "POST /pause_generation"),
     (r"/(open|close)_session", "Sessions", "POST /generate, whose prefixes are cached"),
     (r"/(parse_function_call|separate_reasoning)", "Reading texts for tool calls or thoughts", _CHAT),
     (r"/invocations", "This API", _CHAT),
-    (r"/get_load|/load", "This path", "GET /v1/loads"),
+    (r"/load", "This path", "GET /v1/loads"),
 )
 _PATTERNS = tuple((re.compile(pattern), what, use) for pattern, what, use in _NOT_BUILT)
 

@@ -13,7 +13,7 @@ import hypercorn.config
 from prometheus_client import CollectorRegistry
 
 from actors.boards.health_board import HealthBoard
-from actors.engine.status import EngineStatus, Health
+from actors.engine.status import EngineStatus, Health, ReplicaLoad
 from actors.options import Arguments
 from actors.protocol.requests import (
     Acceptance,
@@ -203,6 +203,7 @@ class FakeEngine:
         self.streams: list[FakeStream] = []
         self.open: set[FakeStream] = set()
         self.flushed = 0
+        self.paused = ""
         self.closed = False
 
     async def wait_for_start(self, timeout: float) -> None:
@@ -292,6 +293,31 @@ class FakeEngine:
                 for stream in list(self.open):
                     await stream.over.wait()
         return not self.open
+
+    async def pause_generation(self, mode: str = "abort") -> None:
+        self.paused = mode
+
+    async def continue_generation(self) -> None:
+        self.paused = ""
+
+    def loads(self) -> list[ReplicaLoad]:
+        return [
+            ReplicaLoad(
+                dp_rank=rank,
+                num_running_reqs=len(self.open),
+                num_waiting_reqs=rank,
+                num_total_reqs=len(self.open) + rank,
+                num_used_tokens=10,
+                num_total_tokens=10 + rank,
+                max_total_num_tokens=100,
+                token_usage=0.1,
+                cache_hit_rate=0.0,
+                utilization=0.5,
+                max_running_requests=16,
+                paused=False,
+            )
+            for rank in range(2)
+        ]
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from quart import Response, request
@@ -17,11 +17,14 @@ from app.server.version import troupe_version
 
 __all__ = [
     "AbortRequest",
+    "PauseRequest",
     "TraceLevel",
     "abort_request",
+    "continue_generation",
     "drain",
     "flush_cache",
     "model_info",
+    "pause_generation",
     "server_info",
     "set_trace_level",
 ]
@@ -60,6 +63,27 @@ async def flush_cache(service: Service, exchange: Exchange, body: None) -> Respo
     if not await service.engine.flush_cache():
         raise ApiError(409, "Requests run or wait; flush the cache when there are none.", code="busy")
     return json_response({"success": True, "message": "The prefix cache is empty."})
+
+
+class PauseRequest(msgspec.Struct, kw_only=True):
+    """``mode``: ``abort`` (default) ends the live requests; with ``in_place`` they keep their cache; with ``retract``
+    they return to the queue, so that the prefix cache can be cleared."""
+
+    mode: Literal["abort", "in_place", "retract"] | None = None
+
+
+async def pause_generation(service: Service, exchange: Exchange, body: PauseRequest) -> Response:
+    """Run no more steps until /continue_generation. The answer comes when none is in flight."""
+    service.require_ready()
+    await service.engine.pause_generation(body.mode or "abort")
+    return json_response({"status": "ok", "message": "Generation is paused; POST /continue_generation ends the pause."})
+
+
+async def continue_generation(service: Service, exchange: Exchange, body: None) -> Response:
+    """End a pause. Nothing happens without one."""
+    service.require_ready()
+    await service.engine.continue_generation()
+    return json_response({"status": "ok", "message": "Generation goes on."})
 
 
 class TraceLevel(msgspec.Struct, kw_only=True):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from app.apis.admin.handlers import (
     AbortRequest,
+    PauseRequest,
     TraceLevel,
     abort_request,
+    continue_generation,
     drain,
     flush_cache,
     model_info,
+    pause_generation,
     server_info,
     set_trace_level,
 )
@@ -33,6 +36,24 @@ ROUTES: tuple[Route, ...] = (
         level=Level.ADMIN,
         handler=flush_cache,
         summary="Clear the prefix cache",
+        tag="operation",
+    ),
+    Route(
+        path="/pause_generation",
+        methods=("POST",),
+        level=Level.ADMIN,
+        handler=pause_generation,
+        summary="Run no more steps",
+        body=PauseRequest,
+        optional_body=True,
+        tag="operation",
+    ),
+    Route(
+        path="/continue_generation",
+        methods=("POST",),
+        level=Level.ADMIN,
+        handler=continue_generation,
+        summary="End a pause",
         tag="operation",
     ),
     Route(

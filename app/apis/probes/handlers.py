@@ -1,22 +1,25 @@
 """Probes and information for routers: /live, /ready, /health, /ping, /health_generate, /version, /metrics,
-/v1/loads."""
+/v1/loads, /get_load."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from datetime import UTC, datetime
 
 import msgspec
 from prometheus_client.exposition import generate_latest
 from quart import Response
 
+from actors.engine.status import ReplicaLoad
 from actors.protocol.requests import SamplingParams
 from app.server.errors import ApiError
 from app.server.exchange import Exchange
+from app.server.query import number
 from app.server.service import Service, json_response
 from app.server.version import troupe_version
 
-__all__ = ["Readiness", "health", "health_generate", "live", "loads", "metrics", "ready", "version"]
+__all__ = ["Loads", "Readiness", "health", "health_generate", "live", "load", "loads", "metrics", "ready", "version"]
 
 _PROBE_SECONDS = 20.0
 
@@ -94,8 +97,61 @@ async def metrics(service: Service, exchange: Exchange, body: None) -> Response:
     return Response(text, content_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+class Loads(msgspec.Struct, kw_only=True):
+    """``aggregate``: sums over the replicas, and means of ratios."""
+
+    timestamp: str
+    version: str
+    dp_rank_count: int
+    loads: list[ReplicaLoad]
+    aggregate: dict[str, float]
+
+
 async def loads(service: Service, exchange: Exchange, body: None) -> Response:
-    """Load for routers: running and waiting requests, and the use of the cache."""
-    answer = service.engine.describe()
-    load = {key: answer[key] for key in ("requests", "scheduler", "cache")}
-    return json_response({"timestamp": time.time(), "loads": [{"dp_rank": 0, **load}]})
+    """Load for routers: sequences that run and wait, and the use of the cache, of each replica.
+
+    ``dp_rank`` in the query asks for one replica.
+    """
+    found = service.engine.loads()
+    rank = number("dp_rank", -1, 0, len(found) - 1)
+    chosen = found if rank < 0 else [found[rank]]
+    total = {
+        name: sum(getattr(load, field) for load in chosen)
+        for name, field in (
+            ("total_running_reqs", "num_running_reqs"),
+            ("total_waiting_reqs", "num_waiting_reqs"),
+            ("total_reqs", "num_total_reqs"),
+            ("total_used_tokens", "num_used_tokens"),
+            ("total_tokens", "num_total_tokens"),
+        )
+    }
+    mean = {
+        f"avg_{name}": sum(getattr(load, name) for load in chosen) / max(1, len(chosen))
+        for name in ("token_usage", "utilization")
+    }
+    return json_response(
+        Loads(
+            timestamp=datetime.now(UTC).isoformat(),
+            version=troupe_version(),
+            dp_rank_count=len(chosen),
+            loads=chosen,
+            aggregate=total | mean,
+        )
+    )
+
+
+async def load(service: Service, exchange: Exchange, body: None) -> Response:
+    """Load in SGLang's older form: a list with an object for each replica."""
+    return json_response(
+        [
+            {
+                "dp_rank": each.dp_rank,
+                "num_reqs": each.num_total_reqs,
+                "num_waiting_reqs": each.num_waiting_reqs,
+                "num_tokens": each.num_total_tokens,
+                "num_pending_tokens": each.num_total_tokens - each.num_used_tokens,
+                "ts_tic": time.perf_counter(),
+            }
+            for each in service.engine.loads()
+        ]
+    )

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from app.apis.probes.handlers import Readiness, health, health_generate, live, loads, metrics, ready, version
+from app.apis.probes.handlers import (
+    Loads,
+    Readiness,
+    health,
+    health_generate,
+    live,
+    load,
+    loads,
+    metrics,
+    ready,
+    version,
+)
 from app.server.auth import Level
 from app.server.routes import Route
 
@@ -80,6 +91,17 @@ ROUTES: tuple[Route, ...] = (
         level=Level.USER,
         handler=loads,
         summary="Load, for routers",
+        query=(("dp_rank", "Only this replica.", 0, 65535),),
+        answer=Loads,
+        tag="probes",
+        logged=False,
+    ),
+    Route(
+        path="/get_load",
+        methods=("GET",),
+        level=Level.USER,
+        handler=load,
+        summary="Load, for routers, in SGLang's older form",
         tag="probes",
         logged=False,
     ),

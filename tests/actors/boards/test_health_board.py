@@ -49,6 +49,9 @@ def test_loads_and_caches_are_summed() -> None:
         running=11, waiting=4, waiting_tokens=6, steps=8, steps_in_flight=2, preemptions=10, last_step_age=6.0
     )
     assert both.progress_age(1.0) == pytest.approx(7.0)
+    first.load(msgspec.structs.replace(load, paused=True), 0.0)
+    assert (both.scheduler.paused, both.progress_age(1.0)) == (True, 2.0)
+    first.load(load, 0.0)
     window = GroupUsage("window", total=4, free=1, evictable=1, used=2, evicted=3)
     first.read_cache = lambda: CacheUsage(page_size=16, total=8, free=3, bounded=(window,))
     second.read_cache = lambda: CacheUsage(page_size=16, total=8, free=8, bounded=(window,))

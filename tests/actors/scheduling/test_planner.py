@@ -3,6 +3,7 @@
 import pytest
 
 from actors.scheduling import PlannerConfig
+from actors.scheduling.testing import drive
 from tests.actors.scheduling.stage import Stage, says, spec, unpack
 
 
@@ -128,3 +129,58 @@ def test_deadlines_of_the_ended_are_forgotten():
         stage.hear(stage.planner.abort([i]))
     assert len(stage.planner._deadlines) < 100
     assert [e.sequence for e in stage.planner.expire(7.0)] == [0]
+
+
+# -- limits on waiting, and pauses ------------------------------------------------------------------------------------
+
+
+def test_a_sequence_that_waits_too_long_for_its_start_ends():
+    stage = Stage(max_running=1, step_tokens=8)
+    stage.submit(spec(0, range(3), max_tokens=9, start_by=1.0), spec(1, range(3), start_by=1.0), spec(2, range(3)))
+    stage.step()
+    stage.now = 2.0
+    stage.hear(stage.planner.expire(stage.now))
+    assert (stage.end(0), stage.end(1).reason) == (None, "late")
+    stage.play()
+    assert stage.tokens(0) == says(range(3), 9)
+    assert stage.tokens(2) == says(range(3), 4)
+
+
+def test_a_preempted_sequence_does_not_wait_for_its_start():
+    stage = Stage()
+    stage.submit(spec(0, range(3), start_by=1.0))
+    stage.step()
+    stage.planner.retract()
+    stage.hear(stage.planner.expire(2.0))
+    stage.play()
+    assert stage.tokens(0) == says(range(3), 4)
+
+
+def test_a_paused_planner_plans_no_step_and_takes_results():
+    stage = Stage()
+    stage.submit(spec(0, range(3)))
+    stage.plan()
+    stage.planner.paused = True
+    assert (stage.planner.can_send, stage.plan(), stage.planner.load(0.0).paused) == (False, None, True)
+    stage.submit(spec(1, range(5)))
+    stage.finish()
+    assert len(stage.tokens(0)) == 1
+    stage.planner.paused = False
+    stage.play()
+    assert (stage.tokens(0), stage.tokens(1)) == (says(range(3), 4), says(range(5), 4))
+
+
+def test_retracted_sequences_hold_no_page_and_change_no_token():
+    stage = Stage()
+    stage.submit(spec(0, range(9)), spec(1, range(50, 60)))
+    stage.step()
+    stage.step()
+    stage.planner.paused = True
+    stage.planner.retract()
+    drive(stage.planner.settle(), stage.cache)
+    assert (stage.planner.running(), stage.planner.load(0.0).waiting) == ((), 2)
+    assert stage.cache.flush()
+    assert stage.cache.usage().free == stage.cache.usage().total
+    stage.planner.paused = False
+    stage.play()
+    assert (stage.tokens(0), stage.tokens(1)) == (says(range(9), 4), says(range(50, 60), 4))

@@ -134,7 +134,15 @@ async def test_metrics_keep_their_names_for_a_scraper_that_prefers_openmetrics(a
 
 async def test_loads_and_version(application):
     status, reported = await call(application, "/v1/loads", "GET")
-    assert (status, reported["loads"][0]["requests"]["live"]) == (200, 0)
+    assert (status, reported["dp_rank_count"], [each["dp_rank"] for each in reported["loads"]]) == (200, 2, [0, 1])
+    assert reported["aggregate"]["total_waiting_reqs"] == reported["aggregate"]["total_reqs"] == 1
+    assert (reported["aggregate"]["total_used_tokens"], reported["aggregate"]["total_tokens"]) == (20, 21)
+    assert (reported["aggregate"]["avg_token_usage"], reported["aggregate"]["avg_utilization"]) == (0.1, 0.5)
+    _, one = await call(application, "/v1/loads?dp_rank=1", "GET")
+    assert [each["num_waiting_reqs"] for each in one["loads"]] == [1]
+    assert (await call(application, "/v1/loads?dp_rank=2", "GET"))[0] == 400
+    _, older = await call(application, "/get_load", "GET")
+    assert [(each["dp_rank"], each["num_reqs"], each["num_pending_tokens"]) for each in older] == [(0, 0, 0), (1, 1, 1)]
     assert "version" in (await call(application, "/version", "GET"))[1]
 
 
