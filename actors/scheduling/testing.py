@@ -349,6 +349,7 @@ class _Result:
             drafted=_int32(drafted),
             depths=_int32(depths),
             pooled_rows=_int32(list(self._pooled)),
+            pooled_sizes=_int32([len(vector) // 4 for vector in self._pooled.values()]),
             pooled=b"".join(self._pooled.values()),
         )
 
