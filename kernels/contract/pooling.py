@@ -85,16 +85,16 @@ def read_pooling(directory: Path, config: Mapping[str, Any], is_embedding: bool 
         return None
     if not encoder and config.get("is_causal") is False:
         raise ConfigError(
-            f"config.json: is_causal false lets the tokens of {name} attend to those after them, which decoders are not "
-            "run with; use another model"
+            f"config.json: is_causal false lets the tokens of {name} attend to those after them, and decoders are "
+            "run without; use another model"
         )
     mode: Literal["cls", "mean", "last"] = "cls" if encoder else "last"
     if "Pooling" in modules:
         mode = _mode(directory / modules["Pooling"])
     if not encoder and mode != "last":
         raise ConfigError(
-            f"the pooling of {name} takes {mode}, and a decoder's vectors are those of the last token; use a model that "
-            "was trained for that"
+            f"the pooling of {name} takes {mode}, and a decoder's vectors are those of the last token; use a "
+            "model that was trained for that"
         )
     limits = [_positions(name, config)] if encoder else []
     given = _read(directory / "sentence_bert_config.json").get("max_seq_length")

@@ -38,9 +38,9 @@ class ResultBuilder:
     entries, negative in a row that is not finite, then the level that could have been reached. ``verified_rows``,
     ``drafted`` int64 [verified rows]: these rows and their draft tokens. ``argmax`` int32 [sampled]: tokens in place of
     ``sampled``, -1 in a row that is not finite; ``sampling`` bool [sampled] says which rows sample. ``pooled``: for
-    groups of rows ``pooled_rows``, the vectors float32 [rows, n] of each. ``arrives``: waits for results that the device copies
-    to the host by itself. ``chunk_rows`` int64 [chunks]: rows that sampled nothing; ``chunks_broken`` bool [chunks]:
-    which of them are not finite.
+    groups of rows ``pooled_rows``, the vectors float32 [rows, n] of each. ``arrives``: waits for results that
+    the device copies to the host by itself. ``chunk_rows`` int64
+    [chunks]: rows that sampled nothing; ``chunks_broken`` bool [chunks]: which of them are not finite.
     """
 
     slots: npt.NDArray[np.int32]

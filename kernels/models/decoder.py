@@ -21,8 +21,8 @@ from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm, PendingResidual
 from kernels.devices.linear import norm_of_sum
 from kernels.models.config import ModelConfig
-from kernels.models.layers.classification import classifier
 from kernels.models.layers.builder import ModelBuilder
+from kernels.models.layers.classification import classifier
 from kernels.models.layers.rotary import RotaryEmbedding
 from kernels.models.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 
@@ -61,7 +61,8 @@ class DecoderLayer(Protocol):
 class Decoder:
     """``layers`` between ``embeddings`` and ``head``; ``norm`` is the last one.
 
-    ``classifier``: [rows, hidden] -> [rows, labels] of a model that has such a head. ``reads_rows``: whether a layer reads ``ForwardBatch.rows``, so that no pass is captured.
+    ``classifier``: [rows, hidden] -> [rows, labels] of a model that has such a head. ``reads_rows``: whether a layer
+    reads ``ForwardBatch.rows``, so that no pass is captured.
     """
 
     def __init__(

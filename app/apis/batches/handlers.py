@@ -26,6 +26,7 @@ from app.apis.batches.records import (
 from app.apis.batches.runner import BatchRunner
 from app.apis.batches.storage import StorageFull, StoredFile, TooManyUploads
 from app.apis.batches.upload import MAX_UPLOAD, read_form
+from app.apis.embeddings.handlers import embeds
 from app.apis.openai.requests import Metadata, Name
 from app.server.errors import ApiError, invalid
 from app.server.exchange import Exchange
@@ -206,7 +207,7 @@ async def create_batch(service: Service, exchange: Exchange, body: BatchRequest)
     runner = _runner(service)
     if body.endpoint not in ENDPOINTS or service.table.find("POST", body.endpoint) is None:
         raise invalid(f"endpoint: must be one of {', '.join(ENDPOINTS)}, not {body.endpoint[:64]!r}.", param="endpoint")
-    if body.endpoint == "/v1/embeddings" and not service.arguments.is_embedding:
+    if body.endpoint == "/v1/embeddings" and not embeds(service):
         raise invalid("endpoint: this model generates text; embeddings need --is-embedding.", param="endpoint")
     file = runner.store.get(body.input_file_id)
     if file is None or not service.sees(exchange, file.owner):
