@@ -48,10 +48,10 @@ class _Unit:
 
 @dataclass(frozen=True)
 class _Group:
-    """Units that run together. ``query_tokens`` int64 [units * queries]: tokens of the step. ``found`` int64 [n]: where
-    among these the tokens ``to`` int64 [n] stand. ``places`` int64 [blocks * keys] in the cache. ``pairs``: (unit, block).
-    ``units`` int64 [pairs]: the unit of each. ``hidden`` bool [pairs, 1, queries, 1, keys]. ``turns``: pairs int64 [m]
-    and units int64 [m] of the first block of each unit, then of the second, and so on.
+    """Units that run together. ``query_tokens`` int64 [units * queries]: tokens of the step. ``found`` int64 [n]:
+    where among these the tokens ``to`` int64 [n] stand. ``places`` int64 [blocks * keys] of the cache. ``pairs``:
+    (unit, block). ``units`` int64 [pairs]: the unit of each. ``hidden`` bool [pairs, 1, queries, 1, keys]. ``turns``:
+    pairs int64 [m] and units int64 [m] of the first block of each unit, then of the second, and so on.
     """
 
     query_tokens: Tensor
