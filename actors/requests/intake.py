@@ -153,7 +153,7 @@ class Intake:
         task: Task = GENERATE,
     ) -> RequestStream:
         """Check what can be checked at once and take the ticket. The stream has the timeline's id."""
-        timeline.request |= _asked(params)
+        timeline.request |= _sampling_attributes(params)
         if timeline.content is not None:
             timeline.content.input = prompt
         if task is not GENERATE:
@@ -493,7 +493,7 @@ def _abort(route: Route, sequences: Sequence[int]) -> None:
             route.scheduler.offer(Abort(sequences=tuple(sequences)))
 
 
-def _asked(params: SamplingParams) -> dict[str, Value]:
+def _sampling_attributes(params: SamplingParams) -> dict[str, Value]:
     """What the request sets, by its OpenTelemetry names."""
     given: dict[str, Value | None] = {
         "gen_ai.request.max_tokens": params.max_tokens,

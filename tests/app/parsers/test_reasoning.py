@@ -75,8 +75,8 @@ def test_a_thought_may_stay_in_the_content() -> None:
 
 def test_a_thought_may_come_as_a_whole() -> None:
     reader = StreamingParser(None, thoughts=BASE, stream_thought=False)
-    said = [reader.read(piece) for piece in ("<think>", "Hm", ", so", "</think>", "x")]
-    assert said == [[], [], [], [Reasoning("Hm, so")], [Text("x")]]
+    events = [reader.read(piece) for piece in ("<think>", "Hm", ", so", "</think>", "x")]
+    assert events == [[], [], [], [Reasoning("Hm, so")], [Text("x")]]
 
 
 def test_calls_in_a_thought_are_thought() -> None:
