@@ -124,10 +124,10 @@ async def _label_scores(
     prompts: list[str | list[int]] = []
     for item in inputs_of(body.items, "items"):
         first, second = (item, query) if body.item_first else (query, item)
-        if (isinstance(first, str) and isinstance(second, str)) or (
-            isinstance(first, list) and isinstance(second, list)
-        ):
+        if isinstance(first, str) and isinstance(second, str):
             prompts.append(first + second)
+        elif isinstance(first, list) and isinstance(second, list):
+            prompts.append([*first, *second])
         else:
             raise invalid("items: are texts where query is one, and token ids where it is ids.", param="items")
     task = NextToken(tuple(labels))
@@ -181,7 +181,8 @@ async def pooling(service: Service, exchange: Exchange, body: PoolingRequest) ->
             raise invalid("dimensions: are for embeddings, and this model classifies.", param="dimensions")
         check_dimensions(service, body.dimensions)
     found, tokens = await _vectors(service, exchange, body.input, _task(config, body.activation), _options(body))
-    as_text, data = body.encoding_format == "base64", []
+    as_text = body.encoding_format == "base64"
+    data: list[PoolingObject] = []
     async for vector in cut_all(found, body.dimensions):
         data.append(PoolingObject(index=len(data), data=encoded(vector, as_text)))
     usage = RankUsage(tokens, tokens)
