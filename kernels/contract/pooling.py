@@ -88,6 +88,12 @@ def read_pooling(directory: Path, config: Mapping[str, Any], is_embedding: bool 
             f"config.json: is_causal false lets the tokens of {name} attend to those after them, and decoders are "
             "run without; use another model"
         )
+    prompt = _read(directory / "config_sentence_transformers.json").get("default_prompt_name")
+    if prompt is not None:
+        raise ConfigError(
+            f"config_sentence_transformers.json puts the prompt {str(prompt)[:80]!r} before every input, and prompts "
+            "are not added here; set default_prompt_name to null and send the prompt with the inputs"
+        )
     mode: Literal["cls", "mean", "last"] = "cls" if encoder else "last"
     if "Pooling" in modules:
         mode = _mode(directory / modules["Pooling"])
@@ -188,7 +194,7 @@ def _modules(directory: Path) -> dict[str, str]:
                 f"{file} lists the module {kind[:80]}, which is not run: Transformer, Pooling and Normalize are; use "
                 "another model"
             )
-        if path and Path(path).name != path:
+        if path and (Path(path).name != path or path == ".."):
             raise ConfigError(f"{file} names a directory outside its own: {path[:80]!r}")
         found[kind] = path
     return found

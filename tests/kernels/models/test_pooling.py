@@ -244,6 +244,8 @@ def test_encoders_are_those_of_the_registry():
     [
         ({"modules.json": [{"type": "x.Dense", "path": "2_Dense"}]}, {}, "module Dense, which is not run"),
         ({"modules.json": [{"type": "x.Pooling", "path": "../1"}]}, {}, "a directory outside its own"),
+        ({"modules.json": [{"type": "x.Pooling", "path": ".."}]}, {}, "a directory outside its own"),
+        ({"config_sentence_transformers.json": {"default_prompt_name": "query"}}, {}, "the prompt 'query' before"),
         ({"modules.json": {"type": 1}}, {}, "must be a list of modules"),
         ({"1_Pooling/config.json": {"pooling_mode_max_tokens": True}}, {}, "pooling_mode_max_tokens is not run"),
         ({"1_Pooling/config.json": {"pooling_mode_mean_tokens": True}}, {"architectures": ["Qwen3Model"]}, "last t"),
