@@ -12,6 +12,7 @@ from app.apis.llamacpp.routes import ROUTES as LLAMA_CPP
 from app.apis.ollama.dialect import OLLAMA
 from app.apis.ollama.routes import ROUTES as OLLAMA_ROUTES
 from app.apis.openai.routes import ROUTES as OPENAI
+from app.apis.pooling.routes import ROUTES as POOLING
 from app.apis.probes.routes import ROUTES as PROBES
 from app.apis.responses.routes import ROUTES as RESPONSES
 from app.apis.sglang.routes import ROUTES as SGLANG
@@ -48,6 +49,7 @@ ROUTES: tuple[Route, ...] = (
     *OPENAI,
     *RESPONSES,
     *EMBEDDINGS,
+    *POOLING,
     *BATCHES,
     *ANTHROPIC_ROUTES,
     *OLLAMA_ROUTES,

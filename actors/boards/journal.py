@@ -121,10 +121,10 @@ class Journal:
         first = not entry.prompt_sent
         entry.prompt_sent = True
         if first:
-            _came(entry)
+            _mark_first_emission(entry)
         if finish_reason is not None:
             del self._entries[entry.sequence]
-            _closed(entry)
+            _end_stages(entry)
         entry.stream.push(
             Delta(
                 request_id=entry.stream.request_id,
@@ -150,14 +150,14 @@ class Journal:
         """Close the entry: its stream raises ``error`` after what it already holds."""
         entry = self._entries.pop(sequence, None)
         if entry is not None:
-            _closed(entry)
+            _end_stages(entry)
             entry.stream.fail(error)
 
     def drop(self, sequence: int) -> None:
         """Close the entry of a stream without a reader."""
         entry = self._entries.pop(sequence, None)
         if entry is not None:
-            _closed(entry)
+            _end_stages(entry)
 
     def worker_died(self, sequences: Iterable[int]) -> None:
         """Record that a worker died with these sequences in its steps."""
@@ -167,7 +167,7 @@ class Journal:
                 entry.worker_deaths += 1
 
 
-def _came(entry: JournalEntry) -> None:
+def _mark_first_emission(entry: JournalEntry) -> None:
     """Mark the first emission of a sequence."""
     now = time.monotonic()
     timeline = entry.timeline
@@ -177,7 +177,7 @@ def _came(entry: JournalEntry) -> None:
     timeline.cached_tokens = max(timeline.cached_tokens, entry.cached_tokens)
 
 
-def _closed(entry: JournalEntry) -> None:
+def _end_stages(entry: JournalEntry) -> None:
     """End the stages of a sequence that still run."""
     now = time.monotonic()
     timeline, index = entry.timeline, entry.index

@@ -40,19 +40,25 @@ def metric_options(arguments: Arguments) -> MetricOptions:
 
 
 def planner_config(
-    arguments: Arguments, context_length: int, placement: Placement, speculation: SpeculativeSettings | None = None
+    arguments: Arguments,
+    context_length: int,
+    placement: Placement,
+    speculation: SpeculativeSettings | None = None,
+    *,
+    whole_inputs: bool = False,
 ) -> PlannerConfig:
+    """``whole_inputs``: an encoder's, which run in one step and are not cached."""
     a = arguments
     return PlannerConfig(
         max_running=a.max_running_requests,
         max_slots=a.max_running_requests + 1,
-        step_tokens=_step_tokens(a, context_length, placement),
+        step_tokens=_step_tokens(a, context_length, placement, whole_inputs),
         tail_tokens=_tail_tokens(a, placement),
         max_prefill_tokens=a.max_prefill_tokens,
         prefill_max_requests=a.prefill_max_requests,
-        chunked=chunk_size(a, placement) > 0,
+        chunked=chunk_size(a, placement) > 0 and not whole_inputs,
         overlap=not a.disable_overlap_schedule,
-        use_cache=not a.disable_radix_cache,
+        use_cache=not a.disable_radix_cache and not whole_inputs,
         policy=a.schedule_policy,
         conservativeness=a.schedule_conservativeness,
         priority_scheduling=a.enable_priority_scheduling,
@@ -108,6 +114,7 @@ def runner_config(
         window_pages=not a.disable_hybrid_swa_memory,
         fp32_head=a.enable_fp32_lm_head,
         grammar=grammar,
+        is_embedding=a.is_embedding,
         invariant=a.enable_deterministic_inference,
     )
 
@@ -132,12 +139,14 @@ def chunk_size(arguments: Arguments, placement: Placement) -> int:
     return placement.chunk_size if given is None else given
 
 
-def _step_tokens(arguments: Arguments, context_length: int, placement: Placement) -> int:
+def _step_tokens(arguments: Arguments, context_length: int, placement: Placement, whole_inputs: bool = False) -> int:
     """Most tokens of a step: the chunk size, but at least a decode of every running sequence.
 
     Without chunking a step must hold the longest possible prompt.
     """
     chunk = chunk_size(arguments, placement)
+    if whole_inputs:
+        return max(chunk, context_length, arguments.max_running_requests)
     budget = chunk if chunk > 0 else max(arguments.max_prefill_tokens, context_length)
     return max(budget, arguments.max_running_requests)
 

@@ -376,6 +376,11 @@ class Engine:
         assert isinstance(result, Vector)
         return tuple(memoryview(result.values).cast("f"))
 
+    async def tokenize_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Token ids of two texts, joined as the model's tokenizer does, and where the second one begins (0: the model
+        does not tell them apart), for ``Classify``. Raises InvalidRequest."""
+        return await self._require_intake().encoding.encode_pair(first, second)
+
     async def _result(self, prompt: Prompt, task: Task, options: dict[str, Any]) -> TaskResult:
         result: TaskResult | None = None
         async with self.generate(prompt, task=task, **options) as stream:

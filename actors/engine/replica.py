@@ -125,7 +125,7 @@ class Replica:
         self.cache = await setup.system.spawn(
             lambda: CacheManager(
                 self.board,
-                use_radix_cache=not arguments.disable_radix_cache,
+                use_radix_cache=not arguments.disable_radix_cache and not setup.opened.served.is_encoder,
                 policy=arguments.radix_eviction_policy,
             ),
             name=f"cache{suffix}",
@@ -170,7 +170,13 @@ class Replica:
         setup = self._setup
         worker, *peers = self.workers
         return Scheduler(
-            planner_config(setup.arguments, setup.context_length, setup.placement, setup.opened.speculation),
+            planner_config(
+                setup.arguments,
+                setup.context_length,
+                setup.placement,
+                setup.opened.speculation,
+                whole_inputs=setup.opened.served.is_encoder,
+            ),
             SchedulerLinks(self.cache, self.detokenizer, worker, tuple(peers)),
             journal=self.journal,
             board=self.board,

@@ -91,32 +91,32 @@ def _draft_files(a: Arguments) -> tuple[str, Mapping[str, Any] | None]:
 
 
 def _algorithm(
-    asked: Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM"],
+    named: Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM"],
     draft: Mapping[str, Any] | None,
     files: ModelFiles,
 ) -> Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM"]:
     """The algorithm by the draft's layout: EAGLE also selects multi-token heads."""
-    if asked == "NGRAM":
-        return asked
+    if named == "NGRAM":
+        return named
     if draft is None:
-        if asked in ("EAGLE", "MTP") and _heads(files.config):
+        if named in ("EAGLE", "MTP") and _heads(files.config):
             return "MTP"
-        where = " (its config.json has no num_nextn_predict_layers)" if asked in ("EAGLE", "MTP") else ""
+        where = " (its config.json has no num_nextn_predict_layers)" if named in ("EAGLE", "MTP") else ""
         raise ArgumentError(
-            f"speculative_algorithm {asked} needs speculative_draft_model_path: the model has no draft of its "
+            f"speculative_algorithm {named} needs speculative_draft_model_path: the model has no draft of its "
             f"own{where}; or use NGRAM, which needs none"
         )
     layout = _layout(draft)
-    if asked == "EAGLE" and layout == "MTP":
+    if named == "EAGLE" and layout == "MTP":
         return "MTP"
-    if asked == "STANDALONE" and layout == "MTP":
-        return asked  # a complete model may have such heads too
-    if layout is not None and layout != asked:
+    if named == "STANDALONE" and layout == "MTP":
+        return named  # a complete model may have such heads too
+    if layout is not None and layout != named:
         raise ArgumentError(
-            f"speculative_draft_model_path holds a draft for {layout}, not for {asked}; use speculative_algorithm "
+            f"speculative_draft_model_path holds a draft for {layout}, not for {named}; use speculative_algorithm "
             f"{layout} or give another draft"
         )
-    return asked
+    return named
 
 
 def _layout(draft: Mapping[str, Any]) -> Literal["EAGLE3", "MTP", "DFLASH"] | None:

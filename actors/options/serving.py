@@ -196,7 +196,8 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         bool,
         Option(
             group="HTTP server",
-            help="The model was trained for embeddings: /v1/embeddings answers with its last hidden states.",
+            help="The model was trained for embeddings, and generates no text: /v1/embeddings answers with its last "
+            "hidden states. Models that say so themselves need no option.",
         ),
     ] = False
 

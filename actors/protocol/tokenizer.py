@@ -20,16 +20,19 @@ class TokenizerProtocol:
 
 
 class Encoded(msgspec.Struct, frozen=True):
-    """Token ids of a prompt. ``seconds``: the encoding, without the wait for it."""
+    """Token ids of a prompt. ``second``: where the second text of a pair begins, if the model tells texts apart, or
+    0. ``seconds``: the encoding, without the wait for it."""
 
     token_ids: list[int]
+    second: int = 0
     seconds: float = 0.0
 
 
 class Encode(Message[TokenizerProtocol, Encoded], frozen=True):
-    """A text becomes token ids."""
+    """A text becomes token ids, or a pair of texts, ``prompt`` and ``pair``."""
 
     prompt: str
+    pair: str | None = None
     add_special_tokens: bool = True
 
 

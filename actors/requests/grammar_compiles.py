@@ -99,8 +99,8 @@ class GrammarCompiles:
 async def _ask(grammar: Grammar, route: Route) -> bool:
     """Whether all workers have compiled it. Raises ActorDied where one died at it."""
     message = CompileGrammar(grammar=grammar, timeout=LIMITS.grammar_seconds)
-    asked = [worker.ask(message, timeout=_TIMEOUT) for worker in route.workers]
-    for answer in await asyncio.gather(*asked, return_exceptions=True):
+    replies = [worker.ask(message, timeout=_TIMEOUT) for worker in route.workers]
+    for answer in await asyncio.gather(*replies, return_exceptions=True):
         if answer == CompileGrammar.BUSY:
             raise CompilerBusy("The worker compiles other grammars.", retry_after=_RETRY)
         if isinstance(answer, str) and answer:

@@ -42,7 +42,7 @@ from actors.requests.streams import RequestStream
 from actors.runtime import MailboxFull, current_traceparent
 from actors.text.encoding import Encoding, characters
 from actors.text.served_model import ServedModel
-from kernels.contract.tasks import Classify, Embed, Generate, Score, Task
+from kernels.contract.tasks import Classify, Embed, Generate, NextToken, Score, Task
 from telemetry.timeline import Outcome, RequestTimeline, Timelines, Value
 
 __all__ = ["GENERATE", "Intake", "Prompt", "RequestOptions", "grammar_start"]
@@ -56,6 +56,7 @@ _TASK_PARAMS = {
     Embed: _ONE_TOKEN,
     Score: msgspec.structs.replace(_ONE_TOKEN, prompt_logprobs=0),
     Classify: _ONE_TOKEN,
+    NextToken: _ONE_TOKEN,
 }
 """Parameters of tasks that generate nothing. The step that ends the prompt samples one token, which is dropped."""
 
@@ -153,7 +154,7 @@ class Intake:
         task: Task = GENERATE,
     ) -> RequestStream:
         """Check what can be checked at once and take the ticket. The stream has the timeline's id."""
-        timeline.request |= _asked(params)
+        timeline.request |= _sampling_attributes(params)
         if timeline.content is not None:
             timeline.content.input = prompt
         if task is not GENERATE:
@@ -161,7 +162,7 @@ class Intake:
         params = resolve(params, self._model.generation_defaults)
         validate(params, vocab_size=self._model.vocab_size)
         self._check(prompt, params, options)
-        if task is not GENERATE:
+        if task is not GENERATE or self._model.pooling is not None:
             self._model.require_task(task)
         salt = _salt(options.cache_salt)
         now = time.monotonic()
@@ -311,7 +312,7 @@ class Intake:
         """The prompt and the output tokens it may have. Raises InvalidRequest for what does not fit the context."""
         if not ids:
             raise InvalidRequest("The prompt is empty: it has no tokens. Send some text.", param="prompt")
-        context, max_tokens = self._model.context_length, params.max_tokens
+        context, max_tokens = self._model.most_prompt + 1, params.max_tokens  # a task's token takes no place
         default = params.default_max_tokens or context
         if self._arguments.allow_auto_truncate:
             if len(ids) >= context:
@@ -496,7 +497,7 @@ def _abort(route: Route, sequences: Sequence[int]) -> None:
             route.scheduler.offer(Abort(sequences=tuple(sequences)))
 
 
-def _asked(params: SamplingParams) -> dict[str, Value]:
+def _sampling_attributes(params: SamplingParams) -> dict[str, Value]:
     """What the request sets, by its OpenTelemetry names."""
     given: dict[str, Value | None] = {
         "gen_ai.request.max_tokens": params.max_tokens,

@@ -142,7 +142,7 @@ class _Child:
 
         def make(cell: Cell, number: int) -> LocalIncarnation:
             self._cell = cell
-            return _Life(cell, self._incarnation, actor, self.end_thread)
+            return _ChildIncarnation(cell, self._incarnation, actor, self.end_thread)
 
         await system.place(
             make,
@@ -248,7 +248,7 @@ class _Child:
             os._exit(1)
 
 
-class _Life(LocalIncarnation):
+class _ChildIncarnation(LocalIncarnation):
     """Ends the actor's thread before the actor is stopped."""
 
     def __init__(

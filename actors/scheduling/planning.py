@@ -153,10 +153,10 @@ class StepPlanning:
         # if each grows by a page, in the next.
         prompts = not limits.apart and (self._table.prefilling or self._table.waiting)
         budget = self._config.step_tokens - rows
-        asked = step.pages
+        wanted_pages = step.pages
         spare = self._available - len(self._table.running)
         limits.assign(step, (budget // 2 if prompts else budget) // rows, spare, self._table.page_size)
-        self._available -= step.pages - asked
+        self._available -= step.pages - wanted_pages
 
     def _yield_pages(
         self, step: StepBuilder, growers: list[Sequence]

@@ -46,7 +46,7 @@ class Policy:
         if not self._shares.several:
             return False
         busy = {sequence.tenant for sequence in prefilling}
-        others = {sequence.tenant for sequence in waiting} - busy
+        others = waiting.tenants.keys() - busy
         served = self._shares.served
         return bool(others) and min(map(served, others)) <= max(map(served, busy))
 

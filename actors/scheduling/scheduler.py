@@ -294,14 +294,14 @@ class Scheduler(Actor[SchedulerProtocol]):
         """
         planner = self._planner
         pending = list(emissions)
-        while self._worker_lives() and planner.has_work and planner.can_send:
+        while self._worker_is_alive() and planner.has_work and planner.can_send:
             now = self.context.clock.monotonic()
             pending += planner.expire(now)
             plan: StepPlan | None = await self._converse(planner.plan(now))
             self._timeline_writer.moved(planner.take_moves(), self.context.clock.monotonic())
             if plan is None:
                 break
-            if plan.batch is not None and self._worker_lives():
+            if plan.batch is not None and self._worker_is_alive():
                 self._send(plan, plan.batch, now)
             pending += plan.emissions
         if moves := planner.take_moves():
@@ -317,16 +317,16 @@ class Scheduler(Actor[SchedulerProtocol]):
         try:
             call = next(planning)
             while True:
-                asked = self.context.clock.monotonic()
+                sent = self.context.clock.monotonic()
                 reply: CacheReply = await self._cache.ask(call, timeout=_CACHE_TIMEOUT)
                 if isinstance(call, OpenSequence) and isinstance(reply, Lease):
-                    self._timeline_writer.leased(call.sequence, asked, self.context.clock.monotonic(), reply)
+                    self._timeline_writer.leased(call.sequence, sent, self.context.clock.monotonic(), reply)
                 call = planning.send(reply)
         except StopIteration as finished:
             result: T = finished.value
             return result
 
-    def _worker_lives(self) -> bool:
+    def _worker_is_alive(self) -> bool:
         """Whether the worker takes steps, as far as is known; otherwise WorkerReady will announce it."""
         return self._epoch is not None and self._board.died_at(self._epoch) is None
 

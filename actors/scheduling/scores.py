@@ -75,8 +75,9 @@ class PromptScores:
 def pooled_vectors(result: StepResult) -> dict[int, bytes]:
     """The pooled vectors of a step, float32, by row."""
     rows: list[int] = np.frombuffer(result.pooled_rows, dtype=np.int32).tolist()
-    size = len(result.pooled) // len(rows)
-    return {row: result.pooled[size * place : size * (place + 1)] for place, row in enumerate(rows)}
+    ends = 4 * np.cumsum(np.frombuffer(result.pooled_sizes, dtype=np.int32))
+    begins = [0, *ends.tolist()]
+    return {row: result.pooled[begin:end] for row, begin, end in zip(rows, begins, ends.tolist(), strict=False)}
 
 
 def join(parts: list[TokenScores]) -> TokenScores:

@@ -295,7 +295,7 @@ class _Result:
         self.failed: list[RowError] = []
         self._tokens: list[int] = []
         self._tops: list[list[int]] = []
-        self._asked = False
+        self._has_logprobs = False
         self._prompt_rows: list[int] = []
         self._prompt_counts: list[int] = []
         self._prompt_tokens: list[int] = []
@@ -305,7 +305,7 @@ class _Result:
     def sample(self, token: int, slot: _Slot) -> None:
         self.accepted.append(1)
         self._tokens.append(token)
-        self._asked = self._asked or slot.sampling.logprobs >= 0
+        self._has_logprobs = self._has_logprobs or slot.sampling.logprobs >= 0
         self._tops.append([token + i for i in range(max(slot.sampling.logprobs, 0))])
 
     def accept(self, slot: _Slot, start: int) -> None:
@@ -313,7 +313,7 @@ class _Result:
         tokens = slot.tokens[start:]
         self.accepted.append(len(tokens))
         self._tokens += tokens
-        self._asked = self._asked or slot.sampling.logprobs >= 0
+        self._has_logprobs = self._has_logprobs or slot.sampling.logprobs >= 0
         self._tops += [[token + i for i in range(max(slot.sampling.logprobs, 0))] for token in tokens]
 
     def score_prompt(self, row: int, slot: _Slot, start: int) -> None:
@@ -334,10 +334,10 @@ class _Result:
             number=number,
             accepted=_int32(self.accepted),
             tokens=_int32(self._tokens),
-            logprobs=logprobs if self._asked else b"",
-            top_counts=top_counts if self._asked else b"",
-            top_ids=top_ids if self._asked else b"",
-            top_logprobs=top_logprobs if self._asked else b"",
+            logprobs=logprobs if self._has_logprobs else b"",
+            top_counts=top_counts if self._has_logprobs else b"",
+            top_ids=top_ids if self._has_logprobs else b"",
+            top_logprobs=top_logprobs if self._has_logprobs else b"",
             prompt_rows=_int32(self._prompt_rows),
             prompt_counts=_int32(self._prompt_counts),
             prompt_logprobs=prompts[0],
@@ -349,6 +349,7 @@ class _Result:
             drafted=_int32(drafted),
             depths=_int32(depths),
             pooled_rows=_int32(list(self._pooled)),
+            pooled_sizes=_int32([len(vector) // 4 for vector in self._pooled.values()]),
             pooled=b"".join(self._pooled.values()),
         )
 

@@ -37,7 +37,7 @@ class TimelineWriter:
         self._journal = journal
         self._worker = worker
         self._tracing = tracing
-        self._leases: dict[int, tuple[float, float, Lease]] = {}  # of this planning: (asked, answered, lease)
+        self._leases: dict[int, tuple[float, float, Lease]] = {}  # of this planning: (sent_at, replied_at, lease)
         self._prefills: dict[int, list[_Prefill]] = {}  # by the number of the step
 
     def resumed(self, entries: Iterable[JournalEntry], now: float) -> None:
@@ -46,9 +46,9 @@ class TimelineWriter:
             entry.end_decode(now, len(entry.output))
             self._queue_again(entry, now)
 
-    def leased(self, sequence: int, asked: float, answered: float, lease: Lease) -> None:
+    def leased(self, sequence: int, sent_at: float, replied_at: float, lease: Lease) -> None:
         """Record that the cache has opened a sequence; :meth:`moved` reports whether it starts."""
-        self._leases[sequence] = (asked, answered, lease)
+        self._leases[sequence] = (sent_at, replied_at, lease)
 
     def moved(self, moves: Iterable[Move], now: float) -> None:
         """Record moves of sequences onto or off the device."""
@@ -70,16 +70,16 @@ class TimelineWriter:
 
     def _started(self, entry: JournalEntry, now: float, output: int) -> None:
         timeline, index = entry.timeline, entry.index
-        asked, answered, lease = self._leases.get(entry.sequence, (now, now, None))
+        sent_at, replied_at, lease = self._leases.get(entry.sequence, (now, now, None))
         entry.decoded_from = output
         queued = timeline.open_hop("queue", index)
         if queued is not None:
-            timeline.finish(queued, asked)
+            timeline.finish(queued, sent_at)
             if queued.attributes.get("resumed"):
                 timeline.mark("resumed", now, index)
         if lease is not None:
-            hop = timeline.begin("cache", asked, index)
-            timeline.finish(hop, answered, cached_tokens=lease.cached, pages=len(lease.pages) // 4)
+            hop = timeline.begin("cache", sent_at, index)
+            timeline.finish(hop, replied_at, cached_tokens=lease.cached, pages=len(lease.pages) // 4)
 
     def _queue_again(self, entry: JournalEntry, now: float) -> None:
         timeline, index = entry.timeline, entry.index

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator
 
 from actors.scheduling.sequence import Sequence
@@ -19,10 +20,13 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
+        self.tenants: Counter[str] = Counter()
+        """How many sequences of each tenant wait; only tenants with one are in it."""
         self.tokens = 0  # to compute for all of them, cached prefixes included
 
     def add(self, sequence: Sequence) -> None:
         self.tokens += sequence.length
+        self.tenants[sequence.tenant] += 1
         insort(self._sequences, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
@@ -32,6 +36,9 @@ class WaitingQueue:
             raise ValueError(f"sequence {sequence.id} is not waiting")
         del self._sequences[index]
         self.tokens -= sequence.length
+        self.tenants[sequence.tenant] -= 1
+        if not self.tenants[sequence.tenant]:
+            del self.tenants[sequence.tenant]
 
     def __len__(self) -> int:
         return len(self._sequences)

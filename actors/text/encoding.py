@@ -63,6 +63,12 @@ class Encoding:
             prompt, add_special_tokens = await self._text_of(prompt, tenant), False
         return (await self.ask(Encode(prompt=prompt, add_special_tokens=add_special_tokens))).token_ids
 
+    async def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Token ids of a pair of texts, and where the second one begins: see ``TextCodec.encode_pair``."""
+        self.check_characters(len(first) + len(second))
+        encoded = await self.ask(Encode(prompt=first, pair=second))
+        return encoded.token_ids, encoded.second
+
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
         return await self.ask(Decode(token_ids=self._checked(token_ids), skip_special_tokens=skip_special_tokens))

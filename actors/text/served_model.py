@@ -8,10 +8,12 @@ from typing import Any
 
 from actors.options import Arguments
 from actors.protocol.requests import InvalidRequest
-from actors.text.model_files import ModelFiles, resolve_model_path
+from actors.text.model_files import ModelFiles, ModelPathError, resolve_model_path
 from actors.text.text_codec import TextCodec
+from kernels.contract.errors import ConfigError
 from kernels.contract.info import ModelInfo
-from kernels.contract.tasks import Classify, Task, task_name
+from kernels.contract.pooling import PoolingConfig, read_pooling
+from kernels.contract.tasks import Classify, Generate, Task, task_name
 
 __all__ = ["ServedModel"]
 
@@ -19,7 +21,8 @@ __all__ = ["ServedModel"]
 class ServedModel:
     """Read from small files before the worker has loaded the weights; :meth:`loaded` updates the limits afterwards.
 
-    ``codec`` is None with --skip-tokenizer-init. ``context_length`` is in tokens.
+    ``codec`` is None with --skip-tokenizer-init. ``context_length`` is in tokens. ``pooling``: of
+    a model that generates no text.
     """
 
     def __init__(self, arguments: Arguments) -> None:
@@ -38,9 +41,21 @@ class ServedModel:
             self.codec = TextCodec(self.files, mode=a.tokenizer_mode, chat_template=a.chat_template)
         self.info: ModelInfo | None = None
         self.vocab_size = self.files.vocab_size
-        self.context_length = a.context_length or self.files.context_length
+        self.pooling = _pooling(self.files, a.is_embedding)
+        own = self.pooling.most_tokens if self.pooling is not None else 0
+        self.context_length = a.context_length or min(own or self.files.context_length, self.files.context_length)
         self.eos_ids = self.files.eos_token_ids() or (self.codec.eos_from_tokenizer() if self.codec else ())
         self.generation_defaults = self._generation_defaults(a)
+
+    @property
+    def most_prompt(self) -> int:
+        """Tokens that a prompt may have: an encoder's fills the context, others leave room for a token after it."""
+        return self.context_length - (not self.is_encoder)
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether inputs run whole and nothing is kept of them."""
+        return self.pooling is not None and self.pooling.encoder
 
     def _generation_defaults(self, arguments: Arguments) -> dict[str, Any]:
         defaults = dict(self.files.generation_config) if arguments.sampling_defaults == "model" else {}
@@ -58,9 +73,11 @@ class ServedModel:
         """Raise InvalidRequest for a task that the loaded model cannot do."""
         name, known = task_name(task), self.info.tasks if self.info is not None else ()
         if name not in known:
-            reason = "it has no classification head" if isinstance(task, Classify) else "its runner has no such output"
+            reason = "it has no classification head" if isinstance(task, Classify) else "it makes no such output"
+            if isinstance(task, Generate):
+                reason = "it makes vectors of texts, or classifies them"
             raise InvalidRequest(
-                f"This model cannot {name}: {reason}. Its tasks are {', '.join(known)}.",
+                f"This model cannot {name.replace('_', ' ')}: {reason}. Its tasks are {', '.join(known)}.",
                 param="task",
                 code="unsupported_task",
             )
@@ -97,3 +114,10 @@ class ServedModel:
             param="max_tokens",
             code="context_length_exceeded",
         )
+
+
+def _pooling(files: ModelFiles, is_embedding: bool) -> PoolingConfig | None:
+    try:
+        return read_pooling(files.path, files.config, is_embedding)
+    except ConfigError as error:
+        raise ModelPathError(str(error)) from error

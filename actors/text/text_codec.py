@@ -144,6 +144,16 @@ class TextCodec:
             raise InvalidRequest("The prompt contains a lone surrogate. Send UTF-8.", param="prompt") from None
         return ids
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Token ids of two texts, joined as the tokenizer does for its model, and where the second one begins; 0 if the
+        tokenizer does not tell them apart. Raises InvalidRequest."""
+        try:
+            encoded = self.tokenizer.encode(first, second)
+        except TypeError:  # the library's error for lone surrogates
+            raise InvalidRequest("The prompt contains a lone surrogate. Send UTF-8.", param="prompt") from None
+        types: list[int] = encoded.type_ids
+        return encoded.ids, types.index(1) if 1 in types else 0
+
     def mark(self, text: str) -> tuple[int, ...]:
         """The tokens of a mark: its own, if it has one."""
         found = self.tokenizer.token_to_id(text)

@@ -62,7 +62,7 @@ class Tokenizer(Actor[TokenizerProtocol]):
     @handles
     def encode(self, message: Encode) -> Encoded | Deferred[Encoded]:
         prompt = message.prompt
-        if len(prompt) <= INLINE_CHARS and not self._waiting and not self._batch_timeout:
+        if len(prompt) + len(message.pair or "") <= INLINE_CHARS and not self._waiting and not self._batch_timeout:
             return self._encode(message)
         future: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
         self._waiting.append((message, future))
@@ -115,6 +115,10 @@ class Tokenizer(Actor[TokenizerProtocol]):
     def _encode(self, message: Encode) -> Encoded:
         prompt, add = message.prompt, message.add_special_tokens
         began = time.monotonic()
+        pair = message.pair
+        if pair is not None:
+            both, second = self._try(lambda: self._codec.encode_pair(prompt, pair))
+            return Encoded(token_ids=both, second=second, seconds=time.monotonic() - began)
         ids = self._try(lambda: self._codec.encode(prompt, add_special_tokens=add))
         return Encoded(token_ids=ids, seconds=time.monotonic() - began)
 

@@ -58,7 +58,7 @@ def convert_tokenizer(path: Path) -> Tokenizer | None:
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
         raise ConversionError(f"the converting process ended with status {done.returncode}: {last}")
-    said = json.loads(done.stdout)
-    if "error" in said:
-        raise ConversionError(said["error"])
-    return None if said["tokenizer"] is None else Tokenizer.from_str(said["tokenizer"])
+    reply = json.loads(done.stdout)
+    if "error" in reply:
+        raise ConversionError(reply["error"])
+    return None if reply["tokenizer"] is None else Tokenizer.from_str(reply["tokenizer"])

@@ -19,10 +19,10 @@ from app.server.errors import invalid
 from app.server.exchange import Exchange
 from app.server.service import Service
 
-__all__ = ["NO_TOOLS", "Asked", "Mode", "Question", "ToolChoice", "ask"]
+__all__ = ["NO_TOOLS", "AcceptedRequest", "ConversationRequest", "Mode", "ToolChoice", "submit"]
 
 
-class Question(msgspec.Struct, kw_only=True):
+class ConversationRequest(msgspec.Struct, kw_only=True):
     """``names``: the engine's parameter names -> the API's fields, for errors.
 
     ``parallel``: whether more than one call is returned. ``thought_limit``: the field that limits the thought, and its
@@ -42,17 +42,17 @@ class Question(msgspec.Struct, kw_only=True):
     label: str | None = None
 
 
-class Asked(NamedTuple):
+class AcceptedRequest(NamedTuple):
     """An accepted request. ``reader``: creates the reader of a choice; None where all of its text is content."""
 
     stream: RequestStream
     reader: Callable[[], ChoiceReader | None]
 
 
-async def ask(service: Service, exchange: Exchange, question: Question) -> Asked:
+async def submit(service: Service, exchange: Exchange, request: ConversationRequest) -> AcceptedRequest:
     """Submit a conversation and wait until it is accepted. Raises what is wrong with it."""
-    form, choice, params, names = service.output_format, question.choice, question.params, dict(question.names)
-    constraint = await tool_constraint(service, choice, params.grammar, names, parallel=question.parallel)
+    form, choice, params, names = service.output_format, request.choice, request.params, dict(request.names)
+    constraint = await tool_constraint(service, choice, params.grammar, names, parallel=request.parallel)
     if constraint is not None:
         if choice.forced or params.grammar is None:
             names["grammar"] = "tool_choice" if choice.forced else "tools"
@@ -63,21 +63,21 @@ async def ask(service: Service, exchange: Exchange, question: Question) -> Asked
     covered = constraint is not None and constraint.covers_thought
     if params.grammar is not None and not covered and (thought := _thought(form)) is not None:
         params = msgspec.structs.replace(params, thought=thought)
-    if question.thought_limit is not None:
-        budget = await _thought_budget(service, *question.thought_limit, form)
+    if request.thought_limit is not None:
+        budget = await _thought_budget(service, *request.thought_limit, form)
         params = msgspec.structs.replace(params, thought_budget=budget)
     stream = service.submit(
         exchange,
-        question.chat,
+        request.chat,
         params,
-        priority=question.priority,
-        cache_salt=question.cache_salt,
-        label=question.label,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        label=request.label,
         rename=names,
     )
     await service.accepted([stream], names)
     as_json = choice.forced and constraint is not None and constraint.kind == "json_schema"
-    return Asked(stream, await _reader(service, question, form, stream.prompt_end, as_json=as_json))
+    return AcceptedRequest(stream, await _reader(service, request, form, stream.prompt_end, as_json=as_json))
 
 
 def _thought(form: OutputFormat) -> Thought | None:
@@ -109,11 +109,11 @@ async def _thought_budget(service: Service, name: str, tokens: int, form: Output
 
 
 async def _reader(
-    service: Service, question: Question, form: OutputFormat, prompt_end: Sequence[int], *, as_json: bool
+    service: Service, request: ConversationRequest, form: OutputFormat, prompt_end: Sequence[int], *, as_json: bool
 ) -> Callable[[], ChoiceReader | None]:
     """Creates the reader of a choice. ``prompt_end``: the last tokens of the prompt. ``as_json``: the answer is calls
     as JSON."""
-    choice = question.choice
+    choice = request.choice
     tools = choice.tools if choice.mode != "none" and (form.tools is not None or choice.forced) else None
     kind = form.json_parser() if as_json else form.parser(with_tools=tools is not None)
     if kind is None:
@@ -124,14 +124,14 @@ async def _reader(
     if thoughts is not None and not form.harmony:
         thinking = thoughts.in_prompt(await service.engine.detokenize(prompt_end, skip_special_tokens=False))
         end = await service.mark_token(thoughts.end)
-        if question.params.skip_special_tokens:  # they were kept for the reader alone
+        if request.params.skip_special_tokens:  # they were kept for the reader alone
             hidden = tuple([mark for mark in thoughts.marks if await service.is_special(mark)])
     options: dict[str, Any] = {
-        "parallel": question.parallel,
+        "parallel": request.parallel,
         "thoughts": thoughts,
         "thinking": thinking,
-        "separate": question.separate,
-        "stream_thought": question.stream_thought,
+        "separate": request.separate,
+        "stream_thought": request.stream_thought,
         "hidden": hidden,
     }
     return lambda: ChoiceReader(kind(tools, **options), end)

@@ -287,15 +287,15 @@ class StreamingParser:
 
     def add_thought(self, text: str) -> None:
         """Add to the thought; white space at its end is dropped."""
-        said = text.rstrip()
-        if said:
-            kept, self._space = "".join((*self._space, said)), []
+        stripped = text.rstrip()
+        if stripped:
+            kept, self._space = "".join((*self._space, stripped)), []
             if self._stream_thought:
                 self._reason(kept)
             else:
                 self._held_thought.append(kept)
-        if len(said) < len(text):
-            self._space.append(text[len(said) :])
+        if len(stripped) < len(text):
+            self._space.append(text[len(stripped) :])
 
     def end_thought(self) -> None:
         self._reason("".join(self._held_thought))

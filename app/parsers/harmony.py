@@ -98,9 +98,9 @@ class HarmonyParser(StreamingParser):
         begun = rules.text("<|end|><|start|>assistant")
         final = f"{rules.text('<|channel|>final')} {message} {other or text}"
         kinds = '("analysis" | "commentary")'
-        said = f"{rules.text('<|channel|>')} {kinds} {message} {text} {begun}"
+        block = f"{rules.text('<|channel|>')} {kinds} {message} {text} {begun}"
         last = " | ".join(calls if forced else [*calls, final, f"{rules.text('<|channel|>')} {kinds} {message} {text}"])
-        return f"({said})* ({last})"
+        return f"({block})* ({last})"
 
 
 class ForcedHarmonyParser(HarmonyParser):

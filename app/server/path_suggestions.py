@@ -31,9 +31,7 @@ _NEARLY_ALIKE, _ALIKE = 0.9, 0.75
 
 _NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     # Pattern of paths, the API they belong to, and the path to use.
-    (r"/(embed|encode|embedding)", "This form of embeddings", "POST /v1/embeddings"),
-    (r"/(v1/)?(pooling|classify)", "Pooling and classifying", ""),
-    (r"/(v1/|v2/)?(rerank|score)", "Ranking", ""),
+    (r"/(embed|embedding)", "This form of embeddings", "POST /v1/embeddings"),
     (r"/(v1/)?(audio|images|videos|realtime)(/.*)?", "Processing audio, images or video", _CHAT),
     (r"/(v1/)?uploads(/.*)?", "Uploading in parts", "POST /v1/files"),
     (r"/(v1/)?(assistants|threads|vector_stores|containers|evals)(/.*)?", "This API of OpenAI", _CHAT),

@@ -34,8 +34,8 @@ def refuse_sibling_workers() -> None:
     parent = multiprocessing.parent_process()
     if parent is None or "hypercorn" not in sys.argv[0] or parent.pid is None:
         return
-    asked = requested_workers(sys.argv[1:])
-    if (asked is not None and asked > 1) or any(pid != os.getpid() for pid in _workers_of(parent.pid)):
+    workers = requested_workers(sys.argv[1:])
+    if (workers is not None and workers > 1) or any(pid != os.getpid() for pid in _workers_of(parent.pid)):
         raise RuntimeError(
             "Troupe runs in one server process: each worker would load the model again. Start Hypercorn with one "
             "worker (the default); the engine batches requests by itself."

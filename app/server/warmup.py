@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from actors.engine.configuration import chunk_size
 from actors.protocol.requests import SamplingParams
 from actors.workers.placement import place
+from kernels.contract.tasks import Classify, Embed, Generate, Task
 
 if TYPE_CHECKING:
     from actors.engine.engine import Engine
 
-__all__ = ["warm_up"]
+__all__ = ["probe_task", "warm_up"]
 
 log = logging.getLogger("troupe")
 
@@ -49,14 +50,23 @@ async def warm_up(engine: Engine) -> None:
         steps.warming_up = False
 
 
+def probe_task(engine: Engine) -> Task:
+    """The simplest task of the model."""
+    info = engine.model_info
+    if info is None or info.pooling is None:
+        return Generate()
+    return Embed() if info.pooling.task == "embed" else Classify()
+
+
 def _ids(engine: Engine, length: int, room: int) -> list[int]:
     return [number % engine.vocab_size for number in range(max(1, min(length, room)))]
 
 
 async def _answer(engine: Engine, prompt: list[int]) -> None:
     params = SamplingParams(max_tokens=_ANSWER, temperature=0.0, ignore_eos=True)
+    task = probe_task(engine)
     timeline = engine.timelines.open(
         f"warm-up-{secrets.token_hex(6)}", operation="text_completion", model=engine.model_name, probe=True
     )
-    async for _ in engine.generate(prompt, params, request_id="warm-up", timeline=timeline):
+    async for _ in engine.generate(prompt, params, request_id="warm-up", timeline=timeline, task=task):
         pass

@@ -118,9 +118,9 @@ def isa_environment(environ: Mapping[str, str]) -> dict[str, str]:
     parent process with that level leaves to its children. Raises IsaError.
     """
     chosen = chosen_isa(environ)
-    asked = environ.get(VARIABLE, "").strip().lower()
-    if asked in ("", AUTO):
-        return {VARIABLE: AUTO} if asked else {}
+    requested = environ.get(VARIABLE, "").strip().lower()
+    if requested in ("", AUTO):
+        return {VARIABLE: AUTO} if requested else {}
     higher = [limits for level, limits in _LIMITS.items() if level > chosen]
     limits = {
         name: value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kernels.contract.caches import GroupPages
+from kernels.contract.pooling import PoolingConfig
 
 __all__ = ["ModelInfo"]
 
@@ -35,12 +36,18 @@ class ModelInfo(msgspec.Struct, frozen=True):
     draft_weight_bytes: int = 0
     cache_dtype: str = ""
     cache_token_bytes: int = 0  # of one token's keys and values over all layers, their scales among them
-    tasks: tuple[str, ...] = ("generate", "embed", "score")  # see kernels.contract.tasks
+    tasks: tuple[str, ...] = ("generate", "embed", "score", "next_token")  # see kernels.contract.tasks
+    pooling: PoolingConfig | None = None  # of a model that generates no text
     hidden_size: int = 0  # numbers of a hidden state, and so of an embedding; 0: not known
     cpu_isa: str = ""  # the instruction set that a CPU's operators may use
     # a CPU's native operators at load: of the "wheel", "compiled" on this machine, "pending": still compiled, or "none"
     cpu_operators: str = ""
     cache_groups: tuple[GroupPages, ...] = ()  # what the layers keep, and the pages of each group
+
+    @property
+    def most_prompt(self) -> int:
+        """Tokens that a prompt may have: an encoder's fills the context, others leave room for a token after it."""
+        return self.context_length - (self.pooling is None or not self.pooling.encoder)
 
     @property
     def bounded_groups(self) -> tuple[GroupPages, ...]:

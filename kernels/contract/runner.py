@@ -81,10 +81,10 @@ class Runner(Protocol):
 def open_runner(config: RunnerConfig, progress: Progress | None = None) -> Runner:
     """The runner of ``config``, not loaded yet. Imports torch, and activates the NPU simulator before, if configured.
 
-    Raises UnsupportedError where the device does not exist.
+    Raises UnsupportedError where the device does not exist, and ConfigError.
     """
     _activate_simulator(config)
-    return cast(Runner, import_module(RUNNER_MODULE).ModelRunner(config, progress))
+    return cast(Runner, import_module(RUNNER_MODULE).make_runner(config, progress))
 
 
 def import_runner(config: RunnerConfig) -> None:

@@ -91,7 +91,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     target: int = 0  # tokens at which the sequence ends; 0: unknown
     stop_ids: tuple[int, ...] = ()  # tokens that end it after `sampling.min_tokens` output tokens
     bounded: tuple[PageRun, ...] = ()  # of each bounded cache group, the slot's first pages
-    task: Task = Generate()  # Embed: the row that ends the prompt carries a pooled vector
+    task: Task = Generate()  # Embed, Classify, NextToken: the row that ends the prompt carries a pooled vector
     adapter: int = 0  # of the model's adapters, the one that its linear layers use; 0: none
 
 
@@ -165,4 +165,5 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     # int32 [rows]: the longest path of them, and of a wrong draft token behind it that was not verified
     depths: bytes = b""
     pooled_rows: bytes = b""  # int32: indices of rows that carry a pooled vector
-    pooled: bytes = b""  # float32 [pooled rows, hidden size]
+    pooled_sizes: bytes = b""  # int32 per such row: numbers of its vector
+    pooled: bytes = b""  # float32 [sum(pooled_sizes)]

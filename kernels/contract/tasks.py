@@ -4,6 +4,7 @@ Generate   tokens, sampled one after the other
 Embed      a vector: the final hidden state of the prompt's last token
 Score      a number: the sum of log-probabilities of the prompt's last tokens
 Classify   a vector: a probability for each class of the model's classification head
+NextToken  a vector: the log-probabilities of some tokens as the next one
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ __all__ = [
     "Classify",
     "Embed",
     "Generate",
+    "NextToken",
     "Number",
     "Score",
     "Task",
@@ -31,7 +33,8 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag="generate"):
 
 
 class Embed(msgspec.Struct, frozen=True, array_like=True, tag="embed"):
-    """The hidden state after the final norm, at the prompt's last token. ``normalize``: divide it by its L2 norm.
+    """The hidden state after the final norm, at the prompt's last token, or as the model's pooling says.
+    ``normalize``: divide it by its L2 norm.
 
     The request's sampling must request log-probabilities, since steps without them may keep no hidden states.
     """
@@ -53,10 +56,23 @@ class Score(msgspec.Struct, frozen=True, array_like=True, tag="score"):
 
 
 class Classify(msgspec.Struct, frozen=True, array_like=True, tag="classify"):
-    """The probability of each class of the model's classification head."""
+    """The probability of each class of the model's classification head, or with ``activate`` false its plain numbers.
+
+    ``second``: where the second text of a pair begins among the tokens; 0: there is one text.
+    """
+
+    activate: bool = True
+    second: int = 0
 
 
-Task: TypeAlias = Generate | Embed | Score | Classify
+class NextToken(msgspec.Struct, frozen=True, array_like=True, tag="next_token"):
+    """The natural log-probability of each of the tokens ``ids`` as the one after the prompt, over the whole
+    vocabulary."""
+
+    ids: tuple[int, ...]
+
+
+Task: TypeAlias = Generate | Embed | Score | Classify | NextToken
 
 
 class Vector(msgspec.Struct, frozen=True, array_like=True, tag="vector"):

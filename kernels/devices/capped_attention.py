@@ -47,8 +47,8 @@ def attend_capped(
             hidden = seen > at
             if window:
                 hidden |= seen <= at - window
-            asked = queries[begin : begin + high - low].unflatten(1, (keys.shape[1], heads // keys.shape[1]))
-            scores = torch.einsum("qhgd,khd->hgqk", asked, keys).float() * (scale / cap)
+            grouped = queries[begin : begin + high - low].unflatten(1, (keys.shape[1], heads // keys.shape[1]))
+            scores = torch.einsum("qhgd,khd->hgqk", grouped, keys).float() * (scale / cap)
             weights = scores.tanh_().mul_(cap).masked_fill_(hidden, -torch.inf).softmax(-1).to(values.dtype)
             result = torch.einsum("hgqk,khd->qhgd", weights, values)
             out[begin : begin + high - low] = result.flatten(1, 2)

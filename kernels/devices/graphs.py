@@ -23,11 +23,11 @@ Put = Callable[[npt.NDArray[Any]], Tensor]
 """Copies an array to the device."""
 
 
-def graph_sizes(asked: Sequence[int], most: int, max_rows: int) -> list[int]:
-    """The rows of each graph, ascending. ``asked``: a list of sizes; empty for 1, 2, 4 and the multiples of 8 up to
+def graph_sizes(requested: Sequence[int], most: int, max_rows: int) -> list[int]:
+    """The rows of each graph, ascending. ``requested``: a list of sizes; empty for 1, 2, 4 and the multiples of 8 up to
     ``most``, then of 16 above 64. None is larger than what ``max_rows`` rows need.
     """
-    sizes = asked or [size for size in (1, 2, 4, *range(8, 65, 8), *range(80, most + 1, 16), most) if size <= most]
+    sizes = requested or [size for size in (1, 2, 4, *range(8, 65, 8), *range(80, most + 1, 16), most) if size <= most]
     enough = min((size for size in sizes if size >= max_rows), default=max(sizes, default=0))
     return sorted({size for size in sizes if 0 < size <= enough})
 

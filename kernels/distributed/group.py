@@ -69,7 +69,7 @@ class ProcessGroup(Group):
     def __init__(self, backend: str, store: Store, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size = rank, size
         self._backend, self._store = backend, store
-        self._asked = 0
+        self._minimums = 0
         try:
             dist.init_process_group(
                 backend,
@@ -98,8 +98,8 @@ class ProcessGroup(Group):
         return parts.view(self.size, rows, part).transpose(0, 1).reshape(rows, self.size * part)
 
     def least(self, value: int) -> int:
-        self._asked += 1
-        name = f"least {self._asked}"
+        self._minimums += 1
+        name = f"least {self._minimums}"
         try:
             self._store.set(f"{name}/{self.rank}", str(value))
             return min(int(self._store.get(f"{name}/{rank}")) for rank in range(self.size))

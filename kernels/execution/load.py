@@ -124,7 +124,11 @@ class LoadedModel:
 
 def open_model(config: RunnerConfig, device: Device, progress: Progress) -> OpenModel:
     """Open the files and check that the model can run. Raises ConfigError, LoadError or UnsupportedError."""
-    whole = read_config(config.model_path, config.config_overrides, quantized=True)
+    whole = read_config(config.model_path, config.config_overrides, quantized=True, is_embedding=config.is_embedding)
+    if whole.pooling is not None and config.speculation is not None:
+        raise ConfigError(
+            f"{whole.architecture} generates no text that could be drafted; leave --speculative-algorithm out"
+        )
     part = local_config(whole, config.tp_size)
     dtype = device.select_dtype(config.dtype, part.dtype)
     context = context_length(config, part)
@@ -195,8 +199,9 @@ def load_model(
         rows = LayerContext(opened.adapters, device.torch_device, group.rank, group.size)
     make = ModelBuilder(weights, device, group, dtype, opened.context, opened.captures, config.fp32_head, rows=rows)
     model = build(part, make)
+    assert isinstance(model, Decoder)
     sampler = Sampler(
-        part.vocab_size,
+        part.vocab_size if part.pooling is None else 1,
         config.max_slots,
         device.torch_device,
         own_top_k_top_p=device.sampling.top_k_top_p,
@@ -283,6 +288,8 @@ def load_model(
         context_length=context,
         layers=part.layers,
         hidden_size=part.hidden_size,
+        tasks=("generate", "embed", "score", "next_token") if part.pooling is None else (part.pooling.task,),
+        pooling=part.pooling,
         parameters=weights.parameters,
         weight_bytes=weight_bytes,
         num_pages=pages,

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from kernels.contract.step import RowError
+from kernels.contract.tasks import Classify, Embed, NextToken
 from kernels.devices.base import Device
 from kernels.devices.prepared import PassFound, StepFound
+from kernels.execution.pooled import activated, normalized
 from kernels.execution.result_builder import PromptScores, ResultBuilder
 from kernels.grammar.slots import NO_MASKS, GrammarSlots, StepMasks
 from kernels.models.decoder import Decoder
@@ -125,20 +127,36 @@ class StepOutputs:
             builder.chunk_rows, builder.chunks_broken = step.rows[short], ~last.isfinite().all(-1)
 
     def _pool(self, step: StepRows, hidden: Tensor, builder: ResultBuilder) -> None:
-        """Add the vectors of rows that end the prompt of an embedding task: the final hidden state of the last token,
-        float32. Call it before the slots grow."""
-        embeds = self._slots.embeds
-        if not embeds:
+        """Add the vectors of rows that end the prompt of a task with such a result, float32. They are made from the
+        final hidden state of the last token. Call it before the slots grow."""
+        tasks, device, model = self._slots.pooled, self._device, self._model
+        if not tasks:
             return
         ends = step.starts + step.counts == self._slots.prompt_length[step.slots]
-        rows = [row for row in np.flatnonzero(ends).tolist() if int(step.slots[row]) in embeds]
-        if not rows:
-            return
-        vectors = hidden.index_select(0, self._device.memory.put(self._places(step, hidden)[rows])).float()
-        wanted = [embeds[int(step.slots[row])].normalize for row in rows]
-        lengths = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp_min(1e-12)
-        kept = self._device.memory.put(np.array(wanted, dtype=np.int64)).bool().unsqueeze(1)
-        builder.pooled_rows, builder.pooled = step.rows[rows], torch.where(kept, vectors / lengths, vectors)
+        rows = [row for row in np.flatnonzero(ends).tolist() if int(step.slots[row]) in tasks]
+        places = self._places(step, hidden)
+
+        def states(group: list[int]) -> Tensor:
+            return hidden.index_select(0, device.memory.put(places[group]))
+
+        put = device.memory.put
+        of = {row: tasks[int(step.slots[row])] for row in rows}
+        embeds = [(row, task) for row, task in of.items() if isinstance(task, Embed)]
+        classes = [(row, task) for row, task in of.items() if isinstance(task, Classify)]
+        if embeds:
+            group = [row for row, _ in embeds]
+            vectors = normalized(states(group), [task.normalize for _, task in embeds], put)
+            builder.add_vectors(step.rows[group], vectors)
+        if classes and model.classifier is not None and model.pooling is not None:
+            group = [row for row, _ in classes]
+            numbers = model.classifier(states(group))
+            wanted = [task.activate for _, task in classes]
+            builder.add_vectors(step.rows[group], activated(numbers, model.pooling.activation, wanted, put))
+        for row, task in of.items():
+            if isinstance(task, NextToken):
+                logprobs = model.logits(states([row])).float().log_softmax(-1)
+                ids = put(np.array(task.ids, dtype=np.int64))
+                builder.add_vectors(step.rows[[row]], logprobs.index_select(1, ids))
 
     def _sample(self, step: StepRows, hidden: Tensor, builder: ResultBuilder, logits: Tensor | None = None) -> None:
         """Sample the next token of rows that reached their last known one. ``logits``: of each row's last token, if

@@ -37,10 +37,10 @@ class ResultBuilder:
     each entry in rows that verified draft tokens. ``outcome`` int64 [verified rows, 2 ..]: the number of accepted
     entries, negative in a row that is not finite, then the level that could have been reached. ``verified_rows``,
     ``drafted`` int64 [verified rows]: these rows and their draft tokens. ``argmax`` int32 [sampled]: tokens in place of
-    ``sampled``, -1 in a row that is not finite; ``sampling`` bool [sampled] says which rows sample. ``pooled`` float32
-    [pooled rows, hidden]: vectors of the rows ``pooled_rows``. ``arrives``: waits for results that the device copies
-    to the host by itself. ``chunk_rows`` int64 [chunks]: rows that sampled nothing; ``chunks_broken`` bool [chunks]:
-    which of them are not finite.
+    ``sampled``, -1 in a row that is not finite; ``sampling`` bool [sampled] says which rows sample. ``pooled``: for
+    groups of rows ``pooled_rows``, the vectors float32 [rows, n] of each. ``arrives``: waits for results that
+    the device copies to the host by itself. ``chunk_rows`` int64
+    [chunks]: rows that sampled nothing; ``chunks_broken`` bool [chunks]: which of them are not finite.
     """
 
     slots: npt.NDArray[np.int32]
@@ -54,14 +54,19 @@ class ResultBuilder:
     argmax: Tensor | None = None
     arrives: Callable[[], list[Tensor]] | None = None
     sampling: Bools | None = None
-    pooled_rows: npt.NDArray[np.int64] | None = None
-    pooled: Tensor | None = None
+    pooled_rows: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    pooled: list[Tensor] = field(default_factory=list)
     places: npt.NDArray[np.int64] | None = None
     outcome: Tensor | None = None
     verified_rows: npt.NDArray[np.int64] | None = None
     drafted: npt.NDArray[np.int64] | None = None
     graph_rows: int = 0  # that ran in a captured graph
     draft: float = 0.0  # seconds
+
+    def add_vectors(self, rows: npt.NDArray[np.int64], vectors: Tensor) -> None:
+        """Add the vectors float32 [rows, n] of these rows of the step."""
+        self.pooled_rows.append(rows)
+        self.pooled.append(vectors)
 
     def tensors(self) -> list[Tensor]:
         """The device tensors that ``pack`` needs on the host."""
@@ -76,9 +81,7 @@ class ResultBuilder:
             found += [scores.logprobs, scores.top_ids, scores.top_logprobs]
         if self.chunks_broken is not None:
             found.append(self.chunks_broken)
-        if self.pooled is not None:
-            found.append(self.pooled)
-        return found
+        return found + self.pooled
 
     def pack(self, number: int, fetched: Sequence[Tensor], timing: StepTiming) -> tuple[StepResult, list[RowError]]:
         """Pack ``fetched``, the host's copies of ``tensors``. Returns the result, and its errors of rows that were not
@@ -117,9 +120,8 @@ class ResultBuilder:
         scored = [(next(host).numpy(), next(host).numpy().astype(np.int32), next(host).numpy()) for _ in self.prompts]
         if self.chunk_rows is not None:
             broken += self._broken(self.chunk_rows[next(host).numpy()])
-        pooled_rows = pooled = b""
-        if self.pooled_rows is not None:
-            pooled_rows, pooled = self.pooled_rows.astype(np.int32).tobytes(), next(host).numpy().tobytes()
+        vectors = [next(host).numpy() for _ in self.pooled]
+        widths = [np.full(len(group), group.shape[1], dtype=np.int32) for group in vectors]
         top = [np.full(len(scores.logprobs), scores.top_ids.shape[1], dtype=np.int32) for scores in self.prompts]
         result = StepResult(
             number=number,
@@ -137,8 +139,9 @@ class ResultBuilder:
             prompt_top_logprobs=b"".join(logprobs.tobytes() for _, _, logprobs in scored),
             failed=(*self.failed, *broken),
             timing=timing,
-            pooled_rows=pooled_rows,
-            pooled=pooled,
+            pooled_rows=b"".join(rows.astype(np.int32).tobytes() for rows in self.pooled_rows),
+            pooled_sizes=b"".join(group.tobytes() for group in widths),
+            pooled=b"".join(group.tobytes() for group in vectors),
         )
         if outcome is not None:
             result = self._with_drafted(result, outcome)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import cast
 
 import msgspec
@@ -14,19 +15,31 @@ from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import UnsupportedError
 from kernels.contract.grammar import Grammar
 from kernels.contract.info import ModelInfo
+from kernels.contract.pooling import read_pooling
 from kernels.contract.runner import Progress, RunningStep
 from kernels.contract.step import StepBatch, StepResult
 from kernels.core.layer_context import RowAdapters
 from kernels.devices.select import select_device
 from kernels.distributed.group import Group, join_group
 from kernels.execution.device_errors import device_errors
+from kernels.execution.encoder_runner import EncoderRunner
 from kernels.execution.executor_list import make_executors
 from kernels.execution.executors import Executor
 from kernels.execution.load import LoadedModel, Phases, load_model, open_model
 from kernels.execution.pending_step import PendingStep, StepContext
+from kernels.models.reading import read_json
 from kernels.speculation.warmup import warm_up_drafts
+from kernels.weights.config_json import merge_overrides
 
-__all__ = ["ModelRunner"]
+__all__ = ["ModelRunner", "make_runner"]
+
+
+def make_runner(config: RunnerConfig, progress: Progress | None = None) -> ModelRunner | EncoderRunner:
+    """The runner for a model of this kind. Raises ConfigError."""
+    raw = merge_overrides(read_json(config.model_path), config.config_overrides)
+    pooling = read_pooling(Path(config.model_path), raw, config.is_embedding)
+    encoder = pooling is not None and pooling.encoder
+    return EncoderRunner(config, progress) if encoder else ModelRunner(config, progress)
 
 
 class ModelRunner:

@@ -14,6 +14,7 @@ from typing import Any
 
 from kernels.contract.errors import ConfigError
 from kernels.contract.limits import MAX_EXPERTS, MAX_EXPERTS_OF_MODEL, MAX_LAYERS, MAX_SIZE
+from kernels.contract.pooling import PoolingConfig
 
 __all__ = ["ACTIVATIONS", "ConfigReader", "ExpertsConfig", "ModelConfig", "RopeConfig", "local_config"]
 
@@ -21,6 +22,8 @@ __all__ = ["ACTIVATIONS", "ConfigReader", "ExpertsConfig", "ModelConfig", "RopeC
 ACTIVATIONS = {
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_tanh"),
+    "gelu": ("gelu",),
+    "relu": ("relu",),
     "relu2": ("relu2",),
     "xielu": ("xielu",),
 }
@@ -81,7 +84,9 @@ class ModelConfig:
     ``residual_scale`` and ``logit_scale`` multiply embeddings, what a layer adds to the residual stream, and logits.
     ``norm_offset``: what norms add to their weights. ``parallel``: attention and feed-forward layer are added
     together. ``layer_norms``: norms subtract the mean. ``all_kv_heads``: the whole model's, on one of several
-    ranks; else 0.
+    ranks; else 0. ``pooling``: of a model that generates no text, which has no output to the vocabulary.
+    ``position_table``, ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
+    ``first_position``: the row of an input's first token.
     """
 
     architecture: str
@@ -116,6 +121,10 @@ class ModelConfig:
     parallel: bool = False
     layer_norms: bool = False
     all_kv_heads: int = 0
+    pooling: PoolingConfig | None = None
+    position_table: int = 0
+    segments: int = 0
+    first_position: int = 0
 
     @property
     def rotary_dim(self) -> int:

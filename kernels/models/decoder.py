@@ -22,6 +22,7 @@ from kernels.core.operators import Norm, PendingResidual
 from kernels.devices.linear import norm_of_sum
 from kernels.models.config import ModelConfig
 from kernels.models.layers.builder import ModelBuilder
+from kernels.models.layers.classification import classifier
 from kernels.models.layers.rotary import RotaryEmbedding
 from kernels.models.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 
@@ -60,7 +61,8 @@ class DecoderLayer(Protocol):
 class Decoder:
     """``layers`` between ``embeddings`` and ``head``; ``norm`` is the last one.
 
-    ``reads_rows``: whether a layer reads ``ForwardBatch.rows``, so that no pass is captured.
+    ``classifier``: [rows, hidden] -> [rows, labels] of a model that has such a head. ``reads_rows``: whether a layer
+    reads ``ForwardBatch.rows``, so that no pass is captured.
     """
 
     def __init__(
@@ -76,6 +78,8 @@ class Decoder:
         self.hidden_size = config.hidden_size
         self.reads_rows = config.attention_cap > 0
         self.embeddings, self.head = ends
+        self.pooling = pooling = config.pooling
+        self.classifier = classifier(make, config) if pooling is not None and pooling.task == "classify" else None
         context = make.context or config.max_positions
         ropes = [config.ropes.get(layer, config.rope) for layer in range(config.layers)]
         kinds = list(dict.fromkeys(ropes))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kernels.contract.errors import ConfigError
+from kernels.contract.pooling import read_pooling
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.gguf_description import describe
 from kernels.models.registry import find
@@ -17,13 +19,22 @@ from kernels.weights.gguf.header import read_header
 __all__ = ["parse_config", "read_config", "read_json"]
 
 
-def read_config(model_path: str | Path, overrides: str = "{}", quantized: bool = False) -> ModelConfig:
+def read_config(
+    model_path: str | Path, overrides: str = "{}", quantized: bool = False, *, is_embedding: bool = False
+) -> ModelConfig:
     """Parse ``model_path/config.json`` with the JSON object ``overrides`` merged over it.
 
     ``model_path`` may also be a GGUF file, whose metadata says the same. ``quantized``: whether weights may be
-    quantized; ``kernels.weights.quantization.detect`` finds how. Raises ConfigError, saying what to do.
+    quantized; ``kernels.weights.quantization.detect`` finds how. ``is_embedding``: see ``read_pooling``. Raises
+    ConfigError, saying what to do.
     """
-    return parse_config(merge_overrides(read_json(model_path), overrides), quantized)
+    raw = merge_overrides(read_json(model_path), overrides)
+    config = parse_config(raw, quantized)
+    pooling = read_pooling(Path(model_path), raw, is_embedding)
+    if pooling is None:
+        return config
+    longest = min(config.max_positions, pooling.most_tokens or config.max_positions)
+    return dataclasses.replace(config, pooling=pooling, max_positions=longest)
 
 
 def read_json(model_path: str | Path) -> dict[str, Any]:

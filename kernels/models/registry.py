@@ -7,6 +7,7 @@ for it where the module has ``GGUF``, the name in ``general.architecture``.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,11 +16,13 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from kernels.contract.caches import keep_all
 from kernels.contract.errors import ConfigError
+from kernels.contract.pooling import ENCODERS, base_architecture
 
 if TYPE_CHECKING:
     from kernels.contract.caches import CacheGroup
     from kernels.models.config import ConfigReader, ModelConfig
     from kernels.models.decoder import Decoder
+    from kernels.models.encoder import Encoder
     from kernels.models.layers.builder import ModelBuilder
     from kernels.weights.tensors import Tensors, TensorSpec
 
@@ -56,8 +59,8 @@ class Family(Protocol):
         """What the layers keep of the tokens before, on one rank of these sizes."""
         ...
 
-    def build(self, config: ModelConfig, make: ModelBuilder) -> Decoder:
-        """The decoder of one rank, whose sizes are ``config``."""
+    def build(self, config: ModelConfig, make: ModelBuilder) -> Decoder | Encoder:
+        """The decoder of one rank, whose sizes are ``config``, or an encoder."""
         ...
 
 
@@ -74,6 +77,8 @@ class Entry:
 BUILT_IN = (
     Entry("ApertusForCausalLM", "kernels.models.apertus"),
     Entry("ArceeForCausalLM", "kernels.models.arcee"),
+    Entry("BertForSequenceClassification", "kernels.models.bert"),
+    Entry("BertModel", "kernels.models.bert"),
     Entry("Cohere2ForCausalLM", "kernels.models.cohere2"),
     Entry("CohereForCausalLM", "kernels.models.cohere"),
     Entry("ExaoneForCausalLM", "kernels.models.exaone"),
@@ -96,10 +101,14 @@ BUILT_IN = (
     Entry("Qwen2MoeForCausalLM", "kernels.models.qwen2_moe", gguf="qwen2moe", gguf_experts=True),
     Entry("Qwen3ForCausalLM", "kernels.models.qwen3", gguf="qwen3"),
     Entry("Qwen3MoeForCausalLM", "kernels.models.qwen3_moe", gguf="qwen3moe", gguf_experts=True),
+    Entry("RobertaForSequenceClassification", "kernels.models.bert"),
+    Entry("RobertaModel", "kernels.models.bert"),
     Entry("SeedOssForCausalLM", "kernels.models.seed_oss"),
     Entry("SmolLM3ForCausalLM", "kernels.models.smollm3"),
     Entry("StableLmForCausalLM", "kernels.models.stablelm"),
     Entry("Starcoder2ForCausalLM", "kernels.models.starcoder2"),
+    Entry("XLMRobertaForSequenceClassification", "kernels.models.bert"),
+    Entry("XLMRobertaModel", "kernels.models.bert"),
 )
 _BY_ARCHITECTURE = {entry.architecture: entry for entry in BUILT_IN}
 
@@ -111,10 +120,18 @@ def entries() -> dict[str, Entry]:
 
 
 def find(architectures: Iterable[object]) -> tuple[str, Family]:
-    """The first of ``architectures`` that is supported, and its family. Raises ConfigError that names all that are."""
+    """The first of ``architectures`` that is supported, and its family. Raises ConfigError that names all that are.
+
+    Of a decoder that generates text, these are also the forms that embed, classify or reward
+    (``kernels.contract.pooling.base_architecture``).
+    """
     names = list(architectures)
     entry = _first(names, _BY_ARCHITECTURE)
     if entry is None and (entry := _first(names, known := entries())) is None:
+        for name in names:
+            entry = known.get(base_architecture(name)) if isinstance(name, str) else None
+            if isinstance(name, str) and entry is not None:
+                return name, _load(entry)
         raise ConfigError(
             f"no supported architecture in config.json (architectures: {names}); "
             f"supported are {', '.join(sorted(known))}"
@@ -154,7 +171,23 @@ def tensors(config: ModelConfig) -> Tensors:
     """The declared tensors of a whole model, by name."""
     from kernels.weights.tensors import table_of
 
-    return table_of(find([config.architecture])[1].tensors(config))
+    declared = find([config.architecture])[1].tensors(config)
+    if config.pooling is not None and config.architecture not in ENCODERS:
+        declared = _pooled(config, declared)
+    return table_of(declared)
+
+
+def _pooled(config: ModelConfig, declared: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
+    """The tensors of a decoder that generates no text: no output to the vocabulary, but maybe a head. Models that
+    embed may be stored without the prefix of the decoder."""
+    from kernels.models.layers import classification
+    from kernels.weights.tensors import Role
+
+    for spec in declared:
+        if spec.role is not Role.OUTPUT:
+            yield dataclasses.replace(spec, aliases=(*spec.aliases, spec.name.removeprefix("model.")))
+    if config.pooling is not None and config.pooling.task == "classify":
+        yield from classification.tensors(config)
 
 
 def caches(config: ModelConfig, windows: bool = False) -> tuple[CacheGroup, ...]:
@@ -164,7 +197,7 @@ def caches(config: ModelConfig, windows: bool = False) -> tuple[CacheGroup, ...]
     return found if windows or not any(config.windows) else keep_all(found)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, make: ModelBuilder) -> Decoder | Encoder:
     """The model of one rank, whose sizes are ``config``. Raises ConfigError for layers to capture that it lacks."""
     captures = make.captures
     wrong = [layer for layer in captures if not 0 <= layer < config.layers]
@@ -214,12 +247,14 @@ _EXAMPLE = {
 
 
 def families() -> tuple[Support, ...]:
-    """What each family supports, found by opening a small model of it that asks for everything."""
+    """What each family of decoders supports, found by opening a small model of it that asks for everything."""
     from kernels.models.config import ConfigReader
     from kernels.weights.tensors import Role
 
     found = []
     for entry in entries().values():
+        if entry.architecture in ENCODERS:
+            continue
         family = _load(entry)
         config = family.config(ConfigReader(_EXAMPLE, entry.architecture))
         specs = list(family.tensors(config))

@@ -137,11 +137,11 @@ class BatchEdits:
         longest = min(self._longest_thought, history.shape[1])
         index = start[:, None] + torch.arange(-_PROMPT_END, longest + 2, device=logits.device)
         known = (index >= 0) & (index < at[:, None])
-        said = history[slots[rows, None], index.clamp(0, history.shape[1] - 1)].long()
+        recent = history[slots[rows, None], index.clamp(0, history.shape[1] - 1)].long()
         in_time = known & (index <= (start + tokens)[:, None])  # so that its end is seen when it comes
-        begun = (begin < 0) | ((said == begin[:, None]) & in_time).any(-1)
-        last_begin = torch.where((said == begin[:, None]) & known, index, -1).amax(-1)
-        last_end = torch.where((said == end[:, None]) & known, index, -1).amax(-1)
+        begun = (begin < 0) | ((recent == begin[:, None]) & in_time).any(-1)
+        last_begin = torch.where((recent == begin[:, None]) & known, index, -1).amax(-1)
+        last_end = torch.where((recent == end[:, None]) & known, index, -1).amax(-1)
         ended = last_end > last_begin  # an earlier message's thought ended before
         due = (at >= start + tokens) & begun & ~ended
         kept = logits[rows, end]

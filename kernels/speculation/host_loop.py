@@ -278,12 +278,12 @@ def _walk(trees: HostTrees, after: Longs, depth: int) -> list[list[int]]:
     """The accepted nodes of each row's tree, the root first. ``after`` [rows, nodes]: the token sampled after each."""
     assert trees.parents is not None
     found = []
-    for parents, tokens, count, said in zip(
+    for parents, tokens, count, next_tokens in zip(
         trees.parents.tolist(), trees.tokens.tolist(), trees.counts.tolist(), after.tolist(), strict=True
     ):
         at, path = 0, [0]
         for node in range(1, count):  # parents come first; among children with the same token the first counts
-            if parents[node] == at and tokens[node] == said[at] and len(path) <= depth:
+            if parents[node] == at and tokens[node] == next_tokens[at] and len(path) <= depth:
                 at = node
                 path.append(node)
         found.append(path)

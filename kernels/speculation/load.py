@@ -263,16 +263,16 @@ def draft_scheme(
     ``config``: the target's. Raises ConfigError, saying what to do.
     """
     stored = is_gguf(path) or description_file(path) is not None or bool(read_json(path).get("quantization_config"))
-    asked = settings.quantization
-    if not asked and not stored and config.quantization in ONLINE:
-        asked = config.quantization
+    requested = settings.quantization
+    if not requested and not stored and config.quantization in ONLINE:
+        requested = config.quantization
     if stored and settings.algorithm == "DFLASH":
         raise ConfigError(
             f"the draft in {path} is quantized, and a DFLASH draft projects keys and values from weights in floats; "
             "use one in bf16, which --speculative-draft-model-quantization int8 or fp8 may round while it is loaded"
         )
     try:
-        found = detect_scheme(path, asked)
+        found = detect_scheme(path, requested)
     except ConfigError as error:
         raise ConfigError(f"--speculative-draft-model-quantization, the draft in {path}: {error}") from error
     return found if found is None or is_gguf(path) else _AsStored(found, names)

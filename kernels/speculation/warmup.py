@@ -217,10 +217,10 @@ def precompile_drafts(config: RunnerConfig, drafter: Drafter, target: TargetPart
     for nodes in sorted({min(most, size) for size in _COMPILED_SIZES}):
         found = passes.verify(nodes)
     # The split of sequences depends on their lengths and number, no longer on the tokens that each verifies.
-    asked = [(1, size, _COMPILED_LENGTHS[0]) for size in _COMPILED_SIZES if size <= max(most, _PROMPT)]
-    asked += [(_COMPILED_ROWS[-1], size, length) for _, size, length in asked]
-    asked += [(rows, most, length) for rows in _COMPILED_ROWS for length in _COMPILED_LENGTHS]
-    for rows, nodes, length in asked:
+    sizes = [(1, size, _COMPILED_LENGTHS[0]) for size in _COMPILED_SIZES if size <= max(most, _PROMPT)]
+    sizes += [(_COMPILED_ROWS[-1], size, length) for _, size, length in sizes]
+    sizes += [(rows, most, length) for rows in _COMPILED_ROWS for length in _COMPILED_LENGTHS]
+    for rows, nodes, length in sizes:
         if rows < config.max_slots and length <= longest:
             passes.attend(rows, nodes, length)
     if drafter.features:
@@ -244,9 +244,10 @@ class _Passes:
         found = model.forward(ForwardBatch(ids, positions, index, plans), self._caches)
         logits = model.logits(model.split(found)[0])
         if device.sampling.greedy is not None and device.drafting is not None:
-            asked = device.memory.put_pinned(np.array([[0, 0, 1, 0]], dtype=np.int64))  # a root alone, in slot 0
+            root_in_slot_0 = np.array([[0, 0, 1, 0]], dtype=np.int64)
+            verified_rows = device.memory.put_pinned(root_in_slot_0)
             sampled = device.sampling.greedy(logits)
-            accepted = device.drafting.accept(tree, asked, *sampled, drafter.depth, 0, self._slots.tokens)
+            accepted = device.drafting.accept(tree, verified_rows, *sampled, drafter.depth, 0, self._slots.tokens)
             if accepted is not None and drafter.branches:
                 device.drafting.move_accepted(self._caches, index, accepted.rows, accepted.outcome)
         if drafter.branches:
@@ -266,8 +267,8 @@ class _Passes:
             device=device.torch_device,
         )
         for window, tree in product(set(config.windows), {self._drafter.branches, False}):
-            asked = AttentionRows(np.maximum(length - counts, 0), counts, pages, 0, rows, bits if tree else None)
-            plan = device.attention.plan(asked, window)
+            cached = np.maximum(length - counts, 0)
+            plan = device.attention.plan(AttentionRows(cached, counts, pages, 0, rows, bits if tree else None), window)
             device.attention.attend(heads[:, : config.heads], self._caches[0], plan, 1.0)
 
     def observe(self, tokens: int, found: Tensor) -> None:

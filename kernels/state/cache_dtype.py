@@ -62,10 +62,10 @@ def choose_cache(config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, d
 
     Raises ConfigError, LoadError or UnsupportedError, saying what to do.
     """
-    asked, method = config.kv_cache_dtype, config.kv_cache_quant_method
+    requested, method = config.kv_cache_dtype, config.kv_cache_quant_method
     stored, own = _Stored(config, model), config.kv_cache_scales
-    name = asked or stored.dtype
-    if not asked and name:
+    name = requested or stored.dtype
+    if not requested and name:
         try:
             device.cache.check_dtype(CACHE_DTYPES[name])
         except UnsupportedError as error:
@@ -114,11 +114,11 @@ class _Stored:
         settings = read_merged(config.model_path, config.config_overrides).get("quantization_config")
         self.dtype = "int8" if self._names == _WHOLE_NAMES else _scheme_dtype(settings)
 
-    def scales(self, asked: str) -> list[LayerScales] | None:
+    def scales(self, requested: str) -> list[LayerScales] | None:
         """The scales of each layer. Raises LoadError if one is missing or invalid."""
         if self._names is None:
             return None
-        if asked != self.dtype:
+        if requested != self.dtype:
             _log.warning("The checkpoint's scales of keys and values are for %s and not used.", self.dtype)
             return None
         return [self._layer(layer) for layer in range(self._model.layers)]

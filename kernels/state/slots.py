@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.contract.caches import GroupPages
 from kernels.contract.step import Admission
-from kernels.contract.tasks import Embed
+from kernels.contract.tasks import Classify, Embed, NextToken
 from kernels.core.attention_rows import TokenTable
 from kernels.devices.base import Device
 from kernels.state.bounded_tables import BoundedTable
@@ -63,7 +63,7 @@ class SlotTable:
         self.computed: Longs = np.zeros(max_slots, dtype=np.int64)  # of these, with keys and values in the cache
         self.prompt_length: Longs = np.zeros(max_slots, dtype=np.int64)
         self.prompt_logprobs: Ints = np.full(max_slots, -1, dtype=np.int32)
-        self.embeds: dict[int, Embed] = {}  # by slot: requests with an embedding task
+        self.pooled: dict[int, Embed | Classify | NextToken] = {}  # by slot: tasks whose results are vectors
         self.generation: Ints = np.zeros(max_slots, dtype=np.int32)
         self.active = np.zeros(max_slots, dtype=bool)
         self.longest = longest
@@ -110,7 +110,7 @@ class SlotTable:
         self.known[slot] = self.computed[slot] = self.page_count[slot] = 0
         self._targets[slot], self._stopped[slot] = _NO_TARGET, False
         self._stops.pop(slot, None)
-        self.embeds.pop(slot, None)
+        self.pooled.pop(slot, None)
         self._stop_ids[slot] = -1
 
     def admit(self, admission: Admission) -> None:
@@ -129,8 +129,8 @@ class SlotTable:
             raise SlotError(f"prompt length {admission.prompt_length} does not fit {len(tokens)} tokens")
         if not 0 <= admission.computed < len(tokens):
             raise SlotError(f"{admission.computed} computed of {len(tokens)} tokens: at least one must be left to run")
-        if isinstance(admission.task, Embed) and admission.sampling.logprobs < 0:
-            raise SlotError("a request to embed must ask for log-probabilities, or its step may keep no hidden states")
+        if isinstance(admission.task, Embed | Classify | NextToken) and admission.sampling.logprobs < 0:
+            raise SlotError("a request for a vector must ask for log-probabilities, or its step may keep no states")
         if admission.computed > len(pages) * self.page_size:
             raise SlotError(f"{admission.computed} computed tokens do not fit {len(pages)} pages")
         if self.here is not None:
@@ -142,8 +142,8 @@ class SlotTable:
         self.prompt_length[slot] = admission.prompt_length
         self.prompt_logprobs[slot] = admission.sampling.prompt_logprobs
         self.active[slot] = True
-        if isinstance(admission.task, Embed):
-            self.embeds[slot] = admission.task
+        if isinstance(admission.task, Embed | Classify | NextToken):
+            self.pooled[slot] = admission.task
         self._targets[slot] = admission.target or _NO_TARGET
         self._searched[slot] = len(tokens)
         if admission.stop_ids:

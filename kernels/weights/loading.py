@@ -81,7 +81,7 @@ class WeightLoader:
         self._progress = progress
         self._scheme = scheme
         self._taken = 0
-        self._told = False
+        self._logged = False
         self.parameters = 0
         self.weight_bytes = 0
 
@@ -97,7 +97,7 @@ class WeightLoader:
                 _check_finite(spec.name, target)
         self.parameters += sum(math.prod(spec.shape) for spec in specs)
         self.weight_bytes += weight.nbytes
-        self._took(len(names))
+        self._advance(len(names))
         return weight
 
     def projection(self, modules: Sequence[str]) -> Projection:
@@ -185,19 +185,19 @@ class WeightLoader:
         return weight
 
     def _tell_once(self, module: str, error: PartError) -> None:
-        if not self._told:
-            self._told = True
+        if not self._logged:
+            self._logged = True
             _log.warning("%s, and others like it, are dequantized while they are loaded: %s", module, error)
 
     def _count(self, parameters: int, bytes_: int) -> None:
         self.parameters += parameters
         self.weight_bytes += bytes_
-        self._took(1)
+        self._advance(1)
 
     def _ready(self, weight: QuantizedWeight) -> QuantizedWeight:
         return dataclasses.replace(weight.to(self._device), dtype=self._dtype)
 
-    def _took(self, count: int) -> None:
+    def _advance(self, count: int) -> None:
         self._taken += count
         self._progress(self._taken / len(self._tensors))
 

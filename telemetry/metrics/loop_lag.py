@@ -29,7 +29,7 @@ class LoopLag:
         """Sleep and measure the delay, until cancelled."""
         loop = self._loop = asyncio.get_running_loop()
         while True:
-            asked = loop.time() + self._interval
+            due = loop.time() + self._interval
             await asyncio.sleep(self._interval)
-            self.last = max(0.0, loop.time() - asked)
+            self.last = max(0.0, loop.time() - due)
             self.tally.add(self.last)

@@ -40,9 +40,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 def test_wheel_holds_model_drafts_and_template(wheel: set[str]) -> None:
     box = ROOT / "app" / "understudy"
-    wanted = [path for path in box.rglob("*") if path.suffix in {".safetensors", ".json", ".jinja"}]
-    assert len(wanted) > 15
-    assert {path.relative_to(ROOT).as_posix() for path in wanted} <= wheel
+    files = [path for path in box.rglob("*") if path.suffix in {".safetensors", ".json", ".jinja"}]
+    assert len(files) > 15
+    assert {path.relative_to(ROOT).as_posix() for path in files} <= wheel
 
 
 def test_wheel_holds_no_corpus_trainer_or_test(wheel: set[str]) -> None:

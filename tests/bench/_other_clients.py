@@ -144,7 +144,7 @@ def litellm_other_ways(url: str, model: str) -> Iterator[Way]:
             "model": f"{provider}/{model}", "api_base": base, "api_key": "none", "max_tokens": MOST_TOKENS,
         }  # fmt: skip
 
-        def said(options: dict[str, Any] = options) -> object:
+        def complete(options: dict[str, Any] = options) -> object:
             answer: Any = litellm.completion(**options, messages=user("Hello!"))
             return answer.choices[0].message.content
 
@@ -156,6 +156,6 @@ def litellm_other_ways(url: str, model: str) -> Iterator[Way]:
             parts: Any = litellm.completion(**options, messages=user("Hello!"), stream=True)
             return "".join(part.choices[0].delta.content or "" for part in parts)
 
-        yield f"{provider}, text", said
+        yield f"{provider}, text", complete
         yield f"{provider}, tools", called
         yield f"{provider}, a stream", streamed

@@ -194,7 +194,7 @@ def _accuracy(scheme: str, path: str, device: str, cache: str, chunk: int) -> di
         learnt = np.array(counts[1:])
         total += float(engine.likelihoods(tokens, chunk)[learnt].sum(dtype=np.float64))
         number += int(learnt.sum())
-    asked = [question for question in questions() if question.subject in CAPITALS]
+    capitals = [question for question in questions() if question.subject in CAPITALS]
     prompts = [
         tokenizer.encode(
             tokenizer.apply_chat_template(
@@ -202,14 +202,14 @@ def _accuracy(scheme: str, path: str, device: str, cache: str, chunk: int) -> di
             ),
             add_special_tokens=False,
         )
-        for question in asked
+        for question in capitals
     ]
     right = 0
-    for begin in range(0, len(asked), SLOTS - 1):
+    for begin in range(0, len(capitals), SLOTS - 1):
         replies = engine.greedy(prompts[begin : begin + SLOTS - 1], {0, 2}, LIMIT)
-        for question, reply in zip(asked[begin:], replies, strict=False):
+        for question, reply in zip(capitals[begin:], replies, strict=False):
             right += question.right(tokenizer.decode(reply, skip_special_tokens=True))
-    return {"perplexity": math.exp(-total / number), "tokens": number, "right": right, "asked": len(asked)}
+    return {"perplexity": math.exp(-total / number), "tokens": number, "right": right, "questions": len(capitals)}
 
 
 def answer(task: dict[str, Any]) -> None:

@@ -184,7 +184,7 @@ def instructor_ways(url: str, model: str) -> Iterator[Way]:
 
     client = OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE)
 
-    def asked(mode: Any) -> object:
+    def run_with(mode: Any) -> object:
         patched = instructor.from_openai(client, mode=mode)
         kind: Any = Person
         if mode.name == "PARALLEL_TOOLS":
@@ -199,7 +199,7 @@ def instructor_ways(url: str, model: str) -> Iterator[Way]:
     for name in ("TOOLS", "TOOLS_STRICT", "PARALLEL_TOOLS", "JSON", "JSON_SCHEMA", "MD_JSON", "JSON_O1"):
         mode = getattr(instructor.Mode, name, None)
         if mode is not None:
-            yield f"Mode.{name}", lambda mode=mode: asked(mode)  # type: ignore[misc]
+            yield f"Mode.{name}", lambda mode=mode: run_with(mode)  # type: ignore[misc]
 
 
 def pydantic_ai_ways(url: str, model: str) -> Iterator[Way]:
@@ -210,7 +210,7 @@ def pydantic_ai_ways(url: str, model: str) -> Iterator[Way]:
     served = OpenAIChatModel(model, provider=OpenAIProvider(base_url=url, api_key="none"))
     settings: Any = {"max_tokens": MOST_TOKENS}
 
-    def asked(kind: Any) -> object:
+    def run_with(kind: Any) -> object:
         agent: Any = Agent(served, output_type=kind(Person), model_settings=settings)
         return need(asyncio.run(agent.run(PERSON)).output, Person)
 
@@ -227,9 +227,9 @@ def pydantic_ai_ways(url: str, model: str) -> Iterator[Way]:
         asyncio.run(agent.run(WEATHER))
         return cities[0]
 
-    yield "ToolOutput", lambda: asked(ToolOutput)
-    yield "NativeOutput", lambda: asked(NativeOutput)
-    yield "PromptedOutput", lambda: asked(PromptedOutput)
+    yield "ToolOutput", lambda: run_with(ToolOutput)
+    yield "NativeOutput", lambda: run_with(NativeOutput)
+    yield "PromptedOutput", lambda: run_with(PromptedOutput)
     yield "a tool", with_tool
 
 
@@ -402,9 +402,9 @@ def need(value: object, kind: type[object]) -> object:
     return value
 
 
-def need_equal(value: object, wanted: object) -> object:
-    if value != wanted:
-        raise ValueError(f"{value} instead of {wanted}")
+def need_equal(value: object, expected: object) -> object:
+    if value != expected:
+        raise ValueError(f"{value} instead of {expected}")
     return value
 
 

@@ -130,8 +130,8 @@ def actors(options: argparse.Namespace) -> None:
     table("A step in the loop, all actors", ["rows", "processor us", "a row us"], rows)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         times = runner.run(hop._in_process(2000)) | runner.run(hop._to_child(2000))
-    wanted = {"ask (plain handler)": "10", "child: 256-row step and back": "50", "tell, per message": ""}
-    rows = [[name, f"{statistics.median(times[name]):.1f}", goal] for name, goal in wanted.items()]
+    goals = {"ask (plain handler)": "10", "child: 256-row step and back": "50", "tell, per message": ""}
+    rows = [[name, f"{statistics.median(times[name]):.1f}", goal] for name, goal in goals.items()]
     table("A hop", ["case", "median us", "goal us"], rows)
 
 

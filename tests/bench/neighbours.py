@@ -162,9 +162,9 @@ async def bench(options: argparse.Namespace) -> None:
             latencies = [1000 * one for one in await _victim(server.url, model, options.seconds)]
             answers, received = await asyncio.to_thread(results.get)
             process.join()
-            said = " ".join(f"{count}x{status}" for status, count in sorted(answers.items())) or "no answer"
+            summary = " ".join(f"{count}x{status}" for status, count in sorted(answers.items())) or "no answer"
             size = len(msgspec.json.encode(attack.body))
-            what = f"{size:,} bytes a body, {said}, {received / 1e6:.1f} MB received" if attack.connections else ""
+            what = f"{size:,} bytes a body, {summary}, {received / 1e6:.1f} MB received" if attack.connections else ""
             print(
                 f"{name:<8} {len(latencies):>6} {statistics.median(latencies):>10.1f} {max(latencies):>11.1f}  {what}"
             )

@@ -192,7 +192,7 @@ def _operators(configs: dict[str, RunnerConfig]) -> dict[str, Row]:
         for name, config in configs.items():
             seen.clear()
             try:
-                _said(msgspec.structs.replace(config, disable_graphs=True), 3, sampling, seen.clear)
+                _generate(msgspec.structs.replace(config, disable_graphs=True), 3, sampling, seen.clear)
             except Exception as error:
                 rows[f"model: {name}"] = Row(wrong=f"fails: {_line(error)}")
     return rows
@@ -250,11 +250,11 @@ def _steps(plain: RunnerConfig) -> Iterator[tuple[str, str, bool]]:
     }
     for name, config in variants.items():
         try:
-            said, graphs = _said(config, LENGTH, SlotSampling(temperature=0.0))
+            generated, graphs = _generate(config, LENGTH, SlotSampling(temperature=0.0))
         except Exception as error:
             yield name, f"refused: {_line(error)}", False
             continue
-        less = _less_likely(plain, said)
+        less = _less_likely(plain, generated)
         captured = bool(graphs) != config.disable_graphs
         found = f"{less:.3f} less likely a token than what the CPU says, graphs of {graphs or 'no'} rows"
         yield name, found, less < LIKELY and captured
@@ -294,7 +294,7 @@ def _admitted(prompts: list[list[int]], sampling: SlotSampling, page_size: int) 
     )
 
 
-def _said(
+def _generate(
     config: RunnerConfig, steps: int, sampling: SlotSampling, before: Callable[[], object] = lambda: None
 ) -> tuple[list[list[int]], tuple[int, ...]]:
     """Prompts and ``steps`` tokens after each, or more with draft tokens; and rows of the graphs there are. ``before``
@@ -304,7 +304,7 @@ def _said(
     runner, prompts = ModelRunner(config), _tokens()
     info = runner.load()
     admitted = _admitted(prompts, sampling, info.page_size)
-    said, counts = [list(prompt) for prompt in prompts], [len(prompt) for prompt in prompts]
+    generated, counts = [list(prompt) for prompt in prompts], [len(prompt) for prompt in prompts]
     drafts = 0 if config.speculation is None else 5
     for number in range(1, steps + 1):
         before()
@@ -312,15 +312,15 @@ def _said(
         if result.failed:
             raise RuntimeError(str(result.failed[0]))
         tokens = iter(np.frombuffer(result.tokens, np.int32).tolist())
-        for row, accepted in zip(said, np.frombuffer(result.accepted, np.int32).tolist(), strict=True):
+        for row, accepted in zip(generated, np.frombuffer(result.accepted, np.int32).tolist(), strict=True):
             row.extend(next(tokens) for _ in range(accepted))
         counts = [1] * len(prompts)
-        if min(len(row) - len(prompt) for row, prompt in zip(said, prompts, strict=True)) >= steps:
+        if min(len(row) - len(prompt) for row, prompt in zip(generated, prompts, strict=True)) >= steps:
             break
-    return said, tuple(info.graph_rows)
+    return generated, tuple(info.graph_rows)
 
 
-def _less_likely(plain: RunnerConfig, said: list[list[int]]) -> float:
+def _less_likely(plain: RunnerConfig, generated: list[list[int]]) -> float:
     """Mean log-probability by which the CPU prefers its own choice to the given continuation."""
     from kernels.execution.runner import ModelRunner
 
@@ -328,14 +328,14 @@ def _less_likely(plain: RunnerConfig, said: list[list[int]]) -> float:
     runner.load()
     lost: list[float] = []
     sampling = SlotSampling(temperature=0.0, prompt_logprobs=1)
-    admitted = _admitted(said, sampling, plain.page_size)
-    result = runner.run(_batch(1, [len(row) for row in said], admitted))
+    admitted = _admitted(generated, sampling, plain.page_size)
+    result = runner.run(_batch(1, [len(row) for row in generated], admitted))
     chosen = np.frombuffer(result.prompt_logprobs, np.float32)
     best = np.frombuffer(result.prompt_top_logprobs, np.float32)[
         np.cumsum(np.frombuffer(result.prompt_top_counts, np.int32)) - np.frombuffer(result.prompt_top_counts, np.int32)
     ]
     at = 0
-    for row, prompt in zip(said, _tokens(), strict=True):
+    for row, prompt in zip(generated, _tokens(), strict=True):
         new = slice(at + len(prompt) - 1, at + len(row) - 1)
         lost += (best[new] - chosen[new]).tolist()
         at += len(row) - 1

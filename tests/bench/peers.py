@@ -271,13 +271,13 @@ class Run:
                     server.stop()
 
 
-def _median(rows: Sequence[Row], key: str, **wanted: str) -> float | None:
-    found = [row[key] for row in rows if key in row and all(row.get(name) == value for name, value in wanted.items())]
+def _median(rows: Sequence[Row], key: str, **filters: str) -> float | None:
+    found = [row[key] for row in rows if key in row and all(row.get(name) == value for name, value in filters.items())]
     return statistics.median(found) if found else None
 
 
-def _line(rows: Sequence[Row], label: str, unit: str, key: str, engines: Sequence[str], **wanted: str) -> str | None:
-    values = {engine: _median(rows, key, engine=engine, **wanted) for engine in engines}
+def _line(rows: Sequence[Row], label: str, unit: str, key: str, engines: Sequence[str], **filters: str) -> str | None:
+    values = {engine: _median(rows, key, engine=engine, **filters) for engine in engines}
     cells = [f"{value:.4g}" if value is not None else "" for value in values.values()]
     if not any(cells):
         return None
@@ -306,8 +306,8 @@ def table(rows: Sequence[Row]) -> str:
         "|---" * (len(engines) + 3) + "|",
     ]
     for model in dict.fromkeys(row["model"] for row in rows):
-        wanted = {"model": model}
-        lines.append(_line(rows, f"{model}, start to first answer", "s", "start", engines, **wanted) or "")
+        filters = {"model": model}
+        lines.append(_line(rows, f"{model}, start to first answer", "s", "start", engines, **filters) or "")
         for point in sorted({row["point"] for row in rows if "point" in row}, key=lambda text: int(text.split(":")[0])):
             for key, unit in (
                 ("tok/s", "tokens/s"),
@@ -317,9 +317,9 @@ def table(rows: Sequence[Row]) -> str:
                 ("others", "others %"),
                 ("failed", "failed"),
             ):
-                lines.append(_line(rows, f"{model} {point}", unit, key, engines, point=point, **wanted) or "")
+                lines.append(_line(rows, f"{model} {point}", unit, key, engines, point=point, **filters) or "")
         for key, unit in (("rss", "peak RSS MiB"), ("pss", "PSS MiB")):
-            lines.append(_line(rows, f"{model}, memory", unit, key, engines, **wanted) or "")
+            lines.append(_line(rows, f"{model}, memory", unit, key, engines, **filters) or "")
     return "\n".join(line for line in lines if line)
 
 

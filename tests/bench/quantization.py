@@ -198,10 +198,11 @@ def _scores(schemes: list[str], box: dict[str, Path], device: str, chunk: int) -
         band = "" if limit is None else ", 6 to 8 bits" if limit == 1 else ", 4 and 5 bits"
         record(f"accuracy {scheme}", "perplexity", found["perplexity"])
         record(f"accuracy {scheme}", f"perplexity, worse by{band}", worse, "%")
-        record(f"accuracy {scheme}", "capital questions right", found["right"], f"of {found['asked']}")
-        share = 100 * found["right"] / found["asked"]
+        record(f"accuracy {scheme}", "capital questions right", found["right"], f"of {found['questions']}")
+        questions = found["questions"]
+        share = 100 * found["right"] / questions
         print(
-            f"| {scheme} | {found['perplexity']:.4f} | {worse:+.2f} % | {shown} | {found['right']} of {found['asked']} "
+            f"| {scheme} | {found['perplexity']:.4f} | {worse:+.2f} % | {shown} | {found['right']} of {questions} "
             f"({share:.1f} %) |",
             flush=True,
         )
@@ -215,10 +216,10 @@ def _cache_scores(caches: list[str], device: str) -> None:
         process.close()
         found = process.first
         base = base or found["perplexity"]
-        share = 100 * found["right"] / found["asked"]
+        share = 100 * found["right"] / found["questions"]
         print(
             f"| {cache or FLOATS} | {found['perplexity']:.4f} | {100 * (found['perplexity'] / base - 1):+.2f} % | "
-            f"{found['right']} of {found['asked']} ({share:.1f} %) |",
+            f"{found['right']} of {found['questions']} ({share:.1f} %) |",
             flush=True,
         )
 

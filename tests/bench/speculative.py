@@ -52,7 +52,7 @@ THINGS = (
     *("two brothers", "a small boat", "a baker", "a talking tree", "a rainy day", "a brave mouse", "a red kite"),
     *("a king who cannot sleep", "the first day of school", "a garden", "a broken clock", "a long walk", "a bear"),
 )
-ASKED = (
+QUESTION_FORMS = (
     "What is the capital of {}?",
     "Which countries border {}?",
     "What is the currency of {}?",
@@ -64,7 +64,7 @@ SINGLE = 8
 
 def _questions() -> list[str]:
     """Distinct prompts in a fixed order: an engine gets none twice."""
-    every = [form.format(country) for form in ASKED for country in COUNTRIES]
+    every = [form.format(country) for form in QUESTION_FORMS for country in COUNTRIES]
     every += [f"Tell me a short story about {thing}." for thing in THINGS]
     every += [f"Write a few sentences about {thing}." for thing in THINGS]
     every += [f"What is {a} plus {b}?" for a in range(11, 60, 7) for b in range(13, 70, 9)]
@@ -193,14 +193,14 @@ async def _compare(algorithm: str, args: argparse.Namespace) -> None:
         adaptive = ["--speculative-adaptive"] if args.adaptive else []
         words = [*common, "--speculative-algorithm", algorithm, *adaptive, *args.rest]
     found: dict[int, list[list[Pair]]] = {batch: [] for batch in args.batches}
-    asked = 0
+    offset = 0
     for number in range(args.pairs):
         kinds = (common, words)[:: -1 if number % 2 else 1]
         async with Engine(arguments=_arguments(kinds[0])) as first, Engine(arguments=_arguments(kinds[1])) as second:
             plain, drafting = (second, first) if number % 2 else (first, second)
             for batch in args.batches:
-                found[batch].append(await _rounds(plain, drafting, batch, asked, args))
-                asked += (args.rounds + 1) * (SINGLE if batch == 1 else batch)
+                found[batch].append(await _rounds(plain, drafting, batch, offset, args))
+                offset += (args.rounds + 1) * (SINGLE if batch == 1 else batch)
     for batch, pairs in found.items():
         _report(algorithm, batch, pairs, args)
 

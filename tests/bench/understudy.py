@@ -18,7 +18,7 @@ def main(argv: list[str]) -> int:
     parser = command_line(__name__, __doc__, records=True)
     add_arguments(parser)
     table = evaluate(parser.parse_args(argv))
-    for subject, (right, asked) in table.items():
-        record(subject, "right", 100 * right / asked, "%")
-    right, asked = table["held-out capital questions"]
-    return 0 if right >= 0.95 * asked else 1
+    for subject, (right, total) in table.items():
+        record(subject, "right", 100 * right / total, "%")
+    right, total = table["held-out capital questions"]
+    return 0 if right >= 0.95 * total else 1

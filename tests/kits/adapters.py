@@ -86,19 +86,19 @@ def assert_rows_use_their_adapters(path, tmp_path, drive, prompts, vocab, atol, 
     adapters = LowRank(path)
     driver = drive(path, adapters=adapters, **options)
     assert adapters.made == {spec.module for spec in declared(path).values() if spec.role in _ADAPTED}
-    asked = {slot: (adapter, prompts(9 + 8 * slot, seed=slot)[0]) for slot, adapter in enumerate((1, 0, 2), start=1)}
-    together: dict[int, list] = {slot: [] for slot in asked}
-    for slot, (adapter, prompt) in asked.items():
+    requests = {slot: (adapter, prompts(9 + 8 * slot, seed=slot)[0]) for slot, adapter in enumerate((1, 0, 2), start=1)}
+    together: dict[int, list] = {slot: [] for slot in requests}
+    for slot, (adapter, prompt) in requests.items():
         driver.admit(slot, prompt, sampling=sampling, adapter=adapter)
-    driver.step([(slot, 5) for slot in asked])
+    driver.step([(slot, 5) for slot in requests])
     for _ in range(steps):
-        rows = [(slot, driver.pending(slot)) for slot in asked]
+        rows = [(slot, driver.pending(slot)) for slot in requests]
         found = _logprobs(driver.step(rows), len(rows), vocab)
         order = sorted(rows, key=lambda row: row[1] != 1)
         for (slot, _), logprobs in zip(order, found, strict=True):
             together[slot].append(logprobs)
     base = merged(path, tmp_path / "merged-0", 0)
-    for slot, (adapter, prompt) in asked.items():
+    for slot, (adapter, prompt) in requests.items():
         target = tmp_path / f"merged-{adapter}"
         alone = drive(target if target.exists() else merged(path, target, adapter), **options)
         plain = drive(base, **options)

@@ -27,19 +27,19 @@ def _serve(control: socket.socket) -> None:
         message, sockets, _, _ = socket.recv_fds(control, 1 << 10, 2)
         if not message:
             os._exit(0)
-        asked = json.loads(message)
-        if isinstance(asked, dict):
+        request = json.loads(message)
+        if isinstance(request, dict):
             parent = os.getpid()
             if (pid := os.fork()) == 0:
                 control.close()
-                os.environ.update(asked)
+                os.environ.update(request)
                 sys.argv = ["-c", *map(str, sockets), str(parent)]
                 return
             for number in sockets:
                 os.close(number)
             control.send(json.dumps(pid).encode())
             continue
-        pid, wait = asked
+        pid, wait = request
         ended, status = os.waitpid(pid, 0 if wait else os.WNOHANG)
         control.send(json.dumps(os.waitstatus_to_exitcode(status) if ended else None).encode())
 

@@ -25,9 +25,9 @@ WHY = f"{' and '.join(MISSING)} not installed (Debian: apt install prometheus)"
 def promtool(*arguments: str, stdin: bytes | None = None) -> str:
     """The output of promtool; raises AssertionError if it finds a problem."""
     done = subprocess.run(["promtool", *arguments], input=stdin, capture_output=True, timeout=PATIENCE, check=False)
-    said = (done.stdout + done.stderr).decode()
-    assert done.returncode == 0, said
-    return said
+    output = (done.stdout + done.stderr).decode()
+    assert done.returncode == 0, output
+    return output
 
 
 class Prometheus:

@@ -82,7 +82,7 @@ def test_the_command_checks_and_writes_nothing_then() -> None:
 
 def test_every_metric_asked_for_is_one_that_an_engine_has() -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
-    asked = set()
+    queried = set()
     for place, expr in expressions():
         for name in re.findall(r"[a-zA-Z_:][a-zA-Z0-9_:]*", expr):
             if (
@@ -95,8 +95,8 @@ def test_every_metric_asked_for_is_one_that_an_engine_has() -> None:
             known = name in METRICS or (plain in METRICS and METRICS[plain].kind == "histogram")
             assert known or name in {label for spec in METRICS.values() for label in spec.labels}, f"{place}: {name}"
             assert name not in METRICS or METRICS[name].kind != "histogram", f"{place}: {name} wants _bucket"
-            asked.add(plain if plain in METRICS else name)
-    assert len(asked) > 50
+            queried.add(plain if plain in METRICS else name)
+    assert len(queried) > 50
 
 
 def test_labels_in_braces_are_labels_of_their_metric() -> None:

@@ -134,9 +134,9 @@ CASES = (
 
 
 def firing(alert: str, minute: int, samples: int) -> dict[str, Any]:
-    wanted = [{"labels": "{}", "value": samples}] if samples else []
+    expected = [{"labels": "{}", "value": samples}] if samples else []
     expr = f'count(ALERTS{{alertname="{alert}", alertstate="firing"}})'
-    return {"expr": expr, "eval_time": f"{minute}m", "exp_samples": wanted}
+    return {"expr": expr, "eval_time": f"{minute}m", "exp_samples": expected}
 
 
 def run(folder: Path, tests: list[dict[str, Any]]) -> None:

@@ -211,12 +211,12 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(("engine", "asked"), [("vllm", VLLM), ("sglang", SGLANG)])
-def test_other_engines_boards_show_data(stage: Stage, engine: str, asked: dict[str, tuple[str, ...]]) -> None:
+@pytest.mark.parametrize(("engine", "expected"), [("vllm", VLLM), ("sglang", SGLANG)])
+def test_other_engines_boards_show_data(stage: Stage, engine: str, expected: dict[str, tuple[str, ...]]) -> None:
     [model] = stage.prometheus.label_values(f"{{__name__=~'{engine}:.*'}}", "model_name")
     empty = [
         f"{engine}:{name}"
-        for kind, names in asked.items()
+        for kind, names in expected.items()
         for name in names
         if not stage.ask(FORMS[kind].format(f"{engine}:{name}", f'model_name="{model}"'))
     ]

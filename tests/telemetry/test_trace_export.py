@@ -115,10 +115,10 @@ async def test_a_ratio_decides_for_traces_that_begin_here() -> None:
 
 
 async def test_arguments_set_the_endpoint_and_the_sample_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str | None, str | None]] = []
+    exports: list[tuple[str | None, str | None]] = []
 
     def make(endpoint: str | None, protocol: str | None) -> SpanExporter:
-        asked.append((endpoint, protocol))
+        exports.append((endpoint, protocol))
         return InMemorySpanExporter()
 
     monkeypatch.setattr("telemetry.traces.export.make_exporter", make)
@@ -138,7 +138,7 @@ async def test_arguments_set_the_endpoint_and_the_sample_ratio(monkeypatch: pyte
         timelines.listen(tracing)
         assert (timelines.open("a", operation="chat", model="m").trace is not None) == (ratio == 1.0)
         await tracing.close()
-    assert asked == [("collector:4318", "grpc")] * 2
+    assert exports == [("collector:4318", "grpc")] * 2
 
 
 async def test_handlers_are_traced_whatever_other_trace_flags_are_set() -> None:

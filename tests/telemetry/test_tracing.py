@@ -123,8 +123,8 @@ class Tree:
         return found
 
     def all(self, name: str, **attributes: Any) -> list[Received]:
-        wanted = {f"troupe.{key}": value for key, value in attributes.items()}.items()
-        return [span for span in self.spans if span.name == name and wanted <= span.attributes.items()]
+        subset = {f"troupe.{key}": value for key, value in attributes.items()}.items()
+        return [span for span in self.spans if span.name == name and subset <= span.attributes.items()]
 
     def below(self, parent: Received) -> list[str]:
         return sorted(span.name for span in self.spans if span.parent == parent.id)
@@ -308,10 +308,10 @@ async def test_a_request_goes_on_in_its_trace_when_its_worker_is_killed(
     client: httpx.AsyncClient, collector: Collector, engine: Engine
 ) -> None:
     first = int(engine.describe()["workers"][0]["pid"])
-    asked = asyncio.create_task(post(client, max_tokens=300))
+    posted = asyncio.create_task(post(client, max_tokens=300))
     await until(lambda: any(t.output_tokens or t.marks for t in engine.timelines.live()), "nothing runs")
     os.kill(first, signal.SIGKILL)
-    response = await asked
+    response = await posted
     assert response.status_code == 200
     found = await tree(collector, response)
     request = found.one("chat tiny")

@@ -65,7 +65,7 @@ class ProcessIncarnation(Incarnation):
         self._encode = msgspec.msgpack.Encoder().encode
         self._correlation = 0
         self._sent: tuple[dict[int, tuple[Envelope, float]], ...] = ({}, {})  # by lane, then by correlation id
-        self._heard = cell.monotonic()
+        self._last_frame_at = cell.monotonic()
         self._heartbeat_timer: Timer | None = None
 
     # -- start and end -----------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class ProcessIncarnation(Incarnation):
         limit = self._plan.heartbeat_timeout
         if limit is None or self._gone or self._stopping:
             return
-        silent = self.cell.monotonic() - self._heard
+        silent = self.cell.monotonic() - self._last_frame_at
         if silent >= limit:
             self.crash(ChildCrash(f"sent no heartbeat for {silent:.1f} s: its event loop hangs"))
         else:
@@ -257,7 +257,7 @@ class ProcessIncarnation(Incarnation):
         if kind == Kind.REPLY or kind == Kind.ERROR:
             self._on_reply(kind, correlation, body)
             return
-        self._heard = self.cell.monotonic()
+        self._last_frame_at = self.cell.monotonic()
         if kind == Kind.EVENT:
             self._on_told(body)
         elif kind == Kind.LOG:
@@ -344,7 +344,7 @@ class ProcessIncarnation(Incarnation):
         return 0.0 if oldest is None else oldest[1]
 
     def heartbeat_age(self) -> float | None:
-        return self.cell.monotonic() - self._heard if self._ready else None
+        return self.cell.monotonic() - self._last_frame_at if self._ready else None
 
     def unfinished(self) -> tuple[list[Envelope], list[Envelope]]:
         in_hand: list[Envelope] = []

@@ -146,5 +146,5 @@ def draft_limit(sequence: Sequence, info: ModelInfo) -> int:
     most: int = info.speculative_nodes - 1
     if sequence.spec.sampling.grammar is not None and info.device != "cpu":
         return 0  # elsewhere grammars do not judge draft tokens
-    asked: int = sequence.spec.sampling.max_drafts
-    return most if asked < 0 else min(asked, most)
+    requested: int = sequence.spec.sampling.max_drafts
+    return most if requested < 0 else min(requested, most)

@@ -12,7 +12,7 @@ from app.apis.anthropic.answers import MessageChunks, message_of
 from app.apis.anthropic.conversation import chat_of, choice_of
 from app.apis.anthropic.requests import CountRequest, MessagesRequest
 from app.apis.collecting import collect
-from app.apis.conversations import Question, ask
+from app.apis.conversations import ConversationRequest, submit
 from app.apis.events import read_whole
 from app.apis.grammars import schema_text
 from app.parsers.base import StreamingParser
@@ -35,7 +35,7 @@ async def create_message(service: Service, exchange: Exchange, body: MessagesReq
     model = service.check_model(body.model)
     choice, parallel = choice_of(body)
     grammar, field = _grammar(body)
-    question = Question(
+    request = ConversationRequest(
         chat=chat_of(body, service.output_format.tools or StreamingParser),
         params=_params(body, grammar),
         names={**_NAMES, "grammar": field},
@@ -45,7 +45,7 @@ async def create_message(service: Service, exchange: Exchange, body: MessagesReq
         priority=body.priority,
         cache_salt=body.cache_salt or None,
     )
-    stream, reader = await ask(service, exchange, question)
+    stream, reader = await submit(service, exchange, request)
     options: dict[str, Any] = {
         "model": model,
         "max_tokens": body.max_tokens,

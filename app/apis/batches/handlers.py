@@ -26,6 +26,7 @@ from app.apis.batches.records import (
 from app.apis.batches.runner import BatchRunner
 from app.apis.batches.storage import StorageFull, StoredFile, TooManyUploads
 from app.apis.batches.upload import MAX_UPLOAD, read_form
+from app.apis.embeddings.handlers import embeds
 from app.apis.openai.requests import Metadata, Name
 from app.server.errors import ApiError, invalid
 from app.server.exchange import Exchange
@@ -47,14 +48,14 @@ __all__ = [
 
 _MAX_UNFINISHED = 64  # batches of one key
 _WINDOW = 24 * 3600  # seconds
-_LEAST_LIFE, _LONGEST_LIFE = 3600, 30 * 24 * 3600  # seconds of expires_after
+_MIN_EXPIRY, _MAX_EXPIRY = 3600, 30 * 24 * 3600  # seconds of expires_after
 _PIECE = 256 << 10  # bytes of a file that are sent at once
 _NAME_CHARS = 255
 
 
 class ExpiresAfter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     anchor: Literal["created_at"]
-    seconds: Annotated[int, Meta(ge=_LEAST_LIFE, le=_LONGEST_LIFE)]
+    seconds: Annotated[int, Meta(ge=_MIN_EXPIRY, le=_MAX_EXPIRY)]
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
@@ -126,10 +127,8 @@ def _checked(fields: dict[str, str], filename: str | None) -> int | None:
     text = fields.get("expires_after[seconds]")
     if text is None:
         return None
-    if not text.isdecimal() or not text.isascii() or not _LEAST_LIFE <= int(text[:12]) <= _LONGEST_LIFE:
-        raise invalid(
-            f"expires_after.seconds: must be {_LEAST_LIFE} to {_LONGEST_LIFE}.", param="expires_after.seconds"
-        )
+    if not text.isdecimal() or not text.isascii() or not _MIN_EXPIRY <= int(text[:12]) <= _MAX_EXPIRY:
+        raise invalid(f"expires_after.seconds: must be {_MIN_EXPIRY} to {_MAX_EXPIRY}.", param="expires_after.seconds")
     return int(text)
 
 
@@ -206,7 +205,7 @@ async def create_batch(service: Service, exchange: Exchange, body: BatchRequest)
     runner = _runner(service)
     if body.endpoint not in ENDPOINTS or service.table.find("POST", body.endpoint) is None:
         raise invalid(f"endpoint: must be one of {', '.join(ENDPOINTS)}, not {body.endpoint[:64]!r}.", param="endpoint")
-    if body.endpoint == "/v1/embeddings" and not service.arguments.is_embedding:
+    if body.endpoint == "/v1/embeddings" and not embeds(service):
         raise invalid("endpoint: this model generates text; embeddings need --is-embedding.", param="endpoint")
     file = runner.store.get(body.input_file_id)
     if file is None or not service.sees(exchange, file.owner):

@@ -17,7 +17,7 @@ from app.apis.openai.requests import Label, Name, Salt, Text, TokenId, TokenIds
 from app.server.errors import ApiError, invalid
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
-from kernels.contract.tasks import Embed, Vector
+from kernels.contract.tasks import Embed, Task, Vector
 
 __all__ = [
     "EmbeddingsAnswer",
@@ -26,7 +26,11 @@ __all__ = [
     "cut_all",
     "embed_all",
     "embeddings",
+    "embeds",
+    "encoded",
+    "inputs_of",
     "require_embeddings",
+    "task_all",
 ]
 
 MAX_INPUTS = 2048
@@ -71,23 +75,29 @@ async def embeddings(service: Service, exchange: Exchange, body: EmbeddingsReque
     require_embeddings(service, model)
     check_dimensions(service, body.dimensions)
     options = {"priority": body.priority, "cache_salt": body.cache_salt, "label": body.rid}
-    found = await embed_all(service, exchange, _inputs(body.input), "input", **options)
+    found = await embed_all(service, exchange, inputs_of(body.input, "input"), "input", **options)
     total = sum(tokens for _, tokens in found)
     exchange.tokens = (total, 0)
     as_text = body.encoding_format == "base64"
     data: list[EmbeddingObject] = []
     async for vector in cut_all(found, body.dimensions):
-        data.append(EmbeddingObject(index=len(data), embedding=_encoded(vector, as_text)))
+        data.append(EmbeddingObject(index=len(data), embedding=encoded(vector, as_text)))
     return json_response(EmbeddingsAnswer(data=data, model=model, usage=EmbeddingsUsage(total, total)))
+
+
+def embeds(service: Service) -> bool:
+    """Whether the served model was trained for embeddings."""
+    info = service.engine.model_info
+    pooling = getattr(info, "pooling", None)
+    return service.arguments.is_embedding if pooling is None else pooling.task == "embed"
 
 
 def require_embeddings(service: Service, model: str) -> None:
     """Raise 400 unless the served model was trained for embeddings."""
-    if not service.arguments.is_embedding:
+    if not embeds(service):
         raise ApiError(
             400,
-            f"model: {model!r} generates text and was not trained for embeddings; serve a model that was, with "
-            "--is-embedding.",
+            f"model: {model!r} was not trained for embeddings; serve a model that was, with --is-embedding.",
             param="model",
             code="model_not_supported",
         )
@@ -109,12 +119,21 @@ async def embed_all(
 ) -> list[tuple[np.ndarray, int]]:
     """The vector of each input, and its tokens. ``field``: the inputs' name in this API. ``options``: those of
     ``Service.submit``."""
+    info = service.engine.model_info
+    task = Embed(info is None or info.pooling is None or info.pooling.normalize)
+    return await task_all(service, exchange, [(prompt, task) for prompt in inputs], field, **options)
+
+
+async def task_all(
+    service: Service, exchange: Exchange, inputs: Sequence[tuple[str | list[int], Task]], field: str, **options: Any
+) -> list[tuple[np.ndarray, int]]:
+    """As ``embed_all``, by the task of each input."""
     names = {"prompt": field}
     places = asyncio.Semaphore(_AT_ONCE)
 
-    async def one(prompt: str | list[int]) -> tuple[np.ndarray, int]:
+    async def one(prompt: str | list[int], task: Task) -> tuple[np.ndarray, int]:
         async with places:
-            stream = service.submit(exchange, prompt, SamplingParams(), rename=names, task=Embed(), **options)
+            stream = service.submit(exchange, prompt, SamplingParams(), rename=names, task=task, **options)
             await service.accepted([stream], names)
             vector, tokens = b"", 0
             async for delta in stream:
@@ -125,23 +144,23 @@ async def embed_all(
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(prompt)) for prompt in inputs]
+            tasks = [group.create_task(one(prompt, task)) for prompt, task in inputs]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
-def _inputs(given: str | Sequence[str | int | list[int]]) -> Sequence[str | list[int]]:
-    """The prompts of a body. Raises 400 for a mixture."""
+def inputs_of(given: str | Sequence[str | int | list[int]], field: str) -> Sequence[str | list[int]]:
+    """The prompts of a body's ``field``. Raises 400 for a mixture."""
     if isinstance(given, str):
         return [given]
     ids = [one for one in given if isinstance(one, int)]
     if len(ids) == len(given):
         return [ids]
     if ids:
-        raise invalid("input: is a list of texts, or of token ids, or of lists of them; not a mixture.", param="input")
+        raise invalid(f"{field}: is a list of texts, or of token ids, or of lists of them; not a mixture.", param=field)
     if len(given) > MAX_INPUTS:
-        raise invalid(f"input: has {len(given)} entries; at most {MAX_INPUTS} are read. Send fewer.", param="input")
+        raise invalid(f"{field}: has {len(given)} entries; at most {MAX_INPUTS} are read. Send fewer.", param=field)
     return [one for one in given if not isinstance(one, int)]
 
 
@@ -162,7 +181,7 @@ def _cut(vector: np.ndarray, dimensions: int | None) -> np.ndarray:
     return (first / max(float(np.linalg.norm(first)), 1e-12)).astype(np.float32)
 
 
-def _encoded(vector: np.ndarray, as_text: bool) -> list[float] | str:
+def encoded(vector: np.ndarray, as_text: bool) -> list[float] | str:
     """``as_text``: little-endian float32 in base64."""
     if as_text:
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()

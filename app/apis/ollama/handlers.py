@@ -6,7 +6,7 @@ import msgspec
 from quart import Response
 
 from app.apis.collecting import Collected
-from app.apis.conversations import NO_TOOLS, Asked, Question, ToolChoice, ask
+from app.apis.conversations import NO_TOOLS, AcceptedRequest, ConversationRequest, ToolChoice, submit
 from app.apis.embeddings.handlers import check_dimensions, cut_all, embed_all, require_embeddings
 from app.apis.events import read_whole
 from app.apis.ollama.answers import Lines, Times, chat_answer, generate_answer, loaded
@@ -43,7 +43,7 @@ async def chat(service: Service, exchange: Exchange, body: OllamaChatRequest) ->
     if not body.messages:
         return _only_load(body, model, chat=True)
     tools = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
-    question = Question(
+    request = ConversationRequest(
         chat=chat_of(service, body),
         params=params_of(service, body),
         names=NAMES,
@@ -51,7 +51,7 @@ async def chat(service: Service, exchange: Exchange, body: OllamaChatRequest) ->
         priority=body.priority,
         label=body.rid,
     )
-    return await _answer(service, exchange, body, model, await ask(service, exchange, question))
+    return await _answer(service, exchange, body, model, await submit(service, exchange, request))
 
 
 async def generate(service: Service, exchange: Exchange, body: OllamaGenerateRequest) -> Response:
@@ -62,17 +62,17 @@ async def generate(service: Service, exchange: Exchange, body: OllamaGenerateReq
         return _only_load(body, model, chat=False)
     params, names = params_of(service, body), {**NAMES, "prompt": "prompt"}
     if not body.raw and not body.suffix:
-        question = Question(
+        request = ConversationRequest(
             chat=turn_of(service, body), params=params, names=names, priority=body.priority, label=body.rid
         )
-        return await _answer(service, exchange, body, model, await ask(service, exchange, question))
+        return await _answer(service, exchange, body, model, await submit(service, exchange, request))
     if body.system:
         field = "raw" if body.raw else "suffix"
         raise invalid(f"system: has no place with {field}; put it into the prompt.", param="system")
     prompt = fill_in(service, body.prompt or "", body.suffix) if body.suffix else body.prompt or ""
     stream = service.submit(exchange, prompt, params, priority=body.priority, label=body.rid, rename=names)
     await service.accepted([stream], names)
-    return await _answer(service, exchange, body, model, Asked(stream, lambda: None))
+    return await _answer(service, exchange, body, model, AcceptedRequest(stream, lambda: None))
 
 
 def _refuse_what_is_missing(body: OllamaGenerateRequest) -> None:
@@ -91,15 +91,17 @@ def _only_load(body: OwnFields, model: str, *, chat: bool) -> Response:
     return json_response(loaded(model, chat=chat))
 
 
-async def _answer(service: Service, exchange: Exchange, body: OwnFields, model: str, asked: Asked) -> Response:
+async def _answer(
+    service: Service, exchange: Exchange, body: OwnFields, model: str, submitted: AcceptedRequest
+) -> Response:
     is_chat, times = isinstance(body, OllamaChatRequest), Times(exchange)
     if body.stream is not False:
-        return sse_response(service, exchange, asked.stream, Lines(asked.reader(), model, times, chat=is_chat))
+        return sse_response(service, exchange, submitted.stream, Lines(submitted.reader(), model, times, chat=is_chat))
     collected = Collected()
-    async for delta in asked.stream:
+    async for delta in submitted.stream:
         times.mark()
         collected.add(delta)
-    answer = await read_whole(collected, asked.reader())
+    answer = await read_whole(collected, submitted.reader())
     return json_response((chat_answer if is_chat else generate_answer)(answer, model, times, collected.logprobs))
 
 

@@ -10,7 +10,7 @@ from quart import Response
 
 from app.apis.choice_reader import ChoiceReader
 from app.apis.collecting import Collected, collect
-from app.apis.conversations import Question, ask
+from app.apis.conversations import ConversationRequest, submit
 from app.apis.events import Answer, read_whole
 from app.apis.openai.answers import (
     CalledFunction,
@@ -37,7 +37,7 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
     """Answer a conversation, as a whole or as a stream."""
     model = service.check_model(body.model)
     params = chat_params(body)
-    question = Question(
+    request = ConversationRequest(
         choice=tool_choice_of(body),
         chat=chat_prompt(body, service.arguments, service.output_format.tools),
         params=params,
@@ -50,7 +50,7 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
         cache_salt=salt_of(body),
         label=label_of(body),
     )
-    stream, reader = await ask(service, exchange, question)
+    stream, reader = await submit(service, exchange, request)
     created = int(time.time())
     if body.stream:
         usage = UsageReport(

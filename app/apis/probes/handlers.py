@@ -18,6 +18,7 @@ from app.server.exchange import Exchange
 from app.server.query import number
 from app.server.service import Service, json_response
 from app.server.version import troupe_version
+from app.server.warmup import probe_task
 
 __all__ = ["Loads", "Readiness", "health", "health_generate", "live", "load", "loads", "metrics", "ready", "version"]
 
@@ -69,7 +70,8 @@ async def health_generate(service: Service, exchange: Exchange, body: None) -> R
     exchange.timeline = service.engine.timelines.open(
         exchange.request_id, operation="text_completion", model=service.model_name, probe=True
     )
-    stream = service.submit(exchange, [0], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    stream = service.submit(exchange, [0], params, task=probe_task(service.engine))
     started = time.monotonic()
     try:
         async with asyncio.timeout(_PROBE_SECONDS):

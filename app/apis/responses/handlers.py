@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 from quart import Response
 
-from app.apis.conversations import ask
+from app.apis.conversations import submit
 from app.apis.responses.answers import InputTokens, ItemList, ResponseAnswer, ResponseDeleted
 from app.apis.responses.preparing import prepare, see_owner
 from app.apis.responses.requests import ResponsesRequest
@@ -62,7 +62,7 @@ async def create_response(service: Service, exchange: Exchange, body: ResponsesR
     if body.background:
         run = await _in_background(service, exchange, BackgroundRun(prepared, service.owner(exchange)))
         return _stream(exchange, run.follow(-1)) if body.stream else json_response(prepared.response)
-    made = Run(service, exchange, prepared, await ask(service, exchange, prepared.question))
+    made = Run(service, exchange, prepared, await submit(service, exchange, prepared.request))
     if body.stream:
         return _stream(exchange, made.events())
     async for _ in made.events():
@@ -195,5 +195,5 @@ async def count_input_tokens(service: Service, exchange: Exchange, body: Respons
     """The tokens of a request's prompt."""
     prepared = await prepare(service, exchange, body)
     with service.text_request(exchange):
-        tokens = await service.engine.tokenize(prepared.question.chat, tenant=exchange.tenant)
+        tokens = await service.engine.tokenize(prepared.request.chat, tenant=exchange.tenant)
     return json_response(InputTokens(input_tokens=len(tokens)))

@@ -1,4 +1,4 @@
-"""A request for a response, as a question for the engine and a response that is still empty."""
+"""A request for a response, as a conversation for the engine and a response that is still empty."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from actors.protocol.requests import LIMITS, Chat
-from app.apis.conversations import Question
+from app.apis.conversations import ConversationRequest
 from app.apis.openai.parameters import chat_params, chat_prompt
 from app.apis.openai.requests import ChatMessage, ChatRequest, Tool, ToolFunction
 from app.apis.openai.tool_choice import tool_choice_of
@@ -50,7 +50,7 @@ _INPUT = {
 class Prepared(msgspec.Struct, kw_only=True):
     """``items``: the request's own. ``owner``: of what is stored; None if nothing is."""
 
-    question: Question
+    request: ConversationRequest
     response: ResponseAnswer
     options: WriterOptions
     items: list[Item]
@@ -76,7 +76,7 @@ async def prepare(service: Service, exchange: Exchange, body: ResponsesRequest) 
     scored = _LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
     try:
         chat = _chat_request(body, messages_of([*context, *items], body.instructions), scored)
-        question = Question(
+        request = ConversationRequest(
             choice=tool_choice_of(chat),
             chat=chat_prompt(chat, service.arguments, service.output_format.tools),
             params=chat_params(chat),
@@ -88,7 +88,7 @@ async def prepare(service: Service, exchange: Exchange, body: ResponsesRequest) 
     except ApiError as error:
         raise _renamed(error) from None
     if body.truncation == "auto":
-        await _truncate(service, exchange, question, body.max_output_tokens or 1)
+        await _truncate(service, exchange, request, body.max_output_tokens or 1)
     reasoning = body.reasoning
     summary = reasoning is not None and bool(reasoning.summary or reasoning.generate_summary)
     options = WriterOptions(
@@ -102,7 +102,7 @@ async def prepare(service: Service, exchange: Exchange, body: ResponsesRequest) 
     if body.text is not None and body.text.verbosity not in (None, "medium"):
         exchange.ignored = ", ".join(filter(None, [exchange.ignored, "text.verbosity"]))
     return Prepared(
-        question=question,
+        request=request,
         response=_empty(exchange.request_id, model, body, stored=stored),
         options=options,
         items=items,
@@ -279,10 +279,10 @@ def _renamed(error: ApiError) -> ApiError:
     return invalid(message, param=name, code=error.code or "invalid_value")
 
 
-async def _truncate(service: Service, exchange: Exchange, question: Question, room: int) -> None:
+async def _truncate(service: Service, exchange: Exchange, request: ConversationRequest, room: int) -> None:
     """Leave out the oldest messages, but not those of the system and the last, until the prompt and ``room`` tokens
     fit into the context."""
-    chat = question.chat
+    chat = request.chat
     first = 1 if chat.messages[0]["role"] == "system" else 0
     starts = [
         start
@@ -299,7 +299,7 @@ async def _truncate(service: Service, exchange: Exchange, question: Question, ro
                 high = middle
             else:
                 low = middle + 1
-    question.chat = _from(chat, first, starts[low])
+    request.chat = _from(chat, first, starts[low])
 
 
 def _from(chat: Chat, first: int, start: int) -> Chat:

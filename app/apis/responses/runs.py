@@ -13,7 +13,7 @@ from quart.wrappers.response import ResponseBody
 
 from actors.protocol.requests import RequestAborted
 from actors.requests.streams import RequestStream
-from app.apis.conversations import Asked, ask
+from app.apis.conversations import AcceptedRequest, submit
 from app.apis.responses.preparing import Prepared
 from app.apis.responses.store import ResponseStore, StoredResponse
 from app.apis.responses.writer import ResponseWriter, first_events
@@ -33,14 +33,14 @@ log = logging.getLogger("troupe.responses")
 class Run:
     """Makes one response of an accepted request, and stores it. ``failure``: set if it could not be made."""
 
-    def __init__(self, service: Service, exchange: Exchange, prepared: Prepared, asked: Asked) -> None:
-        self.writer = ResponseWriter(prepared.response, asked.reader(), prepared.options)
+    def __init__(self, service: Service, exchange: Exchange, prepared: Prepared, accepted: AcceptedRequest) -> None:
+        self.writer = ResponseWriter(prepared.response, accepted.reader(), prepared.options)
         self.failure: ApiError | None = None
         self.cancelled = False
         self._service = service
         self._exchange = exchange
         self._prepared = prepared
-        self._stream = asked.stream
+        self._stream = accepted.stream
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the stream. The response is stored before its last event leaves."""
@@ -84,7 +84,7 @@ class BackgroundRun:
 
     def __init__(self, prepared: Prepared, owner: str) -> None:
         self.prepared = prepared
-        self.size = len(_encode(prepared.response)) + len(_encode(prepared.question.chat))
+        self.size = len(_encode(prepared.response)) + len(_encode(prepared.request.chat))
         self.owner = owner
         self.done = asyncio.Event()
         self.run: Run | None = None
@@ -95,7 +95,7 @@ class BackgroundRun:
     async def make(
         self, service: Service, route: Route, outer: Exchange, accepted: asyncio.Future[None], store: ResponseStore
     ) -> None:
-        """Make the response. ``outer``: the exchange that asked. ``accepted``: gets the error of a request that is not
+        """Make the response. ``outer``: the client's exchange. ``accepted``: gets the error of a request that is not
         accepted."""
         response = self.prepared.response
         timeline, outer.timeline = outer.timeline, None
@@ -105,14 +105,14 @@ class BackgroundRun:
             ) as exchange:
                 exchange.custom_labels = outer.custom_labels
                 try:
-                    asked = await ask(service, exchange, self.prepared.question)
+                    submitted = await submit(service, exchange, self.prepared.request)
                     self._store(store)
                 except Exception as error:
                     exchange.error = service.failure(exchange, error)
                     accepted.set_exception(exchange.error)
                     return
-                self.stream = asked.stream
-                self.run = Run(service, exchange, self.prepared, asked)
+                self.stream = submitted.stream
+                self.run = Run(service, exchange, self.prepared, submitted)
                 accepted.set_result(None)
                 async for piece in self.run.events():
                     self._events += [event + b"\n\n" for event in piece.split(b"\n\n") if event]

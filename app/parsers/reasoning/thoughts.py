@@ -43,7 +43,7 @@ THOUGHTS: Mapping[str, Thoughts] = {
     "qwen3-thinking": Thoughts(always=True),
     "glm45": Thoughts(),
     "kimi": Thoughts("◁think▷", "◁/think▷"),
-    "kimi_k2": Thoughts(interrupted_by=("<|tool_calls_section_begin|>",)),
+    "kimi_k2": Thoughts(interrupted_by=("<|tool_calls_section_begin|>", "<|tool_call_begin|>")),
     "minimax": Thoughts(always=True),
     "mistral": Thoughts("[THINK]", "[/THINK]"),
     "step3": Thoughts(always=True),

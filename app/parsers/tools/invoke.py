@@ -38,10 +38,10 @@ class InvokeParser(ParameterParser):
             key, mark = yield from self.name_until('" string="', '">')
             text: bool | None = None
             if mark != '">':  # DeepSeek says in the tag whether a value is text or JSON
-                said, _ = yield from self.name_until('">')
-                if said not in ("true", "false"):
-                    raise Malformed(f"string is {said[:16]!r}")
-                text = said == "true"
+                is_string, _ = yield from self.name_until('">')
+                if is_string not in ("true", "false"):
+                    raise Malformed(f"string is {is_string[:16]!r}")
+                text = is_string == "true"
             yield from self.parameter(key, end, text=text)
 
     @classmethod
@@ -51,6 +51,6 @@ class InvokeParser(ParameterParser):
 
     @classmethod
     def member_rule(cls, key: str, value: Value, rules: Rules) -> str:
-        said = f' string="{str(value.text).lower()}"' if cls.TYPED else ""
-        begin = rules.text(f'<{cls.PREFIX}parameter name="{key}"{said}>')
+        attribute = f' string="{str(value.text).lower()}"' if cls.TYPED else ""
+        begin = rules.text(f'<{cls.PREFIX}parameter name="{key}"{attribute}>')
         return f"{begin} {value.rule(rules, f'</{cls.PREFIX}parameter>')} {rules.text(chr(10))}"

@@ -77,10 +77,10 @@ class ParameterParser(StreamingParser, ABC):
 
             def sink(piece: str) -> None:
                 nonlocal tail
-                said, tail = tail + piece, ""
-                if self.NEWLINES and said.endswith("\n"):
-                    said, tail = said[:-1], "\n"
-                self.add_arguments(_quoted(said)[1:-1])
+                complete, tail = tail + piece, ""
+                if self.NEWLINES and complete.endswith("\n"):
+                    complete, tail = complete[:-1], "\n"
+                self.add_arguments(_quoted(complete)[1:-1])
 
             end = yield from self.until(ends, sink)
             if not end:

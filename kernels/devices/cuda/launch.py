@@ -107,12 +107,12 @@ def attempted(launch: Callable[..., _Found], *arguments: object) -> _Found | Non
 def _tell_missing(module: str, error: Exception) -> None:
     import triton
 
-    said = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+    reason = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
     _log.warning(
         "The kernel of kernels.devices.cuda.%s cannot be compiled by Triton %s; a slower one is used (%s).",
         module,
         triton.__version__,
-        said,
+        reason,
     )
 
 

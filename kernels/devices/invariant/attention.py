@@ -48,13 +48,13 @@ class _Unit:
 
 @dataclass(frozen=True)
 class _Group:
-    """Units that run together. ``asked`` int64 [units * queries]: tokens of the step. ``found`` int64 [n]: where among
-    these the tokens ``to`` int64 [n] stand. ``places`` int64 [blocks * keys] in the cache. ``pairs``: (unit, block);
-    ``units`` int64 [pairs]: the unit of each. ``hidden`` bool [pairs, 1, queries, 1, keys]. ``turns``: pairs int64 [m]
-    and units int64 [m] of the first block of each unit, then of the second, and so on.
+    """Units that run together. ``query_tokens`` int64 [units * queries]: tokens of the step. ``found`` int64 [n]:
+    where among these the tokens ``to`` int64 [n] stand. ``places`` int64 [blocks * keys] of the cache. ``pairs``:
+    (unit, block). ``units`` int64 [pairs]: the unit of each. ``hidden`` bool [pairs, 1, queries, 1, keys]. ``turns``:
+    pairs int64 [m] and units int64 [m] of the first block of each unit, then of the second, and so on.
     """
 
-    asked: Tensor
+    query_tokens: Tensor
     found: Tensor
     to: Tensor
     places: Tensor
@@ -149,7 +149,7 @@ class InvariantPlan:
         return places
 
     def _group(self, units: Sequence[_Unit], queries: int) -> _Group:
-        asked = np.stack([np.resize(unit.tokens, queries) for unit in units])
+        grouped = np.stack([np.resize(unit.tokens, queries) for unit in units])
         at = np.stack([np.resize(unit.at, queries) for unit in units])
         found = [index * queries + np.arange(len(unit.tokens)) for index, unit in enumerate(units)]
         blocks: dict[int, int] = {}
@@ -173,7 +173,7 @@ class InvariantPlan:
         if self.window:
             hidden |= keys <= queries_at - self.window
         return _Group(
-            self.put(asked.ravel()),
+            self.put(grouped.ravel()),
             self.put(np.concatenate(found)),
             self.put(np.concatenate([unit.tokens for unit in units])),
             self.put(np.concatenate(places)),
@@ -221,17 +221,17 @@ def _attend(queries: Tensor, kv_heads: int, read: Read, group: _Group, most: int
     _, heads, dim = queries.shape
     shared = heads // kv_heads
     used = most * shared
-    apart = queries.index_select(0, group.asked).view(-1, most, kv_heads, shared, dim).transpose(1, 2)
+    apart = queries.index_select(0, group.query_tokens).view(-1, most, kv_heads, shared, dim).transpose(1, 2)
     units = len(apart)
-    asked = queries.new_zeros((units, kv_heads, lines, dim))
-    asked[:, :, :used] = apart.reshape(units, kv_heads, used, dim)
+    grouped = queries.new_zeros((units, kv_heads, lines, dim))
+    grouped[:, :, :used] = apart.reshape(units, kv_heads, used, dim)
     kept = read(group.places).view(-1, _KEYS, 2, kv_heads, dim).permute(2, 0, 3, 1, 4)
     both = queries.new_empty(kept.shape).copy_(kept)
     keys, values = both[0].transpose(2, 3), both[1]
 
     scores = queries.new_empty((len(group.pairs), kv_heads, lines, _KEYS))
     for pair, (unit, block) in enumerate(group.pairs):
-        torch.bmm(asked[unit], keys[block], out=scores[pair])
+        torch.bmm(grouped[unit], keys[block], out=scores[pair])
     scores[:, :, :used].unflatten(2, (most, shared)).masked_fill_(group.hidden, -torch.inf)
     top = queries.new_full((units, kv_heads, lines), -torch.inf)
     highest = scores.amax(-1)
@@ -243,7 +243,7 @@ def _attend(queries: Tensor, kv_heads: int, read: Read, group: _Group, most: int
     parts = queries.new_empty((len(group.pairs), kv_heads, lines, dim))
     for pair, (_, block) in enumerate(group.pairs):
         torch.bmm(weights[pair], values[block], out=parts[pair])
-    norm, total = torch.zeros_like(top), torch.zeros_like(asked)
+    norm, total = torch.zeros_like(top), torch.zeros_like(grouped)
     for pairs, at in group.turns:
         norm[at] += sums[pairs]
         total[at] += parts[pairs]

@@ -71,16 +71,16 @@ class NpuAttention(Attention[NpuCache, AttentionPlan]):
                     dim, dtype = padded_dim(dim), torch.bfloat16
                 held = cache.dequantized(part.pages, dtype, dim)
                 part = part.part
-            asked = queries[part.begin : part.end]
+            part_queries = queries[part.begin : part.end]
             if isinstance(held, Int8Layer):
                 assert isinstance(part, FusedPart)
-                found.append(attend_int8(asked, held, part, scale))
+                found.append(attend_int8(part_queries, held, part, scale))
             elif isinstance(part, TreePart):
-                found.append(tree_attention(asked, held, part, scale))
+                found.append(tree_attention(part_queries, held, part, scale))
             elif isinstance(part, FusedPart):
-                found.append(fused_attention(asked, held, part, scale))
+                found.append(fused_attention(part_queries, held, part, scale))
             else:
-                found.append(native_attention(asked, held, part, scale))
+                found.append(native_attention(part_queries, held, part, scale))
         return (found[0] if len(found) == 1 else torch.cat(found)).reshape(len(queries), -1)
 
     def _part(

@@ -102,8 +102,8 @@ def native_attention(queries: Tensor, cache: LayerCache, part: NativePart, scale
             return found[:, :length, :, :dim].float().transpose(1, 2).unsqueeze(2)
 
         end = group.begin + group.rows * group.queries
-        asked = queries[group.begin : end].view(group.rows, group.queries, kv_heads, heads // kv_heads, dim)
-        scores = asked.permute(0, 2, 3, 1, 4).float() @ gather(cache.keys).transpose(-1, -2) * scale
+        grouped = queries[group.begin : end].view(group.rows, group.queries, kv_heads, heads // kv_heads, dim)
+        scores = grouped.permute(0, 2, 3, 1, 4).float() @ gather(cache.keys).transpose(-1, -2) * scale
         weights = scores.masked_fill(group.hidden, -torch.inf).softmax(-1)
         values = gather(cache.values)
         found = (weights @ values).permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)

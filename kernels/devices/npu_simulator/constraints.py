@@ -49,5 +49,5 @@ def same_dtype(operator: str, **tensors: Tensor | None) -> None:
     """All tensors must share their dtype."""
     found = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
     if len(set(found.values())) > 1:
-        said = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in found.items())
-        raise ConstraintError(operator, next(iter(found)), f"dtypes must be equal: {said}")
+        listed = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in found.items())
+        raise ConstraintError(operator, next(iter(found)), f"dtypes must be equal: {listed}")

@@ -69,13 +69,13 @@ class HostDecode:
 
     def fits(self, batch: StepBatch) -> bool:
         """Whether all rows of a prepared step are decodes for this executor. ``run`` checks the rest."""
-        asked = (batch.slots, batch.generations, batch.counts)
-        if self._checked == asked:
+        columns = (batch.slots, batch.generations, batch.counts)
+        if self._checked == columns:
             return True
         rows = len(batch.slots) // 4
         if batch.counts != _ONE * rows or not 0 < rows <= self._max_rows:
             return False
-        slots, generations, counts = (unpack_ints(part) for part in asked)
+        slots, generations, counts = (unpack_ints(part) for part in columns)
         named = tuple(slots.tolist())
         if self._state.errors(slots, generations, counts) or not self._sampler.raced(named):
             return False
@@ -84,7 +84,7 @@ class HostDecode:
         if (draws is not None and self._draw is None) or (masked and self._grammars is None):
             return False
         self._masked = self._grammars.rows(named, masked) if self._grammars is not None and masked else None
-        self._slots, self._checked, self._draws = slots.astype(np.int64), asked, draws
+        self._slots, self._checked, self._draws = slots.astype(np.int64), columns, draws
         return True
 
     def run(self, step: PendingStep, seen: float = 0.0, skipped_drafts: bool = False) -> RunningStep | None:

@@ -29,6 +29,12 @@ def vocabulary(
 ) -> tuple[VocabularyEmbedding, VocabularyHead]:
     """The embedding and the output of ``tensors``. Nothing else holds a tied table, which a device may repack."""
     ops = make.ops
+    if config.pooling is not None:  # a number in place of logits: not finite where the hidden state is not
+        table = make.source.table(embed)
+        found = ops.elementwise.compose(lambda x: x.sum(-1, keepdim=True) * 0, lambda x: x)
+        return VocabularyEmbedding(make.mesh, _scaled(make, config, ops.linear.make_lookup(table)), table.shape[0]), (
+            VocabularyHead(Group(), found)
+        )
     if config.tied_embeddings and make.fp32_head:
         floats = make.source.take([f"{embed}.weight"])
         linear = ops.linear.make_float_head(floats, True)
@@ -49,10 +55,7 @@ def _ends(
 ) -> tuple[VocabularyEmbedding, VocabularyHead]:
     """Both ends, with the factors and the cap that the model has."""
     compose, mesh = make.ops.elementwise.compose, make.mesh
-    if (factor := config.embedding_scale) != 1.0:
-        rounded = torch.tensor(factor, dtype=make.dtype).item()  # as the model was trained
-        found = lookup
-        lookup = compose(lambda ids: found(ids) * rounded, lambda x: x)
+    lookup = _scaled(make, config, lookup)
     if (scale := config.logit_scale) != 1.0 or config.logit_cap:
         cap, logits = config.logit_cap, linear
 
@@ -62,6 +65,14 @@ def _ends(
 
         linear = compose(scaled, lambda x: x)
     return VocabularyEmbedding(mesh, lookup, size), VocabularyHead(mesh, linear)
+
+
+def _scaled(make: ModelBuilder, config: ModelConfig, lookup: Lookup) -> Lookup:
+    """``lookup`` with the factor that the model has."""
+    if (factor := config.embedding_scale) == 1.0:
+        return lookup
+    rounded = torch.tensor(factor, dtype=make.dtype).item()  # as the model was trained
+    return make.ops.elementwise.compose(lambda ids: lookup(ids) * rounded, lambda x: x)
 
 
 class VocabularyEmbedding:

@@ -24,6 +24,7 @@ from kernels.core.batch import ForwardBatch
 from kernels.core.tree import Drafts
 from kernels.distributed.group import Group
 from kernels.models.config import local_config
+from kernels.models.decoder import Decoder
 from kernels.models.layers.builder import ModelBuilder
 from kernels.models.layers.vocabulary import VocabularyHead
 from kernels.models.reading import read_config
@@ -117,7 +118,10 @@ class StandaloneModel:
         short = whole.vocab_size < target and group.size == 1
         source = Padded(weights, target, whole.tied_embeddings) if short else weights
         local = dataclasses.replace(self.config, tied_embeddings=False) if short else self.config
-        self._decoder = build(local, ModelBuilder(source, context.device, group, context.dtype, context.context))
+        decoder = build(local, ModelBuilder(source, context.device, group, context.dtype, context.context))
+        if not isinstance(decoder, Decoder):
+            raise ConfigError(f"{whole.architecture} generates no text; give --speculative-draft-model-path another")
+        self._decoder = decoder
         self._head = self._decoder.logits
         if settings.token_map or whole.vocab_size > target:
             least = min(whole.vocab_size, target)

@@ -283,7 +283,7 @@ class NativeTrie:
         weakref.finalize(self, library.close, self._trie)
         self._salts: dict[bytes, tuple[int, int]] = {}  # their numbers there, and the sequences of each
         self._next = 1
-        self._asked: tuple[NgramSettings, _Settings] | None = None
+        self._settings: tuple[NgramSettings, _Settings] | None = None
         self._room = 0
 
     def __len__(self) -> int:
@@ -315,14 +315,14 @@ class NativeTrie:
         self, sequence: NativeSequence, last: int, nodes: int, settings: NgramSettings
     ) -> tuple[list[int], list[int], list[int]]:
         """As ``ngram.draft_tree``: tokens, parents and windows of a tree."""
-        if self._asked is None or self._asked[0] is not settings:
+        if self._settings is None or self._settings[0] is not settings:
             given = settings.min_window, settings.max_window, settings.min_breadth, settings.max_breadth
-            self._asked = settings, _Settings(*given, settings.match_type == "PROB")
+            self._settings = settings, _Settings(*given, settings.match_type == "PROB")
         if nodes > self._room:
             self._room = nodes
             self._tokens, self._parents, self._windows = ((ctypes.c_int32 * nodes)() for _ in range(3))
         found = self._library.draft_tree(
-            *(self._trie, sequence.handle, last, nodes, ctypes.byref(self._asked[1])),
+            *(self._trie, sequence.handle, last, nodes, ctypes.byref(self._settings[1])),
             *(self._tokens, self._parents, self._windows),
         )
         if not found:

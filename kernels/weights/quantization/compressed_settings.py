@@ -193,7 +193,7 @@ def _validated(model: Any, settings: object, where: str) -> Any:
         return model.model_validate(settings)
     except ValidationError as error:
         problem = "; ".join(
-            dict.fromkeys(_told(found, where) for found in error.errors() if "list[str]" not in found["loc"])
+            dict.fromkeys(_message(found, where) for found in error.errors() if "list[str]" not in found["loc"])
         )
         raise ConfigError(f"quantization_config: {problem or error}; {_TOOL}") from error
     except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:  # of its own validators
@@ -202,7 +202,7 @@ def _validated(model: Any, settings: object, where: str) -> Any:
         raise ConfigError(f"quantization_config: {problem}; {_TOOL}, or another version of the package") from error
 
 
-def _told(error: Mapping[str, Any], where: str) -> str:
+def _message(error: Mapping[str, Any], where: str) -> str:
     """One error of the package as a sentence with the field's path. A group may also be the name of a preset; which of
     the two the package tried is part of its path."""
     path = ".".join(str(part) for part in error["loc"] if "QuantizationScheme" not in str(part))

@@ -34,25 +34,25 @@ METHODS: dict[str, Reader] = {
 """Makers of schemes by the ``quant_method`` of quantization_config. They raise ConfigError."""
 
 
-def detect_scheme(model_path: str | Path, asked: str, overrides: str = "{}") -> Scheme | None:
+def detect_scheme(model_path: str | Path, flag: str, overrides: str = "{}") -> Scheme | None:
     """The scheme of the checkpoint in ``model_path``; None for floats. Raises ConfigError, saying what to do.
 
-    ``asked``: the value of --quantization. Empty follows the files. A method must agree with the files, or be one of
+    ``flag``: the value of --quantization. Empty follows the files. A method must agree with the files, or be one of
     ``ONLINE`` for a float checkpoint; ``unquant`` requires a float checkpoint. A GGUF file may also be dequantized and
     quantized again. ``overrides``: the JSON object that is merged over config.json.
     """
     if is_gguf(model_path):
-        if asked in ("", "gguf"):
+        if flag in ("", "gguf"):
             return GgufScheme(read_header(model_path))
-        if asked not in ("unquant", *ONLINE):
-            raise ConfigError(f"this model is a GGUF file, and --quantization asks for {asked}; leave the flag out")
-        return _online(asked)
+        if flag not in ("unquant", *ONLINE):
+            raise ConfigError(f"this model is a GGUF file, and --quantization asks for {flag}; leave the flag out")
+        return _online(flag)
     settings = read_merged(model_path, overrides).get("quantization_config")
     description = description_file(model_path)
     if description is not None:
-        return _described(description, settings, asked)
+        return _described(description, settings, flag)
     if not settings:
-        return _online(asked)
+        return _online(flag)
     if not isinstance(settings, dict):
         raise ConfigError(f"config.json: quantization_config must be an object, and is {settings!r}")
     method = str(settings.get("quant_method", ""))
@@ -61,9 +61,9 @@ def detect_scheme(model_path: str | Path, asked: str, overrides: str = "{}") -> 
             f"this checkpoint is quantized by {method or 'a method that its quantization_config does not name'}; those "
             f"that are read are {', '.join(sorted(METHODS))}: use such a checkpoint, or one in bf16"
         )
-    if asked and asked != method:
+    if flag and flag != method:
         raise ConfigError(
-            f"this checkpoint is quantized by {method}, and --quantization asks for {asked}; leave the flag out, or "
+            f"this checkpoint is quantized by {method}, and --quantization asks for {flag}; leave the flag out, or "
             "use a checkpoint in bf16"
         )
     return METHODS[method](settings)
@@ -76,27 +76,27 @@ def preload(model_path: str | Path, overrides: str = "{}") -> None:
         import_package()
 
 
-def _described(file: Path, settings: object, asked: str) -> Scheme:
+def _described(file: Path, settings: object, flag: str) -> Scheme:
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     if method in METHODS:
         raise ConfigError(
             f"{file} says that this checkpoint is quantized by modelslim, and its config.json says by {method}; keep "
             "the one that belongs to the weights"
         )
-    if asked not in ("", "modelslim"):
+    if flag not in ("", "modelslim"):
         raise ConfigError(
-            f"this checkpoint is quantized by modelslim, and --quantization asks for {asked}; leave the flag out, or "
+            f"this checkpoint is quantized by modelslim, and --quantization asks for {flag}; leave the flag out, or "
             "use a checkpoint in bf16"
         )
     return ModelSlim(read_description(file))
 
 
-def _online(asked: str) -> Scheme | None:
-    if asked in ("", "unquant"):
+def _online(flag: str) -> Scheme | None:
+    if flag in ("", "unquant"):
         return None
-    if asked not in ONLINE:
+    if flag not in ONLINE:
         raise ConfigError(
-            f"--quantization {asked} is for a checkpoint that was quantized so, and this one is in floats; leave it "
+            f"--quantization {flag} is for a checkpoint that was quantized so, and this one is in floats; leave it "
             f"out, or ask for {' or '.join(ONLINE)}, which are made while the weights are loaded"
         )
-    return Online(asked)
+    return Online(flag)

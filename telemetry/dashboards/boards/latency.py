@@ -141,7 +141,7 @@ _STEPS = Row(
     ),
 )
 
-_GUESSES = Row(
+_DRAFT_TOKENS = Row(
     "Speculative decoding",
     (
         TimeSeries(
@@ -220,5 +220,5 @@ LATENCY = Board(
     "troupe-latency",
     "Troupe: latency",
     "Latencies of requests, their parts, and the steps behind them.",
-    (_CLIENTS, _STAGES, _STEPS, _GUESSES, _COMPARED),
+    (_CLIENTS, _STAGES, _STEPS, _DRAFT_TOKENS, _COMPARED),
 )

@@ -9,7 +9,7 @@ from actors.boards.wake_limiter import WakeLimiter
 
 async def test_a_few_go_on_in_each_turn_in_their_order() -> None:
     wake_limiter, loop = WakeLimiter(3), asyncio.get_running_loop()
-    went: list[tuple[int, int]] = []
+    passed: list[tuple[int, int]] = []
     turn = 0
 
     def count() -> None:
@@ -20,12 +20,12 @@ async def test_a_few_go_on_in_each_turn_in_their_order() -> None:
 
     async def enter(number: int) -> None:
         await wake_limiter.enter()
-        went.append((turn, number))
+        passed.append((turn, number))
 
     loop.call_soon(count)
     await asyncio.gather(*(enter(number) for number in range(10)))
-    assert [number for _, number in went] == list(range(10))
-    turns = [turn for turn, _ in went]
+    assert [number for _, number in passed] == list(range(10))
+    turns = [turn for turn, _ in passed]
     assert max(turns.count(turn) for turn in turns) == 3
     assert len(wake_limiter) == 0
 

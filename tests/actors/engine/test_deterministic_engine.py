@@ -15,7 +15,7 @@ from app.understudy.drafts import draft_path
 from tests.kits.engines import small_engine
 from tests.kits.waiting import until
 
-ASKED = ("What is the capital of Norway?", "Tell me a short story about a fox.", "What is 12 plus 30?")
+QUESTIONS = ("What is the capital of Norway?", "Tell me a short story about a fox.", "What is 12 plus 30?")
 RULES = "Answer in one sentence. Be friendly, be short, and never draft. " * 4
 """A prefix that all share, longer than a page and than some chunks."""
 
@@ -36,8 +36,8 @@ async def answer(running: Engine, question: str, temperature: float) -> list[int
 
 async def answers(running: Engine) -> list[list[int]]:
     """Greedy ones, sampled ones, and one of them twice, all asked at once."""
-    asked = [*((question, temperature) for temperature in (0.0, 0.9) for question in ASKED), (ASKED[0], 0.0)]
-    return await asyncio.gather(*(answer(running, *one) for one in asked))
+    prompts = [*((question, temperature) for temperature in (0.0, 0.9) for question in QUESTIONS), (QUESTIONS[0], 0.0)]
+    return await asyncio.gather(*(answer(running, *one) for one in prompts))
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def alone() -> list[list[int]]:
 
     async def ask() -> list[list[int]]:
         async with engine(disable_radix_cache=True) as running:
-            found = [await answer(running, question, heat) for heat in (0.0, 0.9) for question in ASKED]
+            found = [await answer(running, question, heat) for heat in (0.0, 0.9) for question in QUESTIONS]
             return [*found, found[0]]
 
     return asyncio.run(ask())
@@ -72,14 +72,14 @@ def alone() -> list[list[int]]:
 async def test_answers_together_are_those_of_each_alone(options: dict[str, object], alone: list[list[int]]) -> None:
     async with engine(**options) as running:
         assert await answers(running) == alone
-        assert await answer(running, *(ASKED[1], 0.0)) == alone[1]  # behind a prefix that is in the cache
+        assert await answer(running, *(QUESTIONS[1], 0.0)) == alone[1]  # behind a prefix that is in the cache
 
 
 async def test_answers_go_on_unchanged_after_the_worker_is_killed(alone: list[list[int]]) -> None:
     async with engine(speculative_algorithm="NGRAM") as running:
-        asked = asyncio.create_task(answers(running))
+        prompts = asyncio.create_task(answers(running))
         await until(lambda: bool(running.board.scheduler and running.board.scheduler.running), "nothing runs")
         pid = int(running.describe()["workers"][0]["pid"])
         os.kill(pid, signal.SIGKILL)  # at once: a fast machine takes 50 ms for all
-        assert await asked == alone
+        assert await prompts == alone
         await until(lambda: running.describe()["workers"][0]["pid"] not in (None, pid), "no worker follows")

@@ -513,9 +513,9 @@ async def test_priorities_order_the_queue_where_they_are_enabled(
             ended.append(name)
 
         long = msgspec.structs.replace(GREEDY, max_tokens=200)
-        wanted = (("first", long, 0), ("low", GREEDY, 1), ("high", GREEDY, 4))
+        queue = (("first", long, 0), ("low", GREEDY, 1), ("high", GREEDY, 4))
         async with asyncio.TaskGroup() as tasks:
-            for name, params, priority in wanted:
+            for name, params, priority in queue:
                 stream = engine.generate([5, 6], params, priority=priority)
                 await stream.ready()
                 tasks.create_task(read(stream, name))

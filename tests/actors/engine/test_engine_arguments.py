@@ -125,10 +125,10 @@ async def test_template_workers_interval_and_name(
 
 
 def test_what_the_hub_has_is_downloaded_as_the_arguments_say(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str | None, str, bool]] = []
+    downloads: list[tuple[str, str | None, str, bool]] = []
 
     def download(name: str, *, revision: str | None, cache_dir: str, allow_patterns: list[str]) -> str:
-        asked.append((name, revision, cache_dir, "*.safetensors" in allow_patterns))
+        downloads.append((name, revision, cache_dir, "*.safetensors" in allow_patterns))
         return str(tiny_model)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
@@ -143,7 +143,7 @@ def test_what_the_hub_has_is_downloaded_as_the_arguments_say(tiny_model: Path, m
             speculative_draft_model_revision="third",
         )
     )
-    assert sorted(asked) == [
+    assert sorted(downloads) == [
         ("own/draft", "third", "/models", True),
         ("own/model", "second", "/models", True),
         ("own/words", None, "/models", False),

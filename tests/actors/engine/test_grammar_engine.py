@@ -44,8 +44,8 @@ async def engine() -> AsyncIterator[Engine]:
 async def answer(engine: Engine, grammar: Grammar | None, prompt: Any = "Once upon a time", **params: Any) -> list[str]:
     """The text of each choice."""
     texts, last = {}, {}
-    asked = SamplingParams(**({"max_tokens": 200, "seed": 3, "temperature": 1.0} | params), grammar=grammar)
-    async for delta in engine.generate(prompt, asked):
+    sampling = SamplingParams(**({"max_tokens": 200, "seed": 3, "temperature": 1.0} | params), grammar=grammar)
+    async for delta in engine.generate(prompt, sampling):
         texts[delta.index] = texts.get(delta.index, "") + delta.text
         last[delta.index] = delta
     assert all(delta.finish_reason == "stop" for delta in last.values()), texts
@@ -120,7 +120,7 @@ async def free(engine: Engine) -> str:
 
 
 @pytest.mark.parametrize(
-    ("grammar", "said"),
+    ("grammar", "reason"),
     [
         (Grammar("regex", "("), "unclosed group"),
         (Grammar("json_schema", '{"not": {}}'), "not"),
@@ -131,8 +131,8 @@ async def free(engine: Engine) -> str:
         (Grammar("sonnet", ""), "kinds"),  # type: ignore[arg-type]
     ],
 )
-async def test_a_wrong_grammar_is_refused_with_the_reason(engine: Engine, grammar: Grammar, said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said) as caught:
+async def test_a_wrong_grammar_is_refused_with_the_reason(engine: Engine, grammar: Grammar, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as caught:
         await answer(engine, grammar)
     assert caught.value.param == "grammar"
 

@@ -72,8 +72,8 @@ async def test_an_engines_metrics_report_what_it_did(
         assert engine.traffic.flows["worker-0", "Step"].count >= 12
 
     def number(name: str, **labels: str) -> float:
-        wanted = labels.items()
-        return sum(value for have, value in found[name].items() if wanted <= dict(have).items())
+        expected = labels.items()
+        return sum(value for have, value in found[name].items() if expected <= dict(have).items())
 
     assert number("gen_ai_server_request_duration_seconds_count") == 5
     assert number("gen_ai_server_request_duration_seconds_count", error_type="") == 2

@@ -135,8 +135,8 @@ class Rig:
         await self.scheduler.tell(Submit(sequences=(spec,)))
         return entry
 
-    async def heard(self) -> None:
-        """The scheduler has dealt with what it was sent, by the faster lanes and then by the slowest."""
+    async def drain(self) -> None:
+        """Wait until the scheduler has handled its messages: the faster lanes, then the slowest."""
         await self.scheduler.ask(Flush(), timeout=PATIENCE)
         load = self.board.scheduler
         await self.scheduler.tell(Submit(sequences=()))
@@ -172,7 +172,7 @@ async def rigged(cache_of: Callable[[HealthBoard], CacheManager] = CacheManager)
         )
         rig = Rig(system, scheduler, board, journal, steps, messages, reported, fences, fenced)
         rig.ready(0)
-        await rig.heard()
+        await rig.drain()
         yield rig
 
 
@@ -180,20 +180,20 @@ def deaths(timeline: RequestTimeline) -> list[tuple[float, object]]:
     return [(mark.at, mark.attributes["in_step"]) for mark in timeline.marks if mark.name == "worker_died"]
 
 
-@pytest.mark.parametrize("heard", ["by a step", "by the next life"])
+@pytest.mark.parametrize("reported_by", ["by a step", "by the next incarnation"])
 @pytest.mark.parametrize("token", ["before the death", "on its way at the death"])
-async def test_the_mark_is_of_the_death_or_of_a_stream_that_began_after_it(heard: str, token: str) -> None:
+async def test_the_mark_is_of_the_death_or_of_a_stream_that_began_after_it(reported_by: str, token: str) -> None:
     async with rigged() as rig:
         entry = await rig.submit()
         step = await rig.sent(0)
         began, died = rig.now(), await rig.later()
         entry.begin_decode(began if token == "before the death" else died + 1e-6)
         rig.board.worker_lost(died)
-        if heard == "by the next life":  # which the step's failure is behind
+        if reported_by == "by the next incarnation":  # which the step's failure is behind
             rig.ready(1)
         step.set_exception(ChildCrash("killed"))
         await until(lambda: entry.worker_deaths, "nobody was blamed")
-        if heard == "by a step":
+        if reported_by == "by a step":
             rig.ready(1)
         await rig.sent(1)
         assert deaths(entry.timeline) == [(died if token == "before the death" else died + 1e-6, True)]
@@ -205,13 +205,13 @@ async def test_requests_that_come_to_a_dead_worker_wait_for_its_next_life() -> N
     async with rigged() as rig:
         rig.board.worker_lost(await rig.later())
         entry = await rig.submit()
-        await rig.heard()
+        await rig.drain()
         assert rig.board.scheduler is not None
         assert (rig.steps, rig.board.scheduler.waiting) == ([], 1)
         rig.ready(1)
         await rig.sent(1)
         rig.scheduler.offer(WorkerReady(model_info(num_pages=9, page_size=16), 0))  # of the life that is over
-        await rig.heard()
+        await rig.drain()
         assert [epoch for epoch, _ in rig.steps] == [1]
         assert (entry.worker_deaths, entry.timeline.marks) == (0, [])
 
@@ -219,7 +219,7 @@ async def test_requests_that_come_to_a_dead_worker_wait_for_its_next_life() -> N
 async def test_no_step_goes_to_a_worker_that_died_while_it_was_planned() -> None:
     async with rigged(Last) as rig:
         entry = await rig.submit()
-        await rig.heard()
+        await rig.drain()
         assert rig.board.died_at(0) is not None
         assert rig.steps == []
         rig.ready(1)
@@ -238,13 +238,13 @@ async def test_a_step_that_a_dead_worker_was_sent_blames_no_request(first: str) 
         stale = StaleStep("Step 1 is of epoch 0, this is 1.")
         if first == "the refusal":
             step.set_exception(stale)
-            await until(lambda: deaths(entry.timeline), "the refusal was not heard")
+            await until(lambda: deaths(entry.timeline), "the refusal was not reported")
         rig.ready(1)
         await rig.sent(1)
         if first == "the next life":
-            await rig.heard()
+            await rig.drain()
             step.set_exception(stale)
-            await rig.heard()
+            await rig.drain()
         assert [epoch for epoch, _ in rig.steps] == [0, 1]
         assert entry.worker_deaths == 0
         assert deaths(entry.timeline) == [(entry.timeline.started, False)]
@@ -262,8 +262,8 @@ async def test_a_step_whose_answer_came_before_the_death_blames_no_request() -> 
         assert [blamed for _, blamed in deaths(entry.timeline)] == [False]
 
 
-@pytest.mark.parametrize("heard", ["by a step", "by the next life"])
-async def test_a_request_not_run_again_is_ended_though_the_cache_is_silent(heard: str) -> None:
+@pytest.mark.parametrize("reported_by", ["by a step", "by the next incarnation"])
+async def test_a_request_not_run_again_is_ended_though_the_cache_is_silent(reported_by: str) -> None:
     known = asyncio.Event()
     async with rigged(lambda board: Slow(board, known)) as rig:
         entry = await rig.submit()
@@ -271,7 +271,7 @@ async def test_a_request_not_run_again_is_ended_though_the_cache_is_silent(heard
             rig.journal.suspects.died({entry.sequence: Rerun(8, decode=False)})
         step = await rig.sent(0)
         rig.board.worker_lost(rig.now())
-        if heard == "by the next life":
+        if reported_by == "by the next incarnation":
             rig.ready(1)
         step.set_exception(ChildCrash("killed"))
         await until(lambda: rig.reported, "no emission arrived")
@@ -333,7 +333,7 @@ async def test_a_condemned_choice_takes_the_others_of_its_request_with_it() -> N
         other = JournalEntry(2, 1, first.spec, first.params, first.stream, first.timeline, [0], [])
         rig.journal.open(other)
         await rig.scheduler.tell(Submit(sequences=(msgspec.structs.replace(first.spec, sequence=2),)))
-        await rig.heard()
+        await rig.drain()
         for _ in range(2):
             rig.journal.suspects.died({1: Rerun(8, decode=False)})
         rig.board.worker_lost(rig.now())

@@ -171,17 +171,17 @@ def test_files_are_found_and_read(tmp_path: Path) -> None:
 
 
 def test_a_token_map_of_the_hub_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str, str | None]] = []
+    downloads: list[tuple[str, str, str | None]] = []
 
     def download(repository: str, name: str, *, cache_dir: str | None) -> str:
-        asked.append((repository, name, cache_dir))
+        downloads.append((repository, name, cache_dir))
         return str(tmp_path / "freq.pt")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     given = {"speculative_token_map": "owner/model/folder/freq.pt", "download_dir": "/models"}
     found = settings(tmp_path, QWEN, QWEN, speculative_algorithm="EAGLE", **given)
     assert found.token_map == str(tmp_path / "freq.pt")
-    assert asked == [("owner/model", "folder/freq.pt", "/models")]
+    assert downloads == [("owner/model", "folder/freq.pt", "/models")]
 
 
 def test_a_revision_of_a_draft_that_is_here_is_refused(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ async def read_out(stream: RequestStream) -> list[int]:
 
 
 async def say(engine: Engine) -> list[list[int]]:
-    asked = [(prompt, params) for prompt in PROMPTS for params in (GREEDY, SAMPLED)]
-    return list(await asyncio.gather(*(read_out(engine.generate(*question)) for question in asked)))
+    cases = [(prompt, params) for prompt in PROMPTS for params in (GREEDY, SAMPLED)]
+    return list(await asyncio.gather(*(read_out(engine.generate(*question)) for question in cases)))
 
 
 def pids(engine: Engine) -> list[int]:

@@ -128,7 +128,7 @@ def test_special_values_outside_the_bounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keywords", "said"),
+    ("keywords", "message"),
     [
         ({"port": 1.5}, "an integer"),
         ({"stream_output": "maybe"}, "true or false"),
@@ -153,12 +153,12 @@ def test_special_values_outside_the_bounds() -> None:
         ({"config": "file.yaml"}, "command line only"),
     ],
 )
-def test_wrong_values(keywords: dict[str, object], said: str) -> None:
-    assert said in problem(**keywords)
+def test_wrong_values(keywords: dict[str, object], message: str) -> None:
+    assert message in problem(**keywords)
 
 
 @pytest.mark.parametrize(
-    ("keywords", "said"),
+    ("keywords", "message"),
     [
         ({"api_key": " , "}, "open to all"),
         ({"schedule_low_priority_values_first": True}, "needs enable_priority_scheduling"),
@@ -201,8 +201,8 @@ def test_wrong_values(keywords: dict[str, object], said: str) -> None:
         ({"disable_radix_cache": True, "enable_prefix_caching": True}, "contradicts disable_radix_cache"),
     ],
 )
-def test_contradictions(keywords: dict[str, object], said: str) -> None:
-    assert said in problem(**keywords)
+def test_contradictions(keywords: dict[str, object], message: str) -> None:
+    assert message in problem(**keywords)
 
 
 @pytest.mark.parametrize(("hard", "stall"), [(300.0, 60.0), (600.0, 60.0), (10.0, 2.0)])

@@ -20,12 +20,12 @@ class Worker:
     """Answers when its gate is open."""
 
     def __init__(self, reply: Any = "") -> None:
-        self.reply, self.asked, self.gate = reply, 0, asyncio.Event()
+        self.reply, self.calls, self.gate = reply, 0, asyncio.Event()
         self.gate.set()
 
     async def ask(self, message: CompileGrammar, *, timeout: float) -> str:
         assert timeout > message.timeout
-        self.asked += 1
+        self.calls += 1
         await self.gate.wait()
         if isinstance(self.reply, BaseException):
             raise self.reply
@@ -42,7 +42,7 @@ async def test_a_known_grammar_is_not_asked_for_again() -> None:
     one, other = route(worker), route(Worker())
     assert await grammars.compile(RED, one)
     assert not await grammars.compile(RED, one)
-    assert worker.asked == 1
+    assert worker.calls == 1
     assert await grammars.compile(RED, other)
     one.board.worker = (None, 2)  # a new worker knows nothing
     assert await grammars.compile(RED, one)
@@ -58,7 +58,7 @@ async def test_a_request_goes_on_where_a_worker_does_not_answer() -> None:
     grammars, worker = GrammarCompiles(), Worker(TimeoutError())
     assert not await grammars.compile(RED, route(worker))
     assert not await grammars.compile(RED, route(worker))
-    assert worker.asked == 2
+    assert worker.calls == 2
 
 
 async def test_a_busy_worker_is_not_the_grammars_fault() -> None:
@@ -92,7 +92,7 @@ class Mortal(Worker):
 
     async def ask(self, message: CompileGrammar, *, timeout: float) -> str:
         answer = await super().ask(message, timeout=timeout)
-        if self.asked <= self.deaths:
+        if self.calls <= self.deaths:
             raise ActorDied("worker", RuntimeError("out of memory"))
         return answer
 
@@ -100,7 +100,7 @@ class Mortal(Worker):
 async def test_a_grammar_at_whose_compilation_a_worker_died_gets_one_more() -> None:
     grammars, worker = GrammarCompiles(), Mortal(1)
     assert await grammars.compile(RED, route(worker))
-    assert worker.asked == 2
+    assert worker.calls == 2
 
 
 async def test_a_grammar_at_whose_compilation_two_workers_died_gets_no_third() -> None:
@@ -108,7 +108,7 @@ async def test_a_grammar_at_whose_compilation_two_workers_died_gets_no_third() -
     for _ in range(2):
         with pytest.raises(RequestFailed, match="died twice"):
             await grammars.compile(RED, route(worker))
-    assert worker.asked == 2
+    assert worker.calls == 2
     assert await grammars.compile(Grammar("regex", "a"), route(worker))
 
 

@@ -29,7 +29,7 @@ class Crash(Message[WorkerProtocol, None], frozen=True):
     lane: ClassVar[Lane] = Lane.CONTROL
 
 
-class Life(Message[WorkerProtocol, int], frozen=True):
+class GetIncarnation(Message[WorkerProtocol, int], frozen=True):
     """Which incarnation answers."""
 
 
@@ -94,7 +94,7 @@ class Worker(Actor[WorkerProtocol]):
         raise ValueError("boom")
 
     @handles
-    def life(self, message: Life) -> int:
+    def incarnation(self, message: GetIncarnation) -> int:
         return self.context.incarnation
 
     @handles

@@ -10,7 +10,7 @@ from tests.actors.runtime.supervised import (
     GROUP,
     ONE,
     Crash,
-    Life,
+    GetIncarnation,
     Stage,
     spawn,
 )
@@ -27,7 +27,7 @@ async def test_a_group_is_stopped_in_reverse_order_and_started_in_order() -> Non
         assert stage.log == ["-c0", "-a0"]
         await kit.advance(1.0)
         assert stage.log == ["-c0", "-a0", "+a1", "+b1", "+c1"]
-        assert [await ref.ask(Life(), timeout=1) for ref in refs] == [1, 1, 1]
+        assert [await ref.ask(GetIncarnation(), timeout=1) for ref in refs] == [1, 1, 1]
 
 
 async def test_two_deaths_at_once_make_one_group_restart() -> None:
@@ -38,11 +38,11 @@ async def test_two_deaths_at_once_make_one_group_restart() -> None:
             for ref in refs[1:]:
                 kit.system.crash_actor(ref, ValueError("both at once"))
             await kit.advance(1.0)
-            assert [await ref.ask(Life(), timeout=1) for ref in refs] == [1, 1, 1], seed
+            assert [await ref.ask(GetIncarnation(), timeout=1) for ref in refs] == [1, 1, 1], seed
             assert len(kit.of(EventKind.RESTARTED)) == 3
             refs[0].offer(Crash())
             await kit.advance(2.0)
-            assert await refs[2].ask(Life(), timeout=1) == 2, "the two deaths counted as one restart"
+            assert await refs[2].ask(GetIncarnation(), timeout=1) == 2, "the two deaths counted as one restart"
 
 
 async def test_a_member_that_fails_to_start_restarts_the_whole_group_again() -> None:
@@ -72,7 +72,7 @@ async def test_a_member_that_dies_while_another_starts_does_not_wait_for_it() ->
         refs[0].offer(Crash())
         await kit.advance(8.0)  # the start of b is given its stop timeout, then cancelled; then 2 s of backoff
         assert stage.log == ["-a0", "+a1", "+a2", "+b2"]
-        assert [await ref.ask(Life(), timeout=1) for ref in refs] == [2, 2]
+        assert [await ref.ask(GetIncarnation(), timeout=1) for ref in refs] == [2, 2]
 
 
 async def test_a_single_member_of_a_group_may_be_restarted_alone() -> None:
@@ -82,15 +82,15 @@ async def test_a_single_member_of_a_group_may_be_restarted_alone() -> None:
         grouped = await spawn(kit, stage, "grouped", supervision=GROUP, group="g")
         alone.offer(Crash())
         await kit.advance(1.0)
-        assert [await ref.ask(Life(), timeout=1) for ref in (alone, grouped)] == [1, 0]
+        assert [await ref.ask(GetIncarnation(), timeout=1) for ref in (alone, grouped)] == [1, 0]
         # While it waits out its own backoff of 2 s, the group's restart takes it over.
         alone.offer(Crash())
         await kit.advance(0.5)
         grouped.offer(Crash())
         await kit.advance(1.0)
-        assert [await ref.ask(Life(), timeout=1) for ref in (alone, grouped)] == [2, 1]
+        assert [await ref.ask(GetIncarnation(), timeout=1) for ref in (alone, grouped)] == [2, 1]
         await kit.advance(5.0)
-        assert await alone.ask(Life(), timeout=1) == 2
+        assert await alone.ask(GetIncarnation(), timeout=1) == 2
 
 
 async def test_a_member_that_starts_while_its_group_restarts_comes_up_with_it() -> None:
@@ -103,4 +103,4 @@ async def test_a_member_that_starts_while_its_group_restarts_comes_up_with_it() 
         first.offer(Crash())
         await kit.advance(10.0)
         ref = await spawning
-        assert await ref.ask(Life(), timeout=1) == 1
+        assert await ref.ask(GetIncarnation(), timeout=1) == 1

@@ -377,33 +377,33 @@ async def test_a_link_that_loses_its_peer_while_sending_is_lost_once() -> None:
 
 async def test_last_words_are_heard_when_the_end_is_noticed_first() -> None:
     ours, theirs = socket.socketpair()
-    heard: list[tuple[int, int, bytes]] = []
+    received: list[tuple[int, int, bytes]] = []
     lost: list[BaseException | None] = []
     loop = asyncio.get_running_loop()
-    link = Link(loop, ours, lambda kind, number, body: heard.append((kind, number, bytes(body))), lost.append)
+    link = Link(loop, ours, lambda kind, number, body: received.append((kind, number, bytes(body))), lost.append)
     peer = Link(loop, theirs, lambda *frame: None, lambda error: None)
     peer.send(9, 1, b"fare", b"well")
     peer.send(10, 2)
     peer.close()
     link.drain()
-    assert heard == [(9, 1, b"farewell"), (10, 2, b"")]
+    assert received == [(9, 1, b"farewell"), (10, 2, b"")]
     assert lost == [None]
 
 
 async def test_what_a_slow_peer_has_read_is_no_backlog() -> None:
     ours, theirs = socket.socketpair()
     loop = asyncio.get_running_loop()
-    heard: list[tuple[int, int]] = []
+    received: list[tuple[int, int]] = []
     link = Link(loop, ours, lambda *frame: None, lambda error: None)
     for number in range(100):
         link.send(1, number, b"x" * 100_000)
     waiting = link.backlog
     assert 0 < waiting < 100 * 100_013
-    peer = Link(loop, theirs, lambda kind, number, body: heard.append((number, len(body))), lambda error: None)
+    peer = Link(loop, theirs, lambda kind, number, body: received.append((number, len(body))), lambda error: None)
     await asyncio.wait_for(link.flush(), PATIENCE)
     assert link.backlog == 0
-    await until(lambda: len(heard) == 100)
-    assert heard == [(number, 100_000) for number in range(100)]
+    await until(lambda: len(received) == 100)
+    assert received == [(number, 100_000) for number in range(100)]
     link.close()
     peer.close()
 

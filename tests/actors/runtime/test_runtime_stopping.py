@@ -12,9 +12,9 @@ from actors.runtime.testing import TestKit
 from tests.actors.runtime.supervised import (
     GROUP,
     Crash,
+    GetIncarnation,
     Hold,
     Leave,
-    Life,
     Stage,
     spawn,
 )
@@ -39,7 +39,7 @@ async def test_stop_during_backoff_ends_it() -> None:
         ref = await spawn(kit, stage)
         ref.offer(Crash())
         await kit.run_until_idle()
-        waiting = asyncio.create_task(ref.ask(Life(), timeout=60))
+        waiting = asyncio.create_task(ref.ask(GetIncarnation(), timeout=60))
         await kit.run_until_idle()
         await kit.system.stop_actor(ref)
         with pytest.raises(ActorDied):
@@ -89,7 +89,7 @@ async def test_two_systems_share_a_loop_and_names() -> None:
         second = await two.spawn(stage.worker, name="w")
         await one.stop()
         assert not first.is_alive()
-        assert await second.ask(Life(), timeout=5) == 0
+        assert await second.ask(GetIncarnation(), timeout=5) == 0
         with pytest.raises(ValueError, match="named 'w' already"):
             await two.spawn(stage.worker, name="w")
 

@@ -23,9 +23,9 @@ from tests.actors.runtime.supervised import (
     Crash,
     CrashByContext,
     CrashLater,
+    GetIncarnation,
     Hold,
     Keep,
-    Life,
     Lose,
     Refuse,
     Stage,
@@ -38,7 +38,7 @@ async def test_a_crash_fails_the_ask_in_hand_and_keeps_the_mailbox() -> None:
         ref = await spawn(kit, Stage())
         crash = asyncio.create_task(ref.ask(Crash(), timeout=9))
         await asyncio.sleep(0)
-        waiting = asyncio.create_task(ref.ask(Life(), timeout=9))
+        waiting = asyncio.create_task(ref.ask(GetIncarnation(), timeout=9))
         await kit.run_until_idle()
         with pytest.raises(ActorDied, match="ValueError: boom") as died:
             await crash
@@ -73,7 +73,7 @@ async def test_a_message_by_tell_is_redelivered_once_and_then_is_poison() -> Non
         assert kit.of(EventKind.DEAD_LETTER) == []
         await ref.tell(Keep(crashes=2))
         await kit.run_until_idle()
-        later = asyncio.create_task(ref.ask(Life(), timeout=60))
+        later = asyncio.create_task(ref.ask(GetIncarnation(), timeout=60))
         await kit.advance(20.0)
         assert stage.kept == {1: 2, 2: 2}
         (letter,) = kit.of(EventKind.DEAD_LETTER)
@@ -88,7 +88,7 @@ async def test_a_message_without_redelivery_is_a_dead_letter_after_a_crash() -> 
         await kit.advance(5.0)
         (letter,) = kit.of(EventKind.DEAD_LETTER)
         assert letter.reason == "lost in a crash"
-        assert await ref.ask(Life(), timeout=1) == 1
+        assert await ref.ask(GetIncarnation(), timeout=1) == 1
 
 
 async def test_backoff_grows_and_past_the_intensity_the_system_fails() -> None:
@@ -112,7 +112,7 @@ async def test_backoff_grows_and_past_the_intensity_the_system_fails() -> None:
         assert not other.is_alive()
         assert [event.actor for event in kit.of(EventKind.ESCALATED)] == ["w"]
         with pytest.raises(ActorDied, match="boom"):
-            await ref.ask(Life(), timeout=1)
+            await ref.ask(GetIncarnation(), timeout=1)
         with pytest.raises(RuntimeError, match="not running"):
             await spawn(kit, stage, "late")
 
@@ -127,7 +127,7 @@ async def test_the_window_forgets_and_bad_requests_never_count() -> None:
             with pytest.raises(RequestError):
                 await ref.ask(Refuse(), timeout=1)
         assert not kit.system.failed.is_set()
-        assert await ref.ask(Life(), timeout=1) == 6
+        assert await ref.ask(GetIncarnation(), timeout=1) == 6
 
 
 async def test_escalate_stops_the_system_at_the_first_crash() -> None:
@@ -150,7 +150,7 @@ async def test_a_failing_first_start_is_the_spawners_affair() -> None:
         assert kit.system.describe() == []
         assert kit.of(EventKind.RESTARTED) == []
         ref = await spawn(kit, stage)
-        assert await ref.ask(Life(), timeout=1) == 0
+        assert await ref.ask(GetIncarnation(), timeout=1) == 0
 
 
 async def test_a_first_start_that_nothing_awaits_is_the_supervisors() -> None:
@@ -158,7 +158,7 @@ async def test_a_first_start_that_nothing_awaits_is_the_supervisors() -> None:
         stage = Stage()
         stage.fail_starts["w"] = 2
         ref = await spawn(kit, stage, wait=False)
-        answer = asyncio.create_task(ref.ask(Life(), timeout=60))
+        answer = asyncio.create_task(ref.ask(GetIncarnation(), timeout=60))
         await kit.advance(3.0)
         assert await answer == 2
 
@@ -169,10 +169,10 @@ async def test_a_background_task_belongs_to_its_incarnation() -> None:
         await ref.tell(CrashLater(5.0))
         await ref.tell(CrashLater(2.0))
         await kit.advance(3.0)
-        assert await ref.ask(Life(), timeout=1) == 1
+        assert await ref.ask(GetIncarnation(), timeout=1) == 1
         assert str(kit.of(EventKind.DIED)[0].cause) == "in the background"
         await kit.advance(60.0)
-        assert await ref.ask(Life(), timeout=1) == 1, "the other task ended with its incarnation"
+        assert await ref.ask(GetIncarnation(), timeout=1) == 1, "the other task ended with its incarnation"
 
 
 async def test_a_background_crash_interrupts_the_handler() -> None:
@@ -191,7 +191,7 @@ async def test_context_crash_is_as_if_the_handler_had_raised() -> None:
         with pytest.raises(ActorDied, match="by context"):
             await ref.ask(CrashByContext(), timeout=1)
         await kit.advance(1.0)
-        assert await ref.ask(Life(), timeout=1) == 1
+        assert await ref.ask(GetIncarnation(), timeout=1) == 1
 
 
 async def test_crash_actor_from_outside_frees_a_hanging_actor() -> None:
@@ -203,14 +203,14 @@ async def test_crash_actor_from_outside_frees_a_hanging_actor() -> None:
         with pytest.raises(ActorDied, match="hangs"):
             await held
         await kit.advance(1.0)
-        assert await ref.ask(Life(), timeout=1) == 1
+        assert await ref.ask(GetIncarnation(), timeout=1) == 1
 
 
 async def test_a_failing_event_callback_disturbs_no_actor(caplog: pytest.LogCaptureFixture) -> None:
     async with TestKit() as kit:
         kit.system.on_event(lambda event: 1 / 0)  # type: ignore[arg-type, return-value]
         ref = await spawn(kit, Stage())
-        assert await ref.ask(Life(), timeout=1) == 0
+        assert await ref.ask(GetIncarnation(), timeout=1) == 0
         assert "an event callback failed" in caplog.text
 
 
@@ -266,7 +266,7 @@ async def test_whatever_happens_in_whatever_order_every_sender_is_answered() -> 
                     case 7 if senders:
                         rng.choice(senders).cancel()
                     case _:
-                        senders.append(asyncio.create_task(ref.ask(Life(), timeout=300)))
+                        senders.append(asyncio.create_task(ref.ask(GetIncarnation(), timeout=300)))
                 for _ in range(rng.randrange(3)):
                     await asyncio.sleep(0)
             if seed % 2 == 0:  # the others are closed in the middle of it all
@@ -277,7 +277,7 @@ async def test_whatever_happens_in_whatever_order_every_sender_is_answered() -> 
                 assert not stuck, (seed, stuck, kit.system.describe())
                 for ref in refs:
                     if ref.is_alive():
-                        await ref.ask(Life(), timeout=1)
+                        await ref.ask(GetIncarnation(), timeout=1)
             assert not kit.system.failed.is_set()
         await asyncio.sleep(0)
         await asyncio.sleep(0)

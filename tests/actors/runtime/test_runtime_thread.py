@@ -41,9 +41,9 @@ async def spawn(system: ActorSystem, **options: Any) -> ActorRef[ChildProtocol]:
 async def hold(ref: ActorRef[ChildProtocol], folder: Path) -> tuple[Path, asyncio.Task[str]]:
     """A message that is in the thread's hand until the file is there."""
     gate = folder / "gate"
-    asked = asyncio.create_task(ref.ask(Work("held", str(gate)), timeout=60))
+    reply = asyncio.create_task(ref.ask(Work("held", str(gate)), timeout=60))
     await until((folder / "gate.begun").exists, "it was not begun")
-    return gate, asked
+    return gate, reply
 
 
 async def test_it_answers_beside_the_mailbox_and_in_order(system: ActorSystem, tmp_path: Path) -> None:
@@ -105,35 +105,35 @@ async def test_an_orderly_stop_waits_for_the_message_in_hand(
     system: ActorSystem, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ref = await spawn(system, stop_timeout=60.0)
-    gate, asked = await hold(ref, tmp_path)
+    gate, reply = await hold(ref, tmp_path)
     stopping = asyncio.create_task(system.stop_actor(ref))
     await asyncio.sleep(0.01)
     assert not stopping.done()
     gate.touch()
     await stopping
     assert f"stopping after {gate}" in caplog.text
-    assert await asked == str(gate)
+    assert await reply == str(gate)
 
 
 async def test_an_actor_that_stops_itself_answers_in_its_thread_first(
     system: ActorSystem, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ref = await spawn(system, stop_timeout=60.0)
-    gate, asked = await hold(ref, tmp_path)
+    gate, reply = await hold(ref, tmp_path)
     await ref.ask(Leave(), timeout=60)
     more = asyncio.create_task(ref.ask(Work("say", "too late"), timeout=60))  # nobody reads any more
     await asyncio.sleep(0.01)
     gate.touch()
-    assert await asked == str(gate)
+    assert await reply == str(gate)
     await asyncio.gather(more, return_exceptions=True)
     await until(lambda: f"stopping after {gate}" in caplog.text, "it stopped before")
 
 
 async def test_a_message_that_kills_is_not_handled_again(system: ActorSystem, tmp_path: Path) -> None:
     ref = await spawn(system)
-    _, asked = await hold(ref, tmp_path)
+    _, reply = await hold(ref, tmp_path)
     await ref.tell(Exit(code=3))
-    await asyncio.gather(asked, return_exceptions=True)
+    await asyncio.gather(reply, return_exceptions=True)
     assert await ref.ask(Work("say", "alive"), timeout=60) == "alive"
     assert await ref.ask(Ping(), timeout=60) == "pong"  # behind what the mailbox would have again
     assert system.describe()[0].incarnation == 1

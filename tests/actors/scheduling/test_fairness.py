@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from actors.scheduling.fairness import FairShare
 from actors.scheduling.sequence import Sequence
+from actors.scheduling.waiting import WaitingQueue
 from kernels.contract.step import SlotSampling
 from tests.actors.scheduling.stage import Stage, says, spec, unpack
 
@@ -231,3 +232,14 @@ def test_a_long_prompt_takes_what_another_tenant_leaves():
     stage.submit(spec(2, [2] * 3, tenant="short", max_tokens=1))
     assert chunks_of(stage.step(), stage, 1) == 13
     assert chunks_of(stage.step(), stage, 1) == 16
+
+
+def test_the_queue_knows_which_tenants_wait():
+    queue, sequences = WaitingQueue(), [Sequence(spec(n, range(3)), 0) for n in range(3)]
+    for sequence, tenant in zip(sequences, "aab", strict=True):
+        sequence.tenant = tenant
+        queue.add(sequence)
+    assert queue.tenants == {"a": 2, "b": 1}
+    queue.remove(sequences[2])
+    queue.remove(sequences[0])
+    assert dict(queue.tenants) == {"a": 1}

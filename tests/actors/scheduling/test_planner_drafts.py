@@ -77,10 +77,10 @@ def test_drafts_reach_no_further_than_a_slot_does(overlap, nodes):
         use_cache=False,
         overlap=overlap,
     )
-    said = says(range(2), 10)
-    stage.submit(spec(1, range(2), max_tokens=10, output=said[:2]))
+    output = says(range(2), 10)
+    stage.submit(spec(1, range(2), max_tokens=10, output=output[:2]))
     stage.play()
-    assert stage.tokens(1) == said[2:]
+    assert stage.tokens(1) == output[2:]
     assert stage.end(1).reason == "length"
 
 
@@ -101,9 +101,9 @@ def test_drafts_leave_room_for_prompts():
 @pytest.mark.parametrize("adaptive", [None, "{}"])
 def test_where_drafts_are_made_apart_a_prompt_has_all_of_a_step(adaptive, monkeypatch):
     """Whether it is admitted or goes on: nobody drafts beside it, nor is asked whether it would pay. Then all do."""
-    asked, choose = [], AdaptivePolicy.choose
+    calls, choose = [], AdaptivePolicy.choose
     monkeypatch.setattr(
-        AdaptivePolicy, "choose", lambda policy, tracks: asked.append(len(tracks)) or choose(policy, tracks)
+        AdaptivePolicy, "choose", lambda policy, tracks: calls.append(len(tracks)) or choose(policy, tracks)
     )
     stage = DraftingStage(
         apart=True,
@@ -117,7 +117,7 @@ def test_where_drafts_are_made_apart_a_prompt_has_all_of_a_step(adaptive, monkey
     stage.submit(*(spec(n, range(n * 10, n * 10 + 3), max_tokens=60) for n in range(1, 4)))
     stage.step()
     assert any(any(unpack(stage.step().draft_limits)) for _ in range(6))
-    asked.clear()
+    calls.clear()
     stage.submit(spec(9, range(33), max_tokens=20))
     chunks = []
     while sum(chunks) < 33:
@@ -125,9 +125,9 @@ def test_where_drafts_are_made_apart_a_prompt_has_all_of_a_step(adaptive, monkey
         chunks.append(unpack(batch.counts)[3])
         assert not batch.draft_limits
     assert chunks == [13, 13, 7]
-    assert not asked
+    assert not calls
     drafts = unpack(stage.step().draft_limits)
-    assert asked == [4] if adaptive else drafts == [3] * 4
+    assert calls == [4] if adaptive else drafts == [3] * 4
     stage.play()
     for number, prompt, count in [(n, range(n * 10, n * 10 + 3), 60) for n in range(1, 4)] + [(9, range(33), 20)]:
         assert stage.tokens(number) == says(prompt, count)
@@ -148,11 +148,11 @@ def test_what_drafts_brought_is_shared_while_its_request_runs():
     stage.submit(spec(1, range(5), max_tokens=100))
     for _ in range(6):
         stage.step()
-    said = stage.tokens(1)
-    assert len(said) > 16
-    stage.submit(spec(2, [*range(5), *said], max_tokens=1))
+    output = stage.tokens(1)
+    assert len(output) > 16
+    stage.submit(spec(2, [*range(5), *output], max_tokens=1))
     stage.step()
-    assert stage.reported[2][0].cached_tokens == (5 + len(said) - 1) // 4 * 4
+    assert stage.reported[2][0].cached_tokens == (5 + len(output) - 1) // 4 * 4
     assert stage.end(1) is None
 
 
@@ -243,17 +243,17 @@ def test_requests_that_keep_coming_keep_no_other_from_drafting():
 def test_a_draft_that_finds_nothing_is_seldom_asked():
     """Its steps are no plain ones: the time that it took in vain is lost."""
     stage = DraftingStage(adaptive="{}", accepts=lambda most: 0, pages=400, context_length=1500)
-    run, asked = stage.runner.run, []
+    run, calls = stage.runner.run, []
 
     def vain(batch):
-        asked.append(any(unpack(batch.draft_limits)))
-        timing = StepTiming(whole=0.015 if asked[-1] else 0.01)
+        calls.append(any(unpack(batch.draft_limits)))
+        timing = StepTiming(whole=0.015 if calls[-1] else 0.01)
         return msgspec.structs.replace(run(batch), drafted=b"", depths=b"", timing=timing)
 
     stage.runner.run = vain
     stage.submit(spec(1, range(5), max_tokens=600))
     stage.play(limit=700)
-    assert 0 < sum(asked) < 30
+    assert 0 < sum(calls) < 30
     assert stage.tokens(1) == says(range(5), 600)
 
 

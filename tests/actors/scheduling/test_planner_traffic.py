@@ -113,7 +113,7 @@ class PlannerTraffic(RuleBasedStateMachine):
         self.now = 0.0
         self.next = 0
         self.specs = {}  # everything ever submitted
-        self.said = {}  # sequence -> output so far
+        self.outputs = {}  # sequence -> output so far
         self.scored = set()
         self.ended = {}  # sequence -> Ended
         self.dropped = set()  # by text_stopped, not to be heard of again
@@ -191,7 +191,7 @@ class PlannerTraffic(RuleBasedStateMachine):
                 SequenceSpec(**{f: getattr(fresh, f) for f in fresh.__struct_fields__} | {"output": pack(early)})
             )
             self.specs[self.next] = specs[-1]
-            self.said[self.next] = early
+            self.outputs[self.next] = early
             self.next += 1
         self.hear(self.planner.submit(specs, self.now))
         assert self.planner.submit(specs[:1] if self.planner.is_known(specs[0].sequence) else [], self.now) == []
@@ -262,19 +262,19 @@ class PlannerTraffic(RuleBasedStateMachine):
         for emission in emissions:
             number = emission.sequence
             spec = self.specs[number]
-            said = self.said[number]
+            outputs = self.outputs[number]
             assert number not in self.ended, f"sequence {number} speaks after its end"
             assert number not in self.dropped, f"sequence {number} speaks after it was stopped"
-            assert emission.start == len(said)
-            first = not said
-            said += emission.tokens
+            assert emission.start == len(outputs)
+            first = not outputs
+            outputs += emission.tokens
             if emission.tokens:
                 self.check_scores(emission, spec, first)
             if emission.ended is None:
                 assert emission.tokens
                 continue
             self.ended[number] = emission.ended
-            self.check_end(spec, emission.ended, said)
+            self.check_end(spec, emission.ended, outputs)
 
     def check_scores(self, emission, spec, first):
         prompt = unpack(spec.prompt)
@@ -291,11 +291,11 @@ class PlannerTraffic(RuleBasedStateMachine):
         else:
             assert emission.prompt_scores is None
 
-    def check_end(self, spec, ended, said):
-        length = len(unpack(spec.prompt)) + len(said)
+    def check_end(self, spec, ended, outputs):
+        length = len(unpack(spec.prompt)) + len(outputs)
         if ended.reason in ("stop", "length"):
-            assert (said, ended.reason) == reference(spec, self.context)
-            assert ended.matched == (said[-1] if ended.reason == "stop" else None)
+            assert (outputs, ended.reason) == reference(spec, self.context)
+            assert ended.matched == (outputs[-1] if ended.reason == "stop" else None)
         elif ended.reason == "error":
             if "pages" in ended.message:
                 assert math.ceil(length / self.page_size) > self.pages
@@ -320,10 +320,10 @@ class PlannerTraffic(RuleBasedStateMachine):
         living = {s for s in self.specs if s not in self.ended and s not in self.dropped}
         assert living == {s for s in self.specs if self.planner.is_known(s)}
         assert load.running + load.waiting == len(living)
-        for sequence, said in self.said.items():
-            if sequence not in self.ended and said:
+        for sequence, outputs in self.outputs.items():
+            if sequence not in self.ended and outputs:
                 expected = reference(self.specs[sequence], self.context)[0]
-                assert said == expected[: len(said)]
+                assert outputs == expected[: len(outputs)]
 
     def teardown(self):
         """Everything that was accepted ends, in bounded time, and nothing is left."""

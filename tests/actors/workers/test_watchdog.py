@@ -68,7 +68,7 @@ async def test_a_stall_is_reported_once_with_where_it_stands(
     system: ActorSystem, caplog: pytest.LogCaptureFixture
 ) -> None:
     ref = await waiter(system)
-    asked = asyncio.ensure_future(ref.ask(Wait(for_ever=True), timeout=30.0))
+    reply = asyncio.ensure_future(ref.ask(Wait(for_ever=True), timeout=30.0))
     await until(lambda: system.describe()[0].message == "Wait")
     watchdog = Watchdog(system, soft=0.0, hard=60.0)
     with caplog.at_level(logging.WARNING):
@@ -79,7 +79,7 @@ async def test_a_stall_is_reported_once_with_where_it_stands(
     assert "Wait" in report
     assert watchdog.stalls == 1
     assert any("deep_down" in record.getMessage() for record in caplog.records)
-    asked.cancel()
+    reply.cancel()
 
 
 async def test_an_actor_over_its_time_is_replaced(system: ActorSystem) -> None:
@@ -120,13 +120,13 @@ async def test_a_message_that_bounds_its_own_time_is_never_too_old(
     system: ActorSystem, caplog: pytest.LogCaptureFixture
 ) -> None:
     ref = await waiter(system)
-    asked = asyncio.ensure_future(ref.ask(Load(), timeout=30.0))
+    reply = asyncio.ensure_future(ref.ask(Load(), timeout=30.0))
     await until(lambda: system.describe()[0].message == "Load")
     Watchdog(system, soft=0.0, hard=0.0).look()
     assert reports(caplog) == []
     assert system.describe()[0].incarnation == 0
     assert not worker_protocol.Load.timed
-    asked.cancel()
+    reply.cancel()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a socket pair and signals")

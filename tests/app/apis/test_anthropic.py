@@ -290,9 +290,9 @@ async def test_the_anthropic_client_reads_answers_streams_and_errors(application
     engine.answer = pieces(f"<think>Hm.</think>Look: {CALL}")
     url = await serve(application)
     async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
-        asked: dict[str, Any] = {**BODY, "tools": [TOOL]}
-        whole = await client.messages.create(**asked)
-        async with client.messages.stream(**asked) as events:
+        sent: dict[str, Any] = {**BODY, "tools": [TOOL]}
+        whole = await client.messages.create(**sent)
+        async with client.messages.stream(**sent) as events:
             kinds = [event.type async for event in events]
             streamed = await events.get_final_message()
         for message in (whole, streamed):
@@ -305,7 +305,7 @@ async def test_the_anthropic_client_reads_answers_streams_and_errors(application
         assert {"thinking", "text", "input_json", "message_stop"} <= set(kinds)
         results = [{"type": "tool_result", "tool_use_id": whole.content[2].id, "content": "2"}]
         history = [*USER, whole.to_param(), {"role": "user", "content": results}]
-        assert (await client.messages.create(**{**asked, "messages": history})).id
+        assert (await client.messages.create(**{**sent, "messages": history})).id
         rendered = engine.requests[-1]["prompt"].messages
         assert [turn["role"] for turn in rendered] == ["user", "assistant", "tool"]
         assert rendered[1]["reasoning_content"] == "Hm."

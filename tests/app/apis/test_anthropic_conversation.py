@@ -56,10 +56,10 @@ def test_results_come_before_the_text_beside_them() -> None:
 
 
 def test_an_error_of_a_tool_is_told_once() -> None:
-    for text, told in (("no", "Error: no"), ("error: no", "error: no")):
+    for text, content in (("no", "Error: no"), ("error: no", "error: no")):
         assert (
             turns(user("a"), assistant(CALL), user({**RESULT, "is_error": True, "content": text}))[-1]["content"]
-            == told
+            == content
         )
 
 

@@ -128,15 +128,15 @@ async def test_parameters_reach_the_engine(application, engine):
 
 
 async def test_ids_of_tokens_are_returned_on_request(application):
-    for asked in (True, False):
-        body = {**BODY, "max_tokens": 2, "return_token_ids": asked}
-        told = msgspec.json.decode((await post(application, body))[1])
-        assert told["choices"][0].get("token_ids") == ([1000, 1001] if asked else None)
-        assert ("prompt_token_ids" in told) is asked
+    for requested in (True, False):
+        body = {**BODY, "max_tokens": 2, "return_token_ids": requested}
+        answer = msgspec.json.decode((await post(application, body))[1])
+        assert answer["choices"][0].get("token_ids") == ([1000, 1001] if requested else None)
+        assert ("prompt_token_ids" in answer) is requested
         _, data = await post(application, {**body, "stream": True})
         chunks = [msgspec.json.decode(block.removeprefix("data: ")) for block in data.decode().split("\n\n")[:-2]]
         ids = [chunk["choices"][0]["token_ids"] for chunk in chunks if "token_ids" in chunk["choices"][0]]
-        assert ids == ([[1000], [1001]] if asked else [])
+        assert ids == ([[1000], [1001]] if requested else [])
 
 
 async def test_a_requests_own_template_reaches_a_server_that_trusts_it(make_application):

@@ -69,24 +69,24 @@ async def test_a_stream_counts_the_tokens_that_it_shows(application, max_tokens,
     body = {"prompt": [97, 98], "echo": True, "max_tokens": max_tokens}
     _, data = await post(application, **body, stream=True, stream_options={"include_usage": True})
     chunks = [answer(block.removeprefix("data: ").encode()) for block in data.decode().split("\n\n")[:-2]]
-    said = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
-    assert said == "ab" + "Paris" * counted
+    text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+    assert text == "ab" + "Paris" * counted
     usage = chunks[-1]["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (2, counted, 2 + counted)
 
 
 async def test_ids_of_tokens_are_returned_on_request(application):
-    for asked in (True, False):
-        body = {"prompt": "ab", "max_tokens": 2, "return_token_ids": asked}
+    for requested in (True, False):
+        body = {"prompt": "ab", "max_tokens": 2, "return_token_ids": requested}
         _, data = await post(application, **body)
         choice = answer(data)["choices"][0]
         assert (choice.get("token_ids"), choice.get("prompt_token_ids")) == (
-            ([1000, 1001], [97, 98]) if asked else (None, None)
+            ([1000, 1001], [97, 98]) if requested else (None, None)
         )
         _, data = await post(application, **body, stream=True)
         chunks = [answer(block.removeprefix("data: ").encode()) for block in data.decode().split("\n\n")[:-2]]
         reported = [chunk["choices"][0].get("token_ids") for chunk in chunks]
-        assert reported == ([[1000], [1001]] if asked else [None, None])
+        assert reported == ([[1000], [1001]] if requested else [None, None])
 
 
 @pytest.mark.parametrize("echo", [False, True])

@@ -58,7 +58,7 @@ async def test_a_wrong_field_is_named(make_application: Callable[..., Troupe], b
 async def test_too_many_dimensions_are_refused_before_inputs_run(make_application: Callable[..., Troupe]) -> None:
     application = make_application(is_embedding=True)
     engine: Any = application.engine
-    engine.model_info = SimpleNamespace(hidden_size=3)
+    engine.model_info = SimpleNamespace(hidden_size=3, pooling=None)
     status, answer = await post(application, input="x", dimensions=4)
     assert (status, answer["error"]["param"]) == (400, "dimensions")
     assert not engine.streams

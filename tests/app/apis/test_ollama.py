@@ -246,11 +246,11 @@ async def test_the_ollama_client_reads_everything(application, engine, serve) ->
     engine.chat_template = THINKS
     client = ollama.AsyncClient(host=await serve(application))
     engine.answer = pieces(f"<think>Hm.</think>Look: {CALL}")
-    asked: dict[str, Any] = {"model": "fake", "messages": USER, "tools": [TOOL], "think": True}
-    whole = await client.chat(**asked)
+    request: dict[str, Any] = {"model": "fake", "messages": USER, "tools": [TOOL], "think": True}
+    whole = await client.chat(**request)
     assert (whole.message.thinking, whole.message.content, whole.done_reason) == ("Hm.", "Look: ", "stop")
     assert whole.message.tool_calls[0].function.arguments == {"a": 1}
-    parts = [part async for part in await client.chat(**asked, stream=True)]
+    parts = [part async for part in await client.chat(**request, stream=True)]
     assert "".join(part.message.thinking or "" for part in parts) == "Hm."
     assert [call.function.name for part in parts for call in part.message.tool_calls or ()] == ["add"]
     assert parts[-1].eval_count == len(engine.answer)
@@ -265,7 +265,7 @@ async def test_the_ollama_client_reads_everything(application, engine, serve) ->
     assert shown.capabilities == ["completion", "tools", "thinking"]
     assert shown.modelinfo["general.architecture"] == "fake"
     with pytest.raises(ollama.ResponseError, match="does not exist here"):
-        await client.chat(**{**asked, "model": "other"})
+        await client.chat(**{**request, "model": "other"})
     with pytest.raises(ollama.ResponseError, match="generates text"):
         await client.embed("fake", "x")
 

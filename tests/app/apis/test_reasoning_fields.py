@@ -33,7 +33,7 @@ def served(template: str | None = "<think></think>", **options: Any) -> tuple[An
     return create_app(arguments, engine), engine
 
 
-async def said(application: Any, stream: bool, **fields: Any) -> dict[str, Any]:
+async def complete(application: Any, stream: bool, **fields: Any) -> dict[str, Any]:
     """Thought, content and calls of the first choice, whole or joined from the stream."""
     extra = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     _, data = await post(application, {**BODY, **fields, **extra})
@@ -62,7 +62,7 @@ async def said(application: Any, stream: bool, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_thought_is_a_field_of_its_own(stream: bool) -> None:
     application, engine = served()
-    answer = await said(application, stream)
+    answer = await complete(application, stream)
     assert answer == {"thought": "Hm, so", "content": "It is.", "calls": [], "end": "stop", "tokens": 3}
     assert engine.requests[-1]["params"].shown_special_tokens == ("<think>", "</think>")
 
@@ -71,7 +71,7 @@ async def test_the_thought_is_a_field_of_its_own(stream: bool) -> None:
 async def test_calls_follow_the_thought(stream: bool) -> None:
     application, engine = served()
     engine.answer[5:] = CALL
-    answer = await said(application, stream, tools=TOOLS)
+    answer = await complete(application, stream, tools=TOOLS)
     assert answer == {"thought": "Hm, so", "content": None, "calls": ['{"a": 1}'], "end": "tool_calls", "tokens": 3}
 
 
@@ -79,7 +79,7 @@ async def test_calls_follow_the_thought(stream: bool) -> None:
 async def test_a_call_that_is_cut_is_told(stream: bool) -> None:
     application, engine = served()
     engine.answer = [*CALL, "x"]
-    answer = await said(application, stream, tools=TOOLS, max_tokens=1)
+    answer = await complete(application, stream, tools=TOOLS, max_tokens=1)
     assert (answer["content"], answer["calls"], answer["end"]) == (None, ['{"a"'], "length")
 
 
@@ -95,20 +95,20 @@ async def test_a_template_may_begin_or_end_the_thought(stream: bool) -> None:
     engine.detokenize = without_special_tokens
     engine.answer = THOUGHT[1:]
     messages = [{"role": "user", "content": "Hello! <think>"}]
-    assert (await said(application, stream, messages=messages))["thought"] == "Hm, so"
+    assert (await complete(application, stream, messages=messages))["thought"] == "Hm, so"
     messages = [{"role": "user", "content": "<think></think>"}]
-    assert (await said(application, stream, messages=messages))["thought"] is None
+    assert (await complete(application, stream, messages=messages))["thought"] is None
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_fields_of_the_request_choose_where_the_thought_goes(stream: bool) -> None:
     application, _ = served()
     whole = "".join(THOUGHT)
-    answer = await said(application, stream, separate_reasoning=False)
+    answer = await complete(application, stream, separate_reasoning=False)
     assert (answer["thought"], answer["content"]) == (None, whole)
-    answer = await said(application, stream, include_reasoning=False)
+    answer = await complete(application, stream, include_reasoning=False)
     assert (answer["thought"], answer["content"], answer["tokens"]) == (None, "It is.", 3)
-    assert (await said(application, stream, stream_reasoning=False))["thought"] == "Hm, so"
+    assert (await complete(application, stream, stream_reasoning=False))["thought"] == "Hm, so"
     _, data = await post(application, {**BODY, "stream": True, "stream_reasoning": False})
     assert data.count(b'"reasoning_content"') == 1
 
@@ -116,7 +116,7 @@ async def test_fields_of_the_request_choose_where_the_thought_goes(stream: bool)
 @pytest.mark.parametrize("options", [{"reasoning_parser": "off"}, {"reasoning_parser": "mistral"}])
 async def test_the_server_chooses_the_format(options: dict[str, Any]) -> None:
     application, _ = served(**options)
-    assert (await said(application, False))["content"] == "".join(THOUGHT)
+    assert (await complete(application, False))["content"] == "".join(THOUGHT)
 
 
 async def test_harmony_answers_have_both() -> None:
@@ -126,7 +126,7 @@ async def test_harmony_answers_have_both() -> None:
         "<|start|>assistant<|channel|>commentary to=functions.add",
     ]
     engine.answer += ["<|message|>{}"]
-    answer = await said(application, True, tools=TOOLS)
+    answer = await complete(application, True, tools=TOOLS)
     assert (answer["thought"], answer["content"], answer["calls"], answer["end"]) == ("Hm", None, ["{}"], "tool_calls")
 
 
@@ -177,7 +177,7 @@ async def test_special_tokens_are_left_out_after_the_thought_is_read(stream: boo
 
     engine.detokenize = without_special_tokens
     engine.answer = [*THOUGHT, "</think>", "<think>", "!"]
-    answer = await said(application, stream, skip_special_tokens=True)
+    answer = await complete(application, stream, skip_special_tokens=True)
     assert (answer["thought"], answer["content"]) == ("Hm, so", "It is.!")
-    answer = await said(application, stream, skip_special_tokens=False)
+    answer = await complete(application, stream, skip_special_tokens=False)
     assert (answer["thought"], answer["content"]) == ("Hm, so", "It is.</think><think>!")

@@ -46,7 +46,7 @@ OPENAI = SHARED | {
     "allowed_token_ids": [1, 2, 3],
     "prompt_logprobs": 4,
 }
-WANTED = SamplingParams(
+EXPECTED = SamplingParams(
     max_tokens=50,
     min_tokens=2,
     temperature=0.5,
@@ -87,12 +87,12 @@ def native(sampling: dict[str, Any], **fields: Any) -> SamplingParams:
 
 
 def test_each_field_is_itself() -> None:
-    assert chat(**OPENAI, logprobs=True, top_logprobs=8) == WANTED
-    assert completion(**OPENAI, logprobs=8) == WANTED
+    assert chat(**OPENAI, logprobs=True, top_logprobs=8) == EXPECTED
+    assert completion(**OPENAI, logprobs=8) == EXPECTED
     sampling = {**SHARED, "max_new_tokens": 50, "min_new_tokens": 2, "sampling_seed": 11}
     scored = native({**sampling, "no_stop_trim": True}, return_logprob=True, top_logprobs_num=8, logprob_start_len=0)
     less = {"bad_words": (), "allowed_token_ids": None, "prompt_logprobs": 8}  # SGLang's has no such fields
-    assert scored == msgspec.structs.replace(WANTED, **less)
+    assert scored == msgspec.structs.replace(EXPECTED, **less)
 
 
 def test_what_is_left_out_is_left_to_the_engine() -> None:
@@ -102,7 +102,7 @@ def test_what_is_left_out_is_left_to_the_engine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "wanted"),
+    ("fields", "expected"),
     [
         ({"max_completion_tokens": 5}, {"max_tokens": 5}),
         ({"max_completion_tokens": 5, "max_tokens": 9}, {"max_tokens": 5}),
@@ -111,16 +111,16 @@ def test_what_is_left_out_is_left_to_the_engine() -> None:
         ({"logprobs": True}, {"logprobs": 0}),
     ],
 )
-def test_other_spellings(fields: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert chat(**fields) == SamplingParams(**wanted)
+def test_other_spellings(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert chat(**fields) == SamplingParams(**expected)
 
 
 def test_scores_of_a_prompt_are_asked_for_by_echo_or_by_where_they_begin() -> None:
     assert completion(echo=True, logprobs=3).prompt_logprobs == 3
     assert completion(echo=True, logprobs=3, prompt_logprobs=1).prompt_logprobs == 1
     assert completion(echo=True).prompt_logprobs is completion(logprobs=3).prompt_logprobs is None
-    for start, wanted in ((None, None), (-1, None), (0, 2), (4, 2)):
-        assert native({}, return_logprob=True, top_logprobs_num=2, logprob_start_len=start).prompt_logprobs == wanted
+    for start, expected in ((None, None), (-1, None), (0, 2), (4, 2)):
+        assert native({}, return_logprob=True, top_logprobs_num=2, logprob_start_len=start).prompt_logprobs == expected
     assert native({}, top_logprobs_num=2, logprob_start_len=0).logprobs is None
 
 
@@ -131,7 +131,7 @@ def conversation(messages: list[dict[str, Any]], **fields: Any) -> Chat:
 def test_a_template_is_given_all_of_a_conversation() -> None:
     call = {"name": "add", "arguments": '{"a": 1}'}
     parameters = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    said = [
+    messages = [
         {"role": "developer", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
         {"role": "user", "content": "What is it?", "name": "eve"},
         {"role": "assistant", "tool_calls": [{"id": "c1", "function": call}], "reasoning_content": "hm"},
@@ -139,7 +139,7 @@ def test_a_template_is_given_all_of_a_conversation() -> None:
         {"role": "assistant", "refusal": "no"},
     ]
     tools = [{"type": "function", "function": {"name": "add", "parameters": parameters, "strict": True}}]
-    chat = conversation(said, tools=tools, chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
+    chat = conversation(messages, tools=tools, chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
     assert chat == Chat(
         messages=[
             {"role": "system", "content": "one\ntwo"},
@@ -161,22 +161,22 @@ def test_a_template_is_given_all_of_a_conversation() -> None:
 
 
 def test_what_is_free_of_form_is_bounded_all_the_same() -> None:
-    said, long = [{"role": "user", "content": "a"}], "x" * max(LIMITS.schema_bytes, LIMITS.template_kwargs_bytes)
+    messages, long = [{"role": "user", "content": "a"}], "x" * max(LIMITS.schema_bytes, LIMITS.template_kwargs_bytes)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"description": long}}}
     for field, fields in (
         ("tools[1].function.parameters", {"tools": [{"type": "function", "function": {"name": "f"}}, tool]}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"a": long}}),
     ):
         with pytest.raises(ApiError, match="bytes as JSON") as refused:
-            conversation(said, **fields)
+            conversation(messages, **fields)
         assert refused.value.param == field
 
 
 def test_a_continued_message_gets_no_generation_prompt() -> None:
-    said = [{"role": "assistant", "content": "Once"}]
+    messages = [{"role": "assistant", "content": "Once"}]
 
     def reported(**fields: Any) -> tuple[bool, bool]:
-        chat = conversation(said, **fields)
+        chat = conversation(messages, **fields)
         return chat.add_generation_prompt, chat.continue_final_message
 
     assert reported() == reported(add_generation_prompt=True) == (True, False)
@@ -258,12 +258,12 @@ async def answer(application: Any, path: str, **fields: Any) -> tuple[int, dict[
 async def test_another_apis_name_is_refused_with_ours(
     application: Any, path: str, fields: dict[str, Any], use: str
 ) -> None:
-    status, said, _ = await answer(application, path, **fields)
+    status, body, _ = await answer(application, path, **fields)
     assert status == 400
-    assert f"use {use}," in said["error"]["message"]
+    assert f"use {use}," in body["error"]["message"]
     name = next(iter(fields))
     inner = fields[name]
-    assert said["error"]["param"] == (f"{name}.{next(iter(inner))}" if name == "sampling_params" else name)
+    assert body["error"]["param"] == (f"{name}.{next(iter(inner))}" if name == "sampling_params" else name)
     assert not application.engine.requests
 
 
@@ -273,9 +273,9 @@ async def test_every_known_field_is_refused_on_every_path(application: Any) -> N
             continue
         own = {field.encode_name for field in msgspec.structs.fields(route.body)}
         for name in sorted(KNOWN.keys() - own):
-            status, said, _ = await answer(application, route.path, **{name: {"anything": [1]}})
-            assert (status, said["error"]["param"]) == (400, name)
-            assert said["error"]["message"].isprintable()
+            status, body, _ = await answer(application, route.path, **{name: {"anything": [1]}})
+            assert (status, body["error"]["param"]) == (400, name)
+            assert body["error"]["message"].isprintable()
             status, _, ignored = await answer(application, route.path, **{name: None})
             assert (status, ignored) == (200, None), name
 
@@ -292,9 +292,9 @@ async def test_every_known_field_is_refused_on_every_path(application: Any) -> N
 async def test_a_field_of_another_path_is_refused_with_that_path(
     application: Any, path: str, fields: dict[str, Any], owner: str
 ) -> None:
-    status, said, _ = await answer(application, path, **fields)
-    assert (status, said["error"]["param"]) == (400, next(iter(fields)))
-    assert f"only {owner} takes it" in said["error"]["message"]
+    status, body, _ = await answer(application, path, **fields)
+    assert (status, body["error"]["param"]) == (400, next(iter(fields)))
+    assert f"only {owner} takes it" in body["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -310,17 +310,17 @@ async def test_a_field_of_another_path_is_refused_with_that_path(
 )
 async def test_a_misspelt_field_is_refused_with_its_spelling(application: Any, name: str, meant: str) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
-        status, said, _ = await answer(application, path, **{name: 1})
-        assert (status, said["error"]["param"]) == (400, name)
-        assert f"the most similar is {meant}." in said["error"]["message"]
-    status, said, _ = await answer(application, "/v1/chat/completions", **{name: None})
+        status, body, _ = await answer(application, path, **{name: 1})
+        assert (status, body["error"]["param"]) == (400, name)
+        assert f"the most similar is {meant}." in body["error"]["message"]
+    status, body, _ = await answer(application, "/v1/chat/completions", **{name: None})
     assert status == 200
 
 
 async def test_a_misspelt_sampling_field_is_refused_with_its_place(application: Any) -> None:
-    status, said, _ = await answer(application, "/generate", sampling_params={"temprature": 1})
-    assert (status, said["error"]["param"]) == (400, "sampling_params.temprature")
-    assert "the most similar is temperature." in said["error"]["message"]
+    status, body, _ = await answer(application, "/generate", sampling_params={"temprature": 1})
+    assert (status, body["error"]["param"]) == (400, "sampling_params.temprature")
+    assert "the most similar is temperature." in body["error"]["message"]
 
 
 CLIENT_FIELDS = [
@@ -394,17 +394,17 @@ async def test_a_field_without_effect_is_checked_all_the_same(
     application: Any, field: str, taken: object, refused: object
 ) -> None:
     assert (await answer(application, "/v1/chat/completions", **{field: taken}))[0] == 200
-    status, said, _ = await answer(application, "/v1/chat/completions", **{field: refused})
-    assert (status, said["error"]["param"]) == (400, field)
+    status, body, _ = await answer(application, "/v1/chat/completions", **{field: refused})
+    assert (status, body["error"]["param"]) == (400, field)
 
 
 async def test_a_request_is_aborted_by_the_rid_of_a_chat(application: Any, engine: Any, until: Any) -> None:
     engine.gate = asyncio.Event()
-    asked = asyncio.create_task(answer(application, "/v1/chat/completions", rid="mine"))
+    posted = asyncio.create_task(answer(application, "/v1/chat/completions", rid="mine"))
     await until(lambda: engine.open)
     await application.test_client().post("/abort_request", json={"rid": "mine"})
-    status, said, _ = await asked
-    assert (status, said["error"]["code"]) == (499, "request_aborted")
+    status, body, _ = await posted
+    assert (status, body["error"]["code"]) == (499, "request_aborted")
 
 
 @pytest.mark.parametrize(
@@ -474,10 +474,10 @@ def test_names_of_one_request_are_compared_at_most_16_times(monkeypatch: Any) ->
 
 
 def test_arguments_of_a_past_call_are_a_json_object() -> None:
-    for given, wanted in (("", {}), ("null", {}), ('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1})):
+    for given, expected in (("", {}), ("null", {}), ('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1})):
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": given}}
-        said = conversation([{"role": "assistant", "tool_calls": [call]}]).messages[0]
-        assert said["tool_calls"][0]["function"]["arguments"] == wanted
+        message = conversation([{"role": "assistant", "tool_calls": [call]}]).messages[0]
+        assert message["tool_calls"][0]["function"]["arguments"] == expected
     for bad in ("{", "[1]", "5"):
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": bad}}
         with pytest.raises(ApiError, match="must be a JSON object"):
@@ -486,9 +486,9 @@ def test_arguments_of_a_past_call_are_a_json_object() -> None:
 
 @pytest.mark.parametrize(("path", "field"), [("/generate", "text"), ("/v1/completions", "prompt")])
 async def test_a_thousand_prompts_are_one_request(application: Any, path: str, field: str) -> None:
-    status, said, _ = await answer(application, path, **{field: ["a"] * 1000})
+    status, body, _ = await answer(application, path, **{field: ["a"] * 1000})
     assert status == 200
-    assert len(said if path == "/generate" else said["choices"]) == 1000
-    status, said, _ = await answer(application, path, **{field: ["a"] * 2049})
-    assert (status, said["error"]["param"]) == (400, field)
-    assert "2048" in said["error"]["message"]
+    assert len(body if path == "/generate" else body["choices"]) == 1000
+    status, body, _ = await answer(application, path, **{field: ["a"] * 2049})
+    assert (status, body["error"]["param"]) == (400, field)
+    assert "2048" in body["error"]["message"]

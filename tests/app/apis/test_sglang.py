@@ -57,9 +57,9 @@ async def test_each_prompt_of_a_batch_has_a_name_of_its_own(application, engine)
 
 
 async def test_ids_of_the_prompt_are_returned_on_request(application):
-    for asked in (True, False):
-        reported = msgspec.json.decode((await post(application, text="ab", return_prompt_token_ids=asked))[1])
-        assert reported.get("prompt_token_ids") == ([97, 98] if asked else None)
+    for requested in (True, False):
+        reported = msgspec.json.decode((await post(application, text="ab", return_prompt_token_ids=requested))[1])
+        assert reported.get("prompt_token_ids") == ([97, 98] if requested else None)
 
 
 async def test_what_became_of_draft_tokens_is_reported_of_each_choice(application, engine):
@@ -167,7 +167,7 @@ async def test_an_abort_gives_back_what_was_there(application, engine, stream, u
 async def test_a_server_that_stops_reports_it_and_not_that_a_client_aborted(application, engine, stream, until):
     engine.gate, engine.gate_at = asyncio.Event(), 2
     asking = asyncio.create_task(post(application, text="ab", stream=stream))
-    await until(lambda: any(asked.at_gate for asked in engine.streams))
+    await until(lambda: any(requested.at_gate for requested in engine.streams))
     await application.drain(0.0)
     response, data = await asking
     if stream:

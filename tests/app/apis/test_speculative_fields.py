@@ -11,15 +11,17 @@ from app.apis.sglang.requests import GenerateRequest, batch_of
 
 
 @pytest.mark.parametrize(
-    ("fields", "wanted", "tokens"),
+    ("fields", "expected", "tokens"),
     [({}, True, None), ({"speculative": False}, False, None), ({"speculative_num_draft_tokens": 5}, True, 5)],
 )
-def test_every_api_takes_the_switch_and_the_number(fields: dict[str, object], wanted: bool, tokens: int | None) -> None:
+def test_every_api_takes_the_switch_and_the_number(
+    fields: dict[str, object], expected: bool, tokens: int | None
+) -> None:
     chat = msgspec.convert({"messages": [{"role": "user", "content": "a"}], **fields}, ChatRequest)
     completion = msgspec.convert({"prompt": "a", **fields}, CompletionRequest)
     native = msgspec.convert({"text": "a", "sampling_params": fields}, GenerateRequest)
     for params in (chat_params(chat), completion_params(completion), batch_of(native).items[0].params):
-        assert params.speculative is wanted
+        assert params.speculative is expected
         assert params.speculative_num_draft_tokens == tokens
 
 

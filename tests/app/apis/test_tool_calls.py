@@ -80,8 +80,8 @@ async def test_tools_need_not_be_called(stream: bool, application, engine) -> No
 
 async def test_marks_are_read_where_they_are_special_tokens(application, engine) -> None:
     marks = ("<tool_call>", "</tool_call>")
-    asked = ({}, marks), ({"skip_special_tokens": True}, marks), ({"tool_choice": "none"}, ()), ({"tools": []}, ())
-    for fields, shown in asked:
+    request = ({}, marks), ({"skip_special_tokens": True}, marks), ({"tool_choice": "none"}, ()), ({"tools": []}, ())
+    for fields, shown in request:
         await post(application, {**BODY, "tools": TOOLS, **fields})
         params = engine.requests[-1]["params"]
         assert (params.skip_special_tokens, params.shown_special_tokens) == (True, shown)
@@ -113,11 +113,11 @@ async def test_the_openai_client_assembles_the_calls_of_a_stream(application, en
         base_url=f"{await serve(application)}/v1", api_key="none", _strict_response_validation=True, max_retries=0
     )
     async with client:
-        asked: dict[str, Any] = {**BODY, "tools": TOOLS, "tool_choice": "auto", "logprobs": True}
-        async with client.chat.completions.stream(**asked) as stream:
+        request: dict[str, Any] = {**BODY, "tools": TOOLS, "tool_choice": "auto", "logprobs": True}
+        async with client.chat.completions.stream(**request) as stream:
             kinds = [event.type async for event in stream]
             [choice] = (await stream.get_final_completion()).choices
-        whole = await client.chat.completions.create(**asked)
+        whole = await client.chat.completions.create(**request)
     assert kinds.count("tool_calls.function.arguments.done") == 2
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "Let me look.\n"

@@ -142,7 +142,7 @@ IRI = [{"type": "function", "function": {"name": "f", "strict": True, "parameter
 
 
 @pytest.mark.parametrize(
-    ("options", "fields", "param", "said"),
+    ("options", "fields", "param", "message"),
     [
         ({"grammar_backend": "none"}, {"tools": STRICT}, "tools", "--grammar-backend none"),
         ({"tool_call_parser": "off"}, {"tools": STRICT}, "tools", "--tool-call-parser"),
@@ -154,12 +154,12 @@ IRI = [{"type": "function", "function": {"name": "f", "strict": True, "parameter
     ],
 )
 async def test_what_cannot_be_enforced_is_refused_with_the_reason(
-    options: dict[str, Any], fields: dict[str, Any], param: str, said: str
+    options: dict[str, Any], fields: dict[str, Any], param: str, message: str
 ) -> None:
     response, data = await post(served(**options)[0], {**BODY, "tools": TOOLS, **fields})
     error = msgspec.json.decode(data)["error"]
     assert (response.status_code, error["param"], error["code"]) == (400, param, "unsupported_parameter")
-    assert said in error["message"]
+    assert message in error["message"]
 
 
 async def test_no_tool_is_called_or_shown_with_none() -> None:

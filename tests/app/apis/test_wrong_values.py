@@ -118,7 +118,7 @@ def message_and_field(error: Any) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"stop": ["x"] * 20}, "stop: at most 16 entries; you gave 20. Send fewer."),
         (
@@ -144,11 +144,11 @@ def message_and_field(error: Any) -> tuple[str, str]:
         ),
     ],
 )
-def test_a_mistake_names_its_field_limit_and_remedy(fields: dict[str, Any], said: str) -> None:
+def test_a_mistake_names_its_field_limit_and_remedy(fields: dict[str, Any], message: str) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], **fields}
     with pytest.raises(ApiError) as refused:
         decode(msgspec.json.encode(body), ChatRequest)
-    assert refused.value.message == said
+    assert refused.value.message == message
 
 
 def test_a_number_out_of_range_is_not_called_a_wrong_body() -> None:

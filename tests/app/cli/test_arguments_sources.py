@@ -81,15 +81,15 @@ def test_a_value_is_missing(line: str) -> None:
 
 
 def test_refused_and_unknown_names() -> None:
-    said = problems("--pp 2 --numa-node 1 2 4 --enable-lora --tempreature 1 -pp 2 --schedule-polisy lpm m")
-    assert "--pp: pipeline parallelism is not built yet" in said
-    assert "--numa-node: binding" in said
-    assert "--enable-lora: LoRA" in said
-    assert "--tempreature: there is no such argument" in said
-    assert "-pp: pipeline parallelism" in said
-    assert "--schedule-polisy: there is no such argument; did you mean --schedule-policy?" in said
-    assert "unexpected" not in said
-    assert "contradicts" not in said
+    errors = problems("--pp 2 --numa-node 1 2 4 --enable-lora --tempreature 1 -pp 2 --schedule-polisy lpm m")
+    assert "--pp: pipeline parallelism is not built yet" in errors
+    assert "--numa-node: binding" in errors
+    assert "--enable-lora: LoRA" in errors
+    assert "--tempreature: there is no such argument" in errors
+    assert "-pp: pipeline parallelism" in errors
+    assert "--schedule-polisy: there is no such argument; did you mean --schedule-policy?" in errors
+    assert "unexpected" not in errors
+    assert "contradicts" not in errors
 
 
 def test_harmless_recipes_of_other_engines_work() -> None:
@@ -143,9 +143,9 @@ def test_a_key_file_that_holds_none_is_refused(tmp_path: Path, content: bytes | 
     file = tmp_path / "keys"
     if content is not None:
         file.write_bytes(content)
-    said = problems(f"--api-key-file {file}")
-    assert f"--api-key-file: {file} " in said
-    assert reason in said
+    errors = problems(f"--api-key-file {file}")
+    assert f"--api-key-file: {file} " in errors
+    assert reason in errors
 
 
 def test_keys_that_leave_it_open_access_are_refused(tmp_path: Path) -> None:
@@ -212,11 +212,11 @@ def test_wrong_files(tmp_path: Path) -> None:
     assert "small" in problems(f"--config {config(tmp_path, '#' * (1 << 20) + ' ')}")
     assert "is not YAML" in problems(f"--config {config(tmp_path, '!!python/object/apply:os.getcwd []')}")
     path = config(tmp_path, "max-nun-seqs: 3\nenable-lora: true\nport: 70000\nenable-eplb: false\n")
-    said = problems(f"--config {path}")
-    assert f"max-nun-seqs in {path}: there is no such argument; did you mean max-num-seqs?" in said
-    assert f"enable-lora in {path}: LoRA" in said
-    assert f"port in {path}: must be an integer from 0 to 65535" in said
-    assert "eplb" not in said
+    errors = problems(f"--config {path}")
+    assert f"max-nun-seqs in {path}: there is no such argument; did you mean max-num-seqs?" in errors
+    assert f"enable-lora in {path}: LoRA" in errors
+    assert f"port in {path}: must be an integer from 0 to 65535" in errors
+    assert "eplb" not in errors
 
 
 def test_an_empty_file_is_fine(tmp_path: Path) -> None:

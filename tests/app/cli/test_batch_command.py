@@ -46,9 +46,9 @@ async def test_a_server_answers_and_the_next_run_takes_the_rest(
     words = ["run", *files, "--url", await serve(application)]
     assert await asyncio.to_thread(batch, words) == 1  # n: 0 is refused
     assert (ids(files[1]), ids(files[1].replace(".jsonl", ".errors.jsonl"))) == (["r1", "r2"], ["r0"])
-    said = capsys.readouterr().err
-    assert "1 failed" in said
-    assert "first error: r0: n must be " in said
+    stderr = capsys.readouterr().err
+    assert "1 failed" in stderr
+    assert "first error: r0: n must be " in stderr
     answered = len(engine.streams)
     out = Path(files[1])
     out.write_text(out.read_text() + '{"id":"batch_req')  # as of a run that was killed

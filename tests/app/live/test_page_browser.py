@@ -113,13 +113,13 @@ def test_chat_streams_an_answer_and_shows_its_hops(server, open_page):
 def test_a_trace_id_can_be_copied(server, open_page):
     page = open_page(server.url, permissions=["clipboard-read", "clipboard-write"])
     trace = "0af7651916cd43dd8448eb211c80319c"
-    asked = httpx.post(
+    posted = httpx.post(
         f"{server.url}/v1/chat/completions",
         json={"messages": [{"role": "user", "content": "Hello"}], "temperature": 0.5},
         headers={"traceparent": f"00-{trace}-b7ad6b7169203331-01"},
         timeout=PATIENCE,
     )
-    handle = httpx.get(f"{server.url}/stage/requests/{asked.headers['x-request-id']}", timeout=PATIENCE).json()[
+    handle = httpx.get(f"{server.url}/stage/requests/{posted.headers['x-request-id']}", timeout=PATIENCE).json()[
         "handle"
     ]
     wait_frames(page)

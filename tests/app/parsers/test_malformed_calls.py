@@ -25,7 +25,7 @@ Read = tuple[str, str, list[list[str]]]
 def read(pieces: list[str], name: str, **keywords: Any) -> Read:
     """Content, thought, and the calls with their arguments as text."""
     reader = TOOL_PARSERS[name](TOOLS, **keywords)
-    said: dict[type, str] = {Text: "", Reasoning: ""}
+    texts: dict[type, str] = {Text: "", Reasoning: ""}
     calls: list[list[str]] = []
     for event in [event for part in (*map(reader.read, pieces), reader.end()) for event in part]:
         if isinstance(event, CallBegun):
@@ -33,8 +33,8 @@ def read(pieces: list[str], name: str, **keywords: Any) -> Read:
         elif isinstance(event, CallArguments):
             calls[event.index][1] += event.text
         else:
-            said[type(event)] += event.text
-    return said[Text], said[Reasoning], calls
+            texts[type(event)] += event.text
+    return texts[Text], texts[Reasoning], calls
 
 
 def pieces(text: str, rng: random.Random) -> list[str]:
@@ -116,8 +116,8 @@ def test_marks_without_calls_lose_no_word(name: str) -> None:
         words = [f"w{number}" for number in range(6)]
         text = "".join(word + rng.choice(marks) + rng.choice(["", " "]) for word in words)
         content, _, calls = read([text], name)
-        said = content + json.dumps(calls, ensure_ascii=False)
-        assert not [word for word in words if word not in said], text
+        texts = content + json.dumps(calls, ensure_ascii=False)
+        assert not [word for word in words if word not in texts], text
 
 
 HARMONY = {

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from actors.options import ARGUMENTS
 from app.parsers.base import StreamingParser
-from app.parsers.events import Reasoning, Text
+from app.parsers.events import CallArguments, CallBegun, Reasoning, Text
 from app.parsers.harmony import HarmonyParser
 from app.parsers.reasoning.thoughts import THOUGHTS
 from app.parsers.registry import AUTO, OFF, output_format
+from app.parsers.tools.kimi_k2 import KimiK2Parser
 from tests.kits.tool_formats import ADD, TOOLS, written
 
 Read = tuple[str, str, int]
@@ -75,8 +76,8 @@ def test_a_thought_may_stay_in_the_content() -> None:
 
 def test_a_thought_may_come_as_a_whole() -> None:
     reader = StreamingParser(None, thoughts=BASE, stream_thought=False)
-    said = [reader.read(piece) for piece in ("<think>", "Hm", ", so", "</think>", "x")]
-    assert said == [[], [], [], [Reasoning("Hm, so")], [Text("x")]]
+    events = [reader.read(piece) for piece in ("<think>", "Hm", ", so", "</think>", "x")]
+    assert events == [[], [], [], [Reasoning("Hm, so")], [Text("x")]]
 
 
 def test_calls_in_a_thought_are_thought() -> None:
@@ -170,3 +171,11 @@ def test_every_choice_of_the_option_is_a_format() -> None:
     assert set(option.choices) == {*THOUGHTS, "gpt-oss", OFF, AUTO}
     assert set(option.synonyms.values()) <= set(option.choices)
     assert not any(re.search("[A-Z]", name) for name in option.synonyms)
+
+
+@pytest.mark.parametrize("section", ["<|tool_calls_section_begin|>", ""])
+def test_a_call_of_kimi_ends_an_open_thought(section):
+    parser = KimiK2Parser({"add": {}}, thoughts=THOUGHTS["kimi_k2"], thinking=True)
+    call = '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+    pieces = [*parser.read(f"Adding.{section}{call}"), *parser.end()]
+    assert pieces == [Reasoning("Adding."), CallBegun(0, "functions.add:0", "add"), CallArguments(0, '{"a": 1}')]

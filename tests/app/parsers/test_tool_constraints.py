@@ -202,7 +202,7 @@ def test_a_mark_cannot_be_spelled_with_other_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "said"),
+    ("parameters", "reason"),
     [
         ({"type": "object", "properties": {"a": {"type": "string", "format": "iri"}}}, "format iri"),
         ({"type": "object", "properties": {"a": {"type": "string", "pattern": "^a|b$"}}}, "alternatives"),
@@ -211,8 +211,8 @@ def test_a_mark_cannot_be_spelled_with_other_tokens() -> None:
         ({"type": "object", "properties": {"a<": {}}}, "the name 'a<'"),
     ],
 )
-def test_what_tags_cannot_be_held_to_is_named(parameters: dict[str, Any], said: str) -> None:
-    with pytest.raises(Unenforceable, match=re.escape(said)):
+def test_what_tags_cannot_be_held_to_is_named(parameters: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Unenforceable, match=re.escape(reason)):
         native_calls(TOOL_PARSERS["qwen3_coder"], {"f": parameters}, {}, forced=False)
 
 

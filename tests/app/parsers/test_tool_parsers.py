@@ -231,8 +231,8 @@ def test_calls_in_other_spellings() -> None:
 
 def test_text_is_returned_as_soon_as_it_cannot_be_a_call() -> None:
     reader = TOOL_PARSERS["hermes"](TOOLS)
-    said = [reader.read(piece) for piece in ("Hel", "lo <", "b> <tool", "_box>")]
-    assert said == [[Text("Hel")], [Text("lo ")], [Text("<b> ")], [Text("<tool_box>")]]
+    events = [reader.read(piece) for piece in ("Hel", "lo <", "b> <tool", "_box>")]
+    assert events == [[Text("Hel")], [Text("lo ")], [Text("<b> ")], [Text("<tool_box>")]]
 
 
 def test_every_choice_of_the_options_is_a_registered_format() -> None:

@@ -465,6 +465,44 @@ TABLE["/v1/embeddings"] = {
     "priority": OPENAI["priority"],
     "rid": [OVER_LABEL],
 }
+RANKING: dict[str, list[Any]] = {
+    name: TABLE["/v1/embeddings"][name] for name in ("model", "user", "cache_salt", "priority", "rid")
+}
+RERANK: dict[str, list[Any]] = {
+    "query": [5],
+    "documents": [[], 5, ["x"] * 2049],
+    "documents[].text": [([{"text": 5}], "documents[0]", {}), ([{}], "documents[0]", {})],
+    "top_n": [0, -1, HUGE],
+    "model": RANKING["model"],
+}
+IDS: list[Any] = [5, [HUGE], [[-1]]]
+for path in ("/rerank", "/v1/rerank"):
+    TABLE[path] = RANKING | RERANK | {"return_documents": [5], "instruction": [5]}
+TABLE["/v2/rerank"] = RERANK | {"priority": [-1, 1000, 1.5]}
+for path in ("/score", "/v1/score"):
+    TABLE[path] = RANKING | {
+        "text_1": [5, [], ["x"] * 2049],
+        "text_2": [5, [], ["x"] * 2049],
+        "query": [5, [HUGE]],
+        "items": [5, []],
+        "label_token_ids": [5, [], [-1], [1] * 1025],
+        "apply_softmax": [5],
+        "item_first": [5],
+    }
+TABLE["/classify"] = RANKING | {
+    "input": [5, []],
+    "text": [5, [], ["x"] * 2049],
+    "input_ids": IDS,
+    "activation": [5],
+}
+TABLE["/pooling"] = RANKING | {
+    "input": [5, []],
+    "task": ["score", 5],
+    "encoding_format": ["hex"],
+    "dimensions": [0, -1, HUGE],
+    "activation": [5],
+}
+TABLE["/encode"] = {"text": [5, [], ["x"] * 2049], "input_ids": IDS, "rid": [OVER_LABEL]}
 TABLE["/v1/batches"] = {
     "input_file_id": [OVER_NAME, 5, "file-x"],
     "endpoint": [OVER_NAME, "/v1/embeddings", 5],
@@ -481,6 +519,11 @@ TABLE |= {f"/v1{path}": TABLE[path] for path in ("/tokenize", "/detokenize")}
 
 NEEDED: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "hi"},
+    **{path: {"query": "hi", "documents": ["x"]} for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
+    **{path: {"text_1": "hi", "text_2": "x"} for path in ("/score", "/v1/score")},
+    "/classify": {"input": "hi"},
+    "/pooling": {"input": "hi"},
+    "/encode": {},
     "/v1/responses": {"input": "hi", "max_output_tokens": 1},
     "/v1/responses/input_tokens": {},
     "/v1/conversations": {},
@@ -551,7 +594,8 @@ def test_past_its_limit_a_field_is_named(target: Target, path: str, field: str, 
     data = encoded({name: given for name, given in body.items() if given is not None})
     answer = target.post(path, data, headers={"Content-Type": "application/json", **ADMIN})
     assert answer.status_code == 400, answer.text[:500]
-    error = answer.json()["error"]
+    found = answer.json()
+    error = found["error"] if "error" in found else found["message"]  # Cohere's form
     if DIALECTS[path] is not OPENAI_FORM:  # most have the field's name in the message alone
         message = error if isinstance(error, str) else error["message"]
         place = message if isinstance(error, str) else error.get("param", message)

@@ -141,22 +141,22 @@ requests = st.one_of(
 
 def ends_well(target: Target, path: str, body: dict[str, Any]) -> None:
     answer = target.post(path, json.dumps(body).encode())
-    said = f"{path} {body} -> {answer.status_code} {answer.text[:400]}"
+    context = f"{path} {body} -> {answer.status_code} {answer.text[:400]}"
     if answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream"):
         events = [line[6:] for line in answer.text.split("\n\n") if line.startswith("data: ")]
-        assert events[-1] == "[DONE]", said
+        assert events[-1] == "[DONE]", context
         for event in map(json.loads, events[:-1]):
-            assert "error" not in event, said
+            assert "error" not in event, context
     elif answer.status_code == 200:
         reported = answer.json()
         choices = reported if isinstance(reported, list) else reported.get("choices", [reported])
-        assert all("NaN" not in json.dumps(choice) for choice in choices), said
-        assert choices, said
+        assert all("NaN" not in json.dumps(choice) for choice in choices), context
+        assert choices, context
     else:
-        assert answer.status_code == 400, said
+        assert answer.status_code == 400, context
         error = answer.json()["error"]
-        assert error["param"], said
-        assert error["message"], said
+        assert error["param"], context
+        assert error["message"], context
 
 
 @pytest.mark.long

@@ -28,19 +28,19 @@ __all__ = ["unharmed"]
 def test_http2_works_and_has_the_same_checks(target: Target) -> None:
     with connected(target) as connection:
         client = H2Client(connection)
-        asked = {
+        streams = {
             client.request(path="/v1/models"): b"200",
             client.request(path="/v1/models", key="x"): b"401",
             client.request(path="//v1/models", key="x"): b"401",
         }
         client.flush()
         got: dict[int, bytes] = {}
-        while len(got) < len(asked):
+        while len(got) < len(streams):
             for event in client.read():
                 if isinstance(event, h2.events.ResponseReceived):
                     reported = dict(event.headers)
                     got[event.stream_id] = reported.get(b":status") or reported[":status"].encode()  # type: ignore[call-overload]
-        assert got == asked
+        assert got == streams
 
 
 @pytest.mark.parametrize("path", ["/live", "/v1/models", "/v1/completions"])
@@ -52,9 +52,9 @@ def test_streams_opened_and_reset_at_once(target: Target, path: str) -> None:
             stream = client.request(path=path)
             client.h2.reset_stream(stream)
             client.flush()
-        asked = client.request()
+        streams = client.request()
         client.flush()
-        assert any((kind, stream) == (HEADERS, asked) for kind, stream, _ in client.frames()), "it is served no more"
+        assert any((kind, stream) == (HEADERS, streams) for kind, stream, _ in client.frames()), "it is served no more"
 
 
 def aborted(target: Target) -> float:
@@ -92,10 +92,10 @@ def ended_with(client: H2Client, sent: bytes) -> int | None:
     """The code with which the server ends the connection after it was ``sent`` this; None if it resets it. What is
     asked for behind that is not served."""
     with contextlib.suppress(ConnectionError):  # what was sent and is not read resets the connection
-        asked = client.request()
+        streams = client.request()
         client.socket.sendall(sent + client.h2.data_to_send())
         for kind, stream, payload in client.frames():
-            assert (kind, stream) != (HEADERS, asked), "the connection is served"
+            assert (kind, stream) != (HEADERS, streams), "the connection is served"
             if kind == GOAWAY:
                 return int.from_bytes(payload[4:8])
         raise AssertionError("the connection ended without a reason")

@@ -84,14 +84,14 @@ def test_a_tool_is_called_and_its_answer_used(box: RealServer) -> None:
     city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     function = {"name": "get_weather", "description": "Current weather of a city", "parameters": city}
     reported: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
-    asked: Any = {"model": client.models.list().data[0].id, "tools": [{"type": "function", "function": function}]}
-    [choice] = client.chat.completions.create(**asked, messages=reported, temperature=0).choices
+    request: Any = {"model": client.models.list().data[0].id, "tools": [{"type": "function", "function": function}]}
+    [choice] = client.chat.completions.create(**request, messages=reported, temperature=0).choices
     [call] = choice.message.tool_calls or []
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Oslo"})
     result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 4, "condition": "rainy"}'}
     reported += [choice.message.model_dump(exclude_none=True), result]
-    [choice] = client.chat.completions.create(**asked, messages=reported, temperature=0).choices
+    [choice] = client.chat.completions.create(**request, messages=reported, temperature=0).choices
     assert choice.finish_reason == "stop"
     assert "4" in (choice.message.content or "")
 

@@ -225,8 +225,8 @@ def test_the_scale_of_attention_is_used(platform):
 
 
 def test_the_cpu_computes_with_as_many_threads_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    calls: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", calls.append)
     platform = select_device(RunnerConfig(model_path="", device="cpu", threads=3))
     platform.bind_thread()
-    assert asked == [3]
+    assert calls == [3]

@@ -12,7 +12,7 @@ from tests.kernels.distributed.ranks import run, run_ranks
 from tests.kits.speculation.dflash import DFLASH, SHAPES
 from tests.kits.speculation.drafting import make_target, seeded, write
 from tests.kits.speculation.layouts import make_layout
-from tests.kits.speculation.runner_drafts import ASKED
+from tests.kits.speculation.runner_drafts import PROMPTS
 
 SHAPE = {"num_steps": 3, "num_draft_tokens": 6}
 
@@ -37,7 +37,7 @@ def jobs(tmp_path_factory):
     return [
         {
             "model": str(target),
-            "prompts": ASKED[:3],
+            "prompts": PROMPTS[:3],
             "length": 50,
             "speculation": msgspec.to_builtins(settings),
             "sampling": {"temperature": 0.7, "seed": 3},

@@ -109,7 +109,7 @@ class Line:
         self.config = PlannerConfig(**({"max_running": 6, "max_slots": 9, "step_tokens": 20} | config))
         self._model, self._options = model, {"max_step_tokens": self.config.step_tokens} | (runner or {})
         self.planner = Planner(self.config)
-        self.said: dict[int, list[int]] = {}
+        self.outputs: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
         self.ends: list[int] = []
         self.most_used: list[int] = []
@@ -122,7 +122,7 @@ class Line:
         self.planner.worker_ready(self.info, 0.0)
 
     def submit(self, number: int, prompt: Sequence[int], count: int, **fields: Any) -> None:
-        self.said[number] = []
+        self.outputs[number] = []
         spec = SequenceSpec(
             sequence=number, prompt=pack(prompt), sampling=GREEDY, max_tokens=count, arrival=float(number), **fields
         )
@@ -146,7 +146,7 @@ class Line:
         result = self.runner.run(self.sent.pop(0))
         assert not result.failed
         for emission in self.planner.finish_step(result, 0.0):
-            self.said[emission.sequence] += emission.tokens
+            self.outputs[emission.sequence] += emission.tokens
             self.cached[emission.sequence] = emission.cached_tokens
             self.ends += [emission.sequence] * (emission.ended is not None)
         return True
@@ -158,7 +158,7 @@ class Line:
         usage = self.cache.usage()
         assert usage.used == 0
         assert all(group.used == 0 for group in usage.bounded)
-        assert sorted(self.ends) == sorted(self.said)
+        assert sorted(self.ends) == sorted(self.outputs)
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
@@ -167,12 +167,12 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
 
 
 def test_chunks_and_decodes_give_what_the_model_gives_without_a_cache(model: Path) -> None:
-    asked = prompts(5, 61, 33)
+    batch = prompts(5, 61, 33)
     line, uncached = Line(model), Uncached(model)
-    for number, prompt in enumerate(asked):
+    for number, prompt in enumerate(batch):
         line.submit(number, prompt, 12)
     line.play()
-    assert [line.said[number] for number in range(3)] == [uncached.says(prompt, 12) for prompt in asked]
+    assert [line.outputs[number] for number in range(3)] == [uncached.says(prompt, 12) for prompt in batch]
 
 
 def test_a_cached_prefix_gives_the_same_tokens(model: Path) -> None:
@@ -185,56 +185,56 @@ def test_a_cached_prefix_gives_the_same_tokens(model: Path) -> None:
     line.play()
     assert line.cached[1] > 0
     assert line.cached[2] >= line.cached[1]
-    assert line.said[1] == uncached.says(shared + second, 6)
-    assert line.said[2] == line.said[0] == uncached.says(shared + first, 6)
+    assert line.outputs[1] == uncached.says(shared + second, 6)
+    assert line.outputs[2] == line.outputs[0] == uncached.says(shared + first, 6)
 
 
 def test_preempted_sequences_go_on_with_the_same_tokens(model: Path) -> None:
-    asked = prompts(30, 47, 30)
+    batch = prompts(30, 47, 30)
     line, uncached = Line(model, max_running=2, priority_scheduling=True), Uncached(model)
-    for number, prompt in enumerate(asked[:2]):
+    for number, prompt in enumerate(batch[:2]):
         line.submit(number, prompt, 20)
     for _ in range(9):
         line.step()
-    line.submit(2, asked[2], 20, priority=100)
+    line.submit(2, batch[2], 20, priority=100)
     line.play()
     assert line.planner.load(0.0).preemptions == 1
-    assert [line.said[number] for number in range(3)] == [uncached.says(prompt, 20) for prompt in asked]
+    assert [line.outputs[number] for number in range(3)] == [uncached.says(prompt, 20) for prompt in batch]
 
 
 @pytest.mark.parametrize("kinds", ["full", "latent-state"])
 def test_sequences_that_lack_pages_take_turns(kinds: str, tmp_path: Path) -> None:
-    asked, model = prompts(30, 30, 30), make_mixed_model(tmp_path / "model", KINDS[kinds])
+    batch, model = prompts(30, 30, 30), make_mixed_model(tmp_path / "model", KINDS[kinds])
     line, uncached = Line(model, {"max_total_tokens": 27 * PAGE}, conservativeness=0.0), Uncached(model)
-    for number, prompt in enumerate(asked):
+    for number, prompt in enumerate(batch):
         line.submit(number, prompt, 20)
     line.play()
     assert line.planner.load(0.0).preemptions > 0
-    assert [line.said[number] for number in range(3)] == [uncached.says(prompt, 20) for prompt in asked]
+    assert [line.outputs[number] for number in range(3)] == [uncached.says(prompt, 20) for prompt in batch]
 
 
 def test_sequences_wait_for_room_in_a_window_group(tmp_path: Path) -> None:
-    asked, model = prompts(60, 61, 62, 63), make_mixed_model(tmp_path / "model", KINDS["full-window"])
+    batch, model = prompts(60, 61, 62, 63), make_mixed_model(tmp_path / "model", KINDS["full-window"])
     line, uncached = Line(model, {"max_total_tokens": 220}), Uncached(model)
-    for number, prompt in enumerate(asked):
+    for number, prompt in enumerate(batch):
         line.submit(number, prompt, 4)
     line.step()
     load = line.planner.load(0.0)
-    assert load.running < len(asked)
+    assert load.running < len(batch)
     line.play()
-    assert [line.said[number] for number in range(4)] == [uncached.says(prompt, 4) for prompt in asked]
+    assert [line.outputs[number] for number in range(4)] == [uncached.says(prompt, 4) for prompt in batch]
 
 
 def test_a_new_worker_goes_on_where_the_old_one_was(model: Path) -> None:
-    asked = prompts(26, 41)
+    batch = prompts(26, 41)
     line, uncached = Line(model), Uncached(model)
-    for number, prompt in enumerate(asked):
+    for number, prompt in enumerate(batch):
         line.submit(number, prompt, 16)
     for _ in range(9):
         line.step()
     line.start_worker()
     line.play()
-    assert [line.said[number] for number in range(2)] == [uncached.says(prompt, 16) for prompt in asked]
+    assert [line.outputs[number] for number in range(2)] == [uncached.says(prompt, 16) for prompt in batch]
 
 
 def test_pages_outside_of_the_window_are_given_back(tmp_path: Path) -> None:
@@ -259,14 +259,15 @@ def test_families_give_pages_back_and_keep_their_tokens(name: str, reference: An
     line.submit(1, prompt + other, 6)
     line.play()
     assert line.cached[1] > 0
-    assert prompt + line.said[0] == model.greedy(prompt, 73)
-    assert prompt + other + line.said[1] == model.greedy(prompt + other, 76)
+    assert prompt + line.outputs[0] == model.greedy(prompt, 73)
+    assert prompt + other + line.outputs[1] == model.greedy(prompt + other, 76)
 
 
 @pytest.mark.parametrize("options", [{}, {"context_length": 40}, {"speculation": SpeculativeSettings("NGRAM")}])
 def test_windows_keep_all_tokens_where_that_is_better(options: dict[str, Any], reference: Any) -> None:
-    asked = {"window_pages": bool(options)} | options  # not asked for; too short a context; drafts know one page table
-    assert not make_runner(reference("mistral").path, **asked)[1].bounded_groups
+    """Without the option; in a context that is too short; with drafts, which know one page table."""
+    options = {"window_pages": bool(options)} | options
+    assert not make_runner(reference("mistral").path, **options)[1].bounded_groups
 
 
 def test_a_prefix_of_a_state_ends_at_a_snapshot(tmp_path: Path) -> None:
@@ -286,11 +287,11 @@ def test_a_prefix_of_a_state_ends_at_a_snapshot(tmp_path: Path) -> None:
 def test_a_window_changes_the_tokens(tmp_path: Path) -> None:
     """Otherwise the comparisons above would say nothing of it."""
     (prompt,) = prompts(60)
-    said = [
+    outputs = [
         Uncached(make_mixed_model(tmp_path / str(window), KINDS["window"], window=window)).says(prompt, 4)
         for window in (8, 64)
     ]
-    assert said[0] != said[1]
+    assert outputs[0] != outputs[1]
 
 
 @pytest.mark.parametrize(

@@ -165,11 +165,11 @@ def test_a_device_error_in_an_executor_is_explained(kind, make, monkeypatch):
 
 def test_the_first_executor_that_takes_a_step_runs_it(make):
     driver, prompts, _ = make("EagerPass")
-    asked = []
+    calls = []
 
     class Refusing:
         def execute(self, step):
-            asked.append("refused")
+            calls.append("refused")
 
     class Unreached:
         def execute(self, step):
@@ -178,4 +178,4 @@ def test_the_first_executor_that_takes_a_step_runs_it(make):
     driver.runner._executors = (Refusing(), EagerPass(driver.runner._context), Unreached())
     driver.admit(1, prompts[0])
     assert not driver.step([(1, driver.pending(1))]).failed
-    assert asked == ["refused"]
+    assert calls == ["refused"]

@@ -80,16 +80,16 @@ def test_what_config_json_leaves_out_is_as_in_transformers(name):
     theirs = getattr(transformers, f"{name}Config")(**CONFIG | {"hidden_size": 64, "pad_token_id": 0})
     ours = read(name.removesuffix("Text"), hidden_size=64)
 
-    def said(*keys):
+    def first_of(*keys):
         return next((found for key in keys if (found := getattr(theirs, key, None)) is not None), None)
 
     rope, window = theirs.rope_parameters, getattr(theirs, "sliding_window", None)
     rope = rope.get("full_attention", rope)
-    kinds = said("layer_types") or ["full_attention"] * 4
-    assert ours.norm_eps == said("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
-    assert ours.head_dim == (said("head_dim") or 16)
+    kinds = first_of("layer_types") or ["full_attention"] * 4
+    assert ours.norm_eps == first_of("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
+    assert ours.head_dim == (first_of("head_dim") or 16)
     assert ours.tied_embeddings == theirs.tie_word_embeddings
-    assert ours.qkv_bias == bool(said("attention_bias", "use_qkv_bias", "use_bias"))
+    assert ours.qkv_bias == bool(first_of("attention_bias", "use_qkv_bias", "use_bias"))
     assert (ours.rope.theta, ours.rope.kind) == (rope["rope_theta"], rope["rope_type"])
     assert ours.rotary_dim == int(ours.head_dim * rope.get("partial_rotary_factor", 1.0))
     if name != "Ministral":  # nothing and null are the same there

@@ -7,7 +7,7 @@ from app.understudy import MODEL_DIR
 from kernels.speculation.host_drafts import HostObservation
 from kernels.speculation.observe import Backlog
 from tests.kits.driver import ints
-from tests.kits.speculation.host_loops import ASKED, GREEDY, OPTIONS, draft_on, draft_rows
+from tests.kits.speculation.host_loops import GREEDY, OPTIONS, PROMPTS, draft_on, draft_rows
 from tests.kits.speculation.lossless import truth
 
 
@@ -28,7 +28,7 @@ def watched(driver):
 def test_accepted_tokens_wait_for_the_next_drafts(algorithm, drive):
     driver, _ = draft_rows(drive, algorithm)
     for slot in (1, 2):
-        driver.admit(slot, ASKED[slot - 1])
+        driver.admit(slot, PROMPTS[slot - 1])
         driver.step([(slot, driver.pending(slot))])
     rows = [(1, 1), (2, 1)]
     driver.step(rows, {1: 4, 2: 4})
@@ -43,16 +43,16 @@ def test_accepted_tokens_wait_for_the_next_drafts(algorithm, drive):
         assert shown == [{slot: count + plain for slot, count in zip((1, 2), accepted, strict=True)}]
     drafted = draft_on(driver, 12)
     assert np.mean(drafted) > 1.4
-    said = truth(drive, MODEL_DIR, ASKED[:2], GREEDY[:2], 300, **OPTIONS)[0]
+    expected = truth(drive, MODEL_DIR, PROMPTS[:2], GREEDY[:2], 300, **OPTIONS)[0]
     for slot in (1, 2):
-        assert driver.tokens[slot] == said[slot - 1][: len(driver.tokens[slot])]
+        assert driver.tokens[slot] == expected[slot - 1][: len(driver.tokens[slot])]
 
 
 def test_drafts_equal_those_after_an_immediate_observation(drive):
     """A step with draft tokens and a plain one in turns; and the same tokens as a prompt."""
     driver, _ = draft_rows(drive, "EAGLE3")
     found = []
-    for number, prompt in enumerate(ASKED[:3], 1):
+    for number, prompt in enumerate(PROMPTS[:3], 1):
         driver.admit(number, prompt)
         driver.step([(number, driver.pending(number))])
         late, known = [], []
@@ -76,7 +76,7 @@ def test_drafts_equal_those_after_an_immediate_observation(drive):
 
 def test_tokens_without_room_are_observed_at_once(drive):
     driver, _ = draft_rows(drive, "EAGLE")
-    driver.admit(1, ASKED[0])
+    driver.admit(1, PROMPTS[0])
     driver.step([(1, driver.pending(1))])
     driver.step([(1, 1)])
     (accepted,) = ints(driver.step([(1, 1)], {1: 4}).accepted)
@@ -89,15 +89,15 @@ def test_tokens_without_room_are_observed_at_once(drive):
         driver.step([(1, 1)])
     driver.step([(1, 1)], {1: 4})
     assert shown[2:] == [{1: 3}]
-    said = truth(drive, MODEL_DIR, ASKED[:1], GREEDY[:1], 60, **OPTIONS)[0]
-    assert driver.tokens[1] == said[0][: len(driver.tokens[1])]
+    expected = truth(drive, MODEL_DIR, PROMPTS[:1], GREEDY[:1], 60, **OPTIONS)[0]
+    assert driver.tokens[1] == expected[0][: len(driver.tokens[1])]
 
 
 def test_what_does_not_fit_is_not_kept(drive):
     """Neither tokens of a slot nor of all slots; and what fits has its features and positions."""
     driver, _ = draft_rows(drive, "EAGLE")
     state = driver.runner._loaded.slots
-    driver.admit(1, ASKED[0])
+    driver.admit(1, PROMPTS[0])
     driver.step([(1, driver.pending(1))])
     slots, generations = np.ones(1, dtype=np.int64), state.generation[[1]]
     features = np.arange(4 * 200, dtype=np.int16).reshape(200, 4)

@@ -175,9 +175,9 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 @pytest.fixture
 def load(reference, drive):
-    def make(draft=None, asked="", **options):
+    def make(draft=None, draft_quantization="", **options):
         path = reference("qwen3").path
-        settings = SpeculativeSettings("STANDALONE", str(draft or path), quantization=asked)
+        settings = SpeculativeSettings("STANDALONE", str(draft or path), quantization=draft_quantization)
         return drive(path, speculation=settings, **options)
 
     return make
@@ -195,26 +195,26 @@ def accepted(driver, prompt):
 def test_a_draft_is_quantized_while_it_is_loaded(load, prompts):
     """By its own flag, or as the target is, unless it is reported not to be."""
     plain = load().info
-    own = load(asked="int8").info
+    own = load(draft_quantization="int8").info
     assert own.weight_bytes == plain.weight_bytes
     most = 0.6 if sums_are_exact() else 0.9  # weights are kept twice where products would saturate
     assert own.draft_weight_bytes < most * plain.draft_weight_bytes
     both = load(quantization="int8").info
     assert both.weight_bytes == both.draft_weight_bytes == own.draft_weight_bytes
-    floats = load(asked="unquant", quantization="int8").info
+    floats = load(draft_quantization="unquant", quantization="int8").info
     assert (floats.weight_bytes, floats.draft_weight_bytes) == (both.weight_bytes, plain.draft_weight_bytes)
     (prompt,) = prompts(20)
-    assert accepted(load(asked="int8"), prompt) > 2.0  # the same model but for its rounding
+    assert accepted(load(draft_quantization="int8"), prompt) > 2.0  # the same model but for its rounding
 
 
 def test_a_draft_has_a_scheme_of_its_own(load, reference, prompts, tmp_path):
     draft = rewrite(reference("qwen3").path, tmp_path / "draft", fp8_rows, FP8)
     (prompt,) = prompts(20)
-    for options in ({}, {"quantization": "int8"}, {"asked": "fp8"}):
+    for options in ({}, {"quantization": "int8"}, {"draft_quantization": "fp8"}):
         driver = load(draft, **options)
         assert accepted(driver, prompt) > 2.0
     with pytest.raises(ConfigError, match=r"--speculative-draft-model-quantization, .* is quantized by fp8"):
-        load(draft, asked="unquant")
+        load(draft, draft_quantization="unquant")
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "mimo"])
@@ -222,8 +222,10 @@ def test_heads_are_quantized_too(name, tmp_path):
     drafter, algorithm, target, draft, width, _ = make_layout(name, tmp_path)
     settings = {"num_steps": 2, "num_draft_tokens": 3, "draft_model_path": str(draft or "")}
     sizes = [
-        Drafting(drafter, target, width, algorithm=algorithm, quantization=asked, **settings).drafter.weight_bytes
-        for asked in ("", "int8")
+        Drafting(
+            drafter, target, width, algorithm=algorithm, quantization=draft_quantization, **settings
+        ).drafter.weight_bytes
+        for draft_quantization in ("", "int8")
     ]
     assert sizes[1] < sizes[0]
 

@@ -135,10 +135,10 @@ def test_the_best_nodes_are_kept_with_their_parents(
     tree = growth.tree(nodes)
     check_shape(tree)
     for row, root in enumerate(roots):
-        wanted = brute_force(root, width, steps, nodes, coarse)
+        expected = brute_force(root, width, steps, nodes, coarse)
         of_row = tree.tokens[row].tolist()
         found = [tuple(of_row[i] for i in ancestors(tree.parents[row].tolist(), node)) for node in range(1, nodes)]
-        assert found == list(wanted), "best first"
+        assert found == list(expected), "best first"
     smaller = growth.tree(max(2, nodes // 2))
     assert torch.equal(smaller.parents, tree.parents[:, : smaller.parents.shape[1]]), "the first nodes are a tree"
 

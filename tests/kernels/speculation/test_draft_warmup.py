@@ -12,7 +12,7 @@ from tests.kits.driver import ints
 from tests.kits.speculation.layouts import make_layout
 from tests.kits.speculation.lossless import truth
 from tests.kits.speculation.oracles import run_mixed
-from tests.kits.speculation.runner_drafts import ASKED, SAMPLINGS
+from tests.kits.speculation.runner_drafts import PROMPTS, SAMPLINGS
 
 LENGTH = 50
 
@@ -41,7 +41,7 @@ def test_warm_up_drafts_leave_nothing_behind(algorithm, drive, tmp_path):
     _, _, target, draft, _, _ = make_layout("eagle3", tmp_path)
     path = "" if algorithm == "NGRAM" else str(draft)
     settings = SpeculativeSettings(algorithm, path, num_steps=2, topk=1, num_draft_tokens=3)
-    said, _ = truth(drive, target, ASKED, SAMPLINGS, LENGTH)
+    expected, _ = truth(drive, target, PROMPTS, SAMPLINGS, LENGTH)
     driver = drive(target, speculation=settings)
     seen = warm_up(driver, 17, 256)
     assert {len(drafted) for _, drafted in seen if drafted and min(drafted) == 2} >= {1, 2, 4, 8, 16}
@@ -52,7 +52,7 @@ def test_warm_up_drafts_leave_nothing_behind(algorithm, drive, tmp_path):
     state = driver.runner._loaded.slots
     assert not state.active.any()
     assert not state.page_count.any()
-    assert run_mixed(driver, ASKED, SAMPLINGS, said, LENGTH)[0] == said
+    assert run_mixed(driver, PROMPTS, SAMPLINGS, expected, LENGTH)[0] == expected
 
 
 @pytest.mark.parametrize(("slots", "tokens", "rows"), [(2, 2048, {0, 1}), (17, 64, {0, 1, 2, 3, 4}), (17, 2, {0})])

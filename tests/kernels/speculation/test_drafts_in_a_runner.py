@@ -12,7 +12,7 @@ from tests.kits.speculation.layouts import DRAFT, PlainMimo, make_layout, mimo_s
 from tests.kits.speculation.lossless import truth
 from tests.kits.speculation.mtp import chained
 from tests.kits.speculation.oracles import run_mixed
-from tests.kits.speculation.runner_drafts import ASKED, LENGTH, SAMPLINGS, compare, eagle_chain
+from tests.kits.speculation.runner_drafts import LENGTH, PROMPTS, SAMPLINGS, compare, eagle_chain
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "mimo", "mimo-inside", "deepseek"])
@@ -51,10 +51,10 @@ def test_blocks(drive, tmp_path):
 def test_trees(name, drive, tmp_path):
     _, algorithm, target, draft, _, _ = make_layout(name, tmp_path)
     settings = SpeculativeSettings(algorithm, draft_model_path=str(draft), num_steps=4, topk=3, num_draft_tokens=10)
-    said, _ = truth(drive, target, ASKED, SAMPLINGS, LENGTH)
+    outputs, _ = truth(drive, target, PROMPTS, SAMPLINGS, LENGTH)
     driver = drive(target, speculation=settings)
     reported = []
-    assert run_mixed(driver, ASKED, SAMPLINGS, said, LENGTH, reported=reported)[0] == said
+    assert run_mixed(driver, PROMPTS, SAMPLINGS, outputs, LENGTH, reported=reported)[0] == outputs
     assert len(reported) > 30
 
 

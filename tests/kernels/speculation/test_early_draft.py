@@ -14,7 +14,7 @@ from tests.kits.speculation.accepting import accepting
 from tests.kits.speculation.early_drafts import GREEDY, captures, drafting
 from tests.kits.speculation.layouts import make_layout
 from tests.kits.speculation.lossless import truth
-from tests.kits.speculation.runner_drafts import ASKED, LENGTH, drafts_of
+from tests.kits.speculation.runner_drafts import LENGTH, PROMPTS, drafts_of
 
 MIXED = [SlotSampling(temperature=0.0)] * 2 + [SlotSampling(temperature=0.9, seed=4)] * 1 + GREEDY[:2]
 
@@ -42,15 +42,15 @@ def ready(monkeypatch):
 def test_the_same_is_drafted(name, topk, nodes, samplings, drive, tmp_path, monkeypatch, ready):
     _, algorithm, target, draft, _, _ = make_layout(name, tmp_path)
     settings = SpeculativeSettings(algorithm, str(draft or ""), num_steps=4, topk=topk, num_draft_tokens=nodes)
-    said, _ = truth(drive, target, ASKED, samplings, LENGTH)
+    outputs, _ = truth(drive, target, PROMPTS, samplings, LENGTH)
     later = drive(target, speculation=settings)
     expected = drafts_of(later)
-    reported = drafting(later, said, samplings)
+    reported = drafting(later, outputs, samplings)
     assert not ready
     captures(monkeypatch)
     ahead = drive(target, speculation=settings)
     made = drafts_of(ahead)
-    assert drafting(ahead, said, samplings) == reported
+    assert drafting(ahead, outputs, samplings) == reported
     assert ahead.runner._loaded.speculator.drafter.reach() > 0
     assert 0 < len(made) < len(expected)
     assert ready
@@ -71,9 +71,9 @@ def test_drafts_after_a_pass_that_accepts(name, topk, nodes, most, forced, sampl
     settings = SpeculativeSettings(
         algorithm, str(draft or ""), num_steps=4, topk=topk, num_draft_tokens=nodes, fixed_acceptance=forced
     )
-    said = truth(drive, target, ASKED, samplings, LENGTH)[0] if not forced else None
+    outputs = truth(drive, target, PROMPTS, samplings, LENGTH)[0] if not forced else None
     trees = verified_trees(monkeypatch)
-    reported = drafting(drive(target, speculation=settings), said, samplings, most)
+    reported = drafting(drive(target, speculation=settings), outputs, samplings, most)
     expected = trees.copy()
     trees.clear()
     captures(monkeypatch)
@@ -81,7 +81,7 @@ def test_drafts_after_a_pass_that_accepts(name, topk, nodes, most, forced, sampl
     behind, alone, follow, run = [], [], EarlyDraftPasses.run_after_pass, EarlyDraftPasses.run
     monkeypatch.setattr(EarlyDraftPasses, "run_after_pass", lambda *given: behind.append(given[2]) or follow(*given))
     monkeypatch.setattr(EarlyDraftPasses, "run", lambda *given: alone.append(len(given[1].roots)) or run(*given))
-    assert drafting(drive(target, speculation=settings), said, samplings, most) == reported
+    assert drafting(drive(target, speculation=settings), outputs, samplings, most) == reported
     assert trees == expected
     assert set(alone) <= {5}  # more rows than there are such passes for
     if samplings is GREEDY:

@@ -19,7 +19,7 @@ from tests.kits.speculation.accepting import AcceptingDrafting, AcceptingPasses,
 from tests.kits.speculation.early_drafts import captures
 from tests.kits.speculation.layouts import make_layout
 from tests.kits.speculation.lossless import truth
-from tests.kits.speculation.runner_drafts import ASKED
+from tests.kits.speculation.runner_drafts import PROMPTS
 
 GREEDY, SAMPLED = SlotSampling(temperature=0.0), SlotSampling(temperature=0.9, seed=3)
 STEPS, ROOM = 4, 6
@@ -168,7 +168,7 @@ def both(tandem, play, **options):
 
 
 def requests(*slots, sampling=GREEDY, pages=ROOM):
-    return [(slot, 1, ASKED[number], sampling, pages) for number, slot in enumerate(slots)]
+    return [(slot, 1, PROMPTS[number], sampling, pages) for number, slot in enumerate(slots)]
 
 
 def test_the_output_is_the_same(tandem, drive, layout):
@@ -179,8 +179,8 @@ def test_the_output_is_the_same(tandem, drive, layout):
 
     followed, early = both(tandem, play, right=True)
     assert followed == [[3, 1, 2]] * 11
-    said, _ = truth(drive, layout[0], ASKED[:3], [GREEDY] * 3, 40)
-    for slot, expected in zip((3, 1, 2), said, strict=True):
+    outputs, _ = truth(drive, layout[0], PROMPTS[:3], [GREEDY] * 3, 40)
+    for slot, expected in zip((3, 1, 2), outputs, strict=True):
         assert early.tokens[slot, 1][:40] == expected[: len(early.tokens[slot, 1])]
 
 
@@ -230,7 +230,7 @@ def test_rows_change(tandem, monkeypatch):
         made.leaving = [2]
         made.decode(one, three)
         made.decode(one, three, count=2)
-        made.admit((2, 2, ASKED[3], GREEDY, ROOM), (4, 1, ASKED[4], SAMPLED, ROOM))
+        made.admit((2, 2, PROMPTS[3], GREEDY, ROOM), (4, 1, PROMPTS[4], SAMPLED, ROOM))
         made.decode(one, (2, 2), three, count=3)
         made.decode(one, (2, 2), (4, 1), count=3)
         made.decode(one, (2, 2), count=3)
@@ -238,7 +238,7 @@ def test_rows_change(tandem, monkeypatch):
         made.decode(one, (2, 2), count=2, levels=STEPS)
         made.decode(one, (2, 7))  # a row of nobody
         made.decode(one, (2, 2), count=2)
-        made.decode_beside(one, (5, 1, ASKED[2], GREEDY, ROOM))
+        made.decode_beside(one, (5, 1, PROMPTS[2], GREEDY, ROOM))
         made.decode(one, (5, 1), count=2)
         made.wait()
 
@@ -254,7 +254,7 @@ def test_pages_are_short(tandem):
     """A pass follows only if there are pages for whatever is accepted before it."""
 
     def play(made):
-        made.admit((1, 1, ASKED[0], GREEDY, 2), (2, 1, ASKED[2], GREEDY, 2))
+        made.admit((1, 1, PROMPTS[0], GREEDY, 2), (2, 1, PROMPTS[2], GREEDY, 2))
         for number in range(8):
             made.decode((1, 1), (2, 1), count=2)
             if number == 5:
@@ -274,7 +274,7 @@ def test_every_possible_acceptance_has_room(length, more, follows, tandem):
     """The first pass: a token more than there are levels. The second takes ten places, and what is drafted behind it
     14 or 6 behind its first, of 32. A sequence that may have one token more has no use for draft tokens."""
     for made in tandem(True):
-        made.admit((1, 1, ASKED[1][:length], GREEDY, 2), target=length + more)
+        made.admit((1, 1, PROMPTS[1][:length], GREEDY, 2), target=length + more)
         made.decode((1, 1), count=2)
         made.wait()
         drafter = made.runner._loaded.speculator.drafter
@@ -285,7 +285,7 @@ def test_every_possible_acceptance_has_room(length, more, follows, tandem):
 def test_sequences_end(tandem):
     def play(made):
         for generation, length in enumerate(range(15, 30), 1):
-            made.admit((1, generation, ASKED[0], GREEDY, ROOM), target=length)
+            made.admit((1, generation, PROMPTS[0], GREEDY, ROOM), target=length)
             made.decode((1, generation), count=8)
             made.leaving = [1]
             made.wait()

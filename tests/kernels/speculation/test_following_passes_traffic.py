@@ -29,26 +29,26 @@ OPTIONS = {"page_size": PAGE, "context_length": CONTEXT, "max_slots": 4, "max_st
 
 
 def make_requests(alone, generator, count):
-    """-> of each the prompt, which others' may begin with, its most tokens, what ends it and all that is said."""
-    said, found = [], []
+    """-> for each request: prompt (may begin as another), max tokens, stop ids, and the sequence that it generates."""
+    sequences, found = [], []
     for _ in range(count):
         prompt = [generator.randrange(VOCAB) for _ in range(generator.choice((1, 5, 15, 16, 17, 33)))]
-        if said and generator.random() < 0.5:
-            prompt = generator.choice(said)[: generator.randrange(1, 90)] + prompt[:3]
+        if sequences and generator.random() < 0.5:
+            prompt = generator.choice(sequences)[: generator.randrange(1, 90)] + prompt[:3]
         alone.admit(1, prompt)
-        said.append(list(alone.generate(1, min(len(prompt) + 60, CONTEXT))))
+        sequences.append(list(alone.generate(1, min(len(prompt) + 60, CONTEXT))))
         alone.release(1)
-        stops = tuple(generator.sample(said[-1][len(prompt) :], 1)) if generator.random() < 0.3 else ()
-        found.append((prompt, generator.choice((3, 20, 60)), stops, said[-1]))
+        stops = tuple(generator.sample(sequences[-1][len(prompt) :], 1)) if generator.random() < 0.3 else ()
+        found.append((prompt, generator.choice((3, 20, 60)), stops, sequences[-1]))
     return found
 
 
 class RandomDrafts:
     """Right ones, mostly, on the way to a tree's first deepest node."""
 
-    def __init__(self, generator, asked):
+    def __init__(self, generator, requests):
         self.generator, self.runner = generator, None
-        self.said = {tuple(said[:end]): said for *_, said in asked for end in range(1, len(said))}
+        self.sequences = {tuple(tokens[:end]): tokens for *_, tokens in requests for end in range(1, len(tokens))}
 
     def better(self, tree):
         if self.runner is None:
@@ -56,11 +56,11 @@ class RandomDrafts:
         ahead, table = self.runner._loaded.speculator.drafter._early, self.runner._loaded.slots.tokens
         for row, bits in enumerate(tree.bits):
             root = int(ahead._host[row, 0]) + max(1, abs(int(ahead._outcome[row, 0])))
-            said = self.said.get(tuple(table[int(ahead._host[row, 1]), : root + 1].tolist()), [])[root:]
+            rest = self.sequences.get(tuple(table[int(ahead._host[row, 1]), : root + 1].tolist()), [])[root:]
             seen = int(bits[tree.depths[row].argmax()])
-            path = [node for node in range(tree.bits.shape[1]) if seen >> node & 1][: len(said)]
+            path = [node for node in range(tree.bits.shape[1]) if seen >> node & 1][: len(rest)]
             for level, node in enumerate(path[: self.generator.randrange(1, STEPS + 2)]):
-                tree.tokens[row, node] = said[level]
+                tree.tokens[row, node] = rest[level]
         return tree
 
 
@@ -96,15 +96,15 @@ class Faults:
 class Traffic:
     """The scheduler's part, and the cache manager's. Requests come now and then; a few are aborted."""
 
-    def __init__(self, driver, asked, generator):
-        self.runner, self.asked, self.generator = driver.runner, asked, generator
+    def __init__(self, driver, requests, generator):
+        self.runner, self.requests, self.generator = driver.runner, requests, generator
         self.planner = Planner(PlannerConfig(max_running=2, max_slots=4, step_tokens=128, conservativeness=0.3))
         self.cache = PrefixCache(driver.info.num_pages, PAGE)
         self.planner.worker_ready(driver.info, 0.0)
         self.outputs, self.ends, self.running = {}, {}, deque()
 
     def play(self):
-        waiting, chance = deque(enumerate(self.asked)), self.generator.random
+        waiting, chance = deque(enumerate(self.requests)), self.generator.random
         while waiting or self.planner.has_work:
             if waiting and chance() < 0.1:
                 number, (prompt, most, stops, _) = waiting.popleft()
@@ -136,10 +136,10 @@ class Traffic:
 def test_each_learns_what_it_learns_alone(faulty, drive, tmp_path, monkeypatch):
     _, algorithm, target, draft, _, _ = make_layout("eagle3", tmp_path)
     generator = random.Random(31)
-    asked = make_requests(drive(target, **OPTIONS), generator, 50)
+    requests = make_requests(drive(target, **OPTIONS), generator, 50)
     captures(monkeypatch)
     accepting(monkeypatch)
-    draft_tokens, faults = RandomDrafts(generator, asked), Faults(generator)
+    draft_tokens, faults = RandomDrafts(generator, requests), Faults(generator)
     replay, issue = EarlyDraftPasses._replay, Following.issue
     followed = []
     monkeypatch.setattr(EarlyDraftPasses, "_replay", staticmethod(lambda *given: draft_tokens.better(replay(*given))))
@@ -150,13 +150,13 @@ def test_each_learns_what_it_learns_alone(faulty, drive, tmp_path, monkeypatch):
     settings = SpeculativeSettings(algorithm, str(draft), num_steps=STEPS, topk=1, num_draft_tokens=STEPS + 1)
     driver = drive(target, speculation=settings, max_total_tokens=60 * PAGE, **OPTIONS)
     draft_tokens.runner = driver.runner
-    traffic = Traffic(driver, asked, generator)
+    traffic = Traffic(driver, requests, generator)
     traffic.play()
     assert len([found for found in followed if found is not None]) > 50
     assert (faults.count > 2) == faulty
-    for number, (prompt, most, stops, said) in enumerate(asked):
+    for number, (prompt, most, stops, tokens) in enumerate(requests):
         end, reported = traffic.ends[number], traffic.outputs.get(number, [])
-        expected = said[len(prompt) :][:most]
+        expected = tokens[len(prompt) :][:most]
         if end == "stop":
             expected = expected[: expected.index(stops[0]) + 1]
         assert reported == (expected if end in ("stop", "length") else expected[: len(reported)])

@@ -13,7 +13,7 @@ from kernels.contract.step import SlotSampling
 from kernels.speculation import observe
 from tests.kits.driver import ints
 from tests.kits.executors import find_executor, remove_executor
-from tests.kits.speculation.host_loops import ASKED, GREEDY, OPTIONS, draft_on, draft_rows
+from tests.kits.speculation.host_loops import GREEDY, OPTIONS, PROMPTS, draft_on, draft_rows
 from tests.kits.speculation.lossless import truth
 from tests.kits.speculation.oracles import run_mixed
 
@@ -37,18 +37,18 @@ LENGTH = 110
 
 
 @pytest.fixture(scope="module")
-def said():
+def expected():
     return {}
 
 
 @pytest.mark.parametrize("algorithm", ["DFLASH", "EAGLE", "EAGLE3", "MTP", "STANDALONE", "NGRAM"])
 @pytest.mark.parametrize("sampling", [GREEDY, MIXED], ids=["greedy", "sampled"])
-def test_chains_change_nothing(algorithm, sampling, drive, said):
+def test_chains_change_nothing(algorithm, sampling, drive, expected):
     ran, recorded, has_drafted = [], [], []
     driver, _ = draft_rows(drive, algorithm, ran)
-    truths = said.get(sampling[1])
+    truths = expected.get(sampling[1])
     if truths is None:
-        truths = said[sampling[1]] = truth(drive, MODEL_DIR, ASKED, sampling, LENGTH + 20, **OPTIONS)[0]
+        truths = expected[sampling[1]] = truth(drive, MODEL_DIR, PROMPTS, sampling, LENGTH + 20, **OPTIONS)[0]
     step = driver.step
 
     def watched(rows, drafts):
@@ -57,7 +57,7 @@ def test_chains_change_nothing(algorithm, sampling, drive, said):
         return result
 
     driver.step = watched
-    found, _ = run_mixed(driver, ASKED, sampling, truths, LENGTH, reported=recorded)
+    found, _ = run_mixed(driver, PROMPTS, sampling, truths, LENGTH, reported=recorded)
     assert found == [tokens[:LENGTH] for tokens in truths]
     assert len(ran) > 0.7 * sum(has_drafted)  # others say the same
     assert min(ran) < max(ran)
@@ -104,14 +104,14 @@ def test_a_step_observes_the_accepted_tokens_of_the_last_one(algorithm, drive):
 def test_decodes_beside_prompts_draft_in_the_next_step(drive):
     driver, _ = draft_rows(drive, "EAGLE")
     assert driver.info.speculative_apart
-    driver.admit(1, ASKED[0])
+    driver.admit(1, PROMPTS[0])
     driver.step([(1, driver.pending(1))])
-    driver.admit(2, ASKED[1])
+    driver.admit(2, PROMPTS[1])
     driver.step([(1, 1), (2, driver.pending(2))])
     assert ints(driver.step([(1, 1), (2, 1)], {1: 3, 2: 3}).drafted) == [3, 3]
-    said = truth(drive, MODEL_DIR, ASKED[:2], GREEDY[:2], 60, **OPTIONS)[0]
+    expected = truth(drive, MODEL_DIR, PROMPTS[:2], GREEDY[:2], 60, **OPTIONS)[0]
     for slot in (1, 2):
-        assert driver.tokens[slot] == said[slot - 1][: len(driver.tokens[slot])]
+        assert driver.tokens[slot] == expected[slot - 1][: len(driver.tokens[slot])]
 
 
 @pytest.mark.parametrize("algorithm", ["DFLASH", "EAGLE3", "STANDALONE", "NGRAM"])
@@ -137,9 +137,9 @@ def test_steps_without_draft_tokens_run_plainly_and_are_observed_later(algorithm
     accepted = draft_on(driver, 12)
     assert set(rows) == {2}
     assert len(rows) == 12 or algorithm == "NGRAM"  # which finds none now and then: then the step is a plain one
-    said = truth(drive, MODEL_DIR, STORIES[:2], GREEDY[:2], 300, **OPTIONS)[0]
+    expected = truth(drive, MODEL_DIR, STORIES[:2], GREEDY[:2], 300, **OPTIONS)[0]
     for slot in (1, 2):
-        assert driver.tokens[slot] == said[slot - 1][: len(driver.tokens[slot])]
+        assert driver.tokens[slot] == expected[slot - 1][: len(driver.tokens[slot])]
         driver.release(slot)
     driver, _ = draft_rows(drive, algorithm)  # another one: n-grams remember what the first has said
     for slot, tokens in enumerate(known, 1):  # as if all of it were a prompt, which is seen at once
@@ -153,7 +153,7 @@ def test_steps_without_draft_tokens_run_plainly_and_are_observed_later(algorithm
 def test_a_row_without_drafts_runs_among_others_that_have_some(drive):
     driver, rows = draft_rows(drive, "EAGLE")
     for slot in (1, 2):
-        driver.admit(slot, ASKED[slot])
+        driver.admit(slot, PROMPTS[slot])
         driver.step([(slot, driver.pending(slot))])
     result = driver.step([(1, 1), (2, 1)], {2: 3})
     assert rows == [2]
@@ -169,18 +169,18 @@ def ending(driver, **end):
 @pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM"])
 def test_no_step_runs_after_the_end(algorithm, drive):
     driver, rows = draft_rows(drive, algorithm)
-    prompt = ASKED[0]
+    prompt = PROMPTS[0]
     driver.admit(1, prompt)
-    said = driver.generate(1, len(prompt) + 12)[len(prompt) :]
+    expected = driver.generate(1, len(prompt) + 12)[len(prompt) :]
     driver.release(1)
     plain, decode = [], find_executor(driver.runner, "HostDecode")
     advance = decode._advance
     decode._advance = lambda *given: plain.append(1) or advance(*given)
-    last = next(place for place in range(3, 12) if said[place] not in said[:place])
+    last = next(place for place in range(3, 12) if expected[place] not in expected[:place])
 
     driver.admit(1, prompt)
-    ending(driver, stop_ids=(said[last],))
-    while said[last] not in driver.tokens[1][len(prompt) :]:
+    ending(driver, stop_ids=(expected[last],))
+    while expected[last] not in driver.tokens[1][len(prompt) :]:
         before = last + len(prompt) - len(driver.tokens[1])  # a plain step knows an end by the last token alone
         driver.step([(1, driver.pending(1))], {1: before} if before and driver.pending(1) == 1 else None)
     seen = len(rows)
@@ -194,7 +194,7 @@ def test_no_step_runs_after_the_end(algorithm, drive):
     driver.release(1)
 
     driver.admit(1, prompt, sampling=SlotSampling(temperature=0.0, min_tokens=12, stop_ids=()))
-    ending(driver, stop_ids=(said[last],), target=len(prompt) + 12)
+    ending(driver, stop_ids=(expected[last],), target=len(prompt) + 12)
     drafted = []
     while len(driver.tokens[1]) < len(prompt) + 12:
         left = len(prompt) + 12 - len(driver.tokens[1])
@@ -202,7 +202,7 @@ def test_no_step_runs_after_the_end(algorithm, drive):
         drafted.append((ints(result.drafted) or [0])[0])
         if algorithm != "NGRAM":
             assert drafted[-1] < left
-    assert driver.tokens[1][len(prompt) : len(prompt) + 12] == said  # a stop token that comes early is none
+    assert driver.tokens[1][len(prompt) : len(prompt) + 12] == expected  # a stop token that comes early is none
     assert max(drafted) > 1
     seen = len(rows)
     driver.step([(1, 1)], {1: 7})
@@ -211,16 +211,16 @@ def test_no_step_runs_after_the_end(algorithm, drive):
 
 def test_a_row_at_its_end_drafts_no_more_beside_one_that_goes_on(drive):
     driver, _ = draft_rows(drive, "EAGLE")
-    prompt = ASKED[0]
+    prompt = PROMPTS[0]
     driver.admit(1, prompt)
-    said = driver.generate(1, len(prompt) + 12)[len(prompt) :]
+    expected = driver.generate(1, len(prompt) + 12)[len(prompt) :]
     driver.release(1)
-    last = next(place for place in range(3, 12) if said[place] not in said[:place])
+    last = next(place for place in range(3, 12) if expected[place] not in expected[:place])
     driver.admit(1, prompt)
-    ending(driver, stop_ids=(said[last],))
-    driver.admit(2, ASKED[1])
+    ending(driver, stop_ids=(expected[last],))
+    driver.admit(2, PROMPTS[1])
     driver.step([(1, driver.pending(1)), (2, driver.pending(2))])
-    while said[last] not in driver.tokens[1][len(prompt) :]:
+    while expected[last] not in driver.tokens[1][len(prompt) :]:
         driver.step([(1, 1), (2, 1)], {1: 4, 2: 4})
     for _ in range(3):
         assert find_executor(driver.runner, "HostChains")._loop.can_continue
@@ -232,7 +232,7 @@ def test_what_others_accepted_counts_for_where_a_sequence_ends(algorithm, drive)
     driver, _ = draft_rows(drive, algorithm)
     chains, state = find_executor(driver.runner, "HostChains")._loop, driver.runner._loaded.slots
     run, accepted = chains.run, [1]
-    driver.admit(1, ASKED[0])
+    driver.admit(1, PROMPTS[0])
     driver.step([(1, driver.pending(1))])
     driver.step([(1, 1)], {1: 4})
     while accepted == [1]:
@@ -247,31 +247,31 @@ def test_what_others_accepted_counts_for_where_a_sequence_ends(algorithm, drive)
 
 def test_a_chain_of_drafts_ends_before_what_ends_its_sequence(drive):
     driver, rows = draft_rows(drive, "EAGLE")
-    prompt, ends = ASKED[0], []
+    prompt, ends = PROMPTS[0], []
     driver.admit(1, prompt)
-    said = driver.generate(1, len(prompt) + 12)[len(prompt) :]
+    expected = driver.generate(1, len(prompt) + 12)[len(prompt) :]
     driver.release(1)
-    for place in (place for place in range(1, 12) if said[place] not in said[:place]):
+    for place in (place for place in range(1, 12) if expected[place] not in expected[:place]):
         driver.admit(1, prompt)
-        ending(driver, stop_ids=(4095, said[place]))
+        ending(driver, stop_ids=(4095, expected[place]))
         driver.step([(1, len(prompt))])
-        while said[place] not in driver.tokens[1][len(prompt) :]:
+        while expected[place] not in driver.tokens[1][len(prompt) :]:
             result = driver.step([(1, 1)], {1: 7})
         assert result.depths == result.drafted  # what ended it was no wrong draft token
-        ends.append(driver.tokens[1][len(prompt) :] == said[: place + 1])
+        ends.append(driver.tokens[1][len(prompt) :] == expected[: place + 1])
         driver.release(1)
     assert rows
     assert len(ends) > 3
     assert all(ends)
     driver.admit(1, prompt, sampling=SlotSampling(temperature=0.0, min_tokens=12, stop_ids=()))
-    ending(driver, stop_ids=tuple(said))  # too early to be one
+    ending(driver, stop_ids=tuple(expected))  # too early to be one
     driver.step([(1, len(prompt))])
     assert max(ints(driver.step([(1, 1)], {1: 7}).drafted)[0] for _ in range(2)) == 7
 
 
 def test_a_wrong_draft_token_that_ends_a_sequence_is_reported(drive):
     driver, _ = draft_rows(drive, "EAGLE")
-    prompt, wrong = ASKED[0], []
+    prompt, wrong = PROMPTS[0], []
     for first in range(0, 4096, 8):  # some of which the draft drafts
         driver.admit(1, prompt)
         ending(driver, stop_ids=tuple(range(first, first + 8)))
@@ -290,12 +290,12 @@ def test_a_wrong_draft_token_that_ends_a_sequence_is_reported(drive):
 @pytest.mark.parametrize("how", [{"logprobs": 0}, {"temperature": 0.7, "repetition_penalty": 1.2}])
 def test_rows_whose_logits_are_edited_or_scored_are_not_theirs(how, drive):
     driver, rows = draft_rows(drive, "DFLASH")
-    driver.admit(1, ASKED[0], sampling=SlotSampling(**{"temperature": 0.0} | how))
+    driver.admit(1, PROMPTS[0], sampling=SlotSampling(**{"temperature": 0.0} | how))
     driver.step([(1, driver.pending(1))])
     driver.step([(1, 1)], {1: 4})
     assert not rows
     driver.release(1)
-    driver.admit(1, ASKED[0])
+    driver.admit(1, PROMPTS[0])
     driver.step([(1, driver.pending(1))])
     driver.step([(1, 1)], {1: 4})
     driver.step([(1, 1)])  # a row without draft tokens
@@ -305,7 +305,7 @@ def test_rows_whose_logits_are_edited_or_scored_are_not_theirs(how, drive):
 def test_a_row_that_is_not_finite_is_left_to_others(drive):
     ran = []
     driver, rows = draft_rows(drive, "DFLASH", ran)
-    driver.admit(1, ASKED[1])
+    driver.admit(1, PROMPTS[1])
     driver.step([(1, driver.pending(1))])
     driver.step([(1, 1)], {1: 4})
     with torch.inference_mode():
@@ -317,7 +317,7 @@ def test_a_row_that_is_not_finite_is_left_to_others(drive):
 
 def test_a_step_without_draft_tokens_reports_its_observation_time(drive):
     driver, _ = draft_rows(drive, "EAGLE")
-    driver.admit(1, ASKED[0])
+    driver.admit(1, PROMPTS[0])
     driver.step([(1, driver.pending(1))])
     driver.step([(1, 1)], {1: 4})
     timings = [driver.step([(1, 1)]).timing for _ in range(3)]
@@ -326,7 +326,7 @@ def test_a_step_without_draft_tokens_reports_its_observation_time(drive):
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, MIXED], ids=["greedy", "sampled"])
-def test_prompts_run_to_their_ends_in_one_call_and_are_observed_when_idle(sampling, drive, said):
+def test_prompts_run_to_their_ends_in_one_call_and_are_observed_when_idle(sampling, drive, expected):
     """Alone, together and beside decodes; long ones, and those whose scores are wanted, are left to others."""
     driver, _ = draft_rows(drive, "EAGLE3")
     ends, speculator = find_executor(driver.runner, "HostPromptEnds"), driver.runner._loaded.speculator
@@ -341,31 +341,31 @@ def test_prompts_run_to_their_ends_in_one_call_and_are_observed_when_idle(sampli
 
     ends.run = spy
     speculator.observer.show = lambda seen, *rest: shown.append(seen.counts.tolist()) or show(seen, *rest)
-    truths = said.get(sampling[1])
+    truths = expected.get(sampling[1])
     if truths is None:
-        truths = said[sampling[1]] = truth(drive, MODEL_DIR, ASKED, sampling, LENGTH + 20, **OPTIONS)[0]
+        truths = expected[sampling[1]] = truth(drive, MODEL_DIR, PROMPTS, sampling, LENGTH + 20, **OPTIONS)[0]
     for slot in (1, 2):
-        driver.admit(slot, ASKED[slot - 1], sampling=sampling[slot - 1])
+        driver.admit(slot, PROMPTS[slot - 1], sampling=sampling[slot - 1])
     driver.step([(1, 5), (2, 23)])
     assert (ran, shown) == ([2], [])
     speculator.flush_idle()
     assert shown == [[5, 23]]
-    driver.admit(3, ASKED[2], sampling=sampling[2])
+    driver.admit(3, PROMPTS[2], sampling=sampling[2])
     driver.step([(1, 1), (2, 1), (3, 10)])  # not to its end
     driver.step([(1, 1), (2, 1), (3, 7)])
     assert ran == [2, 3]
-    driver.admit(4, ASKED[3], sampling=msgspec.structs.replace(sampling[3], prompt_logprobs=0))
+    driver.admit(4, PROMPTS[3], sampling=msgspec.structs.replace(sampling[3], prompt_logprobs=0))
     driver.step([(4, 40)])
-    driver.admit(5, ASKED[3] + truths[3][40:60])
+    driver.admit(5, PROMPTS[3] + truths[3][40:60])
     driver.step([(5, 60)])
-    driver.admit(6, ASKED[3], sampling=SlotSampling(temperature=0.0, frequency_penalty=0.5))
+    driver.admit(6, PROMPTS[3], sampling=SlotSampling(temperature=0.0, frequency_penalty=0.5))
     driver.step([(6, 40)])
     assert ran == [2, 3]
     for slot in (1, 2, 3, 4):
         assert driver.tokens[slot] == truths[slot - 1][: len(driver.tokens[slot])]
     remove_executor(driver.runner, "HostPromptEnds")
     for slot in (7, 8):
-        driver.admit(slot, ASKED[slot - 7], sampling=sampling[slot - 7])
+        driver.admit(slot, PROMPTS[slot - 7], sampling=sampling[slot - 7])
         driver.step([(slot, driver.pending(slot))])
         assert driver.tokens[slot] == driver.tokens[slot - 6][: len(driver.tokens[slot])]
 
@@ -374,24 +374,24 @@ def test_after_the_end_of_all_sequences_no_step_drafts(drive):
     """Whether the step is like the one before, or somebody left in it."""
     driver, rows = draft_rows(drive, "EAGLE")
     for slot in (1, 2):
-        driver.admit(slot, ASKED[slot])
+        driver.admit(slot, PROMPTS[slot])
     driver.step([(1, driver.pending(1)), (2, driver.pending(2))])
     state, chains = driver.runner._loaded.slots, find_executor(driver.runner, "HostChains")._loop
     state._targets[1] = state.known[1] + 2
     while state.known[1] < state._targets[1]:
         driver.step([(1, 1)], {1: 4})
     rows.clear()
-    asked = []
-    chains.run = asked.append
+    calls = []
+    chains.run = calls.append
     driver.step([(1, 1)], {1: 4})
     driver.release(2)
     driver.step([(1, 1)], {1: 4})
-    assert (rows, asked) == ([], [])
+    assert (rows, calls) == ([], [])
 
 
 def test_n_grams_observe_steps_without_draft_tokens_when_idle(drive):
-    answers = truth(drive, MODEL_DIR, ASKED, GREEDY, 41, **OPTIONS)[0]
-    prompt = next(prompt for prompt, answer in zip(ASKED, answers, strict=True) if answer[len(prompt)] not in prompt)
+    answers = truth(drive, MODEL_DIR, PROMPTS, GREEDY, 41, **OPTIONS)[0]
+    prompt = next(prompt for prompt, answer in zip(PROMPTS, answers, strict=True) if answer[len(prompt)] not in prompt)
     driver, rows = draft_rows(drive, "NGRAM")
     speculator = driver.runner._loaded.speculator
     driver.admit(1, prompt)
@@ -404,11 +404,11 @@ def test_n_grams_observe_steps_without_draft_tokens_when_idle(drive):
 
 def test_a_prompt_that_is_not_finite_is_left_to_others(drive):
     driver, _ = draft_rows(drive, "EAGLE3")
-    driver.admit(1, ASKED[1])
+    driver.admit(1, PROMPTS[1])
     driver.step([(1, 10)])
     with torch.inference_mode():
         driver.runner._loaded.caches[0][driver.pages[1][0]] = float("nan")
-    driver.admit(2, ASKED[0])
+    driver.admit(2, PROMPTS[0])
     result = driver.step([(1, 13), (2, 5)])
     assert [error.slot for error in result.failed] == [1]
     assert ints(result.accepted) == [0, 1]

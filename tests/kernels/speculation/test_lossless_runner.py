@@ -39,14 +39,14 @@ def speculating(drive, monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_output_does_not_depend_on_drafts(right, shape, reference, drive, speculating, prompts):
     path = reference("qwen3").path
-    asked = prompts(5, 23, 1, 40, 17, 9)
+    batch = prompts(5, 23, 1, 40, 17, 9)
     samplings = list(SAMPLINGS.values())
-    said, expected = truth(drive, path, asked, samplings, 92)  # more than is asked for: draft tokens go beyond
+    outputs, expected = truth(drive, path, batch, samplings, 92)  # more than is asked for: draft tokens go beyond
     drafter = Oracle(*SHAPES[shape], RIGHT[right], VOCAB, ragged=right == "mixed")
     driver = speculating(path, drafter)
-    drafter.truths = said
-    found, scores = run_mixed(driver, asked, samplings, said, 80)
-    assert found == [tokens[:80] for tokens in said]
+    drafter.truths = outputs
+    found, scores = run_mixed(driver, batch, samplings, outputs, 80)
+    assert found == [tokens[:80] for tokens in outputs]
     ours = np.concatenate(scores[5])[: len(expected[5])]
     theirs = expected[5][: len(ours)]
     np.testing.assert_allclose(ours[~np.isnan(ours)], theirs[~np.isnan(ours)], atol=2e-5)

@@ -213,12 +213,12 @@ def test_large_batches_verify_only_likely_draft_tokens() -> None:
     promises = NgramPruner(reads=True)
     slots = list(range(8))
 
-    def crowd(said: list[int]) -> list[int]:
+    def crowd(tokens: list[int]) -> list[int]:
         """Draft tokens verified of each, behind which this comes."""
         draft_tokens = [NgramTree([7, 1, 2, 3], [-1, 0, 1, 2], [0, 4, 4, 4]) for _ in slots]
         promises.choose(slots, draft_tokens, [5] * len(slots))
         for slot, each in zip(slots, draft_tokens, strict=True):
-            each.follow(said)
+            each.follow(tokens)
             promises.judge(slot, each)
         return [len(each.verified) for each in draft_tokens]
 

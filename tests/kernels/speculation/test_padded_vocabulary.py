@@ -48,7 +48,7 @@ def _rows(table: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat((table[:rows], more)).contiguous()
 
 
-def _said(driver, prompt: list[int], steps: int = 12) -> tuple[list[int], list[int]]:
+def _generate(driver, prompt: list[int], steps: int = 12) -> tuple[list[int], list[int]]:
     """What is said, and how many tokens each step said."""
     driver.admit(1, prompt)
     driver.step([(1, driver.pending(1))])
@@ -64,7 +64,7 @@ def test_it_drafts_as_with_tables_of_the_same_size(rows, tied, dtype, draft, dri
     found = []
     for path in (draft(rows, tied), str(DRAFTS / "standalone")):
         driver = drive(MODEL_DIR, dtype=dtype, speculation=SpeculativeSettings("STANDALONE", draft_model_path=path))
-        found.append(_said(driver, prompt))
+        found.append(_generate(driver, prompt))
     assert found[0] == found[1]
     assert sum(found[0][1]) > 18, "12 of them were not drafted"
 
@@ -73,10 +73,10 @@ def test_it_drafts_as_with_tables_of_the_same_size(rows, tied, dtype, draft, dri
 def test_ids_that_the_draft_has_not_are_no_harm(dtype, draft, drive):
     prompt = [1, 300, VOCAB - 1, 301, VOCAB - 2]
     settings = SpeculativeSettings("STANDALONE", draft_model_path=draft(VOCAB - 16, True))
-    said, _ = _said(drive(MODEL_DIR, dtype=dtype, speculation=settings), prompt)
+    generated, _ = _generate(drive(MODEL_DIR, dtype=dtype, speculation=settings), prompt)
     plain = drive(MODEL_DIR, dtype=dtype)
     plain.admit(1, prompt)
-    assert plain.generate(1, len(said)) == said
+    assert plain.generate(1, len(generated)) == generated
 
 
 def test_an_output_layer_that_is_cut_is_not_held_twice(draft, drive):

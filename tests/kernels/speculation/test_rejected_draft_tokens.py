@@ -30,7 +30,7 @@ def poison(driver, slot):
 @pytest.mark.parametrize("sampling", [SlotSampling(temperature=0.0), SlotSampling(temperature=0.7, seed=5)])
 def test_places_of_rejected_drafts_are_not_read(dtype, topk, sampling, drive):
     options = {"dtype": dtype, "page_size": 16}
-    said = truth(drive, MODEL_DIR, [PROMPT], [sampling], len(PROMPT) + 60, **options)[0][0]
+    expected = truth(drive, MODEL_DIR, [PROMPT], [sampling], len(PROMPT) + 60, **options)[0][0]
     speculation = SpeculativeSettings(
         "EAGLE3", draft_model_path=str(draft_path("EAGLE3")), num_steps=4, topk=topk, num_draft_tokens=5
     )
@@ -43,4 +43,4 @@ def test_places_of_rejected_drafts_are_not_read(dtype, topk, sampling, drive):
         most = (4, 0, 2, 1)[number % 4]
         result = driver.step([(1, 1)], {1: most} if most else None)
         assert not result.failed
-    assert driver.tokens[1] == said[: len(driver.tokens[1])]
+    assert driver.tokens[1] == expected[: len(driver.tokens[1])]

@@ -23,13 +23,13 @@ TREE = {"num_steps": 3, "topk": 3, "num_draft_tokens": 8}
 @pytest.mark.parametrize("draft", ["qwen3", "llama2", "qwen2-window"])
 def test_generates_what_the_target_generates(draft, shape, reference, drive, prompts):
     path = reference("qwen3").path
-    asked = prompts(5, 23, 1, 40, 17, 9)
+    batch = prompts(5, 23, 1, 40, 17, 9)
     samplings = list(SAMPLINGS.values())
-    said, _ = truth(drive, path, asked, samplings, 80)
+    expected, _ = truth(drive, path, batch, samplings, 80)
     driver = drive(path, speculation=settings(reference(draft).path, **shape))
     assert driver.info.draft_parameters > 0
-    found, _ = run_mixed(driver, asked, samplings, said, 80)
-    assert found == said
+    found, _ = run_mixed(driver, batch, samplings, expected, 80)
+    assert found == expected
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -38,13 +38,13 @@ def test_generates_what_the_target_generates(draft, shape, reference, drive, pro
 def test_a_draft_that_is_the_target_drafts_right(sampling, shape, page_size, reference, drive, prompts):
     """Greedy or with the same noise, whatever is prefilled in chunks, brought back or shared: its cache is right."""
     path = reference("qwen3").path
-    asked = prompts(5, 23, 1, 40)
+    batch = prompts(5, 23, 1, 40)
     samplings = [SlotSampling(temperature=0.0) if sampling == "greedy" else SlotSampling(temperature=0.9, seed=3)] * 4
-    said, _ = truth(drive, path, asked, samplings, 60)
+    expected, _ = truth(drive, path, batch, samplings, 60)
     driver = drive(path, page_size=page_size, speculation=settings(path, **shape))
     recorded = []
-    found, _ = run_mixed(driver, asked, samplings, said, 60, reported=recorded)
-    assert found == said
+    found, _ = run_mixed(driver, batch, samplings, expected, 60, reported=recorded)
+    assert found == expected
     assert len(recorded) > 20
     if shape is CHAIN:
         assert all(accepted == depth for accepted, depth in recorded)
@@ -56,7 +56,7 @@ def test_a_draft_that_is_the_target_drafts_right(sampling, shape, page_size, ref
 def test_pages_of_others_hold_the_drafts_cache_too(reference, drive, prompts):
     path = reference("qwen3").path
     (prompt,) = prompts(50)
-    (said,), _ = truth(drive, path, [prompt], [SlotSampling(temperature=0.0)], 80)
+    (expected,), _ = truth(drive, path, [prompt], [SlotSampling(temperature=0.0)], 80)
     driver = drive(path, speculation=settings(path, **CHAIN))
     driver.admit(1, prompt)
     driver.generate(1, 60)
@@ -66,29 +66,29 @@ def test_pages_of_others_hold_the_drafts_cache_too(reference, drive, prompts):
     for _ in range(5):
         result = driver.step([(2, 1)], {2: 3})
         assert result.accepted == b"\x04\0\0\0"
-    assert driver.tokens[2] == said[: len(driver.tokens[2])]
+    assert driver.tokens[2] == expected[: len(driver.tokens[2])]
 
 
 def test_unobserved_tokens_are_caught_up_in_passes_of_at_most_a_step(reference, drive, prompts):
     """There is memory for that, and no more: prompts of many requests may be waiting."""
     path = reference("qwen3").path
-    asked = prompts(50, 70, 7)
-    said, _ = truth(drive, path, asked, [SlotSampling(temperature=0.0)] * 3, 100)
+    batch = prompts(50, 70, 7)
+    expected, _ = truth(drive, path, batch, [SlotSampling(temperature=0.0)] * 3, 100)
     driver = drive(path, speculation=settings(path, **CHAIN), max_step_tokens=24)
     slots = (1, 2, 3)
-    for slot, prompt in zip(slots, asked, strict=True):
+    for slot, prompt in zip(slots, batch, strict=True):
         driver.admit(slot, prompt)
         while driver.pending(slot) > 1 or len(driver.tokens[slot]) == len(prompt):
             driver.step([(slot, min(driver.pending(slot), 24))], unobserved=True)
-    ran, model = [], driver.runner._loaded.speculator.drafter._model
+    token_counts, model = [], driver.runner._loaded.speculator.drafter._model
     forward = model.forward
-    model.forward = lambda batch, *rest: ran.append(len(batch.token_ids)) or forward(batch, *rest)
+    model.forward = lambda batch, *rest: token_counts.append(len(batch.token_ids)) or forward(batch, *rest)
     for number in range(4):
         result = driver.step([(slot, 1) for slot in slots], dict.fromkeys(slots, 3) if number else None)
-    assert max(ran) == 24
+    assert max(token_counts) == 24
     assert result.accepted == b"\x04\0\0\0" * 3
     for slot in slots:
-        assert driver.tokens[slot] == said[slot - 1][: len(driver.tokens[slot])]
+        assert driver.tokens[slot] == expected[slot - 1][: len(driver.tokens[slot])]
 
 
 def test_a_draft_of_another_vocabulary_is_refused(reference, drive):

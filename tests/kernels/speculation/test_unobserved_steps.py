@@ -12,7 +12,7 @@ from kernels.models.decoder import Decoder
 from tests.kits.driver import ints
 from tests.kits.executors import find_executor
 from tests.kits.native import needs_native
-from tests.kits.speculation.host_loops import ASKED, GREEDY, OPTIONS, draft_on, draft_rows, drafting
+from tests.kits.speculation.host_loops import GREEDY, OPTIONS, PROMPTS, draft_on, draft_rows, drafting
 from tests.kits.speculation.lossless import truth
 
 ADAPTIVE = {"adaptive": AdaptiveSettings(enabled=True)}
@@ -28,15 +28,15 @@ def test_drafts_are_right_a_few_steps_after_unobserved_ones(algorithm, drive):
     speculator.observer._see = lambda seen, *rest: shown.extend(seen.counts.tolist()) or see(seen, *rest)
     decode.advance = lambda: plain.append(len(decode._slots)) or run()
     ends.run = lambda batch: plain.append("ends") or reach(batch)
-    asked = [ASKED[0], [token for _ in range(3) for token in ASKED[3]]]
-    driver.admit(1, asked[0])
+    prompts = [PROMPTS[0], [token for _ in range(3) for token in PROMPTS[3]]]
+    driver.admit(1, prompts[0])
     driver.step([(1, driver.pending(1))], unobserved=True)
     for _ in range(20):
         driver.step([(1, 1)], unobserved=True)
-    driver.admit(2, asked[1])
+    driver.admit(2, prompts[1])
     driver.step([(1, 1), (2, 70)], unobserved=True)  # a part of a prompt, which is left to others
     driver.step([(1, 1), (2, driver.pending(2))], unobserved=True)
-    driver.admit(3, ASKED[1])
+    driver.admit(3, PROMPTS[1])
     driver.step([(1, 1), (2, 1), (3, driver.pending(3))], unobserved=True)
     driver.release(3)
     for _ in range(40):
@@ -50,16 +50,16 @@ def test_drafts_are_right_a_few_steps_after_unobserved_ones(algorithm, drive):
     assert shown[:2] == [DIALS.awake, DIALS.awake]
     assert rows[-8:] == [2] * 8
     assert np.mean(accepted) > 1.2
-    said = truth(drive, MODEL_DIR, asked, GREEDY[:2], 300, **OPTIONS)[0]
+    expected = truth(drive, MODEL_DIR, prompts, GREEDY[:2], 300, **OPTIONS)[0]
     for slot in (1, 2):
-        assert driver.tokens[slot] == said[slot - 1][: len(driver.tokens[slot])]
+        assert driver.tokens[slot] == expected[slot - 1][: len(driver.tokens[slot])]
 
 
 def test_an_unobserved_step_keeps_no_captured_layers(drive):
     """Captured layers are not even brought together."""
     driver, _ = draft_rows(drive, "EAGLE3", **ADAPTIVE)
     features = find_executor(driver.runner, "HostDecode")._features
-    driver.admit(1, ASKED[0])
+    driver.admit(1, PROMPTS[0])
     driver.step([(1, driver.pending(1))])
     driver.step([(1, 1)])
     before = features[:4].copy()
@@ -96,15 +96,15 @@ def test_unobserved_steps_may_begin_and_end_at_any_time(algorithm, options, driv
     """Right behind draft tokens, prompts and each other; beside a request that is never to draft."""
     driver = drive(MODEL_DIR, speculation=drafting(algorithm, **ADAPTIVE), **options)
     never = msgspec.structs.replace(GREEDY[0], max_drafts=0)
-    driver.admit(1, ASKED[0])
+    driver.admit(1, PROMPTS[0])
     driver.step([(1, driver.pending(1))])
     draft_tokens = []
     for number in range(24):
         if number == 5:
-            driver.admit(2, ASKED[1])
+            driver.admit(2, PROMPTS[1])
             driver.step([(1, 1), (2, driver.pending(2))], unobserved=True)
         if number == 9:
-            driver.admit(3, ASKED[2], sampling=never)
+            driver.admit(3, PROMPTS[2], sampling=never)
             driver.step([(1, 1), (2, 1), (3, driver.pending(3))])
         slots = [1, *([2] if number > 4 else []), *([3] if number > 8 else [])]
         for _ in range(number % 3):
@@ -114,15 +114,15 @@ def test_unobserved_steps_may_begin_and_end_at_any_time(algorithm, options, driv
         result = driver.step([(slot, 1) for slot in slots], {slot: 4 for slot in slots if slot < 3})
         draft_tokens.append(max(ints(result.drafted), default=0))
     assert any(draft_tokens)
-    said = truth(drive, MODEL_DIR, ASKED[:3], GREEDY[:3], 200, **options)[0]
+    expected = truth(drive, MODEL_DIR, PROMPTS[:3], GREEDY[:3], 200, **options)[0]
     for slot in (1, 2, 3):
-        assert driver.tokens[slot] == said[slot - 1][: len(driver.tokens[slot])]
+        assert driver.tokens[slot] == expected[slot - 1][: len(driver.tokens[slot])]
 
 
 def test_n_grams_learn_unobserved_tokens_at_the_next_observation(drive):
     driver, _ = draft_rows(drive, "NGRAM", **ADAPTIVE)
     drafter = driver.runner._loaded.speculator.drafter
-    driver.admit(1, ASKED[0])
+    driver.admit(1, PROMPTS[0])
     driver.step([(1, driver.pending(1))], unobserved=True)
     for _ in range(30):
         driver.step([(1, 1)], unobserved=True)
@@ -139,11 +139,11 @@ def test_n_grams_learn_unobserved_tokens_at_the_next_observation(drive):
 def test_an_unobserved_row_is_unchanged_beside_an_n_gram_row(drive):
     """It sat out the steps that were."""
     driver, rows = draft_rows(drive, "NGRAM", **ADAPTIVE)
-    said = truth(drive, MODEL_DIR, ASKED[:2], GREEDY[:2], 100, **OPTIONS)[0]
-    driver.admit(3, said[0])
+    expected = truth(drive, MODEL_DIR, PROMPTS[:2], GREEDY[:2], 100, **OPTIONS)[0]
+    driver.admit(3, expected[0])
     driver.step([(3, driver.pending(3))])
     for slot in (1, 2):
-        driver.admit(slot, ASKED[slot - 1])
+        driver.admit(slot, PROMPTS[slot - 1])
         driver.step([(slot, driver.pending(slot))])
     for _ in range(6):
         driver.step([(1, 1), (2, 1)], unobserved=True)
@@ -153,14 +153,14 @@ def test_an_unobserved_row_is_unchanged_beside_an_n_gram_row(drive):
     assert rows == [2]
     assert ints(result.drafted)[0] > 0 == ints(result.drafted)[1]
     for slot in (1, 2):
-        assert driver.tokens[slot] == said[slot - 1][: len(driver.tokens[slot])]
+        assert driver.tokens[slot] == expected[slot - 1][: len(driver.tokens[slot])]
 
 
 def test_pending_observations_are_dropped(drive):
     """Decodes that are kept, what was accepted last, and a prompt."""
     driver, _ = draft_rows(drive, "EAGLE", **ADAPTIVE)
     speculator = driver.runner._loaded.speculator
-    driver.admit(1, ASKED[0])
+    driver.admit(1, PROMPTS[0])
     driver.step([(1, driver.pending(1))])
     assert speculator._prompts is not None
     driver.step([(1, 1)], unobserved=True)
@@ -180,7 +180,7 @@ def test_pending_observations_are_dropped(drive):
 def test_deferred_observations_are_dropped_on_devices_that_hold_them(drive):
     driver = drive(MODEL_DIR, speculation=drafting("EAGLE", **ADAPTIVE), dtype="float32", page_size=16)
     speculator = driver.runner._loaded.speculator
-    driver.admit(1, ASKED[0])
+    driver.admit(1, PROMPTS[0])
     driver.step([(1, driver.pending(1))])
     for _ in range(3):
         driver.step([(1, 1)])
@@ -194,7 +194,7 @@ def test_a_sampled_request_generates_the_same_unobserved(drive):
     driver, _ = draft_rows(drive, "EAGLE", **ADAPTIVE)
     sampling = SlotSampling(temperature=0.9, seed=4)
     for slot, unseen in ((1, False), (2, True)):
-        driver.admit(slot, ASKED[1], sampling=sampling)
+        driver.admit(slot, PROMPTS[1], sampling=sampling)
         driver.step([(slot, driver.pending(slot))], unobserved=unseen)
         for _ in range(20):
             driver.step([(slot, 1)], unobserved=unseen)

@@ -109,8 +109,8 @@ def test_the_walk_follows_what_was_sampled():
     found = walk(tree, torch.tensor([5, 4, 5, 5]), sampled, 3)
     assert found.counts.tolist() == [4, 3, 2, 1]
     assert found.path.tolist() == [[0, 1, 3, 4], [0, 1, 3, 3], [0, 2, 2, 2], [0, 0, 0, 0]]
-    said = [tokens[:count] for tokens, count in zip(found.tokens.tolist(), found.counts, strict=True)]
-    assert said == [[6, 8, 9, 4], [6, 8, 9], [7, 3], [1]]
+    accepted = [tokens[:count] for tokens, count in zip(found.tokens.tolist(), found.counts, strict=True)]
+    assert accepted == [[6, 8, 9, 4], [6, 8, 9], [7, 3], [1]]
 
 
 @pytest.mark.parametrize("as_tree", [False, True])

@@ -11,7 +11,7 @@ from kernels.devices.cuda.matmul.number_conversions import BYTES, EIGHTHS
 from kernels.weights.quantization.weights import GroupedWeight, quantize_fp8, quantize_int8
 
 __all__ = [
-    "wanted_of",
+    "expected_product",
     "weights",
 ]
 
@@ -29,14 +29,14 @@ def weights(kind, outputs, inputs, device):
     return weight, packing.pack(weight)
 
 
-def wanted_of(weight, x, bias, gated, before):
+def expected_product(weight, x, bias, gated, before):
     """In float64."""
     taken = x.double()
     if before is not None:
         taken = (x + before.residual).double()
         taken = taken * torch.rsqrt(taken.square().mean() + before.eps) * before.gain.double()
-    wanted = (taken @ weight.dequantize(torch.float64).T + bias.double()).float()
+    expected = (taken @ weight.dequantize(torch.float64).T + bias.double()).float()
     if gated:
-        gate, up = wanted.chunk(2, 1)
-        wanted = silu(gate) * up
-    return wanted
+        gate, up = expected.chunk(2, 1)
+        expected = silu(gate) * up
+    return expected

@@ -6,7 +6,7 @@ import numpy as np
 
 from kernels.contract.step import SlotSampling
 from kernels.devices.cpu.capture import CpuCapture
-from tests.kits.speculation.runner_drafts import ASKED, LENGTH
+from tests.kits.speculation.runner_drafts import LENGTH, PROMPTS
 
 __all__ = [
     "GREEDY",
@@ -27,15 +27,15 @@ def captures(monkeypatch):
     monkeypatch.setattr(CpuCapture, "draft", capture)
 
 
-def drafting(driver, said, samplings, most=3):
+def drafting(driver, expected, samplings, most=3):
     """Run several requests, three of them in each third step, with the maximum of draft tokens; returns the accepted
     numbers of each step, by request."""
-    waiting, running, reported = list(range(len(ASKED))), {}, [[] for _ in ASKED]
+    waiting, running, reported = list(range(len(PROMPTS))), {}, [[] for _ in PROMPTS]
     while waiting or running:
         while waiting and len(running) < most:
             number, slot = waiting.pop(0), next(slot for slot in (3, 1, 2, 5, 4) if slot not in running)
             running[slot] = number
-            driver.admit(slot, ASKED[number], sampling=samplings[number])
+            driver.admit(slot, PROMPTS[number], sampling=samplings[number])
             for _ in range(12):  # room for draft tokens after draft tokens
                 driver.pages[slot].append(driver.free.pop())
                 driver._granted.append((slot, driver.pages[slot][-1]))
@@ -48,7 +48,7 @@ def drafting(driver, said, samplings, most=3):
                 reported[running[slot]].append(accepted)
         for slot, number in list(running.items()):
             if len(driver.tokens[slot]) >= LENGTH:
-                assert said is None or driver.tokens[slot][:LENGTH] == said[number]
+                assert expected is None or driver.tokens[slot][:LENGTH] == expected[number]
                 driver.release(slot)
                 del running[slot]
     return reported

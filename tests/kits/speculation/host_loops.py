@@ -15,19 +15,19 @@ from tests.kits.executors import find_executor
 from tests.kits.native import EXACT_DTYPE
 
 __all__ = [
-    "ASKED",
     "GREEDY",
     "OPTIONS",
+    "PROMPTS",
     "draft_on",
     "draft_rows",
     "drafting",
 ]
 
-ASKED = [
+PROMPTS = [
     [random.Random(seed).randrange(300, 4096) for _ in range(length)] for seed, length in enumerate((5, 23, 17, 40))
 ]
 
-GREEDY = [SlotSampling(temperature=0.0)] * len(ASKED)
+GREEDY = [SlotSampling(temperature=0.0)] * len(PROMPTS)
 
 OPTIONS = {"dtype": EXACT_DTYPE, "page_size": 16}
 
@@ -41,8 +41,8 @@ def drafting(algorithm, **more):
     return SpeculativeSettings(algorithm, num_steps=steps, **found, **more)
 
 
-def draft_rows(drive, algorithm, ran=None, grammar=None, **more):
-    """A driver with the included draft, and the rows of the steps that reached its host chains. ``ran``: called with
+def draft_rows(drive, algorithm, on_run=None, grammar=None, **more):
+    """A driver with the included draft, and the rows of the steps that reached its host chains. ``on_run``: called with
     the rows of steps that ran there."""
     driver = drive(MODEL_DIR, speculation=drafting(algorithm, **more), grammar=grammar, **OPTIONS)
     executor = find_executor(driver.runner, "HostChains")
@@ -55,8 +55,8 @@ def draft_rows(drive, algorithm, ran=None, grammar=None, **more):
         found = run(batch)
         if found is None or not found.idle:  # a step that they do not take counts too
             rows.append(len(batch.slots) // 4)
-        if ran is not None and found is not None and not found.idle:
-            ran.append(rows[-1])
+        if on_run is not None and found is not None and not found.idle:
+            on_run.append(rows[-1])
         return found
 
     chains.run = spy

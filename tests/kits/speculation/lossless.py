@@ -29,7 +29,7 @@ SAMPLINGS = {
 def truth(drive, path, prompts, samplings, length, **options):
     """Every prompt's sequence of ``length`` tokens and its scores, each alone, without draft tokens."""
     driver = drive(path, **options)
-    said, scores = [], []
+    outputs, scores = [], []
     for prompt, sampling in zip(prompts, samplings, strict=True):
         driver.admit(1, prompt, sampling=sampling)
         found = []
@@ -37,7 +37,7 @@ def truth(drive, path, prompts, samplings, length, **options):
             result = driver.step([(1, driver.pending(1))])
             assert not result.failed
             found.append(np.frombuffer(result.logprobs, np.float32))
-        said.append(list(driver.tokens[1]))
+        outputs.append(list(driver.tokens[1]))
         scores.append(np.concatenate(found))
         driver.release(1)
-    return said, scores
+    return outputs, scores

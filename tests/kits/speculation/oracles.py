@@ -89,9 +89,9 @@ class Oracle(Drafter):
         self.accepted += accepted
 
 
-def run_mixed(driver, prompts, samplings, said, length, seed=0, reported=None):
+def run_mixed(driver, prompts, samplings, outputs, length, seed=0, reported=None):
     """Run all requests in one runner: chunks, plain decodes and decodes with any number of draft tokens share its
-    steps. ``said``: the output of each; a request may start with its first tokens. ``reported``: called for each row
+    steps. ``outputs``: the output of each; a request may start with its first tokens. ``reported``: called for each row
     that verified draft tokens with the accepted and the possible number.
     """
     chance = random.Random(seed)
@@ -106,7 +106,7 @@ def run_mixed(driver, prompts, samplings, said, length, seed=0, reported=None):
             running[slot] = number
             resumed = chance.randrange(3) if chance.random() < 0.5 else 0  # output tokens of an earlier incarnation
             prompt = prompts[number]
-            early = said[number][len(prompt) : len(prompt) + resumed]
+            early = outputs[number][len(prompt) : len(prompt) + resumed]
             scores[number].append(np.full(resumed, np.nan, np.float32))
             driver.admit(slot, prompt, early, sampling=samplings[number])
         rows, drafts = [], {}

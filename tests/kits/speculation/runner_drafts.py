@@ -17,8 +17,8 @@ from tests.kits.speculation.oracles import run_mixed
 from tests.kits.speculation.paged import Paged
 
 __all__ = [
-    "ASKED",
     "LENGTH",
+    "PROMPTS",
     "SAMPLINGS",
     "Known",
     "compare",
@@ -26,7 +26,7 @@ __all__ = [
     "eagle_chain",
 ]
 
-ASKED = [
+PROMPTS = [
     [random.Random(seed).randrange(VOCAB) for _ in range(length)] for seed, length in enumerate((5, 23, 1, 40, 17))
 ]
 
@@ -71,12 +71,12 @@ def compare(target, algorithm, draft, expected, drive, steps=3, count=5, options
     settings = SpeculativeSettings(
         algorithm, draft_model_path=path, num_steps=steps, num_draft_tokens=steps + 1, **settings
     )
-    asked, samplings = ASKED[-count:], SAMPLINGS[-count:]
-    said, _ = truth(drive, target, asked, samplings, LENGTH, **options or {})
+    prompts, samplings = PROMPTS[-count:], SAMPLINGS[-count:]
+    outputs, _ = truth(drive, target, prompts, samplings, LENGTH, **options or {})
     driver = drive(target, speculation=settings, **options or {})
     assert driver.info.draft_parameters > 0
     found = drafts_of(driver)
-    assert run_mixed(driver, asked, samplings, said, LENGTH)[0] == said
+    assert run_mixed(driver, prompts, samplings, outputs, LENGTH)[0] == outputs
     assert len(found) > 10 * (count - 2)
     paged = Paged(rows=1, pages=6)
     config, model = decoder(target, paged, captured_layers(settings, read_config(target)))

@@ -199,7 +199,7 @@ def _decode(
         begin = first_block + split * share
         end = tl.minimum(begin + share, first_block + blocks)
         q_mask = (member < group)[:, None] & (at < dim)[None, :]
-        asked = queries + row * query_stride + head[:, None] * dim + at[None, :]
+        query_pointers = queries + row * query_stride + head[:, None] * dim + at[None, :]
         own = pages + row * page_stride
         if early:
             # Length, pages and all tokens but the newest are from before this step: their first block loads while the
@@ -214,7 +214,7 @@ def _decode(
             page = tl.load(own + newest // page_size).to(tl.int64)
             if pdl:
                 gdc_wait()
-            q = tl.load(asked, mask=q_mask, other=0.0)
+            q = tl.load(query_pointers, mask=q_mask, other=0.0)
             last = cache + ((page * 2 * kv_heads + kv_head) * page_size + newest % page_size) * dim + at
             new_k = tl.load(last, mask=at < dim, other=0.0).to(like)
             new_v = tl.load(last + kv_heads * page_size * dim, mask=at < dim, other=0.0).to(like)
@@ -227,7 +227,7 @@ def _decode(
             )
             begin += 1
         else:
-            q = tl.load(asked, mask=q_mask, other=0.0)
+            q = tl.load(query_pointers, mask=q_mask, other=0.0)
         for index in tl.range(begin, end, num_stages=stages):
             position = index * block + offset
             line = _lines(own, index, offset, length, kv_head, kv_heads, page_size, block)

@@ -161,7 +161,7 @@ def _spread(
     held = gl.allocate_shared_memory(like, [2 * stages, block, dim], cache.layout)
     # The same memory in pieces of 16 tokens and 64 numbers, as the engine lays out a block.
     pieces = held._reinterpret(like, [2 * stages * (dim // 64) * 4, 16, 64], part.layout)
-    asked = gl.allocate_shared_memory(like, [stages, lines, dim], queries.layout)
+    query_tiles = gl.allocate_shared_memory(like, [stages, lines, dim], queries.layout)
     weights = gl.allocate_shared_memory(like, [1, lines, block], weights_layout)
     bars = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(stages):
@@ -219,7 +219,7 @@ def _spread(
         bar = bars.index(stage)
         _bring(cache, part, bar, held, pieces, stage, line, left_of, kv_heads, page_size, dim, late)
         query = row_of * query_lines + head_of * group
-        tma.async_copy_global_to_shared(queries, [query, 0], bar, asked.index(stage), pred=stage < count)
+        tma.async_copy_global_to_shared(queries, [query, 0], bar, query_tiles.index(stage), pred=stage < count)
 
     member = gl.arange(0, lines, layout=per_line)
     at = gl.arange(0, dim, layout=gl.SliceLayout(1, mma))
@@ -236,7 +236,7 @@ def _spread(
         bar = bars.index(slot)
         mbarrier.wait(bar, turn)
         score = gl.zeros([block, lines], gl.float32, mma)
-        score = warpgroup_mma(held.index(2 * slot), asked.index(slot).permute((1, 0)), score, is_async=True)
+        score = warpgroup_mma(held.index(2 * slot), query_tiles.index(slot).permute((1, 0)), score, is_async=True)
         score = warpgroup_mma_wait(0, deps=[score]) * scale
         left_of = length - _first(length, window) - tile * block
         if left_of <= 48:  # what was not brought is not a number, perhaps
@@ -267,7 +267,7 @@ def _spread(
         _expect(bar, left_at, lines, dim, more)
         _bring(cache, part, bar, held, pieces, slot, line_at, left_at, kv_heads, page_size, dim, more)
         query = row_at * query_lines + head_at * group
-        tma.async_copy_global_to_shared(queries, [query, 0], bar, asked.index(slot), pred=more)
+        tma.async_copy_global_to_shared(queries, [query, 0], bar, query_tiles.index(slot), pred=more)
         row_at, head_at, tile_at, length_at, following_at = _next(
             row_at, head_at, tile_at, length_at, following_at, lengths, length_stride, rows, kv_heads, window
         )

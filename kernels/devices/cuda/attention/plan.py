@@ -231,10 +231,10 @@ def _attention(
     some = plan.decodes
     if some is not None:
         state = some.state
-        asked = queries[: len(state)]
+        draft_queries = queries[: len(state)]
         found = out[: len(state)]
-        given = asked, cache, state[:, 1:], state[:, 0], plan.window, scale
-        if not _spreads(asked, cache, scales) or attempted(_spread(), *given, scratch, found) is None:
+        given = draft_queries, cache, state[:, 1:], state[:, 0], plan.window, scale
+        if not _spreads(draft_queries, cache, scales) or attempted(_spread(), *given, scratch, found) is None:
             attend_decodes(*given, some.splits, scratch, found, scales)
     drafts = plan.drafts
     if drafts is not None:

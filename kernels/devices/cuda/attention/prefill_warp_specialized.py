@@ -92,7 +92,7 @@ def _ask(
     """Load the tiles' queries, and their keys and values in pieces from the last one on. The barriers of loaded data
     come first, then those of consumed data.
     """
-    asked, keys, values, query_bars, key_bars, value_bars = shared
+    query_tiles, keys, values, query_bars, key_bars, value_bars = shared
     panels: gl.constexpr = dim // 64
     below: gl.constexpr = kv_heads * page_size
     ring = 0
@@ -110,7 +110,7 @@ def _ask(
             mbarrier.wait(query_bars.index(4 + place), (turn // 2) % 2 ^ 1)
             mbarrier.expect(query_bars.index(place), 64 * dim * 2)
             at = [first_query + group * 64, head * dim]
-            tma.async_copy_global_to_shared(queries, at, query_bars.index(place), asked.index(place))
+            tma.async_copy_global_to_shared(queries, at, query_bars.index(place), query_tiles.index(place))
         row, first_query, count, start, head = _tile(blocks, turn + 1, every, heads)
         before, other_before = 0, 0
         for step in range(number + 1):
@@ -154,7 +154,7 @@ def _answer(
     group: gl.constexpr,
 ):
     """Attend with the queries ``group * 64 ..`` of each tile."""
-    asked, keys, values, query_bars, key_bars, value_bars = shared
+    query_tiles, keys, values, query_bars, key_bars, value_bars = shared
     like: gl.constexpr = out.dtype.element_ty
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     total_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dim, 16])
@@ -172,7 +172,7 @@ def _answer(
         _, next_query, next_count, next_start, next_head = _tile(blocks, turn + 1, every, heads)
         number = _blocks(count, start)
         place = turn % 2 * 2 + group
-        query = asked.index(place)
+        query = query_tiles.index(place)
         mbarrier.wait(query_bars.index(place), turn // 2 % 2)
         if number > 0:
             begin = (number - 1) * 128
@@ -248,7 +248,7 @@ def _specialized(
 ):
     """``every``: number of tiles: blocks times heads."""
     like: gl.constexpr = out.dtype.element_ty
-    asked = gl.allocate_shared_memory(like, [4, 64, dim], queries.layout)  # of this tile, and of the next
+    query_tiles = gl.allocate_shared_memory(like, [4, 64, dim], queries.layout)  # of this tile, and of the next
     keys = gl.allocate_shared_memory(like, [stages, 128, dim], cache.layout)
     values = gl.allocate_shared_memory(like, [stages, 128, dim], cache.layout)
     query_bars = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
@@ -263,11 +263,11 @@ def _specialized(
         mbarrier.init(value_bars.index(stages + stage), count=2)
     fence_async_shared()
     gl.thread_barrier()
-    shared = (asked, keys, values, query_bars, key_bars, value_bars)
+    shared = (query_tiles, keys, values, query_bars, key_bars, value_bars)
     # The same memory in pieces of 64 tokens and 64 numbers, as the engine lays out a block.
     key_pieces = keys._reinterpret(like, [stages * (dim // 64) * 2, 64, 64], cache.layout)
     value_pieces = values._reinterpret(like, [stages * (dim // 64) * 2, 64, 64], cache.layout)
-    pieces = (asked, key_pieces, value_pieces, query_bars, key_bars, value_bars)
+    pieces = (query_tiles, key_pieces, value_pieces, query_bars, key_bars, value_bars)
     gl.warp_specialize(
         [
             (_answer, (shared, blocks, out, scale, every, heads, dim, stages, 0)),

@@ -167,7 +167,7 @@ def _few(
     kv_head = gl.program_id(1)
     split = gl.program_id(2)
     held = gl.allocate_shared_memory(like, [2 * stages, block, dim], cache.layout)
-    asked = gl.allocate_shared_memory(like, [1, lines, dim], swizzled)
+    query_tile = gl.allocate_shared_memory(like, [1, lines, dim], swizzled)
     weights = gl.allocate_shared_memory(like, [together, lines, block], swizzled)
     bars = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     if pdl:
@@ -234,7 +234,7 @@ def _few(
     for stage in range(late, gl.minimum(stages, number)):
         line = _line(table, gl.minimum(begin + stage, end - 1), kv_head, kv_heads, page_size)
         _copy(cache, bars.index(stage), held, stage, line, below, stage < number)
-    asked.index(0).store(q)
+    query_tile.index(0).store(q)
     fence_async_shared()
     gl.thread_barrier()
 
@@ -250,7 +250,7 @@ def _few(
             mbarrier.wait(bars.index(slot + some), turn)
             score = gl.zeros([block, lines], gl.float32, mma)
             key = held.index(2 * (slot + some))
-            products += (warpgroup_mma(key, asked.index(0).permute((1, 0)), score, is_async=True),)
+            products += (warpgroup_mma(key, query_tile.index(0).permute((1, 0)), score, is_async=True),)
         if together > 1:
             products = warpgroup_mma_wait(0, deps=products)
         else:

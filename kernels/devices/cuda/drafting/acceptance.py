@@ -59,8 +59,8 @@ def _accept(
         if pdl:
             gdc_wait()
         number = tl.arange(0, 4)
-        asked = tl.where(number == 0, slot, tl.where(number == 1, start, tl.where(number == 2, count, first)))
-        tl.store(kept_rows + row * 4 + number, asked)
+        header = tl.where(number == 0, slot, tl.where(number == 1, start, tl.where(number == 2, count, first)))
+        tl.store(kept_rows + row * 4 + number, header)
     run = node < count
     own = row * parents_stride + node
     token = tl.load(nodes + row * nodes_stride + node, mask=run, other=-1).to(tl.int64)
@@ -82,7 +82,7 @@ def _accept(
     tokens = outcome + 2 + levels
     for level in tl.static_range(0, levels):
         here = node == at
-        said = tl.sum(tl.where(here, after, 0), 0)
+        next_token = tl.sum(tl.where(here, after, 0), 0)
         failed = tl.max(tl.where(here, fails, 0), 0)
         wrong = tl.where(going > 0, tl.maximum(wrong, failed), wrong)
         tl.store(outcome + 2 + level, at.to(tl.int64))
@@ -90,16 +90,16 @@ def _accept(
         if level < depth:
             right = (parent == at) & run & (node > 0)
             if not forced:
-                right = right & (token == said)
+                right = right & (token == next_token)
             child = tl.min(tl.where(right, node, block), 0)
             going = tl.where(child < block, going, 0)
             at = tl.where(going > 0, child, at)
             accepted += going
             if forced:  # what was passed is what was accepted
                 passed = tl.sum(tl.where(node == at, token, 0), 0)
-                said = tl.where(going > 0, passed, said)
-        tl.store(tokens + level, said)
-        tl.store(table + slot * table_stride + start + 1 + level, said.to(tl.int32))
+                next_token = tl.where(going > 0, passed, next_token)
+        tl.store(tokens + level, next_token)
+        tl.store(table + slot * table_stride + start + 1 + level, next_token.to(tl.int32))
     tl.store(outcome, tl.where(wrong > 0, -accepted, accepted).to(tl.int64))
     tl.store(outcome + 1, reach.to(tl.int64))
 

@@ -91,10 +91,12 @@ class DecodeGraphs:
             self._nothing[:, 1] = tokens
         self._state[:, : header + 1] = self._nothing
         self._bits = torch.ones((rows, tokens), dtype=torch.int64, device=device)
-        asked, depths = torch.zeros((rows, 4), dtype=torch.int64, device=device), torch.zeros_like(self._bits)
-        asked[:, 2] = 1  # only a root, without a request
+        verified_rows, depths = torch.zeros((rows, 4), dtype=torch.int64, device=device), torch.zeros_like(self._bits)
+        verified_rows[:, 2] = 1  # only a root, without a request
         nodes = DraftTree(buffers.token_ids.view_as(self._bits), torch.full_like(depths, -1), depths, self._bits)
-        self._staged = Staged(buffers.token_ids, buffers.positions, buffers.cache_index, self._state, asked, nodes)
+        self._staged = Staged(
+            buffers.token_ids, buffers.positions, buffers.cache_index, self._state, verified_rows, nodes
+        )
         self._graphs = capture_each(sorted(sizes, reverse=True), lambda size: forward(self._batch(size)), device, agree)
         self.sizes = sorted(self._graphs)
         self._forward, self._head = forward, request.head

@@ -52,12 +52,12 @@ Size = tuple[int, int]
 """The tokens and the rows of a step."""
 
 
-def prompt_sizes(asked: Sequence[int], most: int, max_rows: int) -> list[Size]:
-    """The tokens and rows of each graph, ascending. ``asked``: a list of tokens, or none for powers of two and the
+def prompt_sizes(requested: Sequence[int], most: int, max_rows: int) -> list[Size]:
+    """The tokens and rows of each graph, ascending. ``requested``: a list of tokens, or none for powers of two and the
     decodes beside them. ``most``: tokens of a step, ``max_rows``: of its rows. Useless sizes of the list are logged.
     """
     rows = sorted({min(count, max_rows) for count in (*_ROWS, max_rows)})
-    useless = sorted(size for size in set(asked) if not rows[0] <= size <= most)
+    useless = sorted(size for size in set(requested) if not rows[0] <= size <= most)
     if useless:
         _log.warning(
             "--piecewise-cuda-graph-tokens: no graph of %s tokens, as one holds %d rows and a step has up to %d; "
@@ -70,7 +70,7 @@ def prompt_sizes(asked: Sequence[int], most: int, max_rows: int) -> list[Size]:
     found: set[Size] = set()
     for index, count in enumerate(rows):
         beside = count if index else 0
-        tokens = asked or (*(chunk + beside for chunk in chunks), most)
+        tokens = requested or (*(chunk + beside for chunk in chunks), most)
         found |= {(size, count) for size in tokens if count <= size <= most}
     return sorted(found)
 

@@ -30,7 +30,7 @@ def _stage(
     positions,
     index,
     state,
-    asked,
+    verified_rows,
     parent_of,
     depth_of,
     seen,
@@ -60,7 +60,7 @@ def _stage(
     start = tl.load(own + header - 1) - tokens  # for a valid row: its cached tokens, without these
     if follows & (row < rows):
         accepted = tl.abs(tl.load(before + row * before_stride))
-        start = (tl.load(asked + row * 4 + 1) + accepted).to(tl.int32)
+        start = (tl.load(verified_rows + row * 4 + 1) + accepted).to(tl.int32)
         tl.debug_barrier()  # the same place is written to below
     inside = node < tokens
     there = inside & (row < rows)
@@ -76,10 +76,10 @@ def _stage(
     tl.store(seen + place, path, mask=inside)
     tl.store(parent_of + place, tl.load(parents + row * depths_stride + node, mask=there, other=-1), mask=inside)
     tl.store(depth_of + place, depth, mask=inside)
-    tl.store(asked + row * 4, slot.to(tl.int64))
-    tl.store(asked + row * 4 + 1, tl.where(row < rows, start, 0).to(tl.int64))
-    tl.store(asked + row * 4 + 2, tl.where(row < rows, tokens, 1).to(tl.int64))
-    tl.store(asked + row * 4 + 3, (row * tokens).to(tl.int64))
+    tl.store(verified_rows + row * 4, slot.to(tl.int64))
+    tl.store(verified_rows + row * 4 + 1, tl.where(row < rows, start, 0).to(tl.int64))
+    tl.store(verified_rows + row * 4 + 2, tl.where(row < rows, tokens, 1).to(tl.int64))
+    tl.store(verified_rows + row * 4 + 3, (row * tokens).to(tl.int64))
     for begin in range(0, columns, block):
         column = begin + tl.arange(0, block)
         number = tl.load(own + column, mask=column < columns, other=0)

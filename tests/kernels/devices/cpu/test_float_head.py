@@ -29,8 +29,8 @@ def test_logits_are_not_rounded(name, reference, drive, prompts, monkeypatch):
 
     monkeypatch.setattr(VocabularyHead, "__call__", watched)
     dtypes = []
-    for wanted in (False, True):
-        driver = drive(reference(name).path, dtype="bfloat16", fp32_head=wanted)
+    for fp32_head in (False, True):
+        driver = drive(reference(name).path, dtype="bfloat16", fp32_head=fp32_head)
         given.clear()
         answers.clear()
         driver.admit(1, prompt, sampling=SCORED)
@@ -51,8 +51,8 @@ def test_what_it_takes(reference, drive):
     """4 bytes a weight more where the embeddings are kept too, 2 where bfloat16 is not."""
     for name, each in (("qwen3", 4), ("llama2", 2)):
         seen = []
-        for wanted in (False, True):
-            driver = drive(reference(name).path, dtype="bfloat16", fp32_head=wanted)
+        for fp32_head in (False, True):
+            driver = drive(reference(name).path, dtype="bfloat16", fp32_head=fp32_head)
             seen.append(driver.runner._device.linear.dequantized_bytes)
         vocab = reference(name).model.config.vocab_size
         assert seen[1] - seen[0] == each * vocab * 48
@@ -81,10 +81,10 @@ def test_the_model_in_the_box_has_one_in_programs_too(drive):
     from app.understudy import MODEL_DIR
 
     prompt = [5, 60, 900, 33, 2041, 77]
-    said = []
-    for wanted in (False, True):
-        driver = drive(MODEL_DIR, dtype="bfloat16", fp32_head=wanted, max_slots=5)
+    outputs = []
+    for fp32_head in (False, True):
+        driver = drive(MODEL_DIR, dtype="bfloat16", fp32_head=fp32_head, max_slots=5)
         driver.admit(1, prompt)
-        said.append(driver.generate(1, 26))
-    same = np.mean(np.array(said[0]) == np.array(said[1]))
+        outputs.append(driver.generate(1, 26))
+    same = np.mean(np.array(outputs[0]) == np.array(outputs[1]))
     assert same > 0.3  # two tokens may be as likely to within what bfloat16 rounds

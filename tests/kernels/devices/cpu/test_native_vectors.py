@@ -23,6 +23,6 @@ VECTORS = {
 @pytest.mark.parametrize("instruction", VECTORS)
 def test_a_processor_is_asked_for_what_is_compiled(instruction):
     texts = {path.name: path.read_text() for path in (*library.HERE.glob("*.h"), *library.HERE.glob("*.cpp"))}
-    asked = texts["program.cpp"].partition("int troupe_ready()")[2].partition("\n}\n")[0]
+    checks = texts["program.cpp"].partition("int troupe_ready()")[2].partition("\n}\n")[0]
     assert any(instruction in text for text in texts.values()), "nothing needs it any more"
-    assert f'__builtin_cpu_supports("{VECTORS[instruction]}")' in asked
+    assert f'__builtin_cpu_supports("{VECTORS[instruction]}")' in checks

@@ -54,8 +54,8 @@ def test_the_same_is_accepted(linear, nodes, depth, forced, shown, device):
         begin = int(step.offsets[row])
         after[row, : counts[row]] = sampled[begin : begin + int(counts[row])]
     expected = walk(tree, torch.from_numpy(counts), after, depth, None, forced)
-    said = Sampled(sampled, broken)
-    verified = Verified.of(step, Samples.of(step, state.known), said, expected, torch.from_numpy)
+    draws = Sampled(sampled, broken)
+    verified = Verified.of(step, Samples.of(step, state.known), draws, expected, torch.from_numpy)
 
     numbers = np.stack((step.slots, step.starts, step.counts, step.offsets), 1)
     own = torch.from_numpy(numbers).pin_memory() if shown and device.type == "cuda" else torch.from_numpy(numbers)
@@ -74,12 +74,12 @@ def test_the_same_is_accepted(linear, nodes, depth, forced, shown, device):
     assert torch.equal(here.outcome, verified.outcome[:2])
     assert torch.equal(here.tokens, expected.tokens[:2])
     assert torch.equal(here.broken.reshape(-1), verified.sampled.broken[: 2 * here.levels])
-    wanted = torch.full((9, 80), -1, dtype=torch.int32)
+    wanted_table = torch.full((9, 80), -1, dtype=torch.int32)
     levels = expected.tokens.shape[1]
     for row in range(rows):
         begin = int(starts[row]) + 1
-        wanted[slots[row], begin : begin + levels] = expected.tokens[row].to(torch.int32)
-    assert torch.equal(table.cpu(), wanted)
+        wanted_table[slots[row], begin : begin + levels] = expected.tokens[row].to(torch.int32)
+    assert torch.equal(table.cpu(), wanted_table)
 
     # Their keys and values follow.
     page_size = 16
@@ -128,9 +128,9 @@ def test_what_is_drafted_from_is_brought(known, dtype, device):
     assert torch.equal(host[:, :2].cpu(), given[:, [1, 0]])
     assert torch.equal(host[:, 2 : 2 + there].cpu(), pages[:, :there].long())
     assert not host[:, 2 + there :].any()
-    wanted = torch.zeros((size, 2 + levels), dtype=torch.int64)
-    wanted[:rows, : 2 + held] = outcome
-    assert torch.equal(kept_outcome.cpu(), wanted)
+    wanted_table = torch.zeros((size, 2 + levels), dtype=torch.int64)
+    wanted_table[:rows, : 2 + held] = outcome
+    assert torch.equal(kept_outcome.cpu(), wanted_table)
     assert torch.equal(kept_tokens[:rows, :held].cpu(), tokens)
-    at = wanted[:rows, 2:] + given[:rows, 3:]
+    at = wanted_table[:rows, 2:] + given[:rows, 3:]
     assert torch.equal(kept_features[: rows * levels].cpu(), features[at.reshape(-1)])

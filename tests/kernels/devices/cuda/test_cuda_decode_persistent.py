@@ -14,7 +14,7 @@ from kernels.devices.cuda.attention.plan import attention, plan_attention
 from kernels.devices.cuda.launch import copying
 from tests.kernels.devices.cuda.compiled import compiling, empty, put
 from tests.kernels.devices.cuda.plain import spread_in_triton
-from tests.kits.cuda.attention import wanted
+from tests.kits.cuda.attention import reference_attention
 
 MULTIPROCESSOR = 228 << 10
 """Bytes of shared memory of compute capability 9.0, of which each block takes 1 KiB more than it has (CUDA programming
@@ -55,7 +55,7 @@ def test_rows_in_equal_ranges(device, spreads, heads, kv_heads, dim, page_size, 
         spreads.attend_many(queries, *given, scratch, out, programs)
         assert not scratch.room(programs, 1, 1, 1, 1)[2].any()  # what programs left for others was taken
     assert torch.equal(*found)
-    right = wanted(queries, *given)
+    right = reference_attention(queries, *given)
     assert (found[0].double() - right).norm() <= 2e-3 * right.norm()
 
 

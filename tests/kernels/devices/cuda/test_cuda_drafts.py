@@ -91,7 +91,7 @@ def test_few_drafts_read_early_what_was_there_before_the_step(window, parts, mon
     few = drafts_in_triton(tmp_path)
     case = case_of(torch.device("cpu"), True, window, 4, 2, 64, 64, drafts=DRAFTS)
     state, bits, tokens = rows_of(case, "cpu")
-    cache, asked, reported, seen = case.cache.clone(), case.queries.clone(), state.clone(), bits.clone()
+    cache, original, reported, seen = case.cache.clone(), case.queries.clone(), state.clone(), bits.clone()
     begun, early = [], []
 
     def begin() -> None:
@@ -107,7 +107,7 @@ def test_few_drafts_read_early_what_was_there_before_the_step(window, parts, mon
     def wait() -> None:
         early.append(brought[0])
         case.cache.copy_(cache)
-        case.queries.copy_(asked)
+        case.queries.copy_(original)
         state[:, :4] = -1  # was read
         bits.fill_(0)
 

@@ -13,7 +13,7 @@ from kernels.devices.cuda.attention.decode import DecodeScratch
 from kernels.devices.cuda.attention.plan import attention, plan_attention
 from kernels.devices.cuda.attention.verify import HEADER
 from tests.kernels.devices.cuda.plain import spread_in_triton
-from tests.kits.cuda.attention import wanted
+from tests.kits.cuda.attention import reference_attention
 from tests.kits.cuda.caches import Caches
 from tests.kits.verifying import made
 
@@ -46,8 +46,8 @@ def test_what_the_kernel_in_front_writes_is_read_behind_it(
     newest = state[:, 0].long() - 1
     place = pages[torch.arange(rows), newest // page_size], slice(None), slice(None), newest % page_size
     place = place if dim % 16 == 0 else (slice(None),)
-    right = wanted(queries, cache, state[:, 1:], state[:, 0], window, 0.2)
-    asked, written, waits = queries.clone(), cache[place].clone(), []
+    right = reference_attention(queries, cache, state[:, 1:], state[:, 0], window, 0.2)
+    original, written, waits = queries.clone(), cache[place].clone(), []
 
     def begin() -> None:
         """A program does, as if it were the first."""
@@ -56,7 +56,7 @@ def test_what_the_kernel_in_front_writes_is_read_behind_it(
 
     def wait() -> None:
         waits.append(None)
-        queries.copy_(asked)
+        queries.copy_(original)
         cache[place] = written
 
     module = decode if rows == 1 else spread_in_triton(tmp_path)
@@ -93,7 +93,7 @@ def test_rows_have_no_more_parts_than_run_at_once(lengths, window, parts, monkey
     out, scratch = torch.empty_like(queries), DecodeScratch(cache.device)
     stats = scratch.room(rows, 4, 2, 32, 8)[1].fill_(torch.nan)
     decode.attend_decodes(queries, cache, pages, counts, window, 0.2, 8, scratch, out)
-    right = wanted(queries, cache, pages, counts, window, 0.2)
+    right = reference_attention(queries, cache, pages, counts, window, 0.2)
     assert (out.double() - right).norm() <= 2e-3 * right.norm()
     there = ~stats[: 2 * rows * 4 * 8].view(rows, 4, 8, 2).isnan()
     assert there.all(3).sum(2).tolist() == [[0 if count == 1 else count] * 4 for count in parts]
@@ -109,7 +109,7 @@ def test_drafts_read_early_what_was_there_before_the_step(trees, window, monkeyp
     )  # fmt: skip
     plan = plan_attention(case.rows, window, 2, lambda array: torch.from_numpy(array.copy()))
     drafts = dataclasses.replace(plan.drafts, context=300, early=True)
-    cache, asked, state = case.cache.clone(), case.queries.clone(), drafts.state.clone()
+    cache, original, state = case.cache.clone(), case.queries.clone(), drafts.state.clone()
     bits = None if drafts.bits is None else drafts.bits.clone()
     programs, waits = [], []
 
@@ -125,7 +125,7 @@ def test_drafts_read_early_what_was_there_before_the_step(trees, window, monkeyp
     def wait() -> None:
         waits.append(len(programs) - 1)
         case.cache.copy_(cache)
-        case.queries.copy_(asked)
+        case.queries.copy_(original)
         drafts.state[:, :HEADER] = -1  # was read
         if bits is not None:
             drafts.bits.fill_(0)

@@ -10,7 +10,7 @@ from kernels.speculation.early_draft import EarlyDraftPasses, EarlyDrafts, Follo
 from tests.kernels.devices.cuda.interpreted import install
 from tests.kits.speculation.layouts import make_layout
 from tests.kits.speculation.lossless import truth
-from tests.kits.speculation.runner_drafts import ASKED
+from tests.kits.speculation.runner_drafts import PROMPTS
 
 GREEDY = SlotSampling(temperature=0.0)
 LENGTH = 24
@@ -19,8 +19,8 @@ LENGTH = 24
 @pytest.mark.parametrize(("name", "topk", "nodes"), [("eagle3", 3, 8), ("mimo", 1, 4)])
 def test_cycles_are_lossless(name, topk, nodes, device, drive, tmp_path, monkeypatch):
     _, algorithm, target, draft, _, _ = make_layout(name, tmp_path)
-    asked = ASKED[4], ASKED[0] * 3
-    said, _ = truth(drive, target, asked, [GREEDY] * 2, LENGTH)
+    prompts = PROMPTS[4], PROMPTS[0] * 3
+    expected, _ = truth(drive, target, prompts, [GREEDY] * 2, LENGTH)
     if device.type == "cpu":
         install(monkeypatch)
     behind, accepted, early = [], [], []
@@ -31,7 +31,7 @@ def test_cycles_are_lossless(name, topk, nodes, device, drive, tmp_path, monkeyp
     settings = SpeculativeSettings(algorithm, str(draft or ""), num_steps=3, topk=topk, num_draft_tokens=nodes)
     options = {"max_slots": 4, "max_step_tokens": 64, "graph_rows": (1, 2), "page_size": 16, "context_length": 64}
     driver, found = drive(target, device="cuda", speculation=settings, **options), {}
-    for slot, prompt in enumerate(asked, 1):
+    for slot, prompt in enumerate(prompts, 1):
         driver.admit(slot, prompt, sampling=GREEDY)
         for _ in range(4):  # room for draft tokens behind draft tokens
             driver.pages[slot].append(driver.free.pop())
@@ -44,7 +44,7 @@ def test_cycles_are_lossless(name, topk, nodes, device, drive, tmp_path, monkeyp
             if len(driver.tokens[slot]) >= LENGTH:
                 found[slot] = driver.tokens[slot][:LENGTH]
                 driver.release(slot)
-    assert [found[1], found[2]] == said
+    assert [found[1], found[2]] == expected
     assert set(accepted) == {1, 2}
     assert set(behind) == {1, 2}
     assert len([followed for followed in early if followed is not None]) > 3

@@ -10,7 +10,7 @@ from kernels.devices.cuda.capture import CudaCapture
 from tests.kits.speculation.early_drafts import GREEDY, drafting
 from tests.kits.speculation.layouts import make_layout
 from tests.kits.speculation.lossless import truth
-from tests.kits.speculation.runner_drafts import ASKED, LENGTH
+from tests.kits.speculation.runner_drafts import LENGTH, PROMPTS
 
 OPTIONS = {"device": "cuda", "page_size": 16, "max_step_tokens": 256}
 
@@ -20,10 +20,10 @@ OPTIONS = {"device": "cuda", "page_size": 16, "max_step_tokens": 256}
 def test_a_graph_drafts_the_same(topk, nodes, drive, tmp_path, monkeypatch):
     _, algorithm, target, draft, _, _ = make_layout("eagle3", tmp_path)
     settings = SpeculativeSettings(algorithm, str(draft), num_steps=4, topk=topk, num_draft_tokens=nodes)
-    said, _ = truth(drive, target, ASKED, GREEDY, LENGTH, **OPTIONS)
+    expected, _ = truth(drive, target, PROMPTS, GREEDY, LENGTH, **OPTIONS)
     with monkeypatch.context() as patch:
         patch.setattr(CudaCapture, "draft", lambda self, run: None)
-        reported = drafting(drive(target, speculation=settings, **OPTIONS), said, GREEDY)
+        reported = drafting(drive(target, speculation=settings, **OPTIONS), expected, GREEDY)
     ahead = drive(target, speculation=settings, **OPTIONS)
     assert ahead.runner._loaded.speculator.drafter.reach() > 0
-    assert drafting(ahead, said, GREEDY) == reported
+    assert drafting(ahead, expected, GREEDY) == reported

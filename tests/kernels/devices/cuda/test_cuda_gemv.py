@@ -12,7 +12,7 @@ from kernels.devices.cuda.matmul import gemv_quantized, packing
 from kernels.devices.cuda.matmul.autotune import made
 from kernels.weights.quantization.weights import GroupedWeight
 from tests.kernels.devices.cuda.plain import single_in_triton
-from tests.kits.cuda.matrices import wanted_of, weights
+from tests.kits.cuda.matrices import expected_product, weights
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +35,12 @@ def test_products_of_one_token(outputs, inputs, kind, gated, normed, device, pro
     x[0, 5] *= 100  # what shares its scale is not lost
     gain = ((torch.randn(inputs) + 1) / math.sqrt(inputs)).to(dtype).to(device)
     before = Before(residual, gain, 1e-5) if normed else None
-    wanted = wanted_of(weight, x, bias, gated, before)
+    expected = expected_product(weight, x, bias, gated, before)
     width = packing.tile_words(weight) if isinstance(weight, GroupedWeight) else 64
     every = gemv_quantized.tilings(form, gated)
     for name, cut in every.items() if device.type == "cuda" else list(every.items())[-1:]:
         found, summed = products.multiply(x, form, bias, gated, width, cut, before)
-        assert (found.float() - wanted).norm() < 0.006 * wanted.norm(), name
+        assert (found.float() - expected).norm() < 0.006 * expected.norm(), name
         if normed:
             torch.testing.assert_close(summed, x + residual, rtol=1e-3, atol=0)
 

@@ -79,7 +79,7 @@ def test_attention_that_cannot_be_compiled_is_another_kernels(module, monkeypatc
 
 
 @pytest.fixture
-def asked(device, monkeypatch):
+def attend_step(device, monkeypatch):
     """Attention of numbers, where the kernels in Gluon would be taken."""
     monkeypatch.setattr(kernels.devices.cuda.attention.plan, "copying", lambda _: True)
     monkeypatch.setattr(kernels.devices.cuda.attention.plan, "has_gluon", lambda _: True)
@@ -103,7 +103,7 @@ def replaced(module, attends):
 
 
 @pytest.mark.parametrize("module", ROWS)
-def test_what_is_attended_instead_is_the_same(module, asked, monkeypatch, caplog):
+def test_what_is_attended_instead_is_the_same(module, attend_step, monkeypatch, caplog):
     calls = []
 
     def fails(*arguments):
@@ -113,14 +113,14 @@ def test_what_is_attended_instead_is_the_same(module, asked, monkeypatch, caplog
     name = module.rpartition(".")[2]
     monkeypatch.setattr(kernels.devices.cuda.attention, name, replaced(module, fails), raising=False)
     torch.manual_seed(4)
-    found = asked(module)
-    again = asked(module)
+    found = attend_step(module)
+    again = attend_step(module)
     assert len(calls) == 1
     assert again.isfinite().all()
     assert [record.getMessage().rpartition("(")[2] for record in caplog.records] == ["is another)."]
     monkeypatch.setattr(kernels.devices.cuda.attention.plan, "has_gluon", lambda _: False)
     torch.manual_seed(4)
-    torch.testing.assert_close(found, asked(module), rtol=0, atol=0)
+    torch.testing.assert_close(found, attend_step(module), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("module", ROWS)
@@ -133,7 +133,7 @@ def test_what_is_attended_instead_is_the_same(module, asked, monkeypatch, caplog
         UnsupportedError("no memory is left for it"),
     ],
 )
-def test_errors_of_the_device_are_reported_as_such(module, error, asked, monkeypatch, caplog):
+def test_errors_of_the_device_are_reported_as_such(module, error, attend_step, monkeypatch, caplog):
     calls = []
 
     def fails(*arguments):
@@ -144,7 +144,7 @@ def test_errors_of_the_device_are_reported_as_such(module, error, asked, monkeyp
     monkeypatch.setattr(kernels.devices.cuda.attention, name, replaced(module, fails), raising=False)
     for _ in range(2):
         with pytest.raises(type(error)) as raised:
-            asked(module)
+            attend_step(module)
         assert raised.value is error
     assert len(calls) == 2  # it is not the kernel that is missing
     assert not caplog.records

@@ -32,11 +32,11 @@ def tokens(count: int, inputs: int, dtype) -> Tensor:
     return (torch.randn(count, inputs) / math.sqrt(inputs)).to(dtype)
 
 
-def near(found: Tensor, wanted: Tensor) -> None:
+def near(found: Tensor, expected: Tensor) -> None:
     limit = 2e-3 if found.dtype == torch.float16 else 1e-2
-    found, wanted = found.float().cpu(), wanted.float()
+    found, expected = found.float().cpu(), expected.float()
     assert torch.isfinite(found).all()
-    assert (found - wanted).norm() <= limit * wanted.norm()
+    assert (found - expected).norm() <= limit * expected.norm()
 
 
 def activated(product: Tensor) -> Tensor:
@@ -52,12 +52,12 @@ def test_groups(bits, group, zeros, device, dtype):
     torch.manual_seed(group)
     weight = grouped(200, 768, bits, group, zeros, dtype)
     assert GroupedLinear.fits(weight)
-    wanted, bias = weight.dequantize(torch.float32), torch.randn(200).to(dtype)
+    expected, bias = weight.dequantize(torch.float32), torch.randn(200).to(dtype)
     for gated in (False, True):
         linear = GroupedLinear(weight.to(device), bias.to(device), WideWeight(device), gated=gated)
         for count in (1, 3, 20, 70):
             x = tokens(count, 768, dtype)
-            product = x.float() @ wanted.T + bias.float()
+            product = x.float() @ expected.T + bias.float()
             for _ in range(2):  # the counters of parts must be back at zero
                 near(linear(x.to(device)), activated(product) if gated else product)
 
@@ -81,8 +81,8 @@ def test_scales_of_other_kinds(scale, size, device, dtype):
     assert form.brain == (scale == torch.bfloat16 or size < 1)
     wide = torch.empty(64, 256, dtype=dtype, device=device)
     packing.widen(form, packing.tile_words(weight), wide)
-    wanted = weight.dequantize(torch.float32)
-    assert (wide.float().cpu() - wanted).norm() <= 4e-3 * wanted.norm()
+    expected = weight.dequantize(torch.float32)
+    assert (wide.float().cpu() - expected).norm() <= 4e-3 * expected.norm()
 
 
 def test_groups_that_do_not_fit(device, dtype):
@@ -107,11 +107,11 @@ def test_weights_with_a_scale_for_each_output(kind, count, gated, device, dtype)
         pytest.skip("e4m3 becomes bfloat16 only")
     plain = torch.randn(136, 1024)
     weight = quantize_int8(plain) if kind == BYTES else quantize_fp8(plain)
-    wanted = weight.dequantize(torch.float32)
+    expected = weight.dequantize(torch.float32)
     form = Form(kind, weight.values.view(torch.int16).to(device), weight.scales.to(device))
     arrived = gemm_small_quantized.counters(136, device)
     x = tokens(count, 1024, dtype)
-    product = x.float() @ wanted.T
+    product = x.float() @ expected.T
     for tiles in (Tiles(64, 64, 6, 4), Tiles(128, 64, 4, 8)):
         near(
             gemm_small_quantized.multiply(x.to(device), form, None, arrived, gated, tiles),

@@ -40,10 +40,10 @@ def test_the_top_few_are_found(most, coarse, device, monkeypatch):
     logits[2, ::2] = -0.0
     logits[3, 5] = torch.nan
     ids, scores = candidates(logits.to(device)[:, :300], most)
-    expected, wanted = few(logits[:, :300], most)
+    expected, expected_scores = few(logits[:, :300], most)
     kept = [0, 1, 2, 4]
     assert torch.equal(ids.cpu()[kept], expected[kept])
-    torch.testing.assert_close(scores.cpu(), wanted)
+    torch.testing.assert_close(scores.cpu(), expected_scores)
     assert ids.min() >= 0
     assert ids.max() < 300
 
@@ -51,9 +51,9 @@ def test_the_top_few_are_found(most, coarse, device, monkeypatch):
 def test_more_candidates_are_torchs(device):
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)).to(device)
     ids, scores = candidates(logits, 20)
-    expected, wanted = few(logits.cpu(), 20)
+    expected, expected_scores = few(logits.cpu(), 20)
     assert torch.equal(ids.cpu(), expected)
-    torch.testing.assert_close(scores.cpu(), wanted)
+    torch.testing.assert_close(scores.cpu(), expected_scores)
     with pytest.raises(ValueError, match="51 candidates of 50"):
         parts.find_parts(logits, 51)
 
@@ -106,11 +106,11 @@ def test_the_same_is_grown(topk, steps, nodes, rows, vocab, mapped, coarse, devi
             assert torch.equal(getattr(first, name), getattr(second, name).cpu()), name
         assert first.plans.keys() == second.plans.keys()
         for window, plan in first.plans.items():
-            wanted, found = plan.drafts, second.plans[window].drafts
-            assert torch.equal(wanted.state, found.state.cpu())
-            assert (wanted.tokens, wanted.context) == (found.tokens, found.context)
-            assert (wanted.bits is None) == (found.bits is None)
-            assert wanted.bits is None or torch.equal(wanted.bits, found.bits.cpu())
+            expected, found = plan.drafts, second.plans[window].drafts
+            assert torch.equal(expected.state, found.state.cpu())
+            assert (expected.tokens, expected.context) == (found.tokens, found.context)
+            assert (expected.bits is None) == (found.bits is None)
+            assert expected.bits is None or torch.equal(expected.bits, found.bits.cpu())
         return first.states
 
     def logits(states):
@@ -126,10 +126,10 @@ def test_the_same_is_grown(topk, steps, nodes, rows, vocab, mapped, coarse, devi
     for _ in range(steps - 1):
         found = logits(states)
         batches = [
-            growth.level(wanted, states.to(wanted.device)) for growth, wanted in zip(growths, found, strict=True)
+            growth.level(expected, states.to(expected.device)) for growth, expected in zip(growths, found, strict=True)
         ]
         states = torch.tanh(same(*batches) @ mix)
-    trees = [growth.tree(wanted) for growth, wanted in zip(growths, logits(states), strict=True)]
+    trees = [growth.tree(part) for growth, part in zip(growths, logits(states), strict=True)]
     for name in ("tokens", "parents", "depths", "bits"):
         assert torch.equal(getattr(trees[0], name), getattr(trees[1], name).cpu()), name
     assert trees[0].linear == trees[1].linear == (topk == 1)

@@ -146,14 +146,14 @@ def _same_in_any_step(device, put, window, dim, dtype):
         keep(range(start, start + 8), torch.randn(8, 2 * KV_HEADS, dim, generator=generator).to(device, dtype))
         keep([start + node for node in PATH], keys_values[start : start + len(PATH)])
         tree = torch.tensor([[sum(1 << seen for seen in PATH if seen <= node) for node in range(8)]])
-        asked = torch.randn(8, HEADS, dim, generator=generator).to(device, dtype)
-        asked[list(PATH)] = queries[start : start + len(PATH)]
-        some = found(start, 8, asked, decodes=0, verifies=1, tree=tree.to(device))
+        mixed = torch.randn(8, HEADS, dim, generator=generator).to(device, dtype)
+        mixed[list(PATH)] = queries[start : start + len(PATH)]
+        some = found(start, 8, mixed, decodes=0, verifies=1, tree=tree.to(device))
         same(some[list(PATH)], whole[start : start + len(PATH)])
         keep(range(start, start + 8), keys_values[start : start + 8])
 
 
-ASKED = ("What is the capital of Norway?", "Tell me a short story about a fox.", "What is 12 plus 30?")
+QUESTIONS = ("What is the capital of Norway?", "Tell me a short story about a fox.", "What is 12 plus 30?")
 WORDS = ("--device", "cuda", "--enable-deterministic-inference", "--max-total-tokens", "16384")
 
 
@@ -168,9 +168,9 @@ async def _answers(*more):
             chat = Chat(messages=[{"role": "user", "content": question}])
             return [token async for delta in engine.generate(chat, params) for token in delta.token_ids]
 
-        asked = [(question, temperature) for temperature in (0.0, 0.9) for question in ASKED]
-        together = await asyncio.gather(*(answer(*one) for one in asked))
-        return together, [await answer(*one) for one in asked]
+        cases = [(question, temperature) for temperature in (0.0, 0.9) for question in QUESTIONS]
+        together = await asyncio.gather(*(answer(*one) for one in cases))
+        return together, [await answer(*one) for one in cases]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

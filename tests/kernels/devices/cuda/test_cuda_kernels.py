@@ -45,13 +45,13 @@ class Chosen(Choices):
         return self.chosen
 
 
-def near(found: Tensor, wanted: Tensor) -> None:
+def near(found: Tensor, expected: Tensor) -> None:
     """The relative error of the whole, as a kernel's rounding leaves it."""
     # The interpreter cuts numbers off where a GPU rounds them to bfloat16.
     limit = {torch.float32: 2e-5, torch.float16: 2e-3}.get(found.dtype, 1e-2 if found.is_cuda else 2e-2)
-    found, wanted = found.float().cpu(), wanted.float().cpu()
+    found, expected = found.float().cpu(), expected.float().cpu()
     assert torch.isfinite(found).all()
-    assert (found - wanted).norm() <= limit * wanted.norm()
+    assert (found - expected).norm() <= limit * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -61,15 +61,15 @@ def test_norm_and_norm_behind_an_addition(device, dtype, width):
     weight = torch.randn(width, device=device).to(dtype)
     norm = CudaNorm(weight, 1e-5)
 
-    def wanted(value: Tensor) -> Tensor:
+    def expected(value: Tensor) -> Tensor:
         return value.float() * torch.rsqrt(value.float().square().mean(-1, keepdim=True) + 1e-5) * weight.float()
 
-    near(norm(x), wanted(x))
+    near(norm(x), expected(x))
     other = CudaNorm(weight.flip(0), 1e-5)
     near(norm_pair(x, norm, residual, other), torch.cat((norm(x).float(), other(residual).float()), 1))
     total = (x.float() + residual.float()).to(dtype)
     normed, kept = norm.add(x, residual)
-    near(normed, wanted(total))
+    near(normed, expected(total))
     near(kept, total)  # the interpreter cuts where the device rounds
 
 
@@ -84,9 +84,9 @@ def test_what_a_pass_over_tokens_and_states_begins_with(device, dtype, width):
     found = norm_embeddings_and_states(ids, table, token_norm, states, state_norm, positions, frequencies, 0.5)
     assert torch.equal(found[0], norm_pair(look_up(ids, table), token_norm, states, state_norm))
     assert found[0].any(1).all()
-    for part, wanted in zip(found[1:], angles(positions, frequencies, 0.5, dtype), strict=True):
+    for part, expected in zip(found[1:], angles(positions, frequencies, 0.5, dtype), strict=True):
         assert part.shape == (4, 1, 24)
-        assert torch.equal(part, wanted)
+        assert torch.equal(part, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -104,9 +104,11 @@ def test_linear_layers(device, dtype, biased, outputs, inputs, tokens):
     weight = torch.randn(2 * outputs, inputs, device=device).to(dtype)
     bias = torch.randn(2 * outputs, device=device).to(dtype) if biased else None
     x = (torch.randn(tokens, inputs, device=device) / math.sqrt(inputs)).to(dtype)
-    wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
-    near(CudaLinear(weight, bias)(x), wanted)
-    near(CudaLinear(weight, bias, gated=True)(x), torch.nn.functional.silu(wanted[:, :outputs]) * wanted[:, outputs:])
+    expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
+    near(CudaLinear(weight, bias)(x), expected)
+    near(
+        CudaLinear(weight, bias, gated=True)(x), torch.nn.functional.silu(expected[:, :outputs]) * expected[:, outputs:]
+    )
 
 
 class Fusing(CudaLinear):
@@ -131,16 +133,16 @@ def test_linear_layers_behind_a_norm(device):
     x, residual = torch.randn(2, 1, 48, device=device) / 7
     norm = CudaNorm(torch.randn(48, device=device) / 7, 1e-5)
     linear = Fusing(torch.randn(96, 48, device=device), torch.randn(96, device=device))
-    wanted, total = NormThenLinear(norm, linear).add(x.clone(), residual.clone())
+    expected, total = NormThenLinear(norm, linear).add(x.clone(), residual.clone())
     choices = Chosen()
     for name in ("apart", "within"):
         choices.chosen = name
         found, summed = CudaNormThenLinear(norm, linear, choices).add(x.clone(), residual.clone())
-        near(found, wanted)
+        near(found, expected)
         near(summed, total)
     assert list(choices.tried) == ["apart", "within", "otherwise"]
     for way in [*choices.tried.values()] * 2:  # a trial leaves no traces
-        near(way(), wanted)
+        near(way(), expected)
     both = torch.cat((x, x))
     near(CudaNormThenLinear(norm, linear, choices).add(both.clone(), both.clone())[0], linear(norm(both + both)))
 
@@ -167,16 +169,16 @@ def test_products_of_a_few_tokens_are_tried_in_a_row(device, monkeypatch, tokens
     elif "bulk" in names and not copying(device):
         pytest.skip("the device has no such engine, or another one")
     monkeypatch.setattr(linear_layers, "_carried", lambda x, weight: "bulk" in names)
-    wanted = CudaLinear(weight, None, None, gated)(x)
+    expected = CudaLinear(weight, None, None, gated)(x)
     choices = Chosen()
     linear = CudaLinear(weight, None, choices, gated)
     for choices.chosen in ("cuBLAS", *names):
-        near(linear(x), wanted)
-        near(linear(torch.cat((x, x), 1)[:, :1024]), wanted)  # as hidden states beside captured ones are
+        near(linear(x), expected)
+        near(linear(torch.cat((x, x), 1)[:, :1024]), expected)  # as hidden states beside captured ones are
     assert list(choices.tried) == ["cuBLAS", *names]
     assert choices.preferred == "bulk"
     for way in choices.tried.values():
-        near(way(), wanted)
+        near(way(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -187,12 +189,12 @@ def test_products_of_a_few_tokens(device, dtype, biased, outputs, inputs, tokens
     weight = torch.randn(2 * outputs, inputs, device=device).to(dtype)
     bias = torch.randn(2 * outputs, device=device).to(dtype) if biased else None
     x = (torch.randn(tokens, inputs, device=device) / math.sqrt(inputs)).to(dtype)
-    wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
+    expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
     arrived = gemm_small.counters(weight)
-    both = torch.nn.functional.silu(wanted[:, :outputs]) * wanted[:, outputs:]
+    both = torch.nn.functional.silu(expected[:, :outputs]) * expected[:, outputs:]
     for split in gemm_small.split_options(tokens, weight, gated=False).values():
         for _ in range(2):  # the counters of parts must be back at zero
-            near(gemm_small.multiply(x, weight, bias, arrived, gated=False, split=split), wanted)
+            near(gemm_small.multiply(x, weight, bias, arrived, gated=False, split=split), expected)
     for split in gemm_small.split_options(tokens, weight, gated=True).values():
         near(gemm_small.multiply(x, weight, bias, arrived, gated=True, split=split), both)
     near(gemm_small.multiply(x, weight, bias, arrived, gated=True), both)
@@ -207,14 +209,14 @@ def test_products_of_a_few_tokens_by_the_copy_engine(device, tokens, outputs, in
     x = (torch.randn(tokens, inputs, device=device) / math.sqrt(inputs)).to(dtype)
     if device.type == "cuda" and not copying(device):
         pytest.skip("the device has no such engine, or another one")
-    wanted = torch.nn.functional.linear(x.double(), weight.double(), bias.double()).float()
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double()).float()
     if gated:
-        wanted = torch.nn.functional.silu(wanted[:, :outputs]) * wanted[:, outputs:]
+        expected = torch.nn.functional.silu(expected[:, :outputs]) * expected[:, outputs:]
     arrived = gemm_small.counters(weight)
     for _ in range(2):  # the counters of parts must be back at zero
-        near(bulks.multiply(x, bulks.described(weight), bias, arrived, gated), wanted)
+        near(bulks.multiply(x, bulks.described(weight), bias, arrived, gated), expected)
     wide = torch.cat((torch.full_like(x, 7.0), x), 1)[:, inputs:]  # as hidden states beside captured ones are
-    near(bulks.multiply(wide, bulks.described(weight), bias, arrived, gated), wanted)
+    near(bulks.multiply(wide, bulks.described(weight), bias, arrived, gated), expected)
     assert not arrived.any()
     if device.type == "cpu":
         waited, ended = bulks.Barrier.asked()
@@ -282,9 +284,9 @@ def test_angles(device, dtype):
     positions = torch.tensor([0, 1, 77, 131071], device=device)
     frequencies = torch.tensor([-1.0, -0.01, -1e-5, 1.0, 0.01, 1e-5], device=device)
     angle = (positions.float()[:, None, None] * frequencies).double()
-    for found, wanted in zip(angles(positions, frequencies, 1.5, dtype), (angle.cos(), angle.sin()), strict=True):
+    for found, expected in zip(angles(positions, frequencies, 1.5, dtype), (angle.cos(), angle.sin()), strict=True):
         assert found.shape == (4, 1, 6)
-        near(found, 1.5 * wanted)
+        near(found, 1.5 * expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -19,5 +19,5 @@ def test_rows_move_their_tokens(device):
         flat[target] = flat[source].clone()
         expected.append(flat.view(6, 16, 2, 3, 24).permute(0, 2, 3, 1, 4))
     move_caches(caches, source, target, 3, lambda array: torch.from_numpy(array).to(device))
-    for cache, wanted in zip(caches, expected, strict=True):
-        assert torch.equal(cache, wanted)
+    for cache, copy in zip(caches, expected, strict=True):
+        assert torch.equal(cache, copy)

@@ -26,15 +26,15 @@ def prompts(tmp_path_factory):
     )
 
 
-def wanted(queries, cache, rows, scale):
+def reference_attention(queries, cache, rows, scale):
     heads, dim, kv_heads = *queries.shape[1:], cache.shape[2]
     found, first = [], 0
     for start, count, pages in zip(rows.starts.tolist(), rows.counts.tolist(), rows.pages, strict=True):
         both = cache[torch.from_numpy(pages).to(cache.device).long()].double().permute(1, 2, 0, 3, 4)
         keys, values = both.reshape(2, kv_heads, -1, dim)[:, :, : start + count].repeat_interleave(heads // kv_heads, 1)
-        asked = queries[first : first + count].double().transpose(0, 1)
+        query = queries[first : first + count].double().transpose(0, 1)
         seen = torch.arange(start + count) <= torch.arange(start, start + count)[:, None]
-        scores = (asked @ keys.transpose(1, 2) * scale).masked_fill(~seen.to(cache.device), -torch.inf)
+        scores = (query @ keys.transpose(1, 2) * scale).masked_fill(~seen.to(cache.device), -torch.inf)
         found.append((scores.softmax(-1) @ values).transpose(0, 1))
         first += count
     return torch.cat(found)
@@ -69,7 +69,7 @@ def test_chunks_behind_cached_tokens(device, prompts, heads, kv_heads, dim, page
     for out in found:
         prompts.attend_prompts(every[:, :heads], cache, plan, dim**-0.5, out, programs)
     assert torch.equal(*found)
-    right = wanted(every[:, :heads], cache, rows, dim**-0.5)
+    right = reference_attention(every[:, :heads], cache, rows, dim**-0.5)
     assert (found[0].double() - right).norm() <= 2e-3 * right.norm()
 
 

@@ -16,9 +16,9 @@ def test_rows_are_added_and_copied_into_columns_of_wider_ones(device, dtype, wid
     for more in (y, None):
         wide = torch.full((5, 3 * width), 7.0, device=device, dtype=dtype)
         add_rows(x, more, wide[:, width : 2 * width])
-        wanted = x if more is None else x + more
-        error = (wide[:, width : 2 * width].float() - wanted.float()).abs()
-        assert bool((error <= 2**-7 * wanted.float().abs() * (device.type == "cpu")).all())  # it cuts numbers off
+        exact = x if more is None else x + more
+        error = (wide[:, width : 2 * width].float() - exact.float()).abs()
+        assert bool((error <= 2**-7 * exact.float().abs() * (device.type == "cpu")).all())  # it cuts numbers off
         assert bool((wide[:, :width] == 7).all() & (wide[:, 2 * width :] == 7).all())
 
 

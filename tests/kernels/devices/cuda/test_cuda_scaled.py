@@ -55,8 +55,8 @@ def norm_of(device, width):
     return CudaNorm((0.5 + torch.rand(width)).to(kind(device)).to(device), EPS)
 
 
-def near(found, wanted):
-    error = (found.double() - wanted.double()).norm() / wanted.double().norm()
+def near(found, expected):
+    error = (found.double() - expected.double()).norm() / expected.double().norm()
     assert error < (8e-3 if found.is_cuda else 1.5e-3), error  # bfloat16 has three bits less
 
 
@@ -69,17 +69,17 @@ def test_a_product_is_added_and_begins_a_norm(device, tokens, inputs, biased, bu
     bias = torch.randn(outputs).to(x.dtype).to(device) if biased else None
     described, norm = bulks.described(weight), norm_of(device, outputs)
     stream = torch.randn(tokens, outputs).to(x.dtype).to(device)
-    alone, wanted = stream.clone(), stream.clone()
-    normed, _ = norm.add(bulks.multiply(x, described, bias, arrived, False), wanted)
+    alone, expected = stream.clone(), stream.clone()
+    normed, _ = norm.add(bulks.multiply(x, described, bias, arrived, False), expected)
     scaled = Scaled.room(norm, stream)
     for part in (scaled.rows, scaled.squares):
         part.fill_(float("nan"))
     assert bulks.multiply(x, described, bias, arrived, False, joining=Joining(stream, scaled)) is stream
     bulks.multiply(x, described, bias, arrived, False, joining=Joining(alone, None))
-    assert torch.equal(stream, wanted)
-    assert torch.equal(alone, wanted)
-    assert torch.equal(scaled.rows, (wanted.float() * norm.weight.float()).to(x.dtype))
-    tiles = torch.nn.functional.pad(wanted.float(), (0, -outputs % 64)).view(tokens, -1, 64)
+    assert torch.equal(stream, expected)
+    assert torch.equal(alone, expected)
+    assert torch.equal(scaled.rows, (expected.float() * norm.weight.float()).to(x.dtype))
+    tiles = torch.nn.functional.pad(expected.float(), (0, -outputs % 64)).view(tokens, -1, 64)
     torch.testing.assert_close(scaled.squares, tiles.square().sum(2))
     factor = torch.rsqrt(scaled.squares.sum(1, keepdim=True) / outputs + EPS)
     near(scaled.rows.float() * factor, normed)
@@ -96,13 +96,13 @@ def test_a_product_ends_a_norm(device, tokens, gated, outputs, biased, bulks):
     described, norm = bulks.described(weight), norm_of(device, 2080)
     x *= torch.linspace(0.01, 9, tokens, device=device)[:, None].to(x.dtype)  # each token has a factor of its own
     scaled = begun(norm, x)
-    wanted = bulks.multiply(norm(x), described, bias, arrived, gated)
-    near(bulks.multiply(scaled, described, bias, arrived, gated), wanted)
+    expected = bulks.multiply(norm(x), described, bias, arrived, gated)
+    near(bulks.multiply(scaled, described, bias, arrived, gated), expected)
     assert not arrived.any()
     if not gated and not biased:
         parts = bulks.multiply(scaled, described, None, arrived, False, left=True)
         assert parts.shape == (gemm_small_tma.choose_split(tokens, outputs, 2080, False).splits, tokens, outputs)
-        near(parts.sum(0), wanted)
+        near(parts.sum(0), expected)
 
 
 def begun(norm, stream):
@@ -226,16 +226,16 @@ def test_a_norm_between_two_products_has_no_kernel(device, gated, engine, monkey
     into.next_norm = norm
     stream = torch.randn(tokens, width).to(x.dtype).to(device)
     plain = CudaLinear(second, None, gated=gated)
-    wanted_stream = stream.clone()
-    wanted = plain(norm.add(CudaLinear(first, None)(x), wanted_stream)[0])
+    expected_stream = stream.clone()
+    expected = plain(norm.add(CudaLinear(first, None)(x), expected_stream)[0])
     launched = []
     monkeypatch.setattr(CudaNorm, "_launch", lambda *given, **_: launched.append(given))
     unadded, residual = into(x, stream)
     found, total = behind.add(unadded, residual)
     assert not launched
     assert total is residual is stream
-    assert torch.equal(total, wanted_stream)
-    near(found, wanted)
+    assert torch.equal(total, expected_stream)
+    near(found, expected)
 
 
 def test_what_is_no_copy_engines_is_added_by_the_norm(device, engine, monkeypatch):
@@ -300,9 +300,9 @@ def test_a_model_of_few_tokens_norms_its_stream_once_at_each_end(captures, devic
         monkeypatch.setattr(CudaLinear, "into", lambda *_: None)
         monkeypatch.setattr(CudaLinear, "leaves", lambda *_: False)
         others = paged.caches(config)
-        wanted = target.forward(batch, others)
+        expected = target.forward(batch, others)
     assert found.shape == (6, 256 * (1 + len(captures)))
-    for one, other in zip((found, *caches), (wanted, *others), strict=True):
+    for one, other in zip((found, *caches), (expected, *others), strict=True):
         assert one.isfinite().all()
         assert (one.float() - other.float()).norm() <= 0.02 * other.float().norm()
-    assert not torch.equal(found, wanted)
+    assert not torch.equal(found, expected)

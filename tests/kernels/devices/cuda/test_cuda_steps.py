@@ -68,8 +68,8 @@ def test_a_step_reads_the_table_and_writes_to_it(made, count):
         torch.testing.assert_close(own.logits[0], logits[row], equal_nan=True)
         page, offset = int(pages[row, (lengths[row] - 1) // PAGE]), (lengths[row] - 1) % PAGE
         token = before[slots[row], lengths[row] - 1].long()
-        wanted = (words[token] + (lengths[row] - 1)).view(HEADS, DIM)
-        torch.testing.assert_close(written[page, :, :, offset], torch.stack((wanted, -wanted)))
+        expected = (words[token] + (lengths[row] - 1)).view(HEADS, DIM)
+        torch.testing.assert_close(written[page, :, :, offset], torch.stack((expected, -expected)))
         table.copy_(before)
     broken = [length == 42 for length in lengths]
     assert argmax == [-1 if fails else int(row.argmax()) for row, fails in zip(logits.cpu(), broken, strict=True)]
@@ -143,19 +143,19 @@ def test_tokens_arrive_whenever_they_are_read(device, monkeypatch):
     )
     pages = np.ones((4, COLUMNS), dtype=np.int32)
     slots, grows = np.array([5, 2, 1, 3]), np.array([True, True, False, True])
-    late, wanted = [], []
+    late, expected = [], []
     for step in range(30):
         count = 1 + step % 4
         found = graphs.run(StepTokens(slots[:count], 20 + step + slots[:count], grows[:count], pages[:count]))
-        wanted.append(found.argmax.tolist())
+        expected.append(found.argmax.tolist())
         if step % 5:
             late.append((step, found.arrives))
         if step % 3 == 0:
-            assert [tokens.tolist() for tokens in found.arrives()] == wanted[-1:]
+            assert [tokens.tolist() for tokens in found.arrives()] == expected[-1:]
     for step, arrives in late:
-        assert [tokens.tolist() for tokens in arrives()] == [wanted[step]]
-    assert any(-1 in tokens for tokens in wanted)
-    assert len(set(map(tuple, wanted))) > 20
+        assert [tokens.tolist() for tokens in arrives()] == [expected[step]]
+    assert any(-1 in tokens for tokens in expected)
+    assert len(set(map(tuple, expected))) > 20
 
 
 def test_steps_of_short_contexts_are_launched_as_those_of_longer_ones(device, monkeypatch):

@@ -57,20 +57,20 @@ def test_a_product_of_whole_rows_adds_to_the_stream(device, dtype, biased, outpu
     assert products._tiling(inputs, False, False, True)[1] >= inputs > products._tiling(inputs, False, False, False)[1]
     _, stream = CudaResidualLinear(linear)(x, residual)
     bias = None if linear.bias is None else linear.bias.double()
-    wanted = torch.nn.functional.linear(x.double(), linear.weight.double(), bias) + residual.double()
+    expected = torch.nn.functional.linear(x.double(), linear.weight.double(), bias) + residual.double()
     assert stream.shape == (1, outputs)
-    assert (stream.double() - wanted).norm() <= (2e-6 if dtype == torch.float32 else 1e-3) * wanted.norm()
+    assert (stream.double() - expected).norm() <= (2e-6 if dtype == torch.float32 else 1e-3) * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_of_many_tokens_adds_to_the_stream(device, dtype):
     linear = made(device, dtype, 64, 48, False)
     x, residual = tokens(device, dtype, 48, 64, count=products._SUMMED)
-    wanted = x.double() @ linear.weight.double().T + residual.double()
+    expected = x.double() @ linear.weight.double().T + residual.double()
     unadded, stream = CudaResidualLinear(linear)(x, residual)
     assert unadded is None
     assert stream is residual  # whose place its sum takes
-    assert (stream.double() - wanted).norm() <= (2e-6 if dtype == torch.float32 else 1e-3) * wanted.norm()
+    assert (stream.double() - expected).norm() <= (2e-6 if dtype == torch.float32 else 1e-3) * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,11 +86,11 @@ def test_a_product_norms_the_stream(device, dtype, biased, gated, outputs, input
     wide = stream.double()
     normed = wide * torch.rsqrt(wide.square().mean() + 0.5) * gain.double()
     bias = None if linear.bias is None else linear.bias.double()
-    wanted = torch.nn.functional.linear(normed, linear.weight.double(), bias)
+    expected = torch.nn.functional.linear(normed, linear.weight.double(), bias)
     if gated:
-        wanted = torch.nn.functional.silu(wanted[:, :outputs]) * wanted[:, outputs:]
+        expected = torch.nn.functional.silu(expected[:, :outputs]) * expected[:, outputs:]
     assert found.shape == (1, outputs)
-    assert (found.double() - wanted).norm() <= (2e-5 if dtype == torch.float32 else 2e-3) * wanted.norm()
+    assert (found.double() - expected).norm() <= (2e-5 if dtype == torch.float32 else 2e-3) * expected.norm()
 
 
 def test_what_is_left_to_kernels_of_their_own(device):

@@ -67,17 +67,17 @@ def test_blocks_of_queries_count_as_rows_when_sequences_are_split():
 
 @pytest.mark.parametrize(("verified", "tokens"), [(5, 8), (8, 8), (9, 16)])
 def test_beside_a_prompt_drafts_take_room_for_themselves_and_few_kernels(verified, tokens, monkeypatch):
-    asked = []
+    calls = []
     for name in ("attend_decodes", "attend_prefills"):
         monkeypatch.setattr(kernels.devices.cuda.attention.plan, name, lambda *_: None)
     monkeypatch.setattr(
-        kernels.devices.cuda.attention.plan, "attend_drafts", lambda *given: asked.append((len(given[0]), given[4]))
+        kernels.devices.cuda.attention.plan, "attend_drafts", lambda *given: calls.append((len(given[0]), given[4]))
     )
     rows = AttentionRows(np.array([9, 30, 0]), np.array([1, verified, 40]), np.zeros((3, 3), dtype=np.int32), 1, 1)
     queries, cache = torch.zeros(1 + verified + 40, 4, 16), torch.zeros(4, 2, 2, 16, 16)
     plan = plan_attention(rows, 0, 2, torch.from_numpy)
     attention(queries, cache, plan, 1.0, DecodeScratch(queries.device))
-    assert asked == [(1 + verified, tokens)]
+    assert calls == [(1 + verified, tokens)]
 
 
 TOKENS = 5
@@ -149,8 +149,8 @@ def test_a_pass_of_few_rows_has_what_its_head_makes(device, monkeypatch):
         tokens, starts = torch.randint(99, (count, TOKENS)), np.arange(count) + 20
         found = graphs.verify(starts, np.ones((count, 3), dtype=np.int32), chain(tokens.to(device)))
         at = torch.from_numpy(starts)[:, None] + torch.arange(TOKENS)
-        wanted = torch.stack((tokens.flatten().float(), at.flatten().float()), 1)
-        assert torch.equal(found.result.cpu(), wanted)
+        expected = torch.stack((tokens.flatten().float(), at.flatten().float()), 1)
+        assert torch.equal(found.result.cpu(), expected)
         assert found.index.tolist() == (16 + at % 16).flatten().tolist()
         assert (found.head is None) == (count > 4)
         if found.head is not None:
@@ -190,7 +190,7 @@ def test_a_pass_of_few_greedy_rows_accepts_by_itself(device, monkeypatch):
     )
     starts, slots = np.array([20, 7, 0, 33, 2]), np.array([3, 8, 1, 5, 2])
     outcome = [[2, 2, 0, 1, 1], [3, 2, 0, 2, 3], [1, 3, 0, 0, 0], [-3, 2, 0, 1, 3]]
-    said = [[12, 13, 13], [22, 23, 24], [32, 32, 32], [40, 41, 42]]
+    expected = [[12, 13, 13], [22, 23, 24], [32, 32, 32], [40, 41, 42]]
     for count in (4, 1, 3, 2):
         table.zero_()
         some = DraftTree(tree.tokens[:count], tree.parents[:count], tree.depths[:count], tree.bits[:count])
@@ -200,11 +200,11 @@ def test_a_pass_of_few_greedy_rows_accepts_by_itself(device, monkeypatch):
         assert size == (2 if count < 3 else 4)
         assert found.head is None
         assert found.accepted.outcome.tolist() == outcome[:count]
-        assert found.accepted.tokens.tolist() == said[:count]
+        assert found.accepted.tokens.tolist() == expected[:count]
         assert found.accepted.broken.tolist() == [[False, row == 3, False] for row in range(count)]
         for row in range(count):
             start = int(starts[row]) + 1
-            assert table[slots[row], start : start + 3].tolist() == said[row]
+            assert table[slots[row], start : start + 3].tolist() == expected[row]
         assert int((table[1:] != 0).sum()) == 3 * count  # and of rows that there are not, in nobody's
         end = graphs.ends[size]
         assert end.rows[:count, :2].tolist() == np.stack((slots[:count], starts[:count]), 1).tolist()

@@ -123,9 +123,9 @@ def test_every_number_of_a_word(kind, dtype):
             minus = np.full_like(TWO, (base + zero) * 0x10001)
             found = floats(run(code, r1=TWO, r2=minus)["$0"], dtype).double()
             for half, words in enumerate((WORDS, WORDS[::-1])):
-                wanted = number(words, kind, piece) - zero
-                real = ~wanted.isnan()  # there is no NaN among the weights that the kernels take
-                assert torch.equal(found[real, half], wanted[real])
+                expected = number(words, kind, piece) - zero
+                real = ~expected.isnan()  # there is no NaN among the weights that the kernels take
+                assert torch.equal(found[real, half], expected[real])
 
 
 @pytest.mark.parametrize("kind", [BYTES, EIGHTHS])
@@ -135,6 +135,6 @@ def test_every_byte_in_float32(kind):
     held = run(code, r4=words)
     for place in range(4):
         found = torch.from_numpy(held[f"${place}"].astype(np.uint32).view(np.float32).copy()).double() + offset
-        wanted = number(words >> np.uint64(8 * place), kind, 0)
-        real = ~wanted.isnan()
-        assert torch.equal(found[real], wanted[real])
+        expected = number(words >> np.uint64(8 * place), kind, 0)
+        real = ~expected.isnan()
+        assert torch.equal(found[real], expected[real])

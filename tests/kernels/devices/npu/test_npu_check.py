@@ -12,7 +12,7 @@ from kernels.contract.step import SlotSampling
 from kernels.devices.npu_simulator.dispatch import Operator
 from kernels.execution.runner import ModelRunner
 from tests.bench import npu_check
-from tests.bench.npu_check import LIKELY, PROMPTS, Row, _compare, _less_likely, _numbers, _operators, _said, _tokens
+from tests.bench.npu_check import LIKELY, PROMPTS, Row, _compare, _generate, _less_likely, _numbers, _operators, _tokens
 
 PLAIN = RunnerConfig(str(MODEL_DIR), device="npu", page_size=128, max_slots=3, max_step_tokens=64, max_total_tokens=512)
 
@@ -96,12 +96,12 @@ def test_rounding_to_eight_bits_may_fall_on_the_other_side():
 
 def test_answers_that_the_cpu_would_not_give_are_reported():
     on_cpu = msgspec.structs.replace(PLAIN, device="cpu", dtype="float32")
-    said, _ = _said(on_cpu, 6, SlotSampling(temperature=0.0))
+    generated, _ = _generate(on_cpu, 6, SlotSampling(temperature=0.0))
     prompts = _tokens()
-    assert [len(row) for row in said] == [len(prompt) + 6 for prompt in prompts]
-    assert _less_likely(PLAIN, said) < 1e-3
+    assert [len(row) for row in generated] == [len(prompt) + 6 for prompt in prompts]
+    assert _less_likely(PLAIN, generated) < 1e-3
     for wrong in range(len(PROMPTS)):
-        swapped = [list(row) for row in said]
+        swapped = [list(row) for row in generated]
         swapped[wrong][-6:] = prompts[wrong][:6]
         assert _less_likely(PLAIN, swapped) > LIKELY
 
@@ -129,17 +129,17 @@ def test_steps_of_each_kind_are_held_against_the_cpu(monkeypatch):
 
 
 def test_kinds_of_steps_that_fail_are_named_and_the_others_go_on(monkeypatch):
-    def said(config, steps, sampling):
+    def generated(config, steps, sampling):
         if config.kv_cache_dtype:
             raise RuntimeError("\nno such cache\n")
         return [[config.disable_graphs]], (1,) if config.speculation is None else ()
 
-    monkeypatch.setattr(npu_check, "_said", said)
-    monkeypatch.setattr(npu_check, "_less_likely", lambda config, said: 0.0)
+    monkeypatch.setattr(npu_check, "_generate", generated)
+    monkeypatch.setattr(npu_check, "_less_likely", lambda config, generated: 0.0)
     found = {name: (words, fine) for name, words, fine in npu_check._steps(PLAIN)}
     assert {name for name, (_, fine) in found.items() if fine} == {"steps in graphs"}
     assert found["steps without graphs"][0].endswith("graphs of (1,) rows")
     assert found["draft tokens in trees"][0].endswith("graphs of no rows")
     assert found["cache of int8"][0] == "refused: no such cache"
-    monkeypatch.setattr(npu_check, "_less_likely", lambda config, said: LIKELY)
+    monkeypatch.setattr(npu_check, "_less_likely", lambda config, generated: LIKELY)
     assert not any(fine for _, _, fine in npu_check._steps(PLAIN))

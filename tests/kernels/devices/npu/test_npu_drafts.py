@@ -14,7 +14,7 @@ from tests.kits.speculation.drafting import Plain, make_target, seeded, write
 from tests.kits.speculation.layouts import make_layout
 from tests.kits.speculation.lossless import truth
 from tests.kits.speculation.oracles import run_mixed
-from tests.kits.speculation.runner_drafts import ASKED, LENGTH, SAMPLINGS, compare, eagle_chain
+from tests.kits.speculation.runner_drafts import LENGTH, PROMPTS, SAMPLINGS, compare, eagle_chain
 
 OPTIONS = {"device": "npu", "page_size": 128, "max_step_tokens": 64, "max_total_tokens": 8 * 128, "max_slots": 5}
 
@@ -42,9 +42,9 @@ def test_blocks(drive, tmp_path):
 def test_trees(drive, tmp_path):
     _, algorithm, target, draft, _, _ = make_layout("eagle3", tmp_path)
     settings = SpeculativeSettings(algorithm, draft_model_path=str(draft), num_steps=4, topk=3, num_draft_tokens=10)
-    said, _ = truth(drive, target, ASKED[3:], SAMPLINGS[3:], LENGTH, **OPTIONS)
+    outputs, _ = truth(drive, target, PROMPTS[3:], SAMPLINGS[3:], LENGTH, **OPTIONS)
     driver = drive(target, speculation=settings, **OPTIONS)
-    assert run_mixed(driver, ASKED[3:], SAMPLINGS[3:], said, LENGTH)[0] == said
+    assert run_mixed(driver, PROMPTS[3:], SAMPLINGS[3:], outputs, LENGTH)[0] == outputs
 
 
 @pytest.mark.parametrize(("algorithm", "topk"), [("EAGLE3", 3), ("DFLASH", 1)])

@@ -132,7 +132,7 @@ def scores(driver, prompt):
 def test_graphs_generate_what_eager_steps_generate(name, reference, drive, prompts, simulator):
     """And that is likely to the model in float32."""
     model, (first, second) = reference(name), prompts(40, 9)
-    said = []
+    outputs = []
     for graphs in (False, True):
         driver = drive(model.path, dtype="bfloat16", disable_graphs=not graphs, **OPTIONS)
         assert bool(driver.info.graph_rows) == graphs
@@ -141,10 +141,10 @@ def test_graphs_generate_what_eager_steps_generate(name, reference, drive, promp
             driver.step([(slot, len(prompt))])
         for _ in range(20):
             assert not driver.step([(1, 1), (2, 1)]).failed
-        said.append(driver.tokens)
-    assert said[0] == said[1]
-    wide = model.logprobs(said[0][1])[39:-1]
-    chosen = wide.gather(1, torch.tensor(said[0][1][40:])[:, None])[:, 0]
+        outputs.append(driver.tokens)
+    assert outputs[0] == outputs[1]
+    wide = model.logprobs(outputs[0][1])[39:-1]
+    chosen = wide.gather(1, torch.tensor(outputs[0][1][40:])[:, None])[:, 0]
     assert (wide.amax(-1) - chosen).mean() < 0.3
     assert simulator.engine.calls["npu.npu_grouped_matmul.default"] > 0
 

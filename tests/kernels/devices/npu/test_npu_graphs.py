@@ -28,7 +28,7 @@ SCORED = SlotSampling(temperature=0.0, logprobs=VOCAB)
 
 
 @pytest.mark.parametrize(
-    ("asked", "most", "rows", "expected"),
+    ("requested", "most", "rows", "expected"),
     [
         ((), 16, 256, [1, 2, 4, 8, 16]),
         ((), 100, 256, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100]),
@@ -38,8 +38,8 @@ SCORED = SlotSampling(temperature=0.0, logprobs=VOCAB)
         ((6, 1, 300), 16, 5, [1, 6]),
     ],
 )
-def test_sizes(asked, most, rows, expected):
-    assert graph_sizes(asked, most, rows) == expected
+def test_sizes(requested, most, rows, expected):
+    assert graph_sizes(requested, most, rows) == expected
 
 
 @pytest.fixture

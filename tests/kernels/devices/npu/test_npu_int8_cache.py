@@ -164,7 +164,7 @@ def test_graphs_generate_what_steps_generate(name, reference, drive, prompts):
         "device": "npu", "page_size": PAGE, "max_total_tokens": 16 * PAGE, "dtype": "bfloat16",
         "kv_cache_dtype": "int8", "graph_rows": (2,),
     }  # fmt: skip
-    said = []
+    outputs = []
     for graphs in (True, False):
         driver = drive(reference(name).path, disable_graphs=not graphs, **options)
         assert bool(driver.info.graph_rows) == (graphs and name == "qwen3")
@@ -173,6 +173,6 @@ def test_graphs_generate_what_steps_generate(name, reference, drive, prompts):
             driver.step([(slot, len(prompt))])
         for _ in range(12):
             assert not driver.step([(1, 1), (2, 1)]).failed
-        said.append([driver.tokens[1], driver.tokens[2]])
+        outputs.append([driver.tokens[1], driver.tokens[2]])
         assert driver.info.cache_dtype == "int8"
-    assert said[0] == said[1]
+    assert outputs[0] == outputs[1]

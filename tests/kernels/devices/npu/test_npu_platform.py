@@ -214,15 +214,15 @@ def test_the_kernel_for_top_k_and_top_p_keeps_the_same_tokens(k, p, platform, ge
     rows = torch.tensor([3, 0, 2])
     row_max, temperature = logits[rows].amax(-1), torch.tensor([0.5, 1.0, 2.0])
     top_k, top_p = torch.full((3,), k), torch.full((3,), p, dtype=torch.float64)
-    wanted = (row_max, temperature, top_k, top_p)
+    filters = (row_max, temperature, top_k, top_p)
     expected, _ = (
-        cut(logits, rows, torch.empty(3, 10), *wanted, 0 if k == 0 else k)
+        cut(logits, rows, torch.empty(3, 10), *filters, 0 if k == 0 else k)
         if k == 0
-        else cut(logits.to(NPU), rows.to(NPU), torch.empty(3, 10), *(part.to(NPU) for part in wanted), k)
+        else cut(logits.to(NPU), rows.to(NPU), torch.empty(3, 10), *(part.to(NPU) for part in filters), k)
     )
     if platform.sampling.top_k_top_p is None:
         pytest.skip("this generation has no such kernel")
-    floor, ids = platform.sampling.top_k_top_p(logits.to(NPU), rows.to(NPU), *(part.to(NPU) for part in wanted), k)
+    floor, ids = platform.sampling.top_k_top_p(logits.to(NPU), rows.to(NPU), *(part.to(NPU) for part in filters), k)
     torch.testing.assert_close(floor.cpu(), expected.cpu())
     assert ids.tolist() == [300] * 3
 

@@ -101,9 +101,9 @@ def test_a_matrix_may_have_a_factor_beside_it(kind, reference, wide, drive, tmp_
     given = {"blk.1.ffn_down_exps.scale": [1, 2, 3, 4, 5, 6, 7]}
     file = write_gguf(reference("parallel-moe").path, tmp_path / "experts.gguf", "Q8_0", tensors=factors(given))
     name = "model.layers.1.mlp.experts.{}.down_proj.weight"
-    wanted = torch.from_numpy(stored(file)["blk.1.ffn_down_exps.weight"])
+    expected = torch.from_numpy(stored(file)["blk.1.ffn_down_exps.weight"])
     for expert in (0, 6):
-        assert open_gguf(file).floats(name.format(expert)).equal(wanted[expert] * (expert + 1))
+        assert open_gguf(file).floats(name.format(expert)).equal(expected[expert] * (expert + 1))
     for wrong, says in (
         ([1.0] * 6, r"must be 7 float32, and is of type 0 and shape \[6\]"),
         ([np.nan] * 7, "not finite"),
@@ -201,9 +201,9 @@ def test_experts_stay_quantized(kind, reference, drive, tmp_path):
     name, foreign = "model.layers.2.mlp.experts.5.up_proj", "blk.2.ffn_up_exps.weight"
     checkpoint, scheme = open_gguf(file), detect_scheme(file, "")
     assert set(declared(file)) == set(load_file(model.path / "model.safetensors"))
-    wanted = torch.from_numpy(stored(file)[foreign])[5]
-    assert checkpoint.floats(f"{name}.weight").equal(wanted)
-    assert scheme.read(checkpoint, declared(file)[f"{name}.weight"]).dequantize(torch.float32).equal(wanted)
+    expected = torch.from_numpy(stored(file)[foreign])[5]
+    assert checkpoint.floats(f"{name}.weight").equal(expected)
+    assert scheme.read(checkpoint, declared(file)[f"{name}.weight"]).dequantize(torch.float32).equal(expected)
     assert not declared(file)["model.layers.2.mlp.gate.weight"].quantizable
     found = greedy(drive, file, list(range(5, 17)))
     assert found == greedy(drive, floats(model.path, tmp_path / "floats", file), list(range(5, 17)))

@@ -270,8 +270,8 @@ def test_rows_that_are_missing_are_no_pairs(made, drive):
 
 def test_the_description_of_another_model_is_reported_at_once(made, monkeypatch):
     """Names near to one are looked for among thousands: only for those that the error lists."""
-    near, asked = difflib.get_close_matches, []
-    monkeypatch.setattr(difflib, "get_close_matches", lambda *args: (asked.append(args[0]), near(*args))[1])
+    near, calls = difflib.get_close_matches, []
+    monkeypatch.setattr(difflib, "get_close_matches", lambda *args: (calls.append(args[0]), near(*args))[1])
 
     def edit(description, tensors):
         for name in [name for name in description if name.endswith("_proj.weight")]:
@@ -280,7 +280,7 @@ def test_the_description_of_another_model_is_reported_at_once(made, monkeypatch)
     checkpoint, _ = made("W8A8_DYNAMIC", edit=edit)
     with pytest.raises(ConfigError, match=r"is it the description of another model.*; and 17 more"):
         detect_scheme(checkpoint, "").adapt(declared(checkpoint))
-    assert len(asked) == 4
+    assert len(calls) == 4
 
 
 def test_offsets_of_dynamic_layers_must_be_zeros(made, drive):

@@ -149,16 +149,16 @@ def test_a_model_over_a_narrow_cache(name, reference, drive, prompts):
         errors.append(float(np.abs(scores(driver, prompt) - exact).mean()))
         assert driver.info.cache_dtype == str(CACHE_DTYPES[kind]).removeprefix("torch.")
     assert 0 < errors[0] < errors[1] < errors[2] < errors[3] < 1
-    said = driver.generate(1, 90)
+    expected = driver.generate(1, 90)
     other = drive(path, kv_cache_dtype="fp8_e5m2")
     other.admit(1, prompt)
     for count in (16, 16, 9, 19):
         other.step([(1, count)])
-    assert other.generate(1, 75) == said[:75]
+    assert other.generate(1, 75) == expected[:75]
     kept = other.release(1, keep_pages=True)
-    other.admit(2, prompt, said[60:70], shared=kept[:2])  # its own life again, from the pages of the first
+    other.admit(2, prompt, expected[60:70], shared=kept[:2])  # its own life again, from the pages of the first
     other.step([(2, other.pending(2))])
-    assert other.generate(2, 90) == said
+    assert other.generate(2, 90) == expected
 
 
 def test_twice_as_many_tokens_fit(reference, drive, monkeypatch):
@@ -312,9 +312,9 @@ def test_native_attention_reads_nothing_behind_a_cache():
     native.select_dtype("bfloat16", None)
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.weights.quantization.guarded_cache"]
     done = subprocess.run(command, cwd=Path(__file__).parents[4], capture_output=True, text=True, check=False)
-    said = done.stdout.splitlines()
-    assert done.returncode == 0, f"{said[-1:]}: {done.stderr}"
-    assert len(said) == len(CASES)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, f"{lines[-1:]}: {done.stderr}"
+    assert len(lines) == len(CASES)
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
@@ -323,11 +323,11 @@ def test_programs_generate_what_steps_generate(name, drive, prompts, monkeypatch
     from app.understudy import MODEL_DIR
 
     require_native()
-    said, recorded = [], []
+    outputs, recorded = [], []
     record = CpuCapture.record
 
     def watched(self, *args):
-        recorded.append(record(self, *args) if not said else None)
+        recorded.append(record(self, *args) if not outputs else None)
         return recorded[-1]
 
     monkeypatch.setattr(CpuCapture, "record", watched)
@@ -342,6 +342,6 @@ def test_programs_generate_what_steps_generate(name, drive, prompts, monkeypatch
         driver.release(3)
         for _ in range(10):
             driver.step([(1, 1), (2, 1)])
-        said.append([driver.tokens[1], driver.tokens[2]])
+        outputs.append([driver.tokens[1], driver.tokens[2]])
     assert recorded[0] is not None
-    assert said[0] == said[1]
+    assert outputs[0] == outputs[1]

@@ -74,8 +74,8 @@ def test_fp8_checkpoints_stand_for_their_floats(block, reference, drive, tmp_pat
         return {f"{module}.weight": weight.dequantize(torch.float32)}
 
     expected = drive(rewrite(source, tmp_path / "floats", dequantized))
-    for asked in ("", "fp8"):
-        np.testing.assert_allclose(scores(drive(path, quantization=asked)), scores(expected), atol=1e-4)
+    for quantization in ("", "fp8"):
+        np.testing.assert_allclose(scores(drive(path, quantization=quantization)), scores(expected), atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -139,7 +139,7 @@ def test_a_broken_checkpoint_is_refused_with_the_tensors_name(change, reported, 
 
 
 @pytest.mark.parametrize(
-    ("settings", "asked", "reported"),
+    ("settings", "quantization", "reported"),
     [
         ({"quant_method": "aqlm"}, "", "quantized by aqlm"),
         ({"bits": 4}, "", "does not name"),
@@ -150,12 +150,12 @@ def test_a_broken_checkpoint_is_refused_with_the_tensors_name(change, reported, 
         (None, "awq", "in floats"),
     ],
 )
-def test_a_scheme_that_is_not_detected_is_refused(settings, asked, reported, reference, tmp_path):
+def test_a_scheme_that_is_not_detected_is_refused(settings, quantization, reported, reference, tmp_path):
     path = rewrite(
         reference("qwen2").path, tmp_path / "q", lambda module, weight: {f"{module}.weight": weight}, settings
     )
     with pytest.raises(ConfigError, match=reported):
-        detect_scheme(path, asked)
+        detect_scheme(path, quantization)
 
 
 def test_overrides_are_merged_into_what_the_checkpoint_says(reference, tmp_path):

@@ -24,7 +24,7 @@ def start(code: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def said(process: subprocess.Popen[str]) -> str:
+def output_of(process: subprocess.Popen[str]) -> str:
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
     return out
@@ -32,7 +32,7 @@ def said(process: subprocess.Popen[str]) -> str:
 
 def test_two_processes_build_at_once(tmp_path: Path) -> None:
     both = [start(BUILD, XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
-    folders = {said(process).strip() for process in both}
+    folders = {output_of(process).strip() for process in both}
     assert len(folders) == 1
     folder = Path(folders.pop())
     assert {path.name for path in folder.iterdir()} == {f"lib{name}.so" for name in (*LIBRARIES, "troupe_cann")}
@@ -76,7 +76,7 @@ except NotImplementedError as error:
 weight = torch_npu.npu_format_cast(torch.zeros(16, 16, dtype=torch.bfloat16, device="npu"), 29)
 print(torch_npu.get_npu_format(weight))
 """
-    out = said(start(code, ASCEND_RT_VISIBLE_DEVICES="2"))
+    out = output_of(start(code, ASCEND_RT_VISIBLE_DEVICES="2"))
     assert "already simulates" in out
     assert "A2 and A3 only" in out
     assert out.splitlines()[-1] == "ND"

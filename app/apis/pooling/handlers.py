@@ -1,0 +1,343 @@
+"""``/v1/rerank``, ``/v2/rerank``, ``/v1/score``, ``/classify``, ``/pooling`` and ``/encode``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from quart import Response
+
+from app.apis.embeddings.handlers import check_dimensions, cut_all, encoded, inputs_of, task_all
+from app.apis.pooling.answers import (
+    ClassifyAnswer,
+    ClassifyObject,
+    CohereAnswer,
+    CohereResult,
+    DocumentText,
+    EncodeAnswer,
+    PoolingAnswer,
+    PoolingObject,
+    RankUsage,
+    RerankAnswer,
+    RerankResult,
+    ScoreAnswer,
+    ScoreObject,
+)
+from app.apis.pooling.requests import (
+    ClassifyRequest,
+    CohereRerankRequest,
+    Document,
+    EncodeRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from app.server.errors import ApiError, invalid
+from app.server.exchange import Exchange
+from app.server.service import Service, json_response
+from kernels.contract.pooling import PoolingConfig
+from kernels.contract.tasks import Classify, Embed, NextToken, Task
+
+__all__ = ["classify", "cohere_rerank", "encode", "pooling", "rerank", "score"]
+
+_Pair = tuple[str, str]
+
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_JUDGE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {}\n<Query>: '
+    "{}\n<Document>: {}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+"""The form that Qwen3-Reranker was trained with (Zhang et al., arXiv 2506.05176)."""
+
+
+async def rerank(service: Service, exchange: Exchange, body: RerankRequest) -> Response:
+    """The documents in the order of their relevance to the query."""
+    model = service.check_model(body.model)
+    texts = [one.text if isinstance(one, Document) else one for one in body.documents]
+    found, tokens = await _ranked(service, exchange, body.query, texts, body.instruction, _options(body))
+    results = [
+        RerankResult(
+            index=index,
+            relevance_score=relevance,
+            document=DocumentText(texts[index]) if body.return_documents else None,
+        )
+        for index, relevance in found[: body.top_n]
+    ]
+    usage = RankUsage(tokens, tokens)
+    return json_response(RerankAnswer(id=exchange.request_id, model=model, usage=usage, results=results))
+
+
+async def cohere_rerank(service: Service, exchange: Exchange, body: CohereRerankRequest) -> Response:
+    """The same in Cohere's form. Priorities count downwards there."""
+    service.check_model(body.model)
+    texts = [one.text if isinstance(one, Document) else one for one in body.documents]
+    options = {"priority": None if body.priority is None else -body.priority}
+    found, _ = await _ranked(service, exchange, body.query, texts, None, options)
+    results = [CohereResult(index, relevance) for index, relevance in found[: body.top_n]]
+    meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
+    return json_response(CohereAnswer(id=exchange.request_id, results=results, meta=meta))
+
+
+async def score(service: Service, exchange: Exchange, body: ScoreRequest) -> Response:
+    """vLLM's scores of pairs of texts, or SGLang's of labels behind texts."""
+    model = service.check_model(body.model)
+    if body.label_token_ids is not None:
+        return await _label_scores(service, exchange, body, model, body.label_token_ids)
+    if body.text_1 is None or body.text_2 is None:
+        field = "text_1" if body.text_1 is None else "text_2"
+        raise invalid(f"{field}: is missing. Send text_1 and text_2, or query, items and label_token_ids.", param=field)
+    first, second = ([one] if isinstance(one, str) else one for one in (body.text_1, body.text_2))
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second):
+        raise invalid(f"text_2: has {len(second)} texts for {len(first)} of text_1; send as many.", param="text_2")
+    scores, tokens = await _relevances(service, exchange, list(zip(first, second, strict=True)), None, _options(body))
+    return json_response(
+        ScoreAnswer(
+            id=exchange.request_id,
+            object="list",
+            created=int(time.time()),
+            model=model,
+            data=[ScoreObject(index=index, score=one) for index, one in enumerate(scores)],
+            usage=RankUsage(tokens, tokens),
+        )
+    )
+
+
+async def _label_scores(
+    service: Service, exchange: Exchange, body: ScoreRequest, model: str, labels: list[int]
+) -> Response:
+    """The probabilities of tokens behind the query and each item, in the order of ``item_first``."""
+    if body.query is None or body.items is None:
+        field = "query" if body.query is None else "items"
+        raise invalid(f"{field}: is missing. Scores of label_token_ids need query and items.", param=field)
+    _require_generation(service, "label_token_ids")
+    if max(labels) >= service.engine.vocab_size:
+        raise invalid(
+            f"label_token_ids: this model's ids are 0 to {service.engine.vocab_size - 1}.", param="label_token_ids"
+        )
+    query = body.query
+    prompts: list[str | list[int]] = []
+    for item in inputs_of(body.items, "items"):
+        first, second = (item, query) if body.item_first else (query, item)
+        if isinstance(first, str) and isinstance(second, str):
+            prompts.append(first + second)
+        elif isinstance(first, list) and isinstance(second, list):
+            prompts.append([*first, *second])
+        else:
+            raise invalid("items: are texts where query is one, and token ids where it is ids.", param="items")
+    task = NextToken(tuple(labels))
+    found = await task_all(service, exchange, [(one, task) for one in prompts], "items", **_options(body))
+    tokens = sum(count for _, count in found)
+    exchange.tokens = (tokens, 0)
+    return json_response(
+        ScoreAnswer(
+            id=exchange.request_id,
+            object="scoring",
+            created=int(time.time()),
+            model=model,
+            scores=[_probabilities(logprobs, body.apply_softmax) for logprobs, _ in found],
+            usage=RankUsage(tokens, tokens),
+        )
+    )
+
+
+def _probabilities(logprobs: np.ndarray, among: bool) -> list[float]:
+    """Over the whole vocabulary, or ``among`` these tokens alone."""
+    found = np.exp((logprobs - logprobs.max() if among else logprobs).astype(np.float64))
+    numbers: list[float] = (found / found.sum() if among else found).tolist()
+    return numbers
+
+
+async def classify(service: Service, exchange: Exchange, body: ClassifyRequest) -> Response:
+    """The classes of each input by the model's head: vLLM's form of ``input``, SGLang's of ``text``."""
+    model = service.check_model(body.model)
+    if body.input is None:
+        return await _native(service, exchange, body.text, body.input_ids, body.activation, _options(body))
+    head = _require(service, "classify")
+    found, tokens = await _vectors(service, exchange, body.input, Classify(body.activation), _options(body))
+    data = [
+        ClassifyObject(
+            index=index, label=head.labels[int(vector.argmax())], probs=vector.tolist(), num_classes=vector.size
+        )
+        for index, (vector, _) in enumerate(found)
+    ]
+    usage = RankUsage(tokens, tokens)
+    return json_response(
+        ClassifyAnswer(id=exchange.request_id, created=int(time.time()), model=model, data=data, usage=usage)
+    )
+
+
+async def pooling(service: Service, exchange: Exchange, body: PoolingRequest) -> Response:
+    """The vector of each input: an embedding, or the numbers of the model's head."""
+    model = service.check_model(body.model)
+    config = _require(service, body.task)
+    if body.dimensions is not None:
+        if config.task != "embed":
+            raise invalid("dimensions: are for embeddings, and this model classifies.", param="dimensions")
+        check_dimensions(service, body.dimensions)
+    found, tokens = await _vectors(service, exchange, body.input, _task(config, body.activation), _options(body))
+    as_text = body.encoding_format == "base64"
+    data: list[PoolingObject] = []
+    async for vector in cut_all(found, body.dimensions):
+        data.append(PoolingObject(index=len(data), data=encoded(vector, as_text)))
+    usage = RankUsage(tokens, tokens)
+    return json_response(
+        PoolingAnswer(id=exchange.request_id, created=int(time.time()), model=model, data=data, usage=usage)
+    )
+
+
+async def encode(service: Service, exchange: Exchange, body: EncodeRequest) -> Response:
+    """The vector of each input in SGLang's form."""
+    return await _native(service, exchange, body.text, body.input_ids, False, {"label": body.rid})
+
+
+async def _native(
+    service: Service,
+    exchange: Exchange,
+    text: str | list[str] | None,
+    input_ids: list[int | list[int]] | None,
+    activation: bool,
+    options: dict[str, Any],
+) -> Response:
+    given: Any = text if text is not None else input_ids
+    if given is None or (text is not None and input_ids is not None):
+        raise invalid("text: send text or input_ids, one of them.", param="text")
+    field = "text" if text is not None else "input_ids"
+    if not given and field == "input_ids":
+        raise invalid("input_ids: holds no token. Send at least one.", param=field)
+    config = _require(service, None)
+    task = _task(config, activation)
+    prompts = [(prompt, task) for prompt in inputs_of(given, field)]
+    found = await task_all(service, exchange, prompts, field, **options)
+    exchange.tokens = (sum(tokens for _, tokens in found), 0)
+    answers = [
+        EncodeAnswer(
+            embedding=vector.tolist(),
+            meta_info={"id": exchange.request_id, "prompt_tokens": tokens, "finish_reason": {"type": "stop"}},
+        )
+        for vector, tokens in found
+    ]
+    several = isinstance(given, list) and not isinstance(given[0], int)
+    return json_response(answers if several else answers[0])
+
+
+async def _vectors(
+    service: Service, exchange: Exchange, given: Any, task: Task, options: dict[str, Any]
+) -> tuple[list[tuple[np.ndarray, int]], int]:
+    prompts = [(prompt, task) for prompt in inputs_of(given, "input")]
+    found = await task_all(service, exchange, prompts, "input", **options)
+    tokens = sum(count for _, count in found)
+    exchange.tokens = (tokens, 0)
+    return found, tokens
+
+
+# -- relevance of texts to one another
+
+
+async def _ranked(
+    service: Service, exchange: Exchange, query: str, texts: list[str], instruction: str | None, options: dict[str, Any]
+) -> tuple[list[tuple[int, float]], int]:
+    """Index and relevance of each text, the best first; of equal ones the first. And the tokens of all."""
+    scores, tokens = await _relevances(service, exchange, [(query, text) for text in texts], instruction, options)
+    return sorted(enumerate(scores), key=lambda one: -one[1]), tokens
+
+
+async def _relevances(
+    service: Service, exchange: Exchange, pairs: list[_Pair], instruction: str | None, options: dict[str, Any]
+) -> tuple[list[float], int]:
+    """The relevance of the second text of each pair to the first: by a head of one class, by the cosine of embeddings,
+    or by the chance of yes against no of Qwen3-Reranker. And the tokens of all."""
+    config = _pooling(service)
+    if instruction is not None and config is not None:
+        raise invalid("instruction: is for Qwen3-Reranker; leave it out.", param="instruction")
+    if config is None and not _judges(service):
+        raise _unsuitable(service, "rank", "a reranker, a model with --is-embedding or Qwen3-Reranker")
+    if config is not None and config.task == "classify":
+        if len(config.labels) != 1:
+            raise _unsuitable(service, "rank", f"one whose head has one class; this one has {len(config.labels)}")
+        found = await task_all(service, exchange, await _joined(service, exchange, pairs), "documents", **options)
+        scores = [float(vector[0]) for vector, _ in found]
+    elif config is not None:
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        found = await task_all(service, exchange, [(text, Embed()) for text in texts], "documents", **options)
+        of = {text: vector for text, (vector, _) in zip(texts, found, strict=True)}
+        scores = [float(of[first] @ of[second]) for first, second in pairs]
+    else:
+        ids = [await service.engine.tokenize(word, add_special_tokens=False) for word in ("yes", "no")]
+        if any(len(one) != 1 for one in ids):
+            raise _unsuitable(service, "rank", "Qwen3-Reranker, whose tokenizer has a token for yes and one for no")
+        task = NextToken((ids[0][0], ids[1][0]))
+        prompts = [(_JUDGE.format(instruction or _INSTRUCTION, *pair), task) for pair in pairs]
+        found = await task_all(service, exchange, prompts, "documents", **options)
+        scores = [_probabilities(logprobs, True)[0] for logprobs, _ in found]
+    tokens = sum(count for _, count in found)
+    exchange.tokens = (tokens, 0)
+    return scores, tokens
+
+
+async def _joined(service: Service, exchange: Exchange, pairs: Sequence[_Pair]) -> list[tuple[list[int], Classify]]:
+    """The pairs as the tokenizer joins them."""
+    found = []
+    with service.text_request(exchange):
+        for first, second in pairs:
+            ids, begin = await service.engine.tokenize_pair(first, second)
+            found.append((ids, Classify(second=begin)))
+            await asyncio.sleep(0)
+    return found
+
+
+def _judges(service: Service) -> bool:
+    """Whether the model is Qwen3-Reranker, whose config.json is that of any Qwen3: by its name."""
+    names = (*service.model_names, service.arguments.model_path or "")
+    flag = service.arguments.json_model_override_args.get("is_original_qwen3_reranker")
+    return bool(flag) or any("qwen3-reranker" in name.lower() for name in names)
+
+
+# -- what the model can do
+
+
+def _pooling(service: Service) -> PoolingConfig | None:
+    info = service.engine.model_info
+    return None if info is None else info.pooling
+
+
+def _require(service: Service, task: str | None) -> PoolingConfig:
+    """Raise 400 unless the model makes vectors, by ``task`` if it is given."""
+    config = _pooling(service)
+    if config is None or task not in (None, config.task):
+        can = "a model with a head that classifies" if task == "classify" else "one with --is-embedding"
+        both = "a model with a head that classifies, or one with --is-embedding"
+        raise _unsuitable(service, task or "make vectors", can if task else both)
+    return config
+
+
+def _require_generation(service: Service, field: str) -> None:
+    if _pooling(service) is not None:
+        raise ApiError(
+            400,
+            f"{field}: are scored by a model that generates text, and this one does not; serve another.",
+            param=field,
+            code="model_not_supported",
+        )
+
+
+def _unsuitable(service: Service, task: str, suitable: str) -> ApiError:
+    return ApiError(
+        400,
+        f"model: {service.model_name!r} cannot {task}; serve {suitable}.",
+        param="model",
+        code="model_not_supported",
+    )
+
+
+def _task(config: PoolingConfig, activation: bool) -> Task:
+    return Embed(config.normalize) if config.task == "embed" else Classify(activation)
+
+
+def _options(body: Any) -> dict[str, Any]:
+    return {"priority": body.priority, "cache_salt": body.cache_salt, "label": body.rid}

@@ -1,0 +1,79 @@
+"""Engines of models that generate no text: they embed or classify, and refuse the rest by name."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from actors.engine.engine import Engine
+from actors.protocol.requests import InvalidRequest, SamplingParams
+from kernels.contract.tasks import Classify, NextToken, Vector
+from tests.kits.engines import rest, small_engine
+from tests.kits.tiny_encoder import make_tiny_encoder
+
+TEXTS = ["the quick brown fox", "paris", "over the lazy dog " * 9]
+
+
+async def result(engine: Engine, prompt: Any, task: Any) -> list[float]:
+    async with engine.generate(prompt, task=task) as stream:
+        found = [delta.result async for delta in stream][-1]
+    assert isinstance(found, Vector)
+    return list(memoryview(found.values).cast("f"))
+
+
+async def test_an_encoder_embeds_texts_of_its_whole_context(tmp_path: Path) -> None:
+    model: Any = make_tiny_encoder(tmp_path)
+    async with small_engine(tmp_path) as engine:
+        assert engine.model_info is not None
+        assert (engine.model_info.cache_bytes, engine.context_length) == (0, 64)
+        prompts = [await engine.tokenize(text) for text in TEXTS] * 5 + [[5] * 64]
+        assert prompts[0][0] == 2  # with the tokenizer's special tokens
+        found = await asyncio.gather(*(engine.embed(prompt) for prompt in prompts))
+        for prompt, vector in zip(prompts, found, strict=True):
+            state = model(torch.tensor([prompt])).last_hidden_state[0, 0]
+            assert np.allclose(vector, torch.nn.functional.normalize(state, dim=0).detach(), atol=1e-5)
+        with pytest.raises(InvalidRequest, match="has 65 tokens"):
+            await engine.embed([5] * 65)
+        for refused in (engine.classify("paris"), engine.score("the", "dog")):
+            with pytest.raises(InvalidRequest, match=r"This model cannot .* Its tasks are embed\."):
+                await refused
+        await rest(engine)
+
+
+async def test_an_encoder_classifies_pairs_of_texts(tmp_path: Path) -> None:
+    model: Any = make_tiny_encoder(tmp_path, labels=1)
+    async with small_engine(tmp_path) as engine:
+        ids, second = await engine.tokenize_pair(TEXTS[0], TEXTS[1])
+        assert ids[second - 1] == 3
+        types = torch.tensor([[int(place >= second) for place in range(len(ids))]])
+        logits = model(torch.tensor([ids]), token_type_ids=types).logits[0].detach()
+        assert np.allclose(await result(engine, ids, Classify(activate=False, second=second)), logits, atol=1e-5)
+        assert np.allclose(await result(engine, ids, Classify(second=second)), logits.sigmoid(), atol=1e-5)
+        await rest(engine)
+
+
+async def test_a_generating_model_gives_the_chance_of_next_tokens(tiny_model: Path) -> None:
+    async with small_engine(tiny_model) as engine:
+        params = SamplingParams(max_tokens=1, temperature=0, logprobs=3)
+        async with engine.generate([7, 8, 9], params) as stream:
+            delta = await anext(stream)
+        assert delta.logprobs is not None
+        top = delta.logprobs[0].top
+        found = await result(engine, [7, 8, 9], NextToken(tuple(one.token_id for one in top)))
+        assert found == pytest.approx([one.logprob for one in top], abs=1e-5)
+        await rest(engine)
+
+
+async def test_a_model_served_for_embeddings_makes_nothing_else(tiny_model: Path) -> None:
+    async with small_engine(tiny_model) as engine:
+        expected = await engine.embed(TEXTS[0])
+    async with small_engine(tiny_model, is_embedding=True) as engine:
+        assert await engine.embed(TEXTS[0]) == pytest.approx(expected, abs=1e-5)
+        with pytest.raises(InvalidRequest, match="cannot generate: it makes vectors"):
+            engine.generate(TEXTS[0])
+        await rest(engine)

@@ -1,0 +1,264 @@
+"""Models that embed, classify or reward give the numbers of transformers, by the formulas of sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from kernels.contract.config import RunnerConfig
+from kernels.contract.errors import ConfigError
+from kernels.contract.pooling import ENCODERS, read_pooling
+from kernels.contract.runner import open_runner
+from kernels.contract.step import Admission, SlotSampling, StepBatch
+from kernels.contract.tasks import Classify, Embed, NextToken
+from kernels.models.registry import BUILT_IN
+from tests.kits.driver import COMMON, pack
+
+LENGTHS = (1, 7, 33, 7, 60)
+SCORED = SlotSampling(temperature=0.0, logprobs=0)
+SMALL = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+def make(directory: Path, name: str, config: str, **options):
+    """A model of seeded weights, saved as transformers does."""
+    torch.manual_seed(sum(name.encode()))
+    model = getattr(transformers, name)(getattr(transformers, config)(**options)).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
+    model.save_pretrained(directory)
+    return model
+
+
+def inputs(seed=3, vocab=211):
+    generator = np.random.default_rng(seed)
+    return [generator.integers(2, vocab, length).tolist() for length in LENGTHS]
+
+
+def run(path, prompts, task, chunk=0, **options):
+    """The vector of each prompt; ``task``: of all, or a list."""
+    runner = open_runner(
+        RunnerConfig(str(path), dtype="float32", max_total_tokens=4096, max_slots=9, threads=1, **options)
+    )
+    info = runner.load()
+    tasks = task if isinstance(task, list) else [task] * len(prompts)
+    pages = iter(range(1, info.num_pages))
+    admitted = tuple(
+        Admission(
+            slot,
+            1,
+            pack(prompt),
+            len(prompt),
+            0,
+            pack(next(pages) for _ in range(-(-len(prompt) // info.page_size))),
+            SCORED,
+            task=own,
+        )
+        for slot, (prompt, own) in enumerate(zip(prompts, tasks, strict=True), 1)
+    )
+    left, found, number = {slot: len(prompt) for slot, prompt in enumerate(prompts, 1)}, {}, 0
+    while left:
+        counts = {slot: min(chunk or count, count) for slot, count in left.items()}
+        order = sorted(counts, key=lambda slot: counts[slot] != 1)
+        number += 1
+        result = runner.run(
+            StepBatch(
+                number,
+                pack(order),
+                pack([1] * len(order)),
+                pack(counts[slot] for slot in order),
+                admitted=admitted if number == 1 else (),
+            )
+        )
+        assert not result.failed
+        sizes = np.frombuffer(result.pooled_sizes, np.int32)
+        vectors = np.split(np.frombuffer(result.pooled, np.float32), np.cumsum(sizes)[:-1]) if len(sizes) else []
+        found |= {
+            order[row]: vec for row, vec in zip(np.frombuffer(result.pooled_rows, np.int32), vectors, strict=True)
+        }
+        left = {slot: count - counts[slot] for slot, count in left.items() if count > counts[slot]}
+    runner.close()
+    return info, [found[slot] for slot in sorted(found)]
+
+
+def pool(directory, mode, normalize=True):
+    """What sentence-transformers saves."""
+    modules = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
+    listed = [
+        {"idx": i, "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(modules)
+    ]
+    (directory / "modules.json").write_text(json.dumps(listed))
+    (directory / "1_Pooling").mkdir(exist_ok=True)
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 48, mode: True}))
+
+
+def close(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other.numpy(), atol=2e-5, rtol=2e-4)
+
+
+ENCODER = {
+    "Bert": SMALL | {"vocab_size": 211, "max_position_embeddings": 64, "type_vocab_size": 2, "pad_token_id": 0},
+    "Roberta": SMALL | {"vocab_size": 211, "max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1},
+    "XLMRoberta": SMALL | {"vocab_size": 211, "max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1},
+}
+
+
+@pytest.mark.parametrize("family", sorted(ENCODER))
+@pytest.mark.parametrize(
+    ("mode", "normalize"),
+    [
+        ("", True),
+        ("pooling_mode_cls_token", False),
+        ("pooling_mode_mean_tokens", True),
+        ("pooling_mode_lasttoken", True),
+    ],
+)
+@torch.inference_mode()
+def test_an_encoder_embeds_as_transformers_does(tmp_path, family, mode, normalize):
+    model = make(tmp_path, f"{family}Model", f"{family}Config", **ENCODER[family])
+    if mode:
+        pool(tmp_path, mode, normalize)
+    prompts = inputs()
+    info, found = run(tmp_path, prompts, Embed(normalize), chunk=20)
+    assert (info.tasks, info.context_length, info.pooling.normalize) == (("embed",), 64, normalize)
+    states = [model(torch.tensor([ids])).last_hidden_state[0] for ids in prompts]
+    pooled = [state.mean(0) if "mean" in mode else state[-1] if "last" in mode else state[0] for state in states]
+    close(found, [torch.nn.functional.normalize(one, dim=0) if normalize else one for one in pooled])
+
+
+@pytest.mark.parametrize("family", sorted(ENCODER))
+@pytest.mark.parametrize("labels", [1, 3])
+@torch.inference_mode()
+def test_an_encoder_classifies_as_transformers_does(tmp_path, family, labels):
+    options = ENCODER[family] | {"num_labels": labels}
+    model = make(tmp_path, f"{family}ForSequenceClassification", f"{family}Config", **options)
+    prompts, second = inputs(), 3 if family == "Bert" else 0
+    tasks = [Classify(activate=index % 2 == 0, second=second) for index in range(len(prompts))]
+    info, found = run(tmp_path, prompts, tasks)
+    assert (info.tasks, len(info.pooling.labels)) == (("classify",), labels)
+    expected = []
+    for index, ids in enumerate(prompts):
+        types = torch.tensor([[int(second and place >= second) for place in range(len(ids))]])
+        logits = model(torch.tensor([ids]), token_type_ids=types).logits[0]
+        activate = (lambda x: x.softmax(-1)) if labels > 1 else torch.sigmoid
+        expected.append(activate(logits) if index % 2 == 0 else logits)
+    close(found, expected)
+
+
+DECODERS = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 16},
+    "Mistral": {"sliding_window": None},
+    "Gemma2": {"head_dim": 16, "sliding_window": 21, "query_pre_attn_scalar": 16, "pad_token_id": 0},
+}
+
+
+@pytest.mark.parametrize("family", sorted(DECODERS))
+@torch.inference_mode()
+def test_a_decoder_rewards_as_transformers_does(tmp_path, family):
+    options = COMMON | DECODERS[family] | {"num_labels": 1, "pad_token_id": 0}
+    model = make(tmp_path, f"{family}ForSequenceClassification", f"{family}Config", **options)
+    prompts = inputs()
+    info, found = run(tmp_path, prompts, Classify(activate=False), chunk=20)
+    assert info.tasks == ("classify",)
+    close(found, [model(torch.tensor([ids])).logits[0] for ids in prompts])
+    _, found = run(tmp_path, prompts[:2], Classify())
+    close(found, [model(torch.tensor([ids])).logits[0].sigmoid() for ids in prompts[:2]])
+
+
+@pytest.mark.parametrize("prefixed", [True, False])
+@torch.inference_mode()
+def test_a_decoder_embeds_its_last_token(tmp_path, prefixed):
+    """Also a checkpoint without the prefix of the decoder and without an output, as Qwen3-Embedding is saved."""
+    model = make(tmp_path, "Qwen3ForCausalLM", "Qwen3Config", **COMMON, head_dim=16, tie_word_embeddings=False)
+    if not prefixed:
+        file = tmp_path / "model.safetensors"
+        kept = {name.removeprefix("model."): one for name, one in load_file(file).items() if "lm_head" not in name}
+        save_file(kept, file, metadata={"format": "pt"})
+        pool(tmp_path, "pooling_mode_lasttoken")
+    prompts = inputs()
+    info, found = run(tmp_path, prompts, Embed(), chunk=20, is_embedding=prefixed)
+    assert info.tasks == ("embed",)
+    states = [model.model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in prompts]
+    close(found, [torch.nn.functional.normalize(state, dim=0) for state in states])
+
+
+@torch.inference_mode()
+def test_a_generating_decoder_says_what_comes_next(tmp_path):
+    """As Qwen3-Reranker's yes and no."""
+    model = make(tmp_path, "Qwen3ForCausalLM", "Qwen3Config", **COMMON, head_dim=16)
+    prompts = inputs()
+    info, found = run(
+        tmp_path, prompts, [NextToken((5, 9)), Embed(), NextToken((7,)), Embed(False), NextToken((1, 2, 3))]
+    )
+    assert info.pooling is None
+    logprobs = [model(torch.tensor([ids])).logits[0, -1].log_softmax(-1) for ids in prompts]
+    close([found[0], found[2], found[4]], [logprobs[0][[5, 9]], logprobs[2][[7]], logprobs[4][[1, 2, 3]]])
+    assert [len(vector) for vector in found] == [2, 48, 1, 48, 3]
+
+
+@torch.inference_mode()
+def test_a_reward_model_of_two_layers_is_run(tmp_path):
+    """Qwen2.5-Math-RM's head, which transformers has not."""
+    model = make(tmp_path, "Qwen2ForCausalLM", "Qwen2Config", **COMMON, tie_word_embeddings=True)
+    generator = torch.Generator().manual_seed(1)
+    head = {
+        "score.0.weight": torch.randn(48, 48, generator=generator) / 7,
+        "score.0.bias": torch.randn(48, generator=generator),
+        "score.2.weight": torch.randn(1, 48, generator=generator),
+        "score.2.bias": torch.randn(1, generator=generator),
+    }
+    file, config = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
+    save_file(load_file(file) | head, file, metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForRewardModel"]}))
+    prompts = inputs()
+    _, found = run(tmp_path, prompts, Classify())
+    states = [model.model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in prompts]
+    inner = [(head["score.0.weight"] @ state + head["score.0.bias"]).relu() for state in states]
+    close(found, [head["score.2.weight"] @ one + head["score.2.bias"] for one in inner])
+
+
+def test_quantized_encoders_are_close(tmp_path):
+    make(tmp_path, "BertModel", "BertConfig", **ENCODER["Bert"])
+    prompts = inputs()
+    _, exact = run(tmp_path, prompts, Embed())
+    _, rounded = run(tmp_path, prompts, Embed(), quantization="int8")
+    assert all(float(one @ other) > 0.99 for one, other in zip(exact, rounded, strict=True))
+    assert any((one != other).any() for one, other in zip(exact, rounded, strict=True))
+
+
+def test_encoders_are_those_of_the_registry():
+    assert {entry.architecture for entry in BUILT_IN if entry.module == "kernels.models.bert"} == ENCODERS
+
+
+@pytest.mark.parametrize(
+    ("files", "config", "reason"),
+    [
+        ({"modules.json": [{"type": "x.Dense", "path": "2_Dense"}]}, {}, "module Dense, which is not run"),
+        ({"modules.json": [{"type": "x.Pooling", "path": "../1"}]}, {}, "a directory outside its own"),
+        ({"modules.json": [{"type": "x.Pooling", "path": ".."}]}, {}, "a directory outside its own"),
+        ({"config_sentence_transformers.json": {"default_prompt_name": "query"}}, {}, "the prompt 'query' before"),
+        ({"modules.json": {"type": 1}}, {}, "must be a list of modules"),
+        ({"1_Pooling/config.json": {"pooling_mode_max_tokens": True}}, {}, "pooling_mode_max_tokens is not run"),
+        ({"1_Pooling/config.json": {"pooling_mode_mean_tokens": True}}, {"architectures": ["Qwen3Model"]}, "last t"),
+        ({}, {"architectures": ["Qwen2Model"], "is_causal": False}, "is_causal false"),
+        ({}, {"architectures": ["BertModel"], "max_position_embeddings": "x"}, "max_position_embeddings"),
+        ({}, {"architectures": ["BertForSequenceClassification"], "num_labels": 0}, "num_labels must be"),
+        ({}, {"architectures": ["BertForSequenceClassification"],
+              "sentence_transformers": {"activation_fn": "os.system"}}, "os.system"),
+    ],
+)  # fmt: skip
+def test_what_is_not_run_is_refused(tmp_path, files, config, reason):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=reason):
+        read_pooling(tmp_path, {"architectures": ["BertModel"]} | config)
