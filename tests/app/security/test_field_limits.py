@@ -343,6 +343,7 @@ TABLE: dict[str, dict[str, list[Any]]] = {
         "skip_special_tokens": [5],
     },
     "/abort_request": {"rid": [OVER_LABEL, "", 5], "abort_all": [5]},
+    "/pause_generation": {"mode": ["stop", 5]},
     "/set_trace_level": {"level": [-1, 4, HUGE, "1"]},
 }
 TABLE |= OTHER_APIS
@@ -538,6 +539,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1]},
     "/v1/detokenize": {"tokens": [1]},
     "/abort_request": {},
+    "/pause_generation": {},
     "/set_trace_level": {},
 } | NEEDED_ELSEWHERE
 
