@@ -214,7 +214,7 @@ async def test_a_name_may_have_the_tag_latest(application) -> None:
 async def test_embeddings_need_a_model_for_them(application) -> None:
     for path, body in (("/api/embed", {"input": ["a", "b"]}), ("/api/embeddings", {"prompt": "a"})):
         message = await refusal(application, path, {"model": "fake", **body})
-        assert message.startswith("model: 'fake' generates text")
+        assert message.startswith("model: 'fake' was not trained for embeddings")
 
 
 async def test_embeddings_come_from_a_model_for_them(make_application) -> None:
@@ -266,7 +266,7 @@ async def test_the_ollama_client_reads_everything(application, engine, serve) ->
     assert shown.modelinfo["general.architecture"] == "fake"
     with pytest.raises(ollama.ResponseError, match="does not exist here"):
         await client.chat(**{**request, "model": "other"})
-    with pytest.raises(ollama.ResponseError, match="generates text"):
+    with pytest.raises(ollama.ResponseError, match="was not trained for embeddings"):
         await client.embed("fake", "x")
 
 
