@@ -377,8 +377,8 @@ class Engine:
         return tuple(memoryview(result.values).cast("f"))
 
     async def tokenize_pair(self, first: str, second: str) -> tuple[list[int], int]:
-        """Token ids of two texts, joined as the model's tokenizer does, and where the second one begins (0: the model
-        does not tell them apart), for ``Classify``. Raises InvalidRequest."""
+        """Token ids of two texts, joined by the model's tokenizer, and the index of the second text's first token
+        (0 for a model without token types), for ``Classify``. Raises InvalidRequest."""
         return await self._require_intake().encoding.encode_pair(first, second)
 
     async def _result(self, prompt: Prompt, task: Task, options: dict[str, Any]) -> TaskResult:

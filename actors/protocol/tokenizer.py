@@ -20,8 +20,8 @@ class TokenizerProtocol:
 
 
 class Encoded(msgspec.Struct, frozen=True):
-    """Token ids of a prompt. ``second``: where the second text of a pair begins, if the model tells texts apart, or
-    0. ``seconds``: the encoding, without the wait for it."""
+    """Token ids of a prompt. ``second``: index of the first token of a pair's second text; 0 for a single text and
+    for a model without token types. ``seconds``: time of the encoding, without the wait for it."""
 
     token_ids: list[int]
     second: int = 0
