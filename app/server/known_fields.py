@@ -192,7 +192,7 @@ KNOWN: dict[str, Known] = {
     "video_data": _refused("videos are not read in this version"),
     "audio_data": _refused("audio is not read in this version"),
     # stopping
-    "stop_regex": _refused("regular expressions of requests are not run; use stop"),
+    "stop_regex": _refused("this API has no field for it; use /v1/completions or /v1/chat/completions"),
     "t_max_predict_ms": _refused("use max_tokens", 0, -1),
     "max_time": _refused("use max_tokens"),
     "return_full_text": _refused("use /v1/completions with echo"),

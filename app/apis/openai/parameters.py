@@ -10,7 +10,15 @@ import msgspec
 from actors.options import Arguments
 from actors.protocol.requests import LIMITS, Chat, SamplingParams
 from app.apis.grammars import grammar_of
-from app.apis.openai.requests import ChatMessage, ChatRequest, CompletionRequest, MessageToolCall, SamplingFields, Tool
+from app.apis.openai.requests import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    MessageToolCall,
+    SamplingFields,
+    Tool,
+    texts_of,
+)
 from app.apis.openai.tool_schemas import find_schema_error
 from app.parsers.base import StreamingParser
 from app.server.decoding import check_depth, check_size
@@ -67,7 +75,6 @@ _TOOL_NAME = re.compile(f"[a-zA-Z0-9_-]{{1,{LIMITS.tool_name_chars}}}")
 
 def _params(body: SamplingFields, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     """The parameters that both APIs share. ``None`` stays None where the model has its own default."""
-    stop = body.stop if body.stop is not None else []
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
@@ -81,7 +88,8 @@ def _params(body: SamplingFields, *, max_tokens: int | None, logprobs: int | Non
         logit_bias=body.logit_bias,
         seed=body.seed,
         n=1 if body.n is None else body.n,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=texts_of(body.stop),
+        stop_regex=texts_of(body.stop_regex),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         include_stop_str_in_output=bool(body.include_stop_str_in_output or body.no_stop_trim),
         ignore_eos=bool(body.ignore_eos),

@@ -17,6 +17,7 @@ from app.apis.openai.requests import (
     Label,
     Least,
     MinP,
+    Patterns,
     Penalty,
     Repetition,
     Salt,
@@ -27,6 +28,7 @@ from app.apis.openai.requests import (
     TokenIds,
     TopK,
     TopP,
+    texts_of,
 )
 from app.server.errors import invalid
 
@@ -51,6 +53,7 @@ _NAMES = {
             "logit_bias",
             "n",
             "stop",
+            "stop_regex",
             "stop_token_ids",
             "speculative",
             "speculative_num_draft_tokens",
@@ -70,6 +73,7 @@ class NativeSampling(NativeGrammarFields, kw_only=True):
     max_new_tokens: Count | None = None
     min_new_tokens: Least | None = None
     stop: Text | Annotated[list[Text], Meta(max_length=LIMITS.stop_strings)] | None = None
+    stop_regex: Patterns | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=LIMITS.stop_token_ids)] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -205,7 +209,6 @@ def _spread(value: Any, count: int, field: str, *, single: bool = True) -> list[
 def _item(
     prompt: str | list[int], sampling: NativeSampling, label: str | None, logprobs: bool, start: int | None, top: int
 ) -> Item:
-    stop = sampling.stop if sampling.stop is not None else []
     if start is not None and start < 0:
         start = None
     return Item(
@@ -227,7 +230,8 @@ def _item(
             logit_bias=sampling.logit_bias,
             seed=sampling.sampling_seed,
             n=1 if sampling.n is None else sampling.n,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop=texts_of(sampling.stop),
+            stop_regex=texts_of(sampling.stop_regex),
             stop_token_ids=tuple(sampling.stop_token_ids or ()),
             include_stop_str_in_output=bool(sampling.no_stop_trim),
             ignore_eos=bool(sampling.ignore_eos),
