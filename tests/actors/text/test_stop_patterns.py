@@ -12,7 +12,7 @@ from actors.protocol.requests import InvalidRequest, SamplingParams
 from actors.requests.sampling_rules import validate
 from actors.text.incremental_text import IncrementalText
 from actors.text.stop_patterns import MOST_HELD, PatternError, StopPattern, StopPatterns
-from tests.actors.text.test_incremental_text import byte_level
+from tests.kits.small_tokenizers import byte_level
 
 ATOMS = st.sampled_from(["a", "b", "c", "[ab]", "[^a]", "[a-c ]", r"\w", r"\d", r"\s", ".", " ", r"\.", "1"])
 COUNTS = st.sampled_from(["*", "+", "?", "{2}", "{1,2}", "{2,}", "{,2}", "*?", "+?"])
