@@ -6,12 +6,11 @@ this process alone, each for its key, for a time, and at most so many of a key.
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -60,10 +59,10 @@ class _Request:
 
 
 class _Session:
-    def __init__(self, seconds: float, *, streaming: bool) -> None:
+    def __init__(self, seconds: float, used: float, *, streaming: bool) -> None:
         self.seconds = seconds
         self.streaming = streaming
-        self.used = time.monotonic()
+        self.used = used
         self.requests: dict[str, _Request] = {}
         self.running: _Request | None = None  # of a streaming session
 
@@ -81,12 +80,12 @@ class _Session:
 
 
 class Turn:
-    """One request of a session, on its way. ``prompt``: the whole prompt. ``replaced``: requests to be aborted."""
+    """One request of a session, on its way. ``prompt``: the whole prompt. ``replaced``: the engine's ids of requests to
+    be aborted. ``finish`` is called when it is complete."""
 
-    def __init__(self, session: _Session, rid: str, request: _Request, replaced: list[_Request]) -> None:
-        self._session = session
-        self._rid = rid
+    def __init__(self, request: _Request, replaced: list[str], finish: Callable[[], None]) -> None:
         self._request = request
+        self._finish = finish
         self.prompt = list(request.prompt)
         self.replaced = replaced
 
@@ -96,17 +95,11 @@ class Turn:
             async for delta in stream:
                 self._request.output.extend(delta.token_ids)
                 if delta.finish_reason is not None:
+                    self._request.exchange = None
                     self._finish()
                 yield delta
         finally:
             self._request.exchange = None
-
-    def _finish(self) -> None:
-        session = self._session
-        session.used = time.monotonic()
-        self._request.exchange = None
-        if session.streaming:
-            session.requests = {self._rid: self._request}
 
 
 class Sessions:
@@ -122,8 +115,7 @@ class Sessions:
         name = name or secrets.token_hex(16)
         if (owner, name) in self._sessions:
             raise invalid(f"session_id: the session {name[:64]!r} is open already. Close it first.", param="session_id")
-        session = _Session(_SECONDS if seconds is None else seconds, streaming=streaming)
-        session.used = self._clock()
+        session = _Session(_SECONDS if seconds is None else seconds, self._clock(), streaming=streaming)
         self._sessions[owner, name] = session
         self._shrink(owner, session)
         return name
@@ -134,8 +126,18 @@ class Sessions:
         if self._sessions.pop((owner, name), None) is None:
             raise ApiError(404, _gone(name), param="session_id", code="session_not_found")
 
-    def begin(self, owner: str, params: SessionParams, ids: list[int], rid: str, exchange: Exchange) -> Turn:
-        """Add a request with ``ids`` behind what it continues. Raises 400."""
+    def begin(
+        self,
+        owner: str,
+        params: SessionParams,
+        ids: list[int],
+        *,
+        opening: tuple[int, ...],
+        rid: str,
+        exchange: Exchange,
+    ) -> Turn:
+        """Add a request with ``ids`` behind what it continues. ``opening``: the tokens that begin every text; they are
+        taken off what continues another. Raises 400."""
         self._expire()
         session = self._sessions.get((owner, params.id))
         if session is None:
@@ -151,6 +153,8 @@ class Sessions:
             history = before.prompt[:] if params.drop_previous_output else before.prompt + before.output
             if params.offset:
                 history = history[: params.offset]
+        if history and opening and tuple(ids[: len(opening)]) == opening:
+            ids = ids[len(opening) :]
         request = _Request(history + array("i", ids), parent, exchange)
         session.used = self._clock()
         if session.streaming:
@@ -165,7 +169,14 @@ class Sessions:
                 "close it.",
                 param="session_params",
             )
-        return Turn(session, rid, request, replaced)
+
+        def finish() -> None:
+            session.used = self._clock()
+            if session.streaming:
+                session.requests = {rid: request}
+
+        running = [one.exchange for one in replaced if one.exchange is not None and _runs(one)]
+        return Turn(request, [name for other in running for name in other.stream_ids], finish)
 
     @staticmethod
     def _of_tree(session: _Session, params: SessionParams, replaced: list[_Request]) -> str | None:
@@ -240,15 +251,16 @@ async def take_turn(
     service: Service,
     exchange: Exchange,
     params: SessionParams,
-    prompt: Prompt,
+    prompts: Sequence[Prompt],
     *,
     choices: int,
     rid: str,
     names: dict[str, str],
 ) -> Turn:
-    """The turn of a session that continues with ``prompt``. ``rid``: the id in the answer. Raises 400."""
-    if choices != 1:
-        raise invalid("session_params: needs n 1. Send several requests for more choices.", param="session_params")
+    """The turn of a session that continues with the only prompt. ``rid``: the id in the answer. Raises 400."""
+    if len(prompts) * choices != 1:
+        raise invalid("session_params: takes one prompt and one choice. Send several requests.", param="session_params")
+    [prompt] = prompts
     if isinstance(prompt, list):
         ids = prompt
     else:
@@ -259,5 +271,8 @@ async def take_turn(
                 )
             except InvalidRequest as error:
                 raise renamed(error, names) from None
-    turn = service.sessions.begin(service.owner(exchange), params, ids, rid, exchange)
+    opening = await service.opening_tokens()
+    turn = service.sessions.begin(service.owner(exchange), params, ids, opening=opening, rid=rid, exchange=exchange)
+    for name in turn.replaced:
+        await service.engine.abort(name)
     return turn

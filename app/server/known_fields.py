@@ -155,7 +155,6 @@ KNOWN: dict[str, Known] = {
         "previous_response_id",
         "conversation",
         "conversation_id",
-        "session_params",
     ),
     "max_tool_calls": _refused("use parallel_tool_calls false for one call at most"),
     "truncation": _refused("shorten the prompt, or start the server with --allow-auto-truncate", "disabled"),
@@ -263,6 +262,7 @@ _LOADING = (
 """Options of Ollama that say how a model is loaded, or that belong to a sampler that is off."""
 
 NO_EFFECT: dict[str, tuple[object, ...]] = {
+    "capacity_of_str_len": (),
     "store": (),
     "service_tier": ("auto", "default"),
     "verbosity": ("medium",),

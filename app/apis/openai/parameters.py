@@ -118,6 +118,12 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
         params = msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs: not in a stream; ask with stream false.", param="prompt_logprobs")
+    if body.best_of is not None and body.best_of != params.n:
+        if body.stream:
+            raise invalid("best_of: not in a stream; ask with stream false.", param="best_of")
+        if body.best_of < params.n:
+            raise invalid(f"best_of: {body.best_of} is less than n {params.n}. Raise it.", param="best_of")
+        params = msgspec.structs.replace(params, n=body.best_of, logprobs=params.logprobs or 0)
     return params
 
 
@@ -132,7 +138,7 @@ def chat_params(body: ChatRequest) -> SamplingParams:
 
 def completion_names(body: CompletionRequest) -> dict[str, str]:
     """The engine's parameter names -> the fields of this body."""
-    return {"grammar": grammar_of(body)[1]}
+    return {"grammar": grammar_of(body)[1], "n": "n" if body.best_of is None else "best_of"}
 
 
 def chat_names(body: ChatRequest) -> dict[str, str]:

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from actors.protocol.requests import LIMITS
 from app.apis.grammars import GrammarFields
+from app.apis.sessions import SessionParams
 
 __all__ = [
     "Alternatives",
@@ -157,10 +158,14 @@ class SamplingFields(Labels, kw_only=True):
     extra_key: Salt | None = None  # SGLang's name
     rid: Label | None = None
     request_id: Label | None = None
+    session_params: SessionParams | None = None  # SGLang's
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
-    """``POST /v1/completions``."""
+    """``POST /v1/completions``.
+
+    ``best_of``: the choices that are generated; the ``n`` with the highest mean log-probability are returned.
+    """
 
     prompt: (
         Text
@@ -169,6 +174,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
             Meta(max_length=4_194_304),
         ]
     )
+    best_of: Choices | None = None
     echo: bool | None = None
     logprobs: Alternatives | None = None
     suffix: Text | None = None

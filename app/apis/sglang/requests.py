@@ -30,6 +30,7 @@ from app.apis.openai.requests import (
     TopP,
     texts_of,
 )
+from app.apis.sessions import SessionParams
 from app.server.errors import invalid
 
 __all__ = ["NATIVE_SPELLING", "Batch", "GenerateRequest", "NativeSampling", "batch_of", "native_names"]
@@ -108,6 +109,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Salt | None = None
     extra_key: Salt | None = None
+    session_params: SessionParams | None = None
 
 
 NATIVE_SPELLING = tuple(
