@@ -26,8 +26,8 @@ Longs = npt.NDArray[np.int64]
 _BITS: Bits = (1 << np.arange(32, dtype=np.int64)).astype(np.uint32).view(np.int32)
 _ALL = -1  # a word of bits: every token is allowed
 
-_COMPILE_SECONDS = 10.0
-"""A step waits only for grammars that were compiled before a restart, or that this compiler has forgotten."""
+_COMPILE_SECONDS = 1.0
+"""A step waits only for a grammar that this compiler has forgotten since it was compiled; others are held."""
 
 _TEXT_SECONDS = 1.0
 """Processor time that one text may take for a mask, while others wait; more for tokens from before a restart. Not every
