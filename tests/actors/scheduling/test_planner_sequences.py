@@ -97,7 +97,7 @@ def test_the_context_ends_a_sequence():
 
 
 @pytest.mark.parametrize("leave", ["retract", "lose_worker"])
-def test_a_sequence_with_a_grammar_waits_for_its_compilation_to_run_again(leave):
+def test_a_sequence_waits_until_a_new_worker_has_its_grammar(leave):
     stage, form = Stage(), Grammar("regex", "ab")
     for number in (0, 1):
         stage.submit(spec(number, range(3), sampling=SlotSampling(grammar=form if number else None)))
@@ -114,7 +114,7 @@ def test_a_sequence_with_a_grammar_waits_for_its_compilation_to_run_again(leave)
     assert stage.tokens(0) == stage.tokens(1) == says(range(3), 4)
 
 
-def test_a_held_sequence_can_be_aborted_and_waits_again_for_the_next_worker():
+def test_a_held_sequence_can_be_aborted_or_meet_the_next_worker():
     stage, form = Stage(), Grammar("regex", "ab")
     stage.submit(*(spec(number, range(3), sampling=SlotSampling(grammar=form)) for number in (0, 1)))
     stage.lose_worker()
