@@ -197,6 +197,9 @@ class StepOutputs:
         """Pass the sampled ``tokens`` to the grammars, and fail the rows whose grammar cannot go on."""
         assert self._grammars is not None
         self._grammars.sampled(slots, tokens)
+        if allowed.masks is not None:
+            masked = {slots[row] for row in allowed.masks.rows.tolist()}
+            builder.masked = frozenset(row for row, slot in enumerate(builder.slots.tolist()) if slot in masked)
         for slot, message in allowed.errors.items():
             builder.failed.append(RowError(slot, int(self._slots.generation[slot]), message, invalid=True))
 

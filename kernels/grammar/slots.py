@@ -26,12 +26,15 @@ Longs = npt.NDArray[np.int64]
 _BITS: Bits = (1 << np.arange(32, dtype=np.int64)).astype(np.uint32).view(np.int32)
 _ALL = -1  # a word of bits: every token is allowed
 
-_COMPILE_SECONDS = 10.0
-"""A step waits only for grammars that were compiled before a restart, or that this compiler has forgotten."""
+_COMPILE_SECONDS = 1.0
+"""A step waits only for a grammar that this compiler has forgotten since it was compiled; others are held."""
 
-_TEXT_SECONDS = 1.0
-"""Processor time that one text may take for a mask, while others wait; more for tokens from before a restart. Not every
-library has a limit of its own."""
+_TEXT_SECONDS, _TOKEN_SECONDS = 1.0, 0.005
+"""Processor time that one text may take, while others wait, and how much more for each of its tokens. Not every library
+has a limit of its own."""
+
+_QUICK = 0.001
+"""Seconds that a text may take in a step without being charged for them."""
 
 
 @dataclass(frozen=True)
@@ -117,18 +120,25 @@ class GrammarSlots:
         text accept everything. Returns the indices whose grammar does not allow the token: their state is unchanged.
         Only where the device is the host. ``errors`` says which grammars cannot go on."""
         refused: list[int] = []
+        begun = time.thread_time()
         for row, slot in enumerate(slots):
             text = self._texts.get(slot)
             if text is None or text.error:
                 continue
+            started = time.perf_counter()
             try:
                 if text.position < lengths[row]:
                     text.follow(self._tokens(text, slot, lengths[row]))
                 if not text.accept(tokens[row]):
                     refused.append(row)
+                text.charge(started, begun)
             except Exception as error:  # of one text: others go on
-                text.error = f"the grammar cannot go on: {error}"
+                text.fail(error)
         return refused
+
+    def fail(self, slot: int, reason: str) -> None:
+        """The text of this slot cannot go on."""
+        self._texts[slot].fail(reason)
 
     def errors(self, slots: Sequence[int]) -> dict[int, str]:
         """By slot, why its grammar cannot go on."""
@@ -153,11 +163,9 @@ class GrammarSlots:
             text.fill(row, self._thought)
             if not row.any():
                 raise GrammarError("no token may follow")
-            limit = _TEXT_SECONDS * (1 + len(tokens) // 100)
-            if time.perf_counter() - started > limit and time.thread_time() - begun > limit:
-                raise GrammarError("it takes too long to follow; simplify it")
+            text.charge(started, begun)
         except Exception as error:
-            text.error = f"the grammar cannot go on: {error}"
+            text.fail(error)
 
     def _take_arrived(self) -> None:
         for fetched, texts in self._arriving:
@@ -190,8 +198,21 @@ class _Text:
         self._tail: tuple[int, ...] = ()
         self._ended = False
         self.error = ""  # why it cannot go on
-        self.position = position
+        self._spent = 0.0  # processor time
+        self._begin = self.position = position
         self.arrived: list[int] = []
+
+    def fail(self, reason: object) -> None:
+        self.error = f"the grammar cannot go on: {reason}"
+
+    def charge(self, started: float, begun: float) -> None:
+        """Count the time since ``started``, at most the thread's own since ``begun``. Raises GrammarError where the
+        text has taken too much."""
+        seconds = time.perf_counter() - started
+        if seconds > _QUICK:
+            self._spent += min(seconds, time.thread_time() - begun)
+        if self._spent > _TEXT_SECONDS + _TOKEN_SECONDS * (self.position - self._begin):
+            raise GrammarError("it takes too long to follow; simplify it")
 
     def follow(self, tokens: list[int]) -> None:
         """Raises GrammarError for a token that the grammar does not allow."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from itertools import takewhile
 from types import SimpleNamespace
@@ -83,6 +84,26 @@ def test_a_text_that_takes_too_long_fails_alone(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
     assert "too long" in slots.masks([1], [2]).errors[1]
     assert not admitted("ab").masks([1], [2]).errors
+
+
+def test_a_text_that_takes_too_long_to_accept_a_token_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = Judged("[ab]c")
+    slow = judged.grammars._texts[2]
+    accept = slow.accept
+
+    def spend(token: int) -> bool:
+        begun = time.thread_time()
+        while time.thread_time() - begun < 0.02:
+            pass
+        return accept(token)
+
+    monkeypatch.setattr(slow, "accept", spend)
+    assert judged.step("daa") == ("daa", {})
+    monkeypatch.setattr("kernels.grammar.slots._TEXT_SECONDS", 0.01)
+    found, failed = judged.step("dcc")
+    assert found == "dcc"
+    assert list(failed) == [2]
+    assert "too long" in failed[2]
 
 
 def test_a_text_that_no_token_may_follow_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +224,7 @@ class Judged:
         self.grammars = GrammarSlots(SETTINGS, VOCAB, Memory(), self.table)
         self.sampler = Sampler(VOCAB, 4)
         self.draws = 0
+        self.broken: set[int] = set()  # slots of the next draw without a finite logit
         for slot in (1, 2, 3):
             grammar = Grammar("regex", pattern) if slot < 3 else None
             settings = SlotSampling(temperature=1.0, grammar=grammar, **sampling)
@@ -214,7 +236,8 @@ class Judged:
     def _draw(self, logits: Any, draws: Any, positions: Any, ids: Any, vocab: int, masks: Any = None) -> Any:
         self.draws += len(logits)
         RowMasks(np.arange(len(logits)), masks, torch.from_numpy).apply(logits)
-        return logits.argmax(-1), torch.zeros(len(logits), dtype=torch.bool)
+        broken = torch.tensor([place + 1 in self.broken for place in range(len(logits))])
+        return logits.argmax(-1), broken
 
     def step(self, text: str, likely: str = "") -> tuple[str, dict[int, str]]:
         """A step that has drawn these characters for slots 3, 1 and 2. ``likely``: of all rows, the best first."""
@@ -256,6 +279,14 @@ def test_rows_whose_cut_depends_on_the_mask_are_masked_at_once() -> None:
     assert not judged.draws
 
 
+def test_a_row_fails_where_the_model_excludes_all_allowed_tokens() -> None:
+    judged = Judged("[ab]c")
+    judged.broken.add(1)
+    _, failed = judged.step("ddd")
+    assert list(failed) == [1]
+    assert "finite" in failed[1]
+
+
 def test_a_row_whose_grammar_cannot_go_on_fails_alone() -> None:
     judged = Judged("[ab]c")
     judged.table[2, 1] = ids("d")[0]
@@ -264,3 +295,46 @@ def test_a_row_whose_grammar_cannot_go_on_fails_alone() -> None:
     assert found == "daa"
     assert list(failed) == [2]
     assert "does not match" in failed[2]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0.0}, {"top_p": 0.5}, {"logprobs": 1}, {"logit_bias": True}, {"repetition_penalty": 1.5}],
+    ids=str,
+)
+def test_a_mask_that_allows_only_excluded_tokens_fails_its_row(sampling: dict[str, Any]) -> None:
+    sampler, grammar = Sampler(64, 3), Grammar("regex", "a")
+    if sampling.pop("logit_bias", False):
+        sampling = {"bias_ids": (5,), "bias_values": (3.0,)}
+    for slot in (1, 2):
+        sampler.admit(slot, SlotSampling(**sampling, grammar=grammar), 1)
+    bits = np.zeros((2, 2), dtype=np.int32)
+    bits[:, 0] = 1 << 5
+    logits = torch.zeros(2, 64)
+    logits[0, 5] = -torch.inf
+    slots = torch.tensor([1, 2])
+    history = torch.zeros(3, 8, dtype=torch.int32)
+    masks = RowMasks(np.arange(2), bits, torch.from_numpy)
+    found = sampler.sample(logits, slots, torch.ones(2, dtype=torch.int64), history, masks=masks)
+    assert (found.failed, int(found.tokens[1])) == ([0], 5)
+
+
+def test_the_error_of_a_row_without_finite_logits_names_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = RunnerConfig(
+        str(FILE.parent), dtype="float32", threads=2, max_slots=3, max_total_tokens=512, grammar=SETTINGS
+    )
+    runner = ModelRunner(settings, None)
+    driver, logits = Driver(runner, runner.load()), runner._loaded.model.logits
+
+    def excluded(hidden: torch.Tensor) -> torch.Tensor:
+        found = logits(hidden)
+        found[:, 10:] = -torch.inf
+        return found
+
+    monkeypatch.setattr(runner._loaded.model, "logits", excluded)
+    for slot in (1, 2):
+        grammar = Grammar("regex", "a") if slot == 1 else None
+        driver.admit(slot, [300] * 3, sampling=SlotSampling(grammar=grammar))
+    [error] = driver.step([(1, 3), (2, 3)]).failed
+    assert error.slot == 1
+    assert "its grammar allows" in error.message
