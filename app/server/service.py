@@ -101,7 +101,8 @@ class Service:
         return "fp_" + hashlib.blake2s(repr(settings).encode(), digest_size=5).hexdigest()
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer under: the requested one, which may be the model's path; the first without any.
+        """The name to answer under: the requested one, which may be the model's path; the first without any, and for
+        SGLang's "default".
 
         Raises 404 for a model that is not the served one.
         """
@@ -109,6 +110,8 @@ class Service:
             return self.model_name
         if name in self.model_names or name == self.arguments.model_path:
             return name
+        if name == "default":
+            return self.model_name
         served = " or ".join(map(repr, self.model_names))
         raise ApiError(
             404,
