@@ -215,8 +215,9 @@ class Intake:
             if len(prompt) > model.context_length and not self._arguments.allow_auto_truncate:
                 raise model.too_long(len(prompt), None)
             model.check_ids(prompt)
-        if params.stop and model.codec is None:
-            raise InvalidRequest("stop strings need a tokenizer: use stop_token_ids.", param="stop")
+        if (params.stop or params.stop_regex) and model.codec is None:
+            field = "stop" if params.stop else "stop_regex"
+            raise InvalidRequest(f"{field} needs a tokenizer: use stop_token_ids.", param=field)
         if params.grammar is not None:
             self._check_grammar()
         if params.n > 1 and params.n * (params.max_tokens or 1) > _CHOICES_PER_CONTEXT * model.context_length:

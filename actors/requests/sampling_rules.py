@@ -10,6 +10,7 @@ from typing import Any, TypeGuard, get_args
 import msgspec
 
 from actors.protocol.requests import LIMITS, InvalidRequest, Limits, SamplingParams
+from actors.text.stop_patterns import PatternError, StopPattern
 from kernels.contract.grammar import Grammar, GrammarKind
 from kernels.contract.step import SlotSampling
 
@@ -60,6 +61,7 @@ def validate(params: SamplingParams, *, vocab_size: int | None = None, limits: L
         if not isinstance(getattr(params, name), bool):
             raise _invalid(name, f"{name} must be true or false.")
     _check_strings("stop", params.stop, limits.stop_strings, limits.stop_string_chars)
+    _check_patterns(params.stop_regex, limits)
     _check_strings("shown_special_tokens", params.shown_special_tokens, limits.stop_strings, limits.stop_string_chars)
     _check_strings("bad_words", params.bad_words, limits.bad_words, limits.stop_string_chars)
     _check_ids("stop_token_ids", params.stop_token_ids, limits.stop_token_ids, vocab_size)
@@ -259,6 +261,17 @@ def _check_strings(name: str, strings: object, most: int, longest: int) -> None:
             text.encode()
         except UnicodeEncodeError:
             raise _invalid(name, f"{name} holds half a surrogate pair, which no text contains. Send UTF-8.") from None
+
+
+def _check_patterns(patterns: object, limits: Limits) -> None:
+    name = "stop_regex"
+    _check_strings(name, patterns, limits.stop_patterns, limits.stop_string_chars)
+    assert isinstance(patterns, (tuple, list))
+    for text in patterns:
+        try:
+            StopPattern(text)
+        except PatternError as error:
+            raise _invalid(name, f"{name}: {error}.") from None
 
 
 def _check_ids(name: str, ids: object, most: int, vocab_size: int | None) -> None:

@@ -155,7 +155,6 @@ KNOWN: dict[str, Known] = {
         "previous_response_id",
         "conversation",
         "conversation_id",
-        "session_params",
     ),
     "max_tool_calls": _refused("use parallel_tool_calls false for one call at most"),
     "truncation": _refused("shorten the prompt, or start the server with --allow-auto-truncate", "disabled"),
@@ -192,7 +191,7 @@ KNOWN: dict[str, Known] = {
     "video_data": _refused("videos are not read in this version"),
     "audio_data": _refused("audio is not read in this version"),
     # stopping
-    "stop_regex": _refused("regular expressions of requests are not run; use stop"),
+    "stop_regex": _refused("this API has no field for it; use /v1/completions or /v1/chat/completions"),
     "t_max_predict_ms": _refused("use max_tokens", 0, -1),
     "max_time": _refused("use max_tokens"),
     "return_full_text": _refused("use /v1/completions with echo"),
@@ -263,6 +262,7 @@ _LOADING = (
 """Options of Ollama that say how a model is loaded, or that belong to a sampler that is off."""
 
 NO_EFFECT: dict[str, tuple[object, ...]] = {
+    "capacity_of_str_len": (),
     "store": (),
     "service_tier": ("auto", "default"),
     "verbosity": ("medium",),
