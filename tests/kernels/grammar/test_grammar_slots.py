@@ -19,7 +19,7 @@ from kernels.devices.memory import DeviceMemory, MemoryUsage
 from kernels.execution.runner import ModelRunner
 from kernels.grammar.compiler import GrammarCompiler
 from kernels.grammar.llguidance_backend import LlMatcher
-from kernels.grammar.slots import GrammarSlots
+from kernels.grammar.slots import GrammarSlots, TextTree
 from kernels.sampling.masks import RowMasks
 from kernels.sampling.sampler import Sampler
 from kernels.state.host_grammars import HostGrammars
@@ -122,6 +122,28 @@ def test_tokens_that_arrive_with_a_copy_are_followed() -> None:
     assert allowed(slots, 4) == "$"
     slots.sampled([1], torch.tensor([EOS]))
     assert allowed(slots, 5) == "abcd$"  # of a step that was sent before the end was known
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_node_of_a_draft_tree_has_its_own_mask(backend: str) -> None:
+    """Nodes whose tokens are not allowed, and those behind them, are free: they cannot be accepted."""
+    slots = GrammarSlots(GrammarSettings(backend, str(FILE), (EOS, 0)), VOCAB, Memory(), None)
+    slots.admit(Admission(1, 1, pack([7, 8]), 2, 0, b"", SlotSampling(grammar=Grammar("regex", "a(bc|c)|bd"))))
+    #        0
+    #   a1  b2  d3
+    #  b4   a5  a6    and c8 behind 4, an end behind 8
+    #   c7
+    signs, parents = "abdbaac", [-1, 0, 0, 0, 1, 2, 3, 4, 7]
+    tree = TextTree([8, *(ids(sign)[0] for sign in signs), EOS], parents)
+    found = slots.masks([5, *[1] * len(parents)], [9, 2, *[0] * (len(parents) - 1)], {1: tree})
+    assert found.masks is not None
+    assert found.masks.rows.tolist() == list(range(1, 1 + len(parents)))
+    bits = np.unpackbits(found.masks.bits.view(np.uint8), axis=1, count=VOCAB, bitorder="little")
+    after = ["".join(sign for sign in "abcd" if row[ids(sign)[0]]) + "$" * row[EOS] for row in bits]
+    assert after == ["ab", "bc", "d", "abcd$", "c", "abcd$", "abcd$", "$", "abcd$"]
+    drawn, outcome = torch.tensor([ids(sign)[0] for sign in "abd"]), torch.tensor([[2]])
+    slots.sampled([1, 1, 1], drawn, outcome, lambda outcome: np.arange(3) < outcome[0, 0])
+    assert allowed(slots, 4) == "c"
 
 
 def test_output_from_before_a_restart_is_followed() -> None:
