@@ -128,6 +128,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     thought: Thought | None = None  # the grammar begins behind it
     speculative: bool = True  # whether tokens may be drafted ahead, where the engine does; the output is the same
     speculative_num_draft_tokens: int | None = None  # verified in one pass, the last known one among them; None: all
+    prediction: str = ""  # a text that the output is expected to repeat: NGRAM drafts from it
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):

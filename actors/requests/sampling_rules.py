@@ -60,6 +60,8 @@ def validate(params: SamplingParams, *, vocab_size: int | None = None, limits: L
     for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "speculative"):
         if not isinstance(getattr(params, name), bool):
             raise _invalid(name, f"{name} must be true or false.")
+    if not isinstance(params.prediction, str):
+        raise _invalid("prediction", "prediction must be a text.")
     _check_strings("stop", params.stop, limits.stop_strings, limits.stop_string_chars)
     _check_patterns(params.stop_regex, limits)
     _check_strings("shown_special_tokens", params.shown_special_tokens, limits.stop_strings, limits.stop_string_chars)
@@ -107,6 +109,7 @@ def slot_sampling(
     stop_ids: Sequence[int] = (),
     bad_words: Sequence[Sequence[int]] = (),
     grammar_start: tuple[tuple[int, ...], int] = ((), -1),
+    prediction: bytes = b"",
     limits: Limits = LIMITS,
 ) -> SlotSampling:
     """What a worker's slot needs of validated and resolved `params`, for the choice number `index`.
@@ -114,8 +117,8 @@ def slot_sampling(
     seed: the request's, given or drawn. The first choice samples with the seed itself, exactly as a request with
     ``n=1`` does; choice ``i`` with ``seed + i * step`` modulo 2**64 for a fixed odd step, so the choices of a request
     differ and each can be repeated. stop_ids: end-of-sequence and stop tokens, held back by min_tokens. bad_words:
-    their token sequences. grammar_start: SlotSampling's
-    grammar_after and grammar_opens. Raises :class:`InvalidRequest` when these have too many tokens.
+    their token sequences. grammar_start: SlotSampling's grammar_after and grammar_opens. prediction: its tokens, int32.
+    Raises :class:`InvalidRequest` when the bad words have too many tokens.
     """
     total = sum(len(word) for word in bad_words)
     if total > limits.bad_words_tokens:
@@ -147,6 +150,7 @@ def slot_sampling(
         grammar=params.grammar,
         grammar_after=grammar_start[0],
         grammar_opens=grammar_start[1],
+        prediction=prediction,
     )
 
 

@@ -180,12 +180,16 @@ KNOWN: dict[str, Known] = {
     "mcp_servers": _refused("this server calls no tools itself; leave it out"),
     "web_search_options": _refused_unless(_is_left_out, "this server does not search the web; leave it out"),
     "plugins": _refused("this server has no plugins; leave it out"),
+    "moderation": _refused("this server moderates nothing; leave it out"),
+    "access_programs": _refused("this server has no such programs; leave it out"),
+    "background_options": _refused("responses in the background run as soon as they can; leave it out"),
     # other inputs and outputs
     "modalities": _refused_unless(_is_text_only, "only ['text'] is available"),
     "audio": _refused("only text can be produced; leave it out"),
     "prompt_embeds": _refused("send the prompt as text or token ids"),
     "input_embeds": _refused("send the prompt as text or input_ids"),
     "input_ids": _refused("send messages, or token ids to /v1/completions"),
+    "image": _refused("images are not read in this version"),
     "images": _refused("images are not read in this version"),
     "image_data": _refused("images are not read in this version"),
     "video_data": _refused("videos are not read in this version"),
@@ -204,7 +208,6 @@ KNOWN: dict[str, Known] = {
     # not supported
     **_each(
         _LATER,
-        "prediction",
         "mm_hashes",
         "mm_processor_kwargs",
         "media_io_kwargs",

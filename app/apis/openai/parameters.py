@@ -15,6 +15,7 @@ from app.apis.openai.requests import (
     ChatRequest,
     CompletionRequest,
     MessageToolCall,
+    Prediction,
     SamplingFields,
     Tool,
     texts_of,
@@ -133,7 +134,15 @@ def chat_params(body: ChatRequest) -> SamplingParams:
         raise invalid("top_logprobs: needs logprobs true beside it.", param="top_logprobs")
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs: not in a stream; ask with stream false.", param="prompt_logprobs")
-    return _params(body, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    params = _params(body, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    return (
+        params if body.prediction is None else msgspec.structs.replace(params, prediction=_predicted(body.prediction))
+    )
+
+
+def _predicted(prediction: Prediction) -> str:
+    content = prediction.content
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def completion_names(body: CompletionRequest) -> dict[str, str]:

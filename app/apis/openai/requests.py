@@ -236,6 +236,18 @@ class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Least | None = None
 
 
+class PredictionPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: Text
+
+
+class Prediction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A text that the answer is expected to repeat in large parts: draft tokens come from it."""
+
+    type: Literal["content"]
+    content: Text | Annotated[list[PredictionPart], Meta(max_length=4096)]
+
+
 class ChatRequest(SamplingFields, kw_only=True):
     """``POST /v1/chat/completions``.
 
@@ -251,6 +263,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=LIMITS.tools)] | None = None
     tool_choice: Name | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
     separate_reasoning: bool | None = None

@@ -256,6 +256,15 @@ TABLE: dict[str, dict[str, list[Any]]] = {
         ],
         "tool_choice": [OVER_NAME, "required", {"type": "function"}, deep(100)],
         "parallel_tool_calls": [5],
+        "prediction": [5, {"type": "content", "content": "x"}],
+        "prediction.type": [({"type": "image", "content": "x"}, "prediction.type", {})],
+        "prediction.content": [({"type": "content", "content": 5}, "prediction.content", {})],
+        "prediction.content[].type": [
+            ({"type": "content", "content": [{"type": "x", "text": "x"}]}, "prediction.content[0].type", {})
+        ],
+        "prediction.content[].text": [
+            ({"type": "content", "content": [{"type": "text", "text": 5}]}, "prediction.content[0].text", {})
+        ],
         "reasoning_effort": ["banana", "", 5],
         "separate_reasoning": [5],
         "stream_reasoning": [5],
