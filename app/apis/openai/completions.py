@@ -33,7 +33,7 @@ async def completions(service: Service, exchange: Exchange, body: CompletionRequ
     model = service.check_model(body.model)
     prompts = prompts_of(body.prompt)
     if body.suffix:
-        prompts = [fill_in(service, prompt, body.suffix) for prompt in prompts]
+        prompts = [await fill_in(service, prompt, body.suffix) for prompt in prompts]
     params, names = completion_params(body), completion_names(body)
     service.check_size(len(prompts), params.n, "prompt")
     turn = None

@@ -230,3 +230,23 @@ async def test_best_of_returns_the_choices_with_the_highest_mean(application, en
         (1, "choice 2", None),
     ]
     assert returned["usage"]["completion_tokens"] == 6
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), "<|fim_prefix|>{a}<|fim_suffix|>b<|fim_middle|>"),
+        (("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), "<fim_prefix>{a}<fim_suffix>b<fim_middle>"),
+        (("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"), "<｜fim▁begin｜>{a}<｜fim▁hole｜>b<｜fim▁end｜>"),
+        (("[PREFIX]", "[SUFFIX]"), "[SUFFIX]b[PREFIX]{a}"),
+        (("<fim_prefix>", "<fim_suffix>"), None),
+    ],
+)
+async def test_a_suffix_takes_the_form_whose_marks_the_model_has(application, engine, monkeypatch, marks, expected):
+    async def is_special(mark):
+        return mark in marks
+
+    monkeypatch.setattr(application.service, "is_special", is_special)
+    response, _ = await post(application, prompt="{a}", suffix="b")
+    assert response.status_code == (400 if expected is None else 200)
+    assert [request["prompt"] for request in engine.requests] == ([] if expected is None else [expected])
