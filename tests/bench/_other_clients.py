@@ -198,12 +198,21 @@ def litellm_other_ways(url: str, model: str) -> Iterator[Way]:
 CAPITALS = ({"question": "The capital of France is", "choices": ["Paris", "Rome"], "answer": 0},
             {"question": "The capital of Japan is", "choices": ["Berlin", "Tokyo"], "answer": 1})  # fmt: skip
 
-TASKS = {
-    "choice": {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer",
-               "metric_list": [{"metric": "acc"}]},
-    "text": {"output_type": "generate_until", "doc_to_target": "{{choices[answer]}}",
-             "generation_kwargs": {"until": ["."], "max_gen_toks": 16}, "metric_list": [{"metric": "exact_match"}]},
-}  # fmt: skip
+_MEAN = {"aggregation": "mean", "higher_is_better": True}
+TASKS: dict[str, dict[str, Any]] = {
+    "choice": {
+        "output_type": "multiple_choice",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc", **_MEAN}],
+    },
+    "text": {
+        "output_type": "generate_until",
+        "doc_to_target": "{{choices[answer]}}",
+        "generation_kwargs": {"until": ["."], "max_gen_toks": 16},
+        "metric_list": [{"metric": "exact_match", **_MEAN}],
+    },
+}
 
 
 def lm_eval_ways(url: str, model: str) -> Iterator[Way]:
