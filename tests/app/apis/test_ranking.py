@@ -309,7 +309,7 @@ def of_cohere(answer: Any) -> bool:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_refusals_have_the_form_of_their_api(make_application: Callable[..., Troupe], path: str) -> None:
-    application, engine = embedding(make_application, api_key=("secret", "other"))
+    application, engine = embedding(make_application, api_key="secret,other")
     client, cohere = application.test_client(), path == "/v2/rerank"
     key = {"Authorization": "Bearer secret"}
 
