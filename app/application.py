@@ -20,6 +20,7 @@ from app.apis.batches.runner import BatchRunner
 from app.apis.batches.storage import FileStore
 from app.apis.responses.handlers import Responses
 from app.apis.responses.store import ResponseStore
+from app.apis.sessions import Sessions
 from app.live.feed.frames import Feed
 from app.route_table import DIALECTS, routes
 from app.server.decoding import check_json_content
@@ -94,6 +95,7 @@ class Troupe(Quart):
             seconds = arguments.response_store_hours * 3600
             store = ResponseStore(database, arguments.response_store_mib << 20, seconds, tenants)
         self.service.responses = Responses(store)
+        self.service.sessions = Sessions()
 
     async def asgi_app(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass every connection through the middleware."""

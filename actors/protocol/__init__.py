@@ -20,13 +20,14 @@ Messages. One module of this package for each actor holds every message that the
     Engine ── Submit, Abort, Flush, Pause, Continue ──> Scheduler
     Engine ── CompileGrammar ──> Worker
     Scheduler ── OpenSequence, CacheTurn, PeekPrefixes, ResetCache, FlushCache ──> CacheManager
-    Scheduler ── Step ──> Worker          a child process for each device
+    Scheduler ── Step, CompileGrammar ──> Worker          a child process for each device
     Scheduler ── Emit, Fence ──> Detokenizer
     WorkerGroup ── Load ──> Worker
     Worker ── LoadProgress, WorkerLoaded, LoadRefused ──> WorkerGroup ── WorkerReady ──> Scheduler
     Detokenizer ── TextStopped ──> Scheduler
 
-The reply of a step comes back to the scheduler's own mailbox, as StepDone or StepFailed.
+The reply of a step comes back to the scheduler's own mailbox, as StepDone or StepFailed; that of CompileGrammar as
+GrammarCompiled.
 
 A replica is one scheduler, one cache manager, one detokenizer and one group of workers. An engine may hold several
 replicas; a router chooses one for each request. Tokenizers and renderers serve all replicas.
@@ -88,6 +89,7 @@ from actors.protocol.scheduler import (
     Abort,
     Continue,
     Flush,
+    GrammarCompiled,
     Pause,
     SchedulerLoad,
     SchedulerProtocol,
@@ -137,6 +139,7 @@ __all__ = [
     "Fence",
     "Flush",
     "FlushCache",
+    "GrammarCompiled",
     "Grant",
     "GroupUsage",
     "Grow",

@@ -45,6 +45,7 @@ class Limits(msgspec.Struct, frozen=True):
     n: int = 128
     stop_strings: int = 16
     stop_string_chars: int = 256
+    stop_patterns: int = 8
     stop_token_ids: int = 128
     bad_words: int = 128
     bad_words_tokens: int = 1024
@@ -113,6 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None  # None: drawn once per request
     n: int = 1
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()  # actors.text.stop_patterns
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -126,6 +128,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     thought: Thought | None = None  # the grammar begins behind it
     speculative: bool = True  # whether tokens may be drafted ahead, where the engine does; the output is the same
     speculative_num_draft_tokens: int | None = None  # verified in one pass, the last known one among them; None: all
+    prediction: str = ""  # a text that the output is expected to repeat: NGRAM drafts from it
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,7 +194,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # with the first delta of a choice
     prompt_token_ids: tuple[int, ...] | None = None  # with the first delta of a choice
     finish_reason: FinishReason | None = None  # set on the last delta of a choice, never else
-    matched_stop: str | int | None = None  # the stop string or token id that ended it
+    matched_stop: str | int | None = None  # the stop string, regular expression or token id that ended it
     usage: Usage = Usage()  # so far, for this choice
     result: TaskResult | None = None  # of a task that is not Generate, on its last delta
 

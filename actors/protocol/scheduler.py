@@ -7,6 +7,7 @@ from typing import ClassVar
 import msgspec
 
 from actors.runtime import Lane, Message
+from kernels.contract.grammar import Grammar
 from kernels.contract.info import ModelInfo
 from kernels.contract.step import SlotSampling, StepResult
 from kernels.contract.tasks import Generate, Task
@@ -15,6 +16,7 @@ __all__ = [
     "Abort",
     "Continue",
     "Flush",
+    "GrammarCompiled",
     "Pause",
     "SchedulerLoad",
     "SchedulerProtocol",
@@ -95,6 +97,14 @@ class StepFailed(Message[SchedulerProtocol, None], frozen=True):
     epoch: int
     reason: str
     worker_died: bool
+
+
+class GrammarCompiled(Message[SchedulerProtocol, None], frozen=True):
+    """A rank's reply to CompileGrammar for sequences that are held until then, piped into the scheduler's mailbox."""
+
+    grammar: Grammar
+    epoch: int
+    answer: str
 
 
 class SchedulerLoad(msgspec.Struct, frozen=True):

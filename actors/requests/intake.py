@@ -239,10 +239,13 @@ class Intake:
             if len(prompt) > model.context_length and not (cuts or self._arguments.allow_auto_truncate):
                 raise model.too_long(len(prompt), None)
             model.check_ids(prompt)
-        if params.stop and model.codec is None:
-            raise InvalidRequest("stop strings need a tokenizer: use stop_token_ids.", param="stop")
+        if (params.stop or params.stop_regex) and model.codec is None:
+            field = "stop" if params.stop else "stop_regex"
+            raise InvalidRequest(f"{field} needs a tokenizer: use stop_token_ids.", param=field)
         if params.grammar is not None:
             self._check_grammar()
+        if params.prediction:
+            self._check_prediction(params.prediction)
         if params.n > 1 and params.n * (params.max_tokens or 1) > _CHOICES_PER_CONTEXT * model.context_length:
             most = _CHOICES_PER_CONTEXT * model.context_length
             raise InvalidRequest(
@@ -281,6 +284,19 @@ class Intake:
             code="unsupported_parameter",
         )
 
+    def _check_prediction(self, prediction: str) -> None:
+        if self._arguments.speculative_algorithm != "NGRAM":
+            raise InvalidRequest(
+                "prediction: this server drafts no tokens from texts. Leave it out, or start the server with "
+                "--speculative-algorithm NGRAM.",
+                param="prediction",
+                code="unsupported_parameter",
+            )
+        try:
+            self.encoding.check_characters(len(prediction))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"prediction: {error}", param="prediction", code=error.code) from None
+
     # -- submission
 
     async def _admit(self, buffer: StreamBuffer) -> Sequence[int]:
@@ -306,6 +322,10 @@ class Intake:
         while params.grammar is not None and await self._grammars.compile(params.grammar, route, tenant):
             route = self._router.choose()  # another may have less to do by now
         bad_words = [ids for word in params.bad_words for ids in await encoding.spellings(word)]
+        prediction = b""
+        if params.prediction:
+            predicted = await encoding.encode(params.prediction, add_special_tokens=False)
+            prediction = np.asarray(predicted, dtype=np.int32).tobytes()
         self._wanted(buffer)
         given = len(ids)
         ids, max_tokens = self._measure(ids, params)
@@ -319,7 +339,7 @@ class Intake:
         self.tickets.correct(request.ticket, _ticket_tokens(len(ids), max_tokens, params))
         request.prompt_tokens = request.timeline.prompt_tokens = len(ids)
         request.route = route
-        specs = self._write_down(request, route.journal, ids, max_tokens, tuple(bad_words))
+        specs = self._write_down(request, route.journal, ids, max_tokens, tuple(bad_words), prediction)
         await route.scheduler.tell(Submit(sequences=specs))
         return ids
 
@@ -359,6 +379,7 @@ class Intake:
         ids: list[int],
         max_tokens: int,
         bad_words: tuple[tuple[int, ...], ...],
+        prediction: bytes,
     ) -> tuple[SequenceSpec, ...]:
         params, now = request.params, time.monotonic()
         packed = np.asarray(ids, dtype=np.int32).tobytes()
@@ -382,6 +403,7 @@ class Intake:
                     stop_ids=stop_ids,
                     bad_words=bad_words,
                     grammar_start=start,
+                    prediction=prediction,
                 ),
                 max_tokens=max_tokens,
                 min_tokens=params.min_tokens if params.grammar is None else 0,

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard, get_args
 import msgspec
 
 from actors.protocol.requests import LIMITS, InvalidRequest, Limits, SamplingParams
+from actors.text.stop_patterns import PatternError, StopPattern
 from kernels.contract.grammar import Grammar, GrammarKind
 from kernels.contract.step import SlotSampling
 
@@ -59,7 +60,10 @@ def validate(params: SamplingParams, *, vocab_size: int | None = None, limits: L
     for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "speculative"):
         if not isinstance(getattr(params, name), bool):
             raise _invalid(name, f"{name} must be true or false.")
+    if not isinstance(params.prediction, str):
+        raise _invalid("prediction", "prediction must be a text.")
     _check_strings("stop", params.stop, limits.stop_strings, limits.stop_string_chars)
+    _check_patterns(params.stop_regex, limits)
     _check_strings("shown_special_tokens", params.shown_special_tokens, limits.stop_strings, limits.stop_string_chars)
     _check_strings("bad_words", params.bad_words, limits.bad_words, limits.stop_string_chars)
     _check_ids("stop_token_ids", params.stop_token_ids, limits.stop_token_ids, vocab_size)
@@ -105,6 +109,7 @@ def slot_sampling(
     stop_ids: Sequence[int] = (),
     bad_words: Sequence[Sequence[int]] = (),
     grammar_start: tuple[tuple[int, ...], int] = ((), -1),
+    prediction: bytes = b"",
     limits: Limits = LIMITS,
 ) -> SlotSampling:
     """What a worker's slot needs of validated and resolved `params`, for the choice number `index`.
@@ -112,8 +117,8 @@ def slot_sampling(
     seed: the request's, given or drawn. The first choice samples with the seed itself, exactly as a request with
     ``n=1`` does; choice ``i`` with ``seed + i * step`` modulo 2**64 for a fixed odd step, so the choices of a request
     differ and each can be repeated. stop_ids: end-of-sequence and stop tokens, held back by min_tokens. bad_words:
-    their token sequences. grammar_start: SlotSampling's
-    grammar_after and grammar_opens. Raises :class:`InvalidRequest` when these have too many tokens.
+    their token sequences. grammar_start: SlotSampling's grammar_after and grammar_opens. prediction: its tokens, int32.
+    Raises :class:`InvalidRequest` when the bad words have too many tokens.
     """
     total = sum(len(word) for word in bad_words)
     if total > limits.bad_words_tokens:
@@ -145,6 +150,7 @@ def slot_sampling(
         grammar=params.grammar,
         grammar_after=grammar_start[0],
         grammar_opens=grammar_start[1],
+        prediction=prediction,
     )
 
 
@@ -259,6 +265,17 @@ def _check_strings(name: str, strings: object, most: int, longest: int) -> None:
             text.encode()
         except UnicodeEncodeError:
             raise _invalid(name, f"{name} holds half a surrogate pair, which no text contains. Send UTF-8.") from None
+
+
+def _check_patterns(patterns: object, limits: Limits) -> None:
+    name = "stop_regex"
+    _check_strings(name, patterns, limits.stop_patterns, limits.stop_string_chars)
+    assert isinstance(patterns, (tuple, list))
+    for text in patterns:
+        try:
+            StopPattern(text)
+        except PatternError as error:
+            raise _invalid(name, f"{name}: {error}.") from None
 
 
 def _check_ids(name: str, ids: object, most: int, vocab_size: int | None) -> None:

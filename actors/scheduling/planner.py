@@ -21,6 +21,7 @@ from actors.scheduling.sequence import Sequence, Status
 from actors.scheduling.sequence_table import Move, SequenceTable
 from actors.scheduling.speculation.draft_limits import DraftLimits, draft_limit
 from actors.scheduling.step_builder import Chunk, Flight
+from kernels.contract.grammar import Grammar
 from kernels.contract.info import ModelInfo
 from kernels.contract.step import StepBatch, StepResult
 
@@ -136,7 +137,7 @@ class Planner:
         table = self._table
         return SchedulerLoad(
             running=len(table.running),
-            waiting=len(table.waiting),
+            waiting=len(table.waiting) + len(table.held),
             waiting_tokens=table.waiting.tokens,
             steps=self._number,
             steps_in_flight=len(self._flights),
@@ -165,7 +166,7 @@ class Planner:
         self._draft_limits = draft_limits if draft_limits.is_enabled else None
         self._planning.new_worker(info.num_pages - 1, self._draft_limits)
         self._last_finish = now
-        waiting = list(self._table.waiting)
+        waiting = [*self._table.waiting, *self._table.held.values()]
         return [emission for sequence in waiting if (emission := self._examine(sequence, info)) is not None]
 
     def submit(self, specs: Iterable[SequenceSpec], now: float) -> list[Emission]:
@@ -206,6 +207,20 @@ class Planner:
         """Move all running sequences back to the queue."""
         for sequence in list(self._table.running.values()):
             self._table.preempt(sequence)
+
+    def held_grammars(self) -> list[Grammar]:
+        """The grammars that the worker must compile before their sequences may run, each once."""
+        found = dict.fromkeys(sequence.spec.sampling.grammar for sequence in self._table.held.values())
+        return [grammar for grammar in found if grammar is not None]
+
+    def grammar_compiled(self, grammar: Grammar, failed: Ended | None = None) -> list[Emission]:
+        """Queue the held sequences with this grammar again, or end them as ``failed``."""
+        held = [each for each in self._table.held.values() if each.spec.sampling.grammar == grammar]
+        if failed is not None:
+            return [self._table.end(sequence, failed) for sequence in held]
+        for sequence in held:
+            self._table.release(sequence)
+        return []
 
     def settle(self) -> Generator[CacheMessage, CacheReply, None]:
         """Send what the cache has not heard, without a step. Exhaust the generator before any other call."""

@@ -16,6 +16,7 @@ from actors.faults import FaultInjector
 from actors.protocol import (
     Abort,
     CacheProtocol,
+    CompileGrammar,
     Continue,
     DetokenizerProtocol,
     Emission,
@@ -24,6 +25,7 @@ from actors.protocol import (
     Fence,
     Flush,
     FlushCache,
+    GrammarCompiled,
     Lease,
     OpenSequence,
     Pause,
@@ -41,6 +43,7 @@ from actors.runtime import Actor, ActorDied, ActorRef, ChildCrash, Deferred, cur
 from actors.scheduling.config import PlannerConfig
 from actors.scheduling.planner import CacheMessage, CacheReply, Planner, StepPlan
 from actors.scheduling.timeline_writer import TimelineWriter
+from kernels.contract.grammar import Grammar
 from kernels.contract.info import ModelInfo
 from kernels.contract.step import StepBatch, StepResult
 from telemetry.metrics.steps import StepShape
@@ -57,9 +60,20 @@ T = TypeVar("T")
 
 _CACHE_TIMEOUT = 30.0
 
+_COMPILES = 4
+"""Grammars of held sequences that the worker is asked to compile at a time."""
+_COMPILE_SECONDS = 60.0
+_NO_EPOCH = -1
+
 _SET_APART = (
     "The model's worker died while it ran this request, and again when it ran this request alone, "
     "so the request is not run a third time. Change the request or send it again later; if it fails again, report it."
+)
+
+
+_NOT_COMPILED = (
+    f"The request's grammar was not compiled again within {_COMPILE_SECONDS:g} s of a restart, because others were "
+    "before it. Send the request again later."
 )
 
 
@@ -105,6 +119,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._sent: dict[int, float] = {}  # send times of the steps without a result ...
         self._sent_epoch: int | None = None  # ... of this epoch
         self._verdicts: dict[int, Verdict] = {}  # of the deaths since the last worker was taken, by epoch
+        self._compiling: dict[Grammar, list[str]] = {}  # of held sequences: the answers of the ranks so far
         self._pauses: list[tuple[Pause, asyncio.Future[None]]] = []  # that wait for the steps in flight
 
     async def started(self) -> None:
@@ -163,6 +178,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         await self._cache.ask(reset, timeout=_CACHE_TIMEOUT)
         self._epoch = self._sent_epoch = epoch
         self._sent.clear()
+        self._compiling.clear()
         self._verdicts.clear()
         self._timeline_writer.steps_lost(self.context.clock.monotonic())
         self._board.forget_steps()  # one may have been sent in the previous epoch after its end
@@ -250,6 +266,49 @@ class Scheduler(Actor[SchedulerProtocol]):
             self.context.system.crash_actor(self._worker, ChildCrash(reason))
         await self._pump(self._worker_lost(message.epoch, message.reason))
 
+    # -- grammars
+
+    def _compile_held(self) -> None:
+        """Let the ranks compile the grammars of held sequences, while others run."""
+        grammars = self._planner.held_grammars()
+        for grammar in [each for each in grammars if each not in self._compiling]:
+            if len(self._compiling) >= _COMPILES:
+                return
+            self._compiling[grammar] = []
+            for rank in (self._worker, *self._peers):
+                self._compile(rank, grammar)
+
+    def _compile(self, rank: ActorRef[WorkerProtocol], grammar: Grammar) -> None:
+        epoch = self._epoch
+        assert epoch is not None
+
+        def answered(answer: str) -> GrammarCompiled:
+            return GrammarCompiled(grammar=grammar, epoch=epoch, answer=answer)
+
+        def failed(error: BaseException) -> GrammarCompiled:
+            if isinstance(error, ActorDied):  # the next worker is asked again
+                return GrammarCompiled(grammar=grammar, epoch=_NO_EPOCH, answer="")
+            return answered(CompileGrammar.BUSY)
+
+        message = CompileGrammar(grammar=grammar, timeout=_COMPILE_SECONDS)
+        self.context.pipe(rank, message, timeout=2 * _COMPILE_SECONDS, on_reply=answered, on_error=failed)
+
+    @handles
+    async def grammar_compiled(self, message: GrammarCompiled) -> None:
+        answers = self._compiling.get(message.grammar)
+        if message.epoch != self._epoch or answers is None:
+            return
+        answers.append(message.answer)
+        if len(answers) <= len(self._peers):
+            return
+        del self._compiling[message.grammar]
+        answer, ended = next(filter(None, answers), ""), None
+        if answer == CompileGrammar.BUSY:
+            ended = Ended("error", message=_NOT_COMPILED)
+        elif answer:
+            ended = Ended("invalid", message=f"the grammar cannot go on: {answer}")
+        await self._pump(self._planner.grammar_compiled(message.grammar, ended))
+
     # -- questions
 
     @handles
@@ -306,6 +365,8 @@ class Scheduler(Actor[SchedulerProtocol]):
             pending += plan.emissions
         if moves := planner.take_moves():
             self._timeline_writer.moved(moves, self.context.clock.monotonic())
+        if self._worker_is_alive():
+            self._compile_held()
         await self._emit(pending)
         if self._pauses:
             await self._finish_pauses()

@@ -32,6 +32,9 @@ class SequenceTable:
 
     A sequence that leaves the device is gone here at once. The cache learns it with the next :meth:`take_news`, the
     worker with the next batch (``slots.take_released``).
+
+    A sequence with a grammar that has left the device is held: a new worker has not compiled the grammar, and one that
+    has may have forgotten it. So are those that wait when a worker comes.
     """
 
     def __init__(self, config: PlannerConfig, shares: FairShare) -> None:
@@ -39,6 +42,7 @@ class SequenceTable:
         self._shares = shares
         self.sequences: dict[int, Sequence] = {}
         self.waiting = WaitingQueue()
+        self.held: dict[int, Sequence] = {}  # whose grammars the worker compiles before they may wait
         self.running: dict[int, Sequence] = {}  # in order of admission
         self.prefilling: dict[int, Sequence] = {}  # running sequences with more than one known token to compute
         self.slots = Slots(config.max_slots)
@@ -67,6 +71,9 @@ class SequenceTable:
             self._moved("displaced", sequence)
             self._wait(sequence)
         self.running.clear()
+        for sequence in [each for each in self.waiting if each.spec.sampling.grammar is not None]:
+            self.waiting.remove(sequence)
+            self.held[sequence.id] = sequence
         self.may_admit = True
 
     # -- moves --------------------------------------------------------------------------------------------------------
@@ -75,6 +82,12 @@ class SequenceTable:
         """Add a new sequence to the queue."""
         self._shares.arrive(sequence.tenant, self.running.values())
         self.sequences[sequence.id] = sequence
+        self.waiting.add(sequence)
+        self.may_admit = True
+
+    def release(self, sequence: Sequence) -> None:
+        """Return a held sequence to its place in the queue."""
+        del self.held[sequence.id]
         self.waiting.add(sequence)
         self.may_admit = True
 
@@ -122,7 +135,7 @@ class SequenceTable:
         if sequence.status is Status.RUNNING:
             self._moved("ended", sequence)
             self._leave_device(sequence)
-        else:
+        elif self.held.pop(sequence.id, None) is None:
             self.waiting.remove(sequence)
             self.may_admit = True
         sequence.status = Status.FINISHED
@@ -145,7 +158,10 @@ class SequenceTable:
     def _wait(self, sequence: Sequence) -> None:
         sequence.leave_device()
         sequence.status = Status.WAITING
-        self.waiting.add(sequence)
+        if sequence.spec.sampling.grammar is None:
+            self.waiting.add(sequence)
+        else:
+            self.held[sequence.id] = sequence
 
     def _leave_device(self, sequence: Sequence) -> None:
         self._shares.charge((sequence,))

@@ -90,6 +90,7 @@ class Detokenizer(Actor[DetokenizerProtocol]):
             text = IncrementalText(
                 self._codec.pieces,
                 stop=params.stop,
+                patterns=params.stop_regex,
                 include_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
                 shown=params.shown_special_tokens,
@@ -176,7 +177,7 @@ class Detokenizer(Actor[DetokenizerProtocol]):
         # The end token is not part of the text unless the caller requested it.
         stop_token = ended.matched if ended is not None and not entry.params.include_stop_str_in_output else None
         visible = tokens[:-1] if stop_token is not None and tokens[-1:] == (stop_token,) else tokens
-        if len(visible) > 1 and entry.params.stop:
+        if len(visible) > 1 and (entry.params.stop or entry.params.stop_regex):
             text = ""
             for used, token in enumerate(visible, 1):
                 more, matched = writer.push((token,))

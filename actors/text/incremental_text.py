@@ -1,4 +1,4 @@
-"""Incremental detokenization of one sequence: whole characters only, and never the start of a stop string.
+"""Incremental detokenization of one sequence: whole characters only, and never the start of a stop.
 
 The DecodeStream of the tokenizers library is not used. It decodes all bytes of an incomplete character again with each
 token, so invalid bytes take quadratic time, and it cannot return the text that it holds back at the end.
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
+from actors.text.stop_patterns import StopPatterns
 from actors.text.stop_strings import StopStrings
 from actors.text.token_pieces import TokenPieces, TokenTexts
 
@@ -28,7 +29,8 @@ class IncrementalText:
     invalid run becomes one U+FFFD.) The cost of a token does not depend on the number of tokens before it.
 
     tokenizer: a tokenizer, or its :class:`TokenPieces` where many texts share one. stop: strings that end the text; the
-    first complete one counts. include_stop: whether the text includes it. skip_special_tokens: leave out special tokens
+    first complete one counts. patterns: regular expressions that do the same; the text loses the match, the longest
+    that ends there. include_stop: whether the text includes it. skip_special_tokens: leave out special tokens
     that are not ``shown``. at_start: the tokens start a text, where SentencePiece's decoders drop a leading space;
     False keeps it, for a text that continues a prompt.
     """
@@ -38,6 +40,7 @@ class IncrementalText:
         tokenizer: Tokenizer | TokenPieces,
         *,
         stop: Sequence[str] = (),
+        patterns: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         shown: tuple[str, ...] = (),
@@ -49,18 +52,19 @@ class IncrementalText:
             _Additive(pieces, texts, at_start) if pieces.additive else _Windowed(pieces, texts)
         )
         self._stops = StopStrings(stop)
+        self._patterns = StopPatterns(patterns)
         self._include_stop = include_stop
         self._held = ""  # decoded and not returned yet
         self._stop: str | None = None
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, str | None]:
-        """Add tokens; returns the text that is now certain, and the stop string that ended it or None.
+        """Add tokens; returns the text that is now certain, and the stop string or pattern that ended it or None.
 
-        After a stop string every push returns no text and the same stop string.
+        After a stop every push returns no text and the same stop.
         """
         if self._stop is None:
             text = self._decoder.push(token_ids)
-            if not self._held and not self._stops.longest:
+            if not self._held and not self._stops.longest and not self._patterns:
                 return text, None
             self._take(text)
         return self._release(), self._stop
@@ -79,8 +83,9 @@ class IncrementalText:
         Later pushes return exactly the text after these. Raises ValueError if there is less text.
         """
         text = self._decoder.push(token_ids)
-        # Only the last few returned characters can be part of a stop string.
+        # Only the last few returned characters can be part of a stop string; of a match, any.
         start = max(0, min(emitted_chars, len(text)) - max(0, self._stops.longest - 1))
+        start = 0 if self._patterns else start
         self._take(text[start:])
         if start + len(self._held) < emitted_chars:
             raise ValueError(f"{emitted_chars} characters were returned, but the tokens have {len(text)}")
@@ -88,16 +93,17 @@ class IncrementalText:
 
     def _take(self, text: str) -> None:
         found = self._stops.feed(text)
-        if found is None:
-            self._held += text
-            return
-        end, self._stop = found
+        end, self._stop = found if found is not None else (len(text), None)
+        length = len(self._stop or "")
+        match = self._patterns.feed(text[:end])
+        if match is not None and (self._stop is None or match[0] < end or match[1] > length):
+            end, length, self._stop = match
         self._held += text[:end]
-        if not self._include_stop:
-            self._held = self._held[: max(0, len(self._held) - len(self._stop))]
+        if self._stop is not None and not self._include_stop:
+            self._held = self._held[: max(0, len(self._held) - length)]
 
     def _release(self) -> str:
-        keep = self._stops.held if self._stop is None else 0
+        keep = max(self._stops.held, self._patterns.held) if self._stop is None else 0
         certain = max(0, len(self._held) - keep)
         text, self._held = self._held[:certain], self._held[certain:]
         return text

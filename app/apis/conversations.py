@@ -26,7 +26,8 @@ class ConversationRequest(msgspec.Struct, kw_only=True):
     """``names``: the engine's parameter names -> the API's fields, for errors.
 
     ``parallel``: whether more than one call is returned. ``thought_limit``: the field that limits the thought, and its
-    tokens. ``separate`` and ``stream_thought``: see :class:`app.parsers.base.StreamingParser`.
+    tokens. ``separate`` and ``stream_thought``: see :class:`app.parsers.base.StreamingParser`. ``prompt``: token
+    ids of a session, instead of those of ``chat``.
     """
 
     chat: Chat
@@ -40,6 +41,7 @@ class ConversationRequest(msgspec.Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     label: str | None = None
+    prompt: list[int] | None = None
 
 
 class AcceptedRequest(NamedTuple):
@@ -68,7 +70,7 @@ async def submit(service: Service, exchange: Exchange, request: ConversationRequ
         params = msgspec.structs.replace(params, thought_budget=budget)
     stream = service.submit(
         exchange,
-        request.chat,
+        request.chat if request.prompt is None else request.prompt,
         params,
         priority=request.priority,
         cache_salt=request.cache_salt,

@@ -75,16 +75,20 @@ class ApiClient:
             return error.status, error.body, ""
 
     def events(self, path: str, body: bytes) -> Iterator[dict[str, Any]]:
-        """The JSON objects of a stream of server-sent events. Raises ClientError, also for an error in the stream."""
+        """The JSON objects of a stream of server-sent events, which ends with [DONE], or behind a ``finish_reason``
+        where a server sends no [DONE]. Raises ClientError, also for an error in the stream and for one that was cut."""
         with self._open(path, body) as answer:
             if not answer.headers.get("Content-Type", "").startswith("text/event-stream"):
                 yield _json(self._read(answer))
                 return
+            finished = False
             while True:
                 try:
                     line = answer.readline(_LONGEST_LINE)
                 except _BROKEN as error:
                     raise self._broken(error) from None
+                if not line and not finished:
+                    raise self._broken(EOFError("the stream has no end"))
                 if not line:
                     return
                 field, _, value = line.decode("utf-8", "replace").strip().partition(":")
@@ -95,6 +99,7 @@ class ApiClient:
                 event = _json(value.encode())
                 if "error" in event and event["error"] and "choices" not in event:
                     raise ClientError(_reason(event, "the stream ended with an error"))
+                finished = finished or any(choice.get("finish_reason") for choice in event.get("choices") or ())
                 yield event
 
     @contextlib.contextmanager

@@ -155,7 +155,6 @@ KNOWN: dict[str, Known] = {
         "previous_response_id",
         "conversation",
         "conversation_id",
-        "session_params",
     ),
     "max_tool_calls": _refused("use parallel_tool_calls false for one call at most"),
     "truncation": _refused("shorten the prompt, or start the server with --allow-auto-truncate", "disabled"),
@@ -181,18 +180,22 @@ KNOWN: dict[str, Known] = {
     "mcp_servers": _refused("this server calls no tools itself; leave it out"),
     "web_search_options": _refused_unless(_is_left_out, "this server does not search the web; leave it out"),
     "plugins": _refused("this server has no plugins; leave it out"),
+    "moderation": _refused("this server moderates nothing; leave it out"),
+    "access_programs": _refused("this server has no such programs; leave it out"),
+    "background_options": _refused("responses in the background run as soon as they can; leave it out"),
     # other inputs and outputs
     "modalities": _refused_unless(_is_text_only, "only ['text'] is available"),
     "audio": _refused("only text can be produced; leave it out"),
     "prompt_embeds": _refused("send the prompt as text or token ids"),
     "input_embeds": _refused("send the prompt as text or input_ids"),
     "input_ids": _refused("send messages, or token ids to /v1/completions"),
+    "image": _refused("images are not read in this version"),
     "images": _refused("images are not read in this version"),
     "image_data": _refused("images are not read in this version"),
     "video_data": _refused("videos are not read in this version"),
     "audio_data": _refused("audio is not read in this version"),
     # stopping
-    "stop_regex": _refused("regular expressions of requests are not run; use stop"),
+    "stop_regex": _refused("this API has no field for it; use /v1/completions or /v1/chat/completions"),
     "t_max_predict_ms": _refused("use max_tokens", 0, -1),
     "max_time": _refused("use max_tokens"),
     "return_full_text": _refused("use /v1/completions with echo"),
@@ -205,7 +208,6 @@ KNOWN: dict[str, Known] = {
     # not supported
     **_each(
         _LATER,
-        "prediction",
         "mm_hashes",
         "mm_processor_kwargs",
         "media_io_kwargs",
@@ -263,6 +265,7 @@ _LOADING = (
 """Options of Ollama that say how a model is loaded, or that belong to a sampler that is off."""
 
 NO_EFFECT: dict[str, tuple[object, ...]] = {
+    "capacity_of_str_len": (),
     "store": (),
     "service_tier": ("auto", "default"),
     "verbosity": ("medium",),

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from actors.engine.engine import Engine
     from app.apis.batches.runner import BatchRunner
     from app.apis.responses.handlers import Responses
+    from app.apis.sessions import Sessions
     from app.live.feed.frames import Feed
 
 __all__ = ["Service", "json_response", "renamed"]
@@ -71,12 +72,14 @@ class Service:
         self.created = int(time.time())
         self.send_deadline = SEND_DEADLINE
         self.responses: Responses  # set by the application
+        self.sessions: Sessions  # set by the application
         self.batches: BatchRunner | None = None  # with --file-storage-path
         self._text_tickets = TicketOffice(
             max_sequences=LIMITS.text_requests, max_tokens=None, tenants=max(1, len(arguments.api_keys))
         )
         self._screen = FieldScreen(table.routes, engine.metrics.count_unknown_field)
         self._mark_tokens: dict[str, int | None] = {}
+        self._opening: tuple[int, ...] | None = None
         self._special_marks: dict[str, bool] = {}
         self.warm = arguments.skip_server_warmup  # whether the warm-up requests are done
 
@@ -98,7 +101,8 @@ class Service:
         return "fp_" + hashlib.blake2s(repr(settings).encode(), digest_size=5).hexdigest()
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer under: the requested one, which may be the model's path; the first without any.
+        """The name to answer under: the requested one, which may be the model's path; the first without any, and for
+        SGLang's "default".
 
         Raises 404 for a model that is not the served one.
         """
@@ -106,6 +110,8 @@ class Service:
             return self.model_name
         if name in self.model_names or name == self.arguments.model_path:
             return name
+        if name == "default":
+            return self.model_name
         served = " or ".join(map(repr, self.model_names))
         raise ApiError(
             404,
@@ -130,6 +136,16 @@ class Service:
             ids = await self.engine.tokenize(mark, add_special_tokens=False)
             self._mark_tokens[mark] = ids[0] if len(ids) == 1 else None
         return self._mark_tokens[mark]
+
+    async def opening_tokens(self) -> tuple[int, ...]:
+        """The tokens that the tokenizer puts before every text; none without a tokenizer."""
+        if self._opening is None:
+            self._opening = ()
+            if not self.arguments.skip_tokenizer_init:
+                ids = await self.engine.tokenize("a")
+                bare = await self.engine.tokenize("a", add_special_tokens=False)
+                self._opening = tuple(ids[: ids.index(bare[0])]) if bare and bare[0] in ids else ()
+        return self._opening
 
     async def is_special(self, mark: str) -> bool:
         """Whether a mark is a token that ``skip_special_tokens`` leaves out of texts."""

@@ -75,6 +75,7 @@ class SlotSampling(msgspec.Struct, frozen=True, omit_defaults=True, array_like=T
     grammar: Grammar | None = None  # what the output must match
     grammar_after: tuple[int, ...] = ()  # tokens behind which the grammar begins; empty: with the first
     grammar_opens: int = -1  # the first token that lets it begin only behind these; -1: it always does
+    prediction: bytes = b""  # int32: what the output is expected to repeat; NGRAM drafts from it
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):

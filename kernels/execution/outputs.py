@@ -3,6 +3,7 @@ finite."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from kernels.devices.base import Device
 from kernels.devices.prepared import PassFound, StepFound
 from kernels.execution.pooled import activated, normalized
 from kernels.execution.result_builder import PromptScores, ResultBuilder
-from kernels.grammar.slots import NO_MASKS, GrammarSlots, StepMasks
+from kernels.grammar.slots import NO_MASKS, GrammarSlots, StepMasks, TextTree
 from kernels.models.decoder import Decoder
 from kernels.sampling.sampler import Sampled, Sampler
 from kernels.speculation.early_draft import Followed
@@ -184,19 +185,35 @@ class StepOutputs:
         )
         state.append(slots, at_slots, at, sampled.tokens)
         if allowed.masks is not None:
-            self._follow(named, sampled.tokens, allowed, builder)
+            assert self._grammars is not None
+            self._grammars.sampled(named, sampled.tokens)
+            self._report_masked(named, allowed, builder)
         builder.sampled, builder.sampled_rows = sampled, step.rows[reached]
 
-    def _allowed(self, slots: Longs, lengths: Longs) -> StepMasks:
-        """What the grammars of ``slots`` allow after so many tokens. Call it when the pass is launched."""
+    def _allowed(self, slots: Longs, lengths: Longs, trees: Mapping[int, TextTree] | None = None) -> StepMasks:
+        """What the grammars of ``slots`` allow after so many tokens. Call it when the pass is launched. ``trees``: see
+        ``GrammarSlots.masks``."""
         if self._grammars is None:
             return NO_MASKS
-        return self._grammars.masks(slots.tolist(), lengths.tolist())
+        return self._grammars.masks(slots.tolist(), lengths.tolist(), trees)
 
-    def _follow(self, slots: list[int], tokens: Tensor, allowed: StepMasks, builder: ResultBuilder) -> None:
-        """Pass the sampled ``tokens`` to the grammars, and fail the rows whose grammar cannot go on."""
+    def _follow_verified(self, step: StepRows, verified: Verified) -> None:
+        """Pass the sampled tokens to the grammars, those behind draft tokens if these were accepted."""
         assert self._grammars is not None
-        self._grammars.sampled(slots, tokens)
+        rows, places, verifying = verified.rows, verified.places, step.verifying
+
+        def kept(outcome: Longs) -> Bools:
+            counts = np.ones(len(step.slots), dtype=np.int64)
+            counts[verifying] = np.abs(outcome[:, 0])
+            return places < counts[rows]
+
+        self._grammars.sampled(step.slots[rows].tolist(), verified.sampled.tokens, verified.outcome, kept)
+
+    def _report_masked(self, slots: list[int], allowed: StepMasks, builder: ResultBuilder) -> None:
+        """Name the rows that a grammar masks, and fail those whose grammar cannot go on. ``slots``: of the masks."""
+        assert allowed.masks is not None
+        masked = {slots[row] for row in allowed.masks.rows.tolist()}
+        builder.masked = frozenset(row for row, slot in enumerate(builder.slots.tolist()) if slot in masked)
         for slot, message in allowed.errors.items():
             builder.failed.append(RowError(slot, int(self._slots.generation[slot]), message, invalid=True))
 
@@ -224,7 +241,7 @@ class StepOutputs:
             verified = speculator.early_drafts.take_accepted(found)
         else:
             samples = Samples.of(step, self._slots.known)
-            allowed = self._allowed(samples.slots, samples.lengths)
+            allowed = self._allowed(samples.slots, samples.lengths, _trees(step, samples))
             if found.head is not None and len(samples.tokens) == len(hidden):
                 logits, *greedy = found.head
                 verified = speculator.sample(step, samples, logits, Sampled(*greedy), allowed.masks)
@@ -233,7 +250,8 @@ class StepOutputs:
                 chosen = hidden if every else hidden[self._device.memory.put(samples.tokens)]
                 verified = speculator.sample(step, samples, self._model.logits(chosen), masks=allowed.masks)
             if allowed.masks is not None:
-                self._follow(step.slots[verified.rows].tolist(), verified.sampled.tokens, allowed, builder)
+                self._follow_verified(step, verified)
+                self._report_masked(samples.slots.tolist(), allowed, builder)
             speculator.verifier.move(step, found.index, verified.outcome, self._caches)
         if verified is not None:
             self._report(step, verified, builder)
@@ -254,3 +272,17 @@ class StepOutputs:
         builder.places, builder.outcome = verified.places, verified.outcome
         builder.verified_rows = step.rows[step.verifying]
         builder.drafted = step.counts[step.verifying] - 1
+
+
+def _trees(step: StepRows, samples: Samples) -> dict[int, TextTree] | None:
+    """The draft trees of a step for its grammars, by the first sample of each row that verifies. Waits for them, while
+    the pass runs."""
+    if step.fetched is None:
+        return None
+    tokens, parents = (part.tolist() for part in step.fetched())
+    counts = step.counts[step.verifying]
+    firsts = samples.verified.start + np.cumsum(counts) - counts
+    return {
+        first: TextTree(tokens[row][:count], parents[row][:count])
+        for row, (first, count) in enumerate(zip(firsts.tolist(), counts.tolist(), strict=True))
+    }

@@ -62,6 +62,7 @@ class ResultBuilder:
     drafted: npt.NDArray[np.int64] | None = None
     graph_rows: int = 0  # that ran in a captured graph
     draft: float = 0.0  # seconds
+    masked: frozenset[int] = frozenset()  # rows whose grammar masks what they sample
 
     def add_vectors(self, rows: npt.NDArray[np.int64], vectors: Tensor) -> None:
         """Add the vectors float32 [rows, n] of these rows of the step."""
@@ -168,5 +169,9 @@ class ResultBuilder:
         return msgspec.structs.replace(result, drafted=drafted.tobytes(), depths=depths.tobytes())
 
     def _broken(self, rows: npt.NDArray[np.int64]) -> list[RowError]:
-        message = "the model's output is not finite for this request; try float32, or check the weights"
-        return [RowError(int(self.slots[row]), int(self.generations[row]), message) for row in rows]
+        what = dict.fromkeys(self.masked, " or for every token that its grammar allows")
+        message = "the model's output is not finite for this request{}; try float32, or check the weights"
+        return [
+            RowError(int(self.slots[row]), int(self.generations[row]), message.format(what.get(row, "")))
+            for row in rows.tolist()
+        ]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,19 +19,30 @@ from kernels.grammar.backend import Bits, Compiled, Matcher
 from kernels.grammar.compiler import GrammarCompiler
 from kernels.sampling.masks import RowMasks
 
-__all__ = ["NO_MASKS", "GrammarSlots", "StepMasks"]
+__all__ = ["NO_MASKS", "GrammarSlots", "StepMasks", "TextTree"]
 
 Longs = npt.NDArray[np.int64]
+Kept = Callable[[Longs], npt.NDArray[np.bool_]]
 
 _BITS: Bits = (1 << np.arange(32, dtype=np.int64)).astype(np.uint32).view(np.int32)
 _ALL = -1  # a word of bits: every token is allowed
 
-_COMPILE_SECONDS = 10.0
-"""A step waits only for grammars that were compiled before a restart, or that this compiler has forgotten."""
+_COMPILE_SECONDS = 1.0
+"""A step waits only for a grammar that this compiler has forgotten since it was compiled; others are held."""
 
-_TEXT_SECONDS = 1.0
-"""Processor time that one text may take for a mask, while others wait; more for tokens from before a restart. Not every
-library has a limit of its own."""
+_TEXT_SECONDS, _TOKEN_SECONDS = 1.0, 0.005
+"""Processor time that one text may take, while others wait, and how much more for each of its tokens. Not every library
+has a limit of its own."""
+
+_QUICK = 0.001
+"""Seconds that a text may take in a step without being charged for them."""
+
+
+class TextTree(NamedTuple):
+    """A draft tree of one row: its nodes' ``tokens`` and ``parents``, the root first, whose parent is -1."""
+
+    tokens: list[int]
+    parents: list[int]
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ class GrammarSlots:
         self._eos = frozenset(settings.eos_ids)
         self._memory, self._table = memory, table
         self._texts: dict[int, _Text] = {}
-        self._arriving: list[tuple[Fetched, list[tuple[int, _Text]]]] = []
+        self._arriving: list[tuple[Fetched, Kept | None, list[tuple[int, _Text]]]] = []
         self._thought: Bits = np.full(-(-vocab_size // 32), _ALL, dtype=np.int32)
         for token in self._eos:
             self._thought[token // 32] &= ~_bit(token)
@@ -94,8 +105,14 @@ class GrammarSlots:
         """Forget the slot's text."""
         self._texts.pop(slot, None)
 
-    def masks(self, slots: Sequence[int], lengths: Sequence[int]) -> StepMasks:
-        """What each row may sample after the first ``lengths`` tokens of its slot. Call it when the pass runs."""
+    def masks(
+        self, slots: Sequence[int], lengths: Sequence[int], trees: Mapping[int, TextTree] | None = None
+    ) -> StepMasks:
+        """What each row may sample after the first ``lengths`` tokens of its slot. Call it when the pass runs.
+
+        ``trees``: by row, a draft tree whose root is the last of these tokens. As many rows of the same slot follow as
+        the tree has other nodes: what they may sample after them. Their ``lengths`` are not read.
+        """
         if not self._texts:
             self._arriving.clear()
             return NO_MASKS
@@ -105,10 +122,15 @@ class GrammarSlots:
         self._take_arrived()
         bits = np.empty((len(rows), len(self._thought)), dtype=np.int32)
         texts, begun = [self._texts[slots[row]] for row in rows], time.thread_time()
+        end = 0
         for place, (text, row) in enumerate(zip(texts, rows, strict=True)):
-            self._fill(text, slots[row], lengths[row], bits[place], begun)
+            if place < end:
+                continue  # a node of the tree before it
+            tree = None if trees is None else trees.get(row)
+            end = place + (1 if tree is None else len(tree.tokens))
+            self._fill(text, slots[row], lengths[row], bits[place:end], begun, tree)
             if text.error:
-                bits[place] = _ALL
+                bits[place:end] = _ALL
         errors = {slots[row]: text.error for text, row in zip(texts, rows, strict=True) if text.error}
         return StepMasks(RowMasks(np.array(rows, dtype=np.int64), bits, self._memory.put), errors)
 
@@ -117,53 +139,66 @@ class GrammarSlots:
         text accept everything. Returns the indices whose grammar does not allow the token: their state is unchanged.
         Only where the device is the host. ``errors`` says which grammars cannot go on."""
         refused: list[int] = []
+        begun = time.thread_time()
         for row, slot in enumerate(slots):
             text = self._texts.get(slot)
             if text is None or text.error:
                 continue
+            started = time.perf_counter()
             try:
                 if text.position < lengths[row]:
                     text.follow(self._tokens(text, slot, lengths[row]))
                 if not text.accept(tokens[row]):
                     refused.append(row)
+                text.charge(started, begun)
             except Exception as error:  # of one text: others go on
-                text.error = f"the grammar cannot go on: {error}"
+                text.fail(error)
         return refused
+
+    def fail(self, slot: int, reason: str) -> None:
+        """The text of this slot cannot go on."""
+        self._texts[slot].fail(reason)
 
     def errors(self, slots: Sequence[int]) -> dict[int, str]:
         """By slot, why its grammar cannot go on."""
         return {slot: text.error for slot in slots if (text := self._texts.get(slot)) is not None and text.error}
 
-    def sampled(self, slots: Sequence[int], tokens: Tensor) -> None:
-        """``tokens`` int64 [rows] follow in these slots."""
+    def sampled(
+        self, slots: Sequence[int], tokens: Tensor, outcome: Tensor | None = None, kept: Kept | None = None
+    ) -> None:
+        """``tokens`` int64 [rows] follow in these slots. ``kept``: of draft tokens, which of them, by the ``outcome``
+        of the verification."""
         if self._table is not None or not self._texts:
             return
         texts = [(row, self._texts[slot]) for row, slot in enumerate(slots) if slot in self._texts]
         if texts:
-            self._arriving.append((self._memory.fetch([tokens]), texts))
+            found = [tokens] if outcome is None else [tokens, outcome]
+            self._arriving.append((self._memory.fetch(found), kept, texts))
 
-    def _fill(self, text: _Text, slot: int, length: int, row: Bits, begun: float) -> None:
-        """Follow a text and fill its mask. An error is the text's own; others go on. ``begun``: the thread's time
+    def _fill(self, text: _Text, slot: int, length: int, rows: Bits, begun: float, tree: TextTree | None) -> None:
+        """Follow a text and fill its masks. An error is the text's own; others go on. ``begun``: the thread's time
         before the step's first text; to read it takes a call of the system."""
         if text.error:
             return
         tokens, started = self._tokens(text, slot, length), time.perf_counter()
         try:
             text.follow(tokens)
-            text.fill(row, self._thought)
-            if not row.any():
+            text.fill(rows[0], self._thought)
+            if not rows[0].any():
                 raise GrammarError("no token may follow")
-            limit = _TEXT_SECONDS * (1 + len(tokens) // 100)
-            if time.perf_counter() - started > limit and time.thread_time() - begun > limit:
-                raise GrammarError("it takes too long to follow; simplify it")
+            if tree is not None:
+                text.fill_tree(tree, rows, self._thought)
+            text.charge(started, begun)
         except Exception as error:
-            text.error = f"the grammar cannot go on: {error}"
+            text.fail(error)
 
     def _take_arrived(self) -> None:
-        for fetched, texts in self._arriving:
-            tokens = fetched()[0].tolist()
+        for fetched, kept, texts in self._arriving:
+            found = fetched()
+            tokens, some = found[0].tolist(), None if kept is None else kept(found[1].numpy())
             for row, text in texts:
-                text.arrived.append(tokens[row])
+                if some is None or some[row]:
+                    text.arrived.append(tokens[row])
         self._arriving.clear()
 
     def _tokens(self, text: _Text, slot: int, length: int) -> list[int]:
@@ -189,9 +224,23 @@ class _Text:
         self._matcher: Matcher | None = None
         self._tail: tuple[int, ...] = ()
         self._ended = False
+        self._consumed = 0  # tokens that the matcher has taken
         self.error = ""  # why it cannot go on
-        self.position = position
+        self._spent = 0.0  # processor time
+        self._begin = self.position = position
         self.arrived: list[int] = []
+
+    def fail(self, reason: object) -> None:
+        self.error = f"the grammar cannot go on: {reason}"
+
+    def charge(self, started: float, begun: float) -> None:
+        """Count the time since ``started``, at most the thread's own since ``begun``. Raises GrammarError where the
+        text has taken too much."""
+        seconds = time.perf_counter() - started
+        if seconds > _QUICK:
+            self._spent += min(seconds, time.thread_time() - begun)
+        if self._spent > _TEXT_SECONDS + _TOKEN_SECONDS * (self.position - self._begin):
+            raise GrammarError("it takes too long to follow; simplify it")
 
     def follow(self, tokens: list[int]) -> None:
         """Raises GrammarError for a token that the grammar does not allow."""
@@ -209,6 +258,7 @@ class _Text:
         if not after and not self._ended and token not in self._eos:  # nearly always
             allowed = self._started().follow(token) if sure else self._started().accept(token)
             self.position += allowed
+            self._consumed += allowed
             return allowed
         if self._ended or token == opens:  # ended: of steps that were sent before the end was known
             allowed = True
@@ -218,6 +268,7 @@ class _Text:
             self._ended = allowed = sure or self._may_end(token)
         else:  # no thought
             allowed = self._started().follow(token) if sure else self._started().accept(token)
+            self._consumed += allowed
             self._after = () if allowed else after
         if not allowed:
             return False
@@ -244,6 +295,46 @@ class _Text:
             row[:] = thought
         else:
             self._started().fill(row)
+
+    def fill_tree(self, tree: TextTree, rows: Bits, thought: Bits) -> None:
+        """Write the tokens that are allowed after each node but the root, whose text this is, into its row. Everything
+        is allowed after nodes that are not: they cannot be accepted."""
+        path: list[tuple[int, tuple[Any, ...]]] = []  # nodes that the text has taken, and its state before each
+        taken = {0}
+        try:
+            for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+                if not node:
+                    continue
+                possible = parent in taken and bool(rows[parent][token // 32] & _bit(token))
+                if possible and self._take(tree, node, path):
+                    taken.add(node)
+                    self.fill(rows[node], thought)
+                else:
+                    rows[node] = _ALL
+        finally:
+            if path:
+                self._return(path[0][1])
+
+    def _take(self, tree: TextTree, node: int, path: list[tuple[int, tuple[Any, ...]]]) -> bool:
+        """Go to a node whose ancestors can be taken. Returns whether it can be, too."""
+        way, known = [node], {each for each, _ in path}
+        while (parent := tree.parents[way[-1]]) > 0 and parent not in known:
+            way.append(parent)
+        while path and path[-1][0] != parent:
+            self._return(path.pop()[1])
+        for each in reversed(way):
+            state = self._opens, self._after, self._tail, self._ended, self.position, self._consumed
+            if not self.accept(tree.tokens[each]):
+                return False
+            path.append((each, state))
+        return True
+
+    def _return(self, state: tuple[Any, ...]) -> None:
+        """Take tokens back, to an earlier ``state``."""
+        taken = self._consumed
+        self._opens, self._after, self._tail, self._ended, self.position, self._consumed = state
+        if taken > self._consumed:
+            self._started().rollback(taken - self._consumed)
 
     def _started(self) -> Matcher:
         if self._matcher is None:

@@ -276,7 +276,8 @@ class Sampler:
         masks: tokens that rows may sample; the logits of the others may be overwritten, whatever their dtype.
 
         A row with a NaN, +inf or only -inf fails alone (``Sampled.broken``). If bans leave no token, the most likely
-        allowed token is taken, or else the most likely of all; in rows with a mask the most likely that it allows.
+        allowed token is taken, or else the most likely of all; in rows with a mask the most likely that it allows. A
+        row whose mask allows only -inf fails, too.
         """
         plan = self._plan(tuple(slots.tolist() if host_slots is None else host_slots))
         if self._apart and len(logits) > 1 and (masks is not None or not plan.plain):
@@ -302,6 +303,7 @@ class Sampler:
                 work = raw.clone()
             if masks is not None:
                 masks.apply(work, self._own_mask)
+                broken |= work.amax(-1) == -torch.inf  # whatever edits leave below
             if plan.edits is not None:
                 plan.edits.apply(work, slots, positions, plan.held_until, history)
             if plan.penalized is not None:

@@ -264,7 +264,9 @@ class Speculator:
         limits = np.minimum(most[head], state.page_count[slots] * state.page_size - known)
         limits = np.minimum(limits, self.drafter.most_nodes - 1)
         wants = (step.starts[head] + 1 == known) & self._wants[slots] & (state.left(slots) > 1)
-        wants[self.sampler.masked(tuple(slots.tolist()))] = False  # grammars judge the native loop's draft tokens only
+        masked = self.sampler.masked(tuple(slots.tolist()))
+        if not self.is_exact:
+            wants[masked] = False  # tokens that are not sampled may break a grammar
         limits = np.where(wants, limits, 0)
         chosen = np.flatnonzero(limits > 0)
         if not len(chosen):
@@ -292,7 +294,10 @@ class Speculator:
             return step
         if len(verifying) < len(chosen):
             drafts = Drafts(rows_of(drafts.tree, put(verifying)), drafts.nodes[verifying])
-        return step.with_drafts(chosen[verifying], drafts)
+        fetched = None
+        if not set(masked).isdisjoint(chosen[verifying].tolist()):
+            fetched = self.device.memory.fetch([drafts.tree.tokens, drafts.tree.parents])
+        return step.with_drafts(chosen[verifying], drafts, fetched)
 
     def draft_early(self) -> None:
         """Let the drafter draft after the step that was just launched, if it can."""

@@ -161,8 +161,8 @@ class HostGrammars:
         drawn = self._draw(chosen, masked.draws[some], at, None, chosen.shape[1], masks.bits)
         assert drawn is not None, "the device recorded the pass"
         tokens: Longs = drawn[0].numpy()
-        for place in np.flatnonzero(drawn[1].numpy()).tolist():  # every allowed token has the logit -inf
-            tokens[place] = int(np.unpackbits(masks.bits[place].view(np.uint8), bitorder="little").argmax())
+        for place in np.flatnonzero(drawn[1].numpy()).tolist():
+            self._grammars.fail(masked.named[some[place]], "the model gives no token that it allows a finite logit")
         return tokens
 
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from kernels.contract.step import RowError
 from kernels.core.tree import Drafts
+from kernels.devices.memory import Fetched
 from kernels.state.slots import SlotTable
 
 __all__ = ["ReachedRows", "StepRows"]
@@ -21,7 +22,7 @@ class StepRows:
 
     ``rows`` int64: their index in the message. ``slots``. ``counts``: tokens that each runs, draft tokens among them.
     ``starts``: the position of the first. ``offsets``: its place in the batch. ``drafts``: the trees of the rows that
-    verify, one each; None when none does.
+    verify, one each; None when none does. ``fetched``: their tokens and parents on the host, for grammars.
     """
 
     def __init__(self, rows: Longs, slots: Longs, counts: Longs, state: SlotTable) -> None:
@@ -34,8 +35,9 @@ class StepRows:
         self.decodes = int(longer[0]) if len(longer) else len(counts)
         self.verifies = 0
         self.drafts: Drafts | None = None
+        self.fetched: Fetched | None = None
 
-    def with_drafts(self, verifying: Longs, drafts: Drafts) -> StepRows:
+    def with_drafts(self, verifying: Longs, drafts: Drafts, fetched: Fetched | None = None) -> StepRows:
         """The same rows, of which the decodes ``verifying`` run the first ``drafts.nodes`` of their trees."""
         others = np.ones(self.decodes, dtype=bool)
         others[verifying] = False
@@ -45,6 +47,7 @@ class StepRows:
         found.counts = self.counts[order]
         found.decodes, found.verifies, found.drafts = self.decodes - len(verifying), len(verifying), drafts
         found.counts[found.verifying] = drafts.nodes
+        found.fetched = fetched
         found.offsets = np.cumsum(found.counts) - found.counts
         return found
 

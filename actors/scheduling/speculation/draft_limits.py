@@ -144,7 +144,5 @@ class DraftLimits:
 def draft_limit(sequence: Sequence, info: ModelInfo) -> int:
     """Most draft tokens of this request that a step may verify."""
     most: int = info.speculative_nodes - 1
-    if sequence.spec.sampling.grammar is not None and info.device != "cpu":
-        return 0  # elsewhere grammars do not judge draft tokens
     requested: int = sequence.spec.sampling.max_drafts
     return most if requested < 0 else min(requested, most)

@@ -58,7 +58,7 @@ async def infill(service: Service, exchange: Exchange, body: InfillRequest) -> R
             param="input_extra",
         )
     try:
-        text = fill_in(service, body.input_prefix, body.input_suffix)
+        text = await fill_in(service, body.input_prefix, body.input_suffix)
     except ApiError as error:
         raise invalid(error.message.replace("suffix:", "input_suffix:", 1), param="input_suffix") from None
     return await _complete(service, exchange, body, [text + (body.prompt or "")], True)

@@ -69,7 +69,7 @@ async def generate(service: Service, exchange: Exchange, body: OllamaGenerateReq
     if body.system:
         field = "raw" if body.raw else "suffix"
         raise invalid(f"system: has no place with {field}; put it into the prompt.", param="system")
-    prompt = fill_in(service, body.prompt or "", body.suffix) if body.suffix else body.prompt or ""
+    prompt = await fill_in(service, body.prompt or "", body.suffix) if body.suffix else body.prompt or ""
     stream = service.submit(exchange, prompt, params, priority=body.priority, label=body.rid, rename=names)
     await service.accepted([stream], names)
     return await _answer(service, exchange, body, model, AcceptedRequest(stream, lambda: None))

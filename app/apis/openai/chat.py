@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 from quart import Response
 
+from actors.protocol.requests import Delta
 from app.apis.choice_reader import ChoiceReader
 from app.apis.collecting import Collected, collect
 from app.apis.conversations import ConversationRequest, submit
@@ -26,6 +27,7 @@ from app.apis.openai.chunks import ChatChunks, UsageReport
 from app.apis.openai.parameters import chat_names, chat_params, chat_prompt, label_of, salt_of
 from app.apis.openai.requests import ChatRequest
 from app.apis.openai.tool_choice import tool_choice_of
+from app.apis.sessions import take_turn
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
 from app.server.sse import sse_response
@@ -36,12 +38,19 @@ __all__ = ["chat_completions"]
 async def chat_completions(service: Service, exchange: Exchange, body: ChatRequest) -> Response:
     """Answer a conversation, as a whole or as a stream."""
     model = service.check_model(body.model)
-    params = chat_params(body)
+    params, names = chat_params(body), chat_names(body)
+    chat = chat_prompt(body, service.arguments, service.output_format.tools)
+    turn = None
+    if body.session_params is not None:
+        turn = await take_turn(
+            service, exchange, body.session_params, [chat], choices=params.n, rid=exchange.request_id, names=names
+        )
     request = ConversationRequest(
         choice=tool_choice_of(body),
-        chat=chat_prompt(body, service.arguments, service.output_format.tools),
+        chat=chat,
+        prompt=None if turn is None else turn.prompt,
         params=params,
-        names=chat_names(body),
+        names=names,
         parallel=body.parallel_tool_calls is not False,
         thought_limit=_thought_limit(body),
         separate=body.separate_reasoning is not False,
@@ -51,6 +60,7 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
         label=label_of(body),
     )
     stream, reader = await submit(service, exchange, request)
+    source: AsyncIterator[Delta] = stream if turn is None else turn.follow(stream)
     created = int(time.time())
     if body.stream:
         usage = UsageReport(
@@ -65,8 +75,8 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
             fingerprint=service.fingerprint,
             reader=reader,
         )
-        return sse_response(service, exchange, stream, writer)
-    collected = await collect(stream, params.n)
+        return sse_response(service, exchange, source, writer)
+    collected = await collect(source, params.n)
     return json_response(await _answer(service, exchange, body, collected, created, reader))
 
 

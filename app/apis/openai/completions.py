@@ -16,6 +16,7 @@ from app.apis.openai.chunks import CompletionChunks, UsageReport
 from app.apis.openai.infill import fill_in
 from app.apis.openai.parameters import completion_names, completion_params, label_of, salt_of
 from app.apis.openai.requests import CompletionRequest
+from app.apis.sessions import take_turn
 from app.server.errors import invalid
 from app.server.exchange import Exchange
 from app.server.merged import Merged
@@ -32,9 +33,15 @@ async def completions(service: Service, exchange: Exchange, body: CompletionRequ
     model = service.check_model(body.model)
     prompts = prompts_of(body.prompt)
     if body.suffix:
-        prompts = [fill_in(service, prompt, body.suffix) for prompt in prompts]
+        prompts = [await fill_in(service, prompt, body.suffix) for prompt in prompts]
     params, names = completion_params(body), completion_names(body)
     service.check_size(len(prompts), params.n, "prompt")
+    turn = None
+    if body.session_params is not None:
+        turn = await take_turn(
+            service, exchange, body.session_params, prompts, choices=params.n, rid=exchange.request_id, names=names
+        )
+        prompts = [turn.prompt]
     streams = [
         service.submit(
             exchange,
@@ -69,8 +76,9 @@ async def completions(service: Service, exchange: Exchange, body: CompletionRequ
             choices=params.n,
         )
         source: AsyncIterator[Delta] = streams[0] if len(streams) == 1 else Merged(streams, params.n)
-        return sse_response(service, exchange, source, writer)
-    collected = [await collect(stream, params.n) for stream in streams]
+        return sse_response(service, exchange, source if turn is None else turn.follow(source), writer)
+    sources = streams if turn is None else [turn.follow(streams[0])]
+    collected = [await collect(source, params.n) for source in sources]
     return json_response(_answer(service, exchange, body, collected, echoes, created))
 
 
@@ -116,6 +124,7 @@ def _answer(
         count_completions=body.max_tokens != 0,
     )
     exchange.tokens = (usage.prompt_tokens, usage.completion_tokens)
+    returned = [_best(choices, body.n or 1) for choices in collected]
     return CompletionAnswer(
         id=exchange.request_id,
         created=created,
@@ -123,13 +132,25 @@ def _answer(
         system_fingerprint=service.fingerprint,
         choices=[
             _choice(body, choice, echo, scored, number * len(choices) + index)
-            for number, (choices, echo) in enumerate(zip(collected, echoes, strict=True))
-            for scored in (_scored(body, choices[0]),)
+            for number, (choices, echo) in enumerate(zip(returned, echoes, strict=True))
+            for scored in (_scored(body, collected[number][0]),)
             for index, choice in enumerate(choices)
         ],
         usage=usage,
         metadata={"weight_version": service.arguments.weight_version},
     )
+
+
+def _best(choices: list[Collected], count: int) -> list[Collected]:
+    """The choices whose tokens have the highest mean log-probability, best first; all of them in their order if no more
+    were asked for than are returned."""
+    if len(choices) <= count:
+        return choices
+
+    def mean(choice: Collected) -> float:
+        return sum(entry.logprob or 0.0 for entry in choice.logprobs) / max(1, len(choice.logprobs))
+
+    return sorted(choices, key=mean, reverse=True)[:count]
 
 
 def _scored(body: CompletionRequest, first: Collected) -> Any:

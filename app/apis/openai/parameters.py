@@ -10,7 +10,16 @@ import msgspec
 from actors.options import Arguments
 from actors.protocol.requests import LIMITS, Chat, SamplingParams
 from app.apis.grammars import grammar_of
-from app.apis.openai.requests import ChatMessage, ChatRequest, CompletionRequest, MessageToolCall, SamplingFields, Tool
+from app.apis.openai.requests import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    MessageToolCall,
+    Prediction,
+    SamplingFields,
+    Tool,
+    texts_of,
+)
 from app.apis.openai.tool_schemas import find_schema_error
 from app.parsers.base import StreamingParser
 from app.server.decoding import check_depth, check_size
@@ -67,7 +76,6 @@ _TOOL_NAME = re.compile(f"[a-zA-Z0-9_-]{{1,{LIMITS.tool_name_chars}}}")
 
 def _params(body: SamplingFields, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     """The parameters that both APIs share. ``None`` stays None where the model has its own default."""
-    stop = body.stop if body.stop is not None else []
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
@@ -81,7 +89,8 @@ def _params(body: SamplingFields, *, max_tokens: int | None, logprobs: int | Non
         logit_bias=body.logit_bias,
         seed=body.seed,
         n=1 if body.n is None else body.n,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=texts_of(body.stop),
+        stop_regex=texts_of(body.stop_regex),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         include_stop_str_in_output=bool(body.include_stop_str_in_output or body.no_stop_trim),
         ignore_eos=bool(body.ignore_eos),
@@ -110,6 +119,12 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
         params = msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs: not in a stream; ask with stream false.", param="prompt_logprobs")
+    if body.best_of is not None and body.best_of != params.n:
+        if body.stream:
+            raise invalid("best_of: not in a stream; ask with stream false.", param="best_of")
+        if body.best_of < params.n:
+            raise invalid(f"best_of: {body.best_of} is less than n {params.n}. Raise it.", param="best_of")
+        params = msgspec.structs.replace(params, n=body.best_of, logprobs=params.logprobs or 0)
     return params
 
 
@@ -119,12 +134,20 @@ def chat_params(body: ChatRequest) -> SamplingParams:
         raise invalid("top_logprobs: needs logprobs true beside it.", param="top_logprobs")
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs: not in a stream; ask with stream false.", param="prompt_logprobs")
-    return _params(body, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    params = _params(body, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    return (
+        params if body.prediction is None else msgspec.structs.replace(params, prediction=_predicted(body.prediction))
+    )
+
+
+def _predicted(prediction: Prediction) -> str:
+    content = prediction.content
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def completion_names(body: CompletionRequest) -> dict[str, str]:
     """The engine's parameter names -> the fields of this body."""
-    return {"grammar": grammar_of(body)[1]}
+    return {"grammar": grammar_of(body)[1], "n": "n" if body.best_of is None else "best_of"}
 
 
 def chat_names(body: ChatRequest) -> dict[str, str]:

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from actors.protocol.requests import LIMITS
 from app.apis.grammars import GrammarFields
+from app.apis.sessions import SessionParams
 
 __all__ = [
     "Alternatives",
@@ -29,6 +30,7 @@ __all__ = [
     "MinP",
     "Name",
     "OwnTemplate",
+    "Patterns",
     "Penalty",
     "Repetition",
     "Salt",
@@ -42,6 +44,7 @@ __all__ = [
     "TopK",
     "TopP",
     "documented",
+    "texts_of",
 ]
 
 
@@ -70,6 +73,7 @@ Text = str
 """Bounded by the size of the body and by the model's context."""
 Name = Annotated[str, Meta(max_length=512)]
 ToolName = Annotated[Name, Meta(extra_json_schema={"pattern": rf"^[a-zA-Z0-9_-]{{1,{LIMITS.tool_name_chars}}}$"})]
+Patterns = Text | Annotated[list[Text], Meta(max_length=LIMITS.stop_patterns)]
 Label = Annotated[str, Meta(max_length=LIMITS.request_id_chars)]
 Salt = Annotated[str, Meta(max_length=LIMITS.cache_salt_chars)]
 Metadata = Annotated[
@@ -80,6 +84,11 @@ Metadata = Annotated[
     Meta(max_length=LIMITS.metadata_pairs),
 ]
 OwnTemplate = Annotated[str, Meta(max_length=LIMITS.template_chars)]
+
+
+def texts_of(given: str | list[str] | None) -> tuple[str, ...]:
+    """One text or several, as a tuple."""
+    return (given,) if isinstance(given, str) else tuple(given or ())
 
 
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
@@ -133,6 +142,7 @@ class SamplingFields(Labels, kw_only=True):
     min_tokens: Least | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=LIMITS.stop_token_ids)] | None = None
+    stop_regex: Patterns | None = None  # SGLang's name
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None  # SGLang's name
     skip_special_tokens: bool | None = None
@@ -148,10 +158,14 @@ class SamplingFields(Labels, kw_only=True):
     extra_key: Salt | None = None  # SGLang's name
     rid: Label | None = None
     request_id: Label | None = None
+    session_params: SessionParams | None = None  # SGLang's
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
-    """``POST /v1/completions``."""
+    """``POST /v1/completions``.
+
+    ``best_of``: the choices that are generated; the ``n`` with the highest mean log-probability are returned.
+    """
 
     prompt: (
         Text
@@ -160,6 +174,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
             Meta(max_length=4_194_304),
         ]
     )
+    best_of: Choices | None = None
     echo: bool | None = None
     logprobs: Alternatives | None = None
     suffix: Text | None = None
@@ -221,6 +236,18 @@ class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Least | None = None
 
 
+class PredictionPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: Text
+
+
+class Prediction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A text that the answer is expected to repeat in large parts: draft tokens come from it."""
+
+    type: Literal["content"]
+    content: Text | Annotated[list[PredictionPart], Meta(max_length=4096)]
+
+
 class ChatRequest(SamplingFields, kw_only=True):
     """``POST /v1/chat/completions``.
 
@@ -236,6 +263,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=LIMITS.tools)] | None = None
     tool_choice: Name | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
     separate_reasoning: bool | None = None

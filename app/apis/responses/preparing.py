@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ from app.apis.openai.tool_choice import tool_choice_of
 from app.apis.responses.answers import ResponseAnswer
 from app.apis.responses.items import messages_of, new_items
 from app.apis.responses.requests import ConversationReference, ResponsesRequest, ResponsesTool
-from app.apis.responses.store import ResponseStore, TooLong
+from app.apis.responses.store import History, ResponseStore, TooLong
 from app.apis.responses.writer import WriterOptions
 from app.server.errors import ApiError, invalid
 from app.server.exchange import Exchange
@@ -36,6 +37,9 @@ _INCLUDABLE = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
+_LARGE = 1 << 20
+"""Bytes of a history that is decoded in a thread, turn by turn, so that streams go on."""
+
 _LOGPROBS, _ENCRYPTED = _INCLUDABLE[:2]
 _NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "prompt": "input", "grammar": "text.format"}
 _INPUT = {
@@ -68,7 +72,8 @@ async def prepare(service: Service, exchange: Exchange, body: ResponsesRequest) 
     store = service.responses.store
     stored = body.store is not False and store is not None
     _check(body, store)
-    context = _context(service, exchange, body, store)
+    history = _history(service, exchange, body, store)
+    context = history.read() if history.size < _LARGE else await asyncio.to_thread(history.read)
     items = [_resolved(item, store, see_owner(service, exchange)) for item in new_items(body.input, service.ids)]
     conversation = conversation_id(body)
     if store is not None and conversation is not None and (known := store.repeated(conversation, items)) is not None:
@@ -135,7 +140,7 @@ def _check(body: ResponsesRequest, store: ResponseStore | None) -> None:
         raise invalid("background: needs store; leave store out, or set it to true.", param="background")
 
 
-def _context(service: Service, exchange: Exchange, body: ResponsesRequest, store: ResponseStore | None) -> list[Item]:
+def _history(service: Service, exchange: Exchange, body: ResponsesRequest, store: ResponseStore | None) -> History:
     """The items before those of the request."""
     owner = see_owner(service, exchange)
     if store is not None and (previous := body.previous_response_id) is not None:
@@ -167,7 +172,7 @@ def _context(service: Service, exchange: Exchange, body: ResponsesRequest, store
         if store.is_full(conversation):
             raise too_long("conversation")
         return store.items(conversation)
-    return []
+    return History()
 
 
 def too_long(param: str) -> ApiError:

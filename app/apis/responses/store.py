@@ -17,7 +17,7 @@ from actors.protocol.requests import LIMITS
 from actors.requests.admission import most_for_one
 from app.apis.responses.answers import ResponseAnswer
 
-__all__ = ["MAX_CONVERSATION", "MAX_ITEMS", "ItemPage", "ResponseStore", "StoredResponse", "TooLong"]
+__all__ = ["MAX_CONVERSATION", "MAX_ITEMS", "History", "ItemPage", "ResponseStore", "StoredResponse", "TooLong"]
 
 Item = dict[str, Any]
 
@@ -83,6 +83,33 @@ class ItemPage(msgspec.Struct, frozen=True):
 
     items: list[Item]
     more: bool
+
+
+class _Output(msgspec.Struct):
+    """The part of a response that its conversation goes on with."""
+
+    output: list[Item]
+
+
+class History:
+    """The items of a conversation, as they are stored. ``turns``: input and response of each, oldest first."""
+
+    def __init__(self, items: Sequence[bytes] = (), turns: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        self._items = items
+        self._turns = turns
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(map(len, self._items)) + sum(len(given) + len(made) for given, made in self._turns)
+
+    def read(self) -> list[Item]:
+        """The items. Any thread may call it: a large history takes a while."""
+        items: list[Item] = [msgspec.json.decode(data) for data in self._items]
+        for given, made in self._turns:
+            items += msgspec.json.decode(given)
+            items += msgspec.json.decode(made, type=_Output).output
+        return items
 
 
 class ResponseStore:
@@ -163,21 +190,21 @@ class ResponseStore:
             return False
         return self._remove("id = ?", thing) > 0
 
-    def turns(self, response_id: str, owner: str | None) -> list[Item] | None:
+    def turns(self, response_id: str, owner: str | None) -> History | None:
         """All items up to and with the output of a response, from the first of its conversation; None if one of the
         responses is missing. Raises TooLong."""
         count, size = self._db.execute(_CHAIN, (response_id, MAX_TURNS)).fetchone()
         if count > MAX_TURNS or size > MAX_CONVERSATION:
             raise TooLong
-        turns: list[list[Item]] = []
+        turns: list[tuple[bytes, bytes]] = []
         now: str | None = response_id
         while now is not None:
-            stored = self.get(now, owner)
-            if stored is None:
+            row = self._find(now, owner)
+            if row is None or not now.startswith("resp_"):
                 return None
-            turns.append([*stored.input, *stored.response.output])
-            now = stored.response.previous_response_id
-        return [item for turn in reversed(turns) for item in turn]
+            turns.append((row[7], row[6]))
+            now = row[4]
+        return History(turns=turns[::-1])
 
     def item(self, item_id: str, owner: str | None) -> Item | None:
         """An item by its id: of the output of a response, or of a conversation."""
@@ -220,10 +247,10 @@ class ResponseStore:
         row = self._db.execute(query, (conversation,)).fetchone()
         return row is not None and (row[0] > MAX_CONVERSATION or row[1] >= MAX_ITEMS)
 
-    def items(self, conversation: str) -> list[Item]:
+    def items(self, conversation: str) -> History:
         """All items of a conversation in their order."""
         rows = self._db.execute("SELECT data FROM items WHERE thing = ? ORDER BY place", (conversation,))
-        return [msgspec.json.decode(row[0]) for row in rows]
+        return History([row[0] for row in rows])
 
     def page(self, conversation: str, after: str | None, limit: int, *, oldest_first: bool) -> ItemPage | None:
         """Up to ``limit`` items of a conversation behind the item ``after``; None if there is no such item."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 from quart import Response
 
 from actors.protocol.requests import Acceptance, Delta, TokenLogprob
 from app.apis.collecting import Collected, collect
+from app.apis.sessions import MOST_SECONDS, take_turn
 from app.apis.sglang.requests import Batch, GenerateRequest, Item, batch_of, native_names
 from app.server.errors import invalid
 from app.server.exchange import Exchange
@@ -18,7 +20,7 @@ from app.server.merged import Merged
 from app.server.service import Service, json_response
 from app.server.sse import sse_response
 
-__all__ = ["GenerateAnswer", "generate"]
+__all__ = ["CloseSession", "GenerateAnswer", "OpenSession", "close_session", "generate", "open_session"]
 
 _encode = msgspec.json.encode
 
@@ -47,6 +49,14 @@ async def generate(service: Service, exchange: Exchange, body: GenerateRequest) 
     batch = batch_of(body)
     names = native_names(body)
     service.check_size(len(batch.items), batch.choices, names["prompt"])
+    turn = None
+    if body.session_params is not None:
+        item, prompts = batch.items[0], [item.prompt for item in batch.items]
+        rid = item.label or exchange.request_id
+        turn = await take_turn(
+            service, exchange, body.session_params, prompts, choices=batch.choices, rid=rid, names=names
+        )
+        item.prompt = turn.prompt
     salt = f"{body.cache_salt}\n{body.extra_key}" if body.cache_salt and body.extra_key else None
     streams = [
         service.submit(
@@ -71,13 +81,45 @@ async def generate(service: Service, exchange: Exchange, body: GenerateRequest) 
     answers = _Answers(service, exchange, body, batch, [stream.request_id for stream in streams])
     if body.stream:
         source: AsyncIterator[Delta] = streams[0] if len(streams) == 1 else Merged(streams, batch.choices)
+        source = source if turn is None else turn.follow(source)
         return sse_response(service, exchange, source, _NativeChunks(answers, service.arguments.stream_output))
-    collected = [choice for stream in streams for choice in await collect(stream, batch.choices, keep_aborted=True)]
+    sources = streams if turn is None else [turn.follow(streams[0])]
+    collected = [choice for source in sources for choice in await collect(source, batch.choices, keep_aborted=True)]
     if exchange.interruption is not None:
         raise exchange.interruption
     answer = [answers.of(index, choice, choice.text) for index, choice in enumerate(collected)]
     answers.note_tokens(collected)
     return json_response(answer[0] if batch.single and batch.choices == 1 else answer)
+
+
+class OpenSession(msgspec.Struct, kw_only=True):
+    """``timeout``: seconds without a request after which the session is closed; 3600 without it."""
+
+    capacity_of_str_len: (
+        Annotated[int, Meta(ge=0, lt=2**53, description="Without effect here: the model's context bounds a session.")]
+        | None
+    ) = None
+    session_id: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
+    streaming: bool | None = None
+    timeout: Annotated[float, Meta(gt=0, le=MOST_SECONDS)] | None = None
+
+
+class CloseSession(msgspec.Struct, kw_only=True):
+    session_id: Annotated[str, Meta(max_length=512)]
+
+
+async def open_session(service: Service, exchange: Exchange, body: OpenSession) -> Response:
+    """Open a session; the answer is its id."""
+    name = service.sessions.open(
+        service.owner(exchange), body.session_id, streaming=bool(body.streaming), seconds=body.timeout
+    )
+    return json_response(name)
+
+
+async def close_session(service: Service, exchange: Exchange, body: CloseSession) -> Response:
+    """Close a session. A request of it that is running ends as it would."""
+    service.sessions.close(service.owner(exchange), body.session_id)
+    return Response(status=200)
 
 
 class _Answers:

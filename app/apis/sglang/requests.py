@@ -17,6 +17,7 @@ from app.apis.openai.requests import (
     Label,
     Least,
     MinP,
+    Patterns,
     Penalty,
     Repetition,
     Salt,
@@ -27,7 +28,9 @@ from app.apis.openai.requests import (
     TokenIds,
     TopK,
     TopP,
+    texts_of,
 )
+from app.apis.sessions import SessionParams
 from app.server.errors import invalid
 
 __all__ = ["NATIVE_SPELLING", "Batch", "GenerateRequest", "NativeSampling", "batch_of", "native_names"]
@@ -51,6 +54,7 @@ _NAMES = {
             "logit_bias",
             "n",
             "stop",
+            "stop_regex",
             "stop_token_ids",
             "speculative",
             "speculative_num_draft_tokens",
@@ -70,6 +74,7 @@ class NativeSampling(NativeGrammarFields, kw_only=True):
     max_new_tokens: Count | None = None
     min_new_tokens: Least | None = None
     stop: Text | Annotated[list[Text], Meta(max_length=LIMITS.stop_strings)] | None = None
+    stop_regex: Patterns | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=LIMITS.stop_token_ids)] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -104,6 +109,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Salt | None = None
     extra_key: Salt | None = None
+    session_params: SessionParams | None = None
 
 
 NATIVE_SPELLING = tuple(
@@ -205,7 +211,6 @@ def _spread(value: Any, count: int, field: str, *, single: bool = True) -> list[
 def _item(
     prompt: str | list[int], sampling: NativeSampling, label: str | None, logprobs: bool, start: int | None, top: int
 ) -> Item:
-    stop = sampling.stop if sampling.stop is not None else []
     if start is not None and start < 0:
         start = None
     return Item(
@@ -227,7 +232,8 @@ def _item(
             logit_bias=sampling.logit_bias,
             seed=sampling.sampling_seed,
             n=1 if sampling.n is None else sampling.n,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop=texts_of(sampling.stop),
+            stop_regex=texts_of(sampling.stop_regex),
             stop_token_ids=tuple(sampling.stop_token_ids or ()),
             include_stop_str_in_output=bool(sampling.no_stop_trim),
             ignore_eos=bool(sampling.ignore_eos),

@@ -1,8 +1,15 @@
-"""The route of SGLang's native API."""
+"""The routes of SGLang's native API."""
 
 from __future__ import annotations
 
-from app.apis.sglang.handlers import GenerateAnswer, generate
+from app.apis.sglang.handlers import (
+    CloseSession,
+    GenerateAnswer,
+    OpenSession,
+    close_session,
+    generate,
+    open_session,
+)
 from app.apis.sglang.requests import NATIVE_SPELLING, GenerateRequest, NativeSampling
 from app.server.auth import Level
 from app.server.routes import Route
@@ -25,5 +32,23 @@ ROUTES: tuple[Route, ...] = (
         spelling=NATIVE_SPELLING,
         nested=(("sampling_params", NativeSampling),),
         needs_engine=True,
+    ),
+    Route(
+        path="/open_session",
+        methods=("POST",),
+        level=Level.USER,
+        handler=open_session,
+        summary="Open a session, whose requests continue each other",
+        body=OpenSession,
+        tag="native",
+    ),
+    Route(
+        path="/close_session",
+        methods=("POST",),
+        level=Level.USER,
+        handler=close_session,
+        summary="Close a session",
+        body=CloseSession,
+        tag="native",
     ),
 )

@@ -231,6 +231,10 @@ class NgramDrafter(Drafter):
         slot, known = admission.slot, admission.computed + 1
         self.release(slot)
         self._sequences[slot] = self._trie.open(admission.salt)
+        if admission.sampling.prediction:  # as if another request had generated it
+            predicted = self._trie.open(admission.salt)
+            self._trie.extend(predicted, np.frombuffer(admission.sampling.prediction, dtype=np.int32).tolist())
+            self._trie.close(predicted)
         self._prompts[slot] = tokens
         self._extended[slot] = max(0, known - CACHED)
         self.extend(slot, self._extended[slot], tokens[self._extended[slot] : known])

@@ -17,6 +17,7 @@ from actors.boards.stream_buffer import StreamBuffer
 from actors.boards.suspects import Rerun
 from actors.caching.cache_manager import CacheManager
 from actors.protocol import (
+    CompileGrammar,
     DetokenizerProtocol,
     Emission,
     Emit,
@@ -38,6 +39,7 @@ from actors.scheduling import PlannerConfig
 from actors.scheduling.scheduler import Scheduler, SchedulerLinks
 from actors.scheduling.testing import model_info
 from actors.workers.worker import StaleStep
+from kernels.contract.grammar import Grammar
 from kernels.contract.step import SlotSampling, StepResult
 from telemetry.timeline import RequestTimeline, Timelines
 from tests.kits.waiting import PATIENCE, until
@@ -46,8 +48,18 @@ from tests.kits.waiting import PATIENCE, until
 class Silent(Actor[WorkerProtocol]):
     """A worker that answers a step when the test says what."""
 
-    def __init__(self, steps: list[tuple[int, Deferred[StepResult]]], messages: list[Step]) -> None:
-        self._steps, self._messages = steps, messages
+    def __init__(
+        self,
+        steps: list[tuple[int, Deferred[StepResult]]],
+        messages: list[Step],
+        compiles: list[tuple[Grammar, Deferred[str]]],
+    ) -> None:
+        self._steps, self._messages, self._compiles = steps, messages, compiles
+
+    @handles
+    def compile_grammar(self, message: CompileGrammar) -> Deferred[str]:
+        self._compiles.append((message.grammar, self.context.system.loop.create_future()))
+        return self._compiles[-1][1]
 
     @handles
     def step(self, message: Step) -> Deferred[StepResult]:
@@ -109,6 +121,7 @@ class Rig:
     journal: Journal
     steps: list[tuple[int, Deferred[StepResult]]]
     messages: list[Step]  # of the steps
+    compiles: list[tuple[Grammar, Deferred[str]]]
     reported: list[Emission]
     fences: list[Fence]
     fenced: list[asyncio.Event]  # what a fence waits for
@@ -126,11 +139,11 @@ class Rig:
         await until(lambda: self.now() > moment)
         return moment
 
-    async def submit(self) -> JournalEntry:
-        prompt = np.arange(8, dtype=np.int32).tobytes()
-        spec = SequenceSpec(sequence=1, prompt=prompt, sampling=SlotSampling(), max_tokens=9)
-        timeline = Timelines().open("1", operation="text_completion", model="")
-        entry = JournalEntry(1, 0, spec, SamplingParams(), StreamBuffer(timeline, 1), timeline, [0], [])
+    async def submit(self, number: int = 1, grammar: Grammar | None = None) -> JournalEntry:
+        prompt, sampling = np.arange(8, dtype=np.int32).tobytes(), SlotSampling(grammar=grammar)
+        spec = SequenceSpec(sequence=number, prompt=prompt, sampling=sampling, max_tokens=9)
+        timeline = Timelines().open(str(number), operation="text_completion", model="")
+        entry = JournalEntry(number, 0, spec, SamplingParams(), StreamBuffer(timeline, 1), timeline, [0], [])
         self.journal.open(entry)
         await self.scheduler.tell(Submit(sequences=(spec,)))
         return entry
@@ -152,13 +165,14 @@ async def rigged(cache_of: Callable[[HealthBoard], CacheManager] = CacheManager)
     board, journal = HealthBoard(), Journal()
     steps: list[tuple[int, Deferred[StepResult]]] = []
     messages: list[Step] = []
+    compiles: list[tuple[Grammar, Deferred[str]]] = []
     reported: list[Emission] = []
     fences: list[Fence] = []
     fenced: list[asyncio.Event] = []
     async with ActorSystem() as system:
         cache = await system.spawn(lambda: cache_of(board), name="cache")
         detokenizer = await system.spawn(lambda: Drain(reported, fences, fenced), name="detokenizer")
-        worker = await system.spawn(lambda: Silent(steps, messages), name="worker-0")
+        worker = await system.spawn(lambda: Silent(steps, messages, compiles), name="worker-0")
         config = PlannerConfig(max_running=2, max_slots=3, step_tokens=64, max_prefill_tokens=64, overlap=False)
         scheduler = await system.spawn(
             lambda: Scheduler(
@@ -170,7 +184,7 @@ async def rigged(cache_of: Callable[[HealthBoard], CacheManager] = CacheManager)
             ),
             name="scheduler",
         )
-        rig = Rig(system, scheduler, board, journal, steps, messages, reported, fences, fenced)
+        rig = Rig(system, scheduler, board, journal, steps, messages, compiles, reported, fences, fenced)
         rig.ready(0)
         await rig.drain()
         yield rig
@@ -214,6 +228,61 @@ async def test_requests_that_come_to_a_dead_worker_wait_for_its_next_life() -> N
         await rig.drain()
         assert [epoch for epoch, _ in rig.steps] == [1]
         assert (entry.worker_deaths, entry.timeline.marks) == (0, [])
+
+
+def slots(message: Step) -> int:
+    return len(message.batch.slots) // 4
+
+
+async def test_a_new_worker_compiles_a_grammar_before_its_sequence_runs() -> None:
+    async with rigged() as rig:
+        await rig.submit()
+        await rig.submit(2, Grammar("regex", "ab"))
+        first = await rig.sent(0)
+        assert not rig.compiles  # the engine let the first worker compile it
+        rig.board.worker_lost(await rig.later())
+        first.set_exception(ChildCrash("killed"))
+        rig.ready(1)
+        step = await rig.sent(1)
+        await rig.drain()
+        [(grammar, answer)] = rig.compiles
+        assert (grammar.text, [slots(each) for each in rig.messages if each.epoch == 1]) == ("ab", [1])
+        assert rig.board.scheduler is not None
+        assert rig.board.scheduler.waiting == 1
+        answer.set_result("")
+        tokens = np.ones(1, dtype=np.int32).tobytes()
+        step.set_result(StepResult(rig.messages[-1].batch.number, accepted=tokens, tokens=tokens))
+        await until(lambda: len(rig.messages) >= 3, "no further step was sent")
+        await until(lambda: slots(rig.messages[-1]) == 2 or rig.messages[-1].batch.admitted, "it does not run")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "message"),
+    [
+        ("too much", "invalid", "too much"),
+        (CompileGrammar.BUSY, "error", "again later"),
+        (StaleStep("late"), "error", "again"),
+    ],
+    ids=str,
+)
+async def test_a_grammar_that_is_not_compiled_again_ends_its_sequence(
+    answer: str | StaleStep, reason: str, message: str
+) -> None:
+    async with rigged() as rig:
+        rig.board.worker_lost(await rig.later())
+        await rig.submit(1, Grammar("regex", "ab"))
+        await rig.drain()
+        rig.ready(1)
+        await until(lambda: rig.compiles, "it is not compiled")
+        if isinstance(answer, str):
+            rig.compiles[0][1].set_result(answer)
+        else:
+            rig.compiles[0][1].set_exception(answer)
+        await until(lambda: rig.reported, "it does not end")
+        ended = rig.reported[0].ended
+        assert ended is not None
+        assert (ended.reason, message in ended.message) == (reason, True)
+        assert not rig.steps
 
 
 async def test_no_step_goes_to_a_worker_that_died_while_it_was_planned() -> None:

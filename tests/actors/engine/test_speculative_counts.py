@@ -14,11 +14,11 @@ from tests.kits.engines import small_engine
 PROMPT = [7, 8, 9, 10, 11, 12] * 8
 
 
-async def say(engine: Engine, **keywords: object) -> tuple[list[int], Usage]:
+async def say(engine: Engine, salt: str | None = None, **keywords: object) -> tuple[list[int], Usage]:
     params = SamplingParams(**({"temperature": 0, "max_tokens": 40, "ignore_eos": True} | keywords))
     tokens: list[int] = []
     usage = Usage()
-    async for delta in engine.generate(PROMPT, params):
+    async for delta in engine.generate(PROMPT, params, cache_salt=salt):
         tokens += delta.token_ids
         usage = delta.usage
     return tokens, usage
@@ -79,6 +79,18 @@ async def test_drafts_are_counted_by_request_and_in_all(tiny_model: Path) -> Non
     sglang = {name.split("{")[0]: value for name, value in values.items() if "sglang:spec" in name}
     assert sglang["sglang:spec_verify_calls_total"] == all_drafts
     assert sglang["sglang:spec_accept_length"] >= 1
+
+
+async def test_a_prediction_gives_draft_tokens_that_nothing_else_does(tiny_model: Path) -> None:
+    async with small_engine(tiny_model, speculative_algorithm="NGRAM") as engine:
+        tokens, usage = await say(engine, salt="a")
+        again, predicted = await say(engine, salt="b", prediction=await engine.detokenize(tokens))
+        assert again == tokens
+        assert predicted.acceptance is not None
+        assert predicted.acceptance.accepted > (usage.acceptance.accepted if usage.acceptance else 0)
+    async with small_engine(tiny_model) as engine:
+        with pytest.raises(InvalidRequest, match="--speculative-algorithm NGRAM"):
+            await say(engine, prediction="x")
 
 
 async def test_an_engine_that_does_not_draft_reports_none(tiny_model: Path) -> None:

@@ -4,6 +4,8 @@ import pytest
 
 from actors.scheduling import Planner, PlannerConfig
 from actors.scheduling.testing import model_info
+from kernels.contract.grammar import Grammar
+from kernels.contract.step import SlotSampling
 from tests.actors.scheduling.stage import Stage, says, spec, unpack
 
 
@@ -92,6 +94,36 @@ def test_the_context_ends_a_sequence():
     stage.play()
     assert (stage.tokens(0), stage.end(0).reason) == (says(range(4), 2), "length")
     assert (stage.tokens(2), stage.end(2).reason) == (says(range(5), 1), "length")
+
+
+@pytest.mark.parametrize("leave", ["retract", "lose_worker"])
+def test_a_sequence_waits_until_a_new_worker_has_its_grammar(leave):
+    stage, form = Stage(), Grammar("regex", "ab")
+    for number in (0, 1):
+        stage.submit(spec(number, range(3), sampling=SlotSampling(grammar=form if number else None)))
+    assert stage.planner.held_grammars() == []
+    stage.step()
+    (stage.planner.retract if leave == "retract" else stage.lose_worker)()
+    assert stage.planner.load(0.0).waiting == 2
+    assert len(counts(stage.step())) == 1
+    assert stage.planner.held_grammars() == [form]
+    assert stage.planner.grammar_compiled(Grammar("regex", "b")) == []
+    assert len(counts(stage.step())) == 1
+    stage.planner.grammar_compiled(form)
+    stage.play()
+    assert stage.tokens(0) == stage.tokens(1) == says(range(3), 4)
+
+
+def test_a_held_sequence_can_be_aborted_or_meet_the_next_worker():
+    stage, form = Stage(), Grammar("regex", "ab")
+    stage.submit(*(spec(number, range(3), sampling=SlotSampling(grammar=form)) for number in (0, 1)))
+    stage.lose_worker()
+    stage.lose_worker()
+    stage.hear(stage.planner.abort([0]))
+    assert stage.end(0).reason == "abort"
+    stage.planner.grammar_compiled(form)
+    stage.play()
+    assert stage.tokens(1) == says(range(3), 4)
 
 
 def test_a_prompt_longer_than_the_budget_runs_in_chunks():

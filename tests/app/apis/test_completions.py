@@ -6,8 +6,9 @@ import msgspec
 import openai
 import pytest
 
-from actors.protocol.requests import TokenLogprob
+from actors.protocol.requests import Delta, TokenLogprob, Usage
 from app.apis.openai.answers import characters, completion_logprobs
+from tests.kits.fake_engine import FakeStream
 
 ANSWER = "Paris is the capital of France."
 
@@ -154,7 +155,7 @@ async def test_openai_client_accepts_it(application, serve, stream):
         ({"prompt": ""}, "prompt"),
         ({"prompt": None}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"best_of": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ],
@@ -201,3 +202,51 @@ async def test_suffix_goes_through_the_operators_template(make_application, tmp_
 async def test_cached_tokens_are_reported_when_asked_for(make_application):
     _, data = await post(make_application(enable_cache_report=True), prompt="abcd")
     assert answer(data)["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+async def test_best_of_returns_the_choices_with_the_highest_mean(application, engine, monkeypatch):
+    """Choice 1 is the likeliest, then choice 2; all of them are counted."""
+    means = {0: -3.0, 1: -0.5, 2: -1.0}
+
+    async def run(stream):
+        for index, mean in means.items():
+            entries = tuple(TokenLogprob(7, "x", b"x", mean + spread) for spread in (-0.25, 0.25))
+            usage = Usage(prompt_tokens=1, completion_tokens=2)
+            yield Delta(
+                request_id="r",
+                index=index,
+                text=f"choice {index}",
+                token_ids=(7, 7),
+                logprobs=entries,
+                finish_reason="stop",
+                usage=usage,
+            )
+
+    monkeypatch.setattr(FakeStream, "_run", run)
+    returned = answer((await post(application, prompt="a", best_of=3, n=2))[1])
+    assert engine.requests[0]["params"].n == 3
+    assert [(c["index"], c["text"], c["logprobs"]) for c in returned["choices"]] == [
+        (0, "choice 1", None),
+        (1, "choice 2", None),
+    ]
+    assert returned["usage"]["completion_tokens"] == 6
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), "<|fim_prefix|>{a}<|fim_suffix|>b<|fim_middle|>"),
+        (("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), "<fim_prefix>{a}<fim_suffix>b<fim_middle>"),
+        (("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"), "<｜fim▁begin｜>{a}<｜fim▁hole｜>b<｜fim▁end｜>"),
+        (("[PREFIX]", "[SUFFIX]"), "[SUFFIX]b[PREFIX]{a}"),
+        (("<fim_prefix>", "<fim_suffix>"), None),
+    ],
+)
+async def test_a_suffix_takes_the_form_whose_marks_the_model_has(application, engine, monkeypatch, marks, expected):
+    async def is_special(mark):
+        return mark in marks
+
+    monkeypatch.setattr(application.service, "is_special", is_special)
+    response, _ = await post(application, prompt="{a}", suffix="b")
+    assert response.status_code == (400 if expected is None else 200)
+    assert [request["prompt"] for request in engine.requests] == ([] if expected is None else [expected])

@@ -51,7 +51,7 @@ def test_using_a_conversation_keeps_all_its_turns() -> None:
         assert store.turns("resp_1", "a") is not None
     turns = store.turns("resp_1", "a")
     assert turns is not None
-    assert [item["id"] for item in turns] == ["in_0", "msg_0", "in_1", "msg_1"]
+    assert [item["id"] for item in turns.read()] == ["in_0", "msg_0", "in_1", "msg_1"]
 
 
 def test_a_conversation_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,9 @@ def test_a_conversation_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPa
     for number in range(4):
         store.put(stored(number, previous=number - 1 if number else None))
     monkeypatch.setattr("app.apis.responses.store.MAX_TURNS", 3)
-    assert len(store.turns("resp_2", "a") or ()) == 6
+    turns = store.turns("resp_2", "a")
+    assert turns is not None
+    assert len(turns.read()) == 6
     with pytest.raises(TooLong):
         store.turns("resp_3", "a")
     monkeypatch.setattr("app.apis.responses.store.MAX_CONVERSATION", 2000)
@@ -117,13 +119,13 @@ def test_a_conversation_counts_its_items(tmp_path: Path) -> None:
     store.extend("conv_1", items)
     assert store.used > 3 * 400
     assert store.delete_item("conv_1", "msg_1")
-    assert [item["id"] for item in store.items("conv_1")] == ["msg_0", "msg_2"]
+    assert [item["id"] for item in store.items("conv_1").read()] == ["msg_0", "msg_2"]
     assert 2 * 400 < store.used < 4 * 400
     store.extend("conv_gone", items)
     store.close()
     again = ResponseStore(tmp_path / "db", 1 << 20, 60)
     assert again.conversation("conv_1", "a") == b"{}"
-    assert len(again.items("conv_1")) == 2
+    assert len(again.items("conv_1").read()) == 2
     again.close()
 
 

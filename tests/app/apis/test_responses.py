@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from actors.options import Arguments
 from app.apis.responses import handlers
+from app.apis.responses.store import History
 from app.application import Troupe, create_app
 from tests.kits.fake_engine import FakeEngine, Server
 
@@ -330,6 +332,26 @@ async def test_a_conversation_goes_on_from_a_response(client: Client) -> None:
     [message] = second.output
     await client.create([{"type": "item_reference", "id": message.id}, {"role": "user", "content": "Five"}])
     assert [message["content"] for message in client.prompt()] == [TEXT, "Five"]
+
+
+@pytest.mark.parametrize("large", [False, True])
+async def test_a_large_history_is_decoded_in_a_thread(
+    client: Client, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    threads = []
+
+    class Watched(History):
+        def read(self) -> list[Any]:
+            threads.append(threading.current_thread())
+            return super().read()
+
+    monkeypatch.setattr("app.apis.responses.store.History", Watched)
+    monkeypatch.setattr("app.apis.responses.preparing._LARGE", 0 if large else 1 << 20)
+    first = await client.create("One")
+    threads.clear()
+    await client.create("Two", previous_response_id=first.id)
+    assert [message["content"] for message in client.prompt()] == ["One", TEXT, "Two"]
+    assert [thread is threading.main_thread() for thread in threads] == [not large]
 
 
 async def test_without_store_nothing_is_kept(client: Client, serve: Callable[..., Awaitable[Client]]) -> None:

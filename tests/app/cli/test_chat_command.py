@@ -188,6 +188,37 @@ def test_wrong_words_end_with_status_2(words: list[str], capsys: pytest.CaptureF
     assert capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("lines", "shown"),
+    [
+        (['{"choices": [{"delta": {"content": "whole"}, "finish_reason": "stop"}]}'], "whole\n"),
+        (['{"choices": [{"delta": {"content": "whole"}}]}', "[DONE]"], "whole\n"),
+        (['{"choices": [{"delta": {"content": "half"}}]}'], "half\nerror: http://127.0.0.1:"),
+        ([], "error: http://127.0.0.1:"),
+    ],
+)
+def test_a_stream_ends_with_done_or_a_finish_reason_or_was_cut(lines: list[str], shown: str) -> None:
+    class Stream(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            self.wfile.write("".join(f"data: {line}\n\n" for line in lines).encode())
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Stream) as server:
+        threading.Thread(target=server.handle_request).start()
+        out = io.StringIO()
+        talk = ChatSession(ApiClient(f"http://127.0.0.1:{server.server_port}"), "one", lambda prompt: "", out, {})
+        talk.ask("?")
+    assert out.getvalue().startswith(shown)
+    assert talk.failed == ("error" in shown)
+    assert bool(talk.messages) != talk.failed
+
+
 def test_a_redirect_does_not_take_the_key_elsewhere() -> None:
     class Redirect(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

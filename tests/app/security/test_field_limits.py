@@ -58,6 +58,7 @@ SAMPLING: dict[str, list[Any]] = {
     "n": [0, LIMITS.n + 1, HUGE, -1],
     "seed": [2**64, -(2**63) - 1, HUGE, 1.5],
     "stop": [strings(LIMITS.stop_strings + 1), [OVER_STOP], OVER_STOP, [""], deep(100)],
+    "stop_regex": [["x"] * (LIMITS.stop_patterns + 1), OVER_STOP, ["("], "a*", [""], 5],
     "stop_token_ids": [[-1], [384], [HUGE], [0] * (LIMITS.stop_token_ids + 1)],
     "min_tokens": [-1, 2**31, HUGE],
     "bad_words": [strings(LIMITS.bad_words + 1), [OVER_STOP], [""]],
@@ -219,11 +220,23 @@ CONVERSATION: dict[str, list[Any]] = {
     "add_generation_prompt": [5],
     "continue_final_message": [5],
 }
+SESSION: dict[str, list[Any]] = {
+    "session_params": [5, {"id": "none"}],
+    "session_params.id": [({"id": value}, "session_params.id", {}) for value in ("none", OVER_NAME)],
+    "session_params.rid": [({"id": "x", "rid": OVER_LABEL}, "session_params.rid", {})],
+    "session_params.offset": [({"id": "x", "offset": value}, "session_params.offset", {}) for value in (HUGE, 1.5)],
+    "session_params.replace": [({"id": "x", "replace": 5}, "session_params.replace", {})],
+    "session_params.drop_previous_output": [
+        ({"id": "x", "drop_previous_output": 5}, "session_params.drop_previous_output", {})
+    ],
+}
 PROMPT = ["", [], [[]], strings(LIMITS.prompts + 1), [[-1]], [HUGE], [384], OVER_CONTEXT, [0] * 10_000, deep(100), 5]
 
 TABLE: dict[str, dict[str, list[Any]]] = {
     "/v1/completions": OPENAI
+    | SESSION
     | {
+        "best_of": [0, LIMITS.n + 1, (1, "best_of", {"n": 2}), (2, "best_of", {"stream": True})],
         "prompt": PROMPT,
         "echo": [5],
         "logprobs": [-1, LIMITS.logprobs + 1, HUGE],
@@ -231,6 +244,7 @@ TABLE: dict[str, dict[str, list[Any]]] = {
         "add_special_tokens": [5],
     },
     "/v1/chat/completions": OPENAI
+    | SESSION
     | CONVERSATION
     | {
         "max_completion_tokens": [0, -1, 2**31, HUGE],
@@ -242,6 +256,15 @@ TABLE: dict[str, dict[str, list[Any]]] = {
         ],
         "tool_choice": [OVER_NAME, "required", {"type": "function"}, deep(100)],
         "parallel_tool_calls": [5],
+        "prediction": [5, {"type": "content", "content": "x"}],
+        "prediction.type": [({"type": "image", "content": "x"}, "prediction.type", {})],
+        "prediction.content": [({"type": "content", "content": 5}, "prediction.content", {})],
+        "prediction.content[].type": [
+            ({"type": "content", "content": [{"type": "x", "text": "x"}]}, "prediction.content[0].type", {})
+        ],
+        "prediction.content[].text": [
+            ({"type": "content", "content": [{"type": "text", "text": 5}]}, "prediction.content[0].text", {})
+        ],
         "reasoning_effort": ["banana", "", 5],
         "separate_reasoning": [5],
         "stream_reasoning": [5],
@@ -278,6 +301,7 @@ TABLE: dict[str, dict[str, list[Any]]] = {
                 "min_new_tokens",
                 "sampling_seed",
                 "stop",
+                "stop_regex",
                 "stop_token_ids",
                 "temperature",
                 "top_p",
@@ -316,7 +340,15 @@ TABLE: dict[str, dict[str, list[Any]]] = {
         "priority": [2**31],
         "cache_salt": [OVER_SALT],
         "extra_key": [OVER_SALT],
+        **SESSION,
     },
+    "/open_session": {
+        "capacity_of_str_len": [-1, HUGE, 1.5],
+        "session_id": ["", OVER_NAME],
+        "streaming": [5],
+        "timeout": [0, 86_401],
+    },
+    "/close_session": {"session_id": [OVER_NAME, 5]},
     "/tokenize": {
         "model": [OVER_NAME],
         "prompt": [strings(LIMITS.prompts + 1), 5, deep(100)],
@@ -530,6 +562,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/pooling": {"input": "hi"},
     "/encode": {},
     "/v1/responses": {"input": "hi", "max_output_tokens": 1},
+    "/open_session": {},
+    "/close_session": {"session_id": "none"},
     "/v1/responses/input_tokens": {},
     "/v1/conversations": {},
     "/v1/conversations/{conversation_id}": {},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from itertools import takewhile
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from kernels.devices.memory import DeviceMemory, MemoryUsage
 from kernels.execution.runner import ModelRunner
 from kernels.grammar.compiler import GrammarCompiler
 from kernels.grammar.llguidance_backend import LlMatcher
-from kernels.grammar.slots import GrammarSlots
+from kernels.grammar.slots import GrammarSlots, TextTree
 from kernels.sampling.masks import RowMasks
 from kernels.sampling.sampler import Sampler
 from kernels.state.host_grammars import HostGrammars
@@ -85,6 +86,26 @@ def test_a_text_that_takes_too_long_fails_alone(monkeypatch: pytest.MonkeyPatch)
     assert not admitted("ab").masks([1], [2]).errors
 
 
+def test_a_text_that_takes_too_long_to_accept_a_token_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = Judged("[ab]c")
+    slow = judged.grammars._texts[2]
+    accept = slow.accept
+
+    def spend(token: int) -> bool:
+        begun = time.thread_time()
+        while time.thread_time() - begun < 0.02:
+            pass
+        return accept(token)
+
+    monkeypatch.setattr(slow, "accept", spend)
+    assert judged.step("daa") == ("daa", {})
+    monkeypatch.setattr("kernels.grammar.slots._TEXT_SECONDS", 0.01)
+    found, failed = judged.step("dcc")
+    assert found == "dcc"
+    assert list(failed) == [2]
+    assert "too long" in failed[2]
+
+
 def test_a_text_that_no_token_may_follow_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = admitted("ab?c")
     assert allowed(slots, 2) == "a"
@@ -101,6 +122,28 @@ def test_tokens_that_arrive_with_a_copy_are_followed() -> None:
     assert allowed(slots, 4) == "$"
     slots.sampled([1], torch.tensor([EOS]))
     assert allowed(slots, 5) == "abcd$"  # of a step that was sent before the end was known
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_node_of_a_draft_tree_has_its_own_mask(backend: str) -> None:
+    """Nodes whose tokens are not allowed, and those behind them, are free: they cannot be accepted."""
+    slots = GrammarSlots(GrammarSettings(backend, str(FILE), (EOS, 0)), VOCAB, Memory(), None)
+    slots.admit(Admission(1, 1, pack([7, 8]), 2, 0, b"", SlotSampling(grammar=Grammar("regex", "a(bc|c)|bd"))))
+    #        0
+    #   a1  b2  d3
+    #  b4   a5  a6    and c8 behind 4, an end behind 8
+    #   c7
+    signs, parents = "abdbaac", [-1, 0, 0, 0, 1, 2, 3, 4, 7]
+    tree = TextTree([8, *(ids(sign)[0] for sign in signs), EOS], parents)
+    found = slots.masks([5, *[1] * len(parents)], [9, 2, *[0] * (len(parents) - 1)], {1: tree})
+    assert found.masks is not None
+    assert found.masks.rows.tolist() == list(range(1, 1 + len(parents)))
+    bits = np.unpackbits(found.masks.bits.view(np.uint8), axis=1, count=VOCAB, bitorder="little")
+    after = ["".join(sign for sign in "abcd" if row[ids(sign)[0]]) + "$" * row[EOS] for row in bits]
+    assert after == ["ab", "bc", "d", "abcd$", "c", "abcd$", "abcd$", "$", "abcd$"]
+    drawn, outcome = torch.tensor([ids(sign)[0] for sign in "abd"]), torch.tensor([[2]])
+    slots.sampled([1, 1, 1], drawn, outcome, lambda outcome: np.arange(3) < outcome[0, 0])
+    assert allowed(slots, 4) == "c"
 
 
 def test_output_from_before_a_restart_is_followed() -> None:
@@ -203,6 +246,7 @@ class Judged:
         self.grammars = GrammarSlots(SETTINGS, VOCAB, Memory(), self.table)
         self.sampler = Sampler(VOCAB, 4)
         self.draws = 0
+        self.broken: set[int] = set()  # slots of the next draw without a finite logit
         for slot in (1, 2, 3):
             grammar = Grammar("regex", pattern) if slot < 3 else None
             settings = SlotSampling(temperature=1.0, grammar=grammar, **sampling)
@@ -214,7 +258,8 @@ class Judged:
     def _draw(self, logits: Any, draws: Any, positions: Any, ids: Any, vocab: int, masks: Any = None) -> Any:
         self.draws += len(logits)
         RowMasks(np.arange(len(logits)), masks, torch.from_numpy).apply(logits)
-        return logits.argmax(-1), torch.zeros(len(logits), dtype=torch.bool)
+        broken = torch.tensor([place + 1 in self.broken for place in range(len(logits))])
+        return logits.argmax(-1), broken
 
     def step(self, text: str, likely: str = "") -> tuple[str, dict[int, str]]:
         """A step that has drawn these characters for slots 3, 1 and 2. ``likely``: of all rows, the best first."""
@@ -256,6 +301,14 @@ def test_rows_whose_cut_depends_on_the_mask_are_masked_at_once() -> None:
     assert not judged.draws
 
 
+def test_a_row_fails_where_the_model_excludes_all_allowed_tokens() -> None:
+    judged = Judged("[ab]c")
+    judged.broken.add(1)
+    _, failed = judged.step("ddd")
+    assert list(failed) == [1]
+    assert "finite" in failed[1]
+
+
 def test_a_row_whose_grammar_cannot_go_on_fails_alone() -> None:
     judged = Judged("[ab]c")
     judged.table[2, 1] = ids("d")[0]
@@ -264,3 +317,46 @@ def test_a_row_whose_grammar_cannot_go_on_fails_alone() -> None:
     assert found == "daa"
     assert list(failed) == [2]
     assert "does not match" in failed[2]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0.0}, {"top_p": 0.5}, {"logprobs": 1}, {"logit_bias": True}, {"repetition_penalty": 1.5}],
+    ids=str,
+)
+def test_a_mask_that_allows_only_excluded_tokens_fails_its_row(sampling: dict[str, Any]) -> None:
+    sampler, grammar = Sampler(64, 3), Grammar("regex", "a")
+    if sampling.pop("logit_bias", False):
+        sampling = {"bias_ids": (5,), "bias_values": (3.0,)}
+    for slot in (1, 2):
+        sampler.admit(slot, SlotSampling(**sampling, grammar=grammar), 1)
+    bits = np.zeros((2, 2), dtype=np.int32)
+    bits[:, 0] = 1 << 5
+    logits = torch.zeros(2, 64)
+    logits[0, 5] = -torch.inf
+    slots = torch.tensor([1, 2])
+    history = torch.zeros(3, 8, dtype=torch.int32)
+    masks = RowMasks(np.arange(2), bits, torch.from_numpy)
+    found = sampler.sample(logits, slots, torch.ones(2, dtype=torch.int64), history, masks=masks)
+    assert (found.failed, int(found.tokens[1])) == ([0], 5)
+
+
+def test_the_error_of_a_row_without_finite_logits_names_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = RunnerConfig(
+        str(FILE.parent), dtype="float32", threads=2, max_slots=3, max_total_tokens=512, grammar=SETTINGS
+    )
+    runner = ModelRunner(settings, None)
+    driver, logits = Driver(runner, runner.load()), runner._loaded.model.logits
+
+    def excluded(hidden: torch.Tensor) -> torch.Tensor:
+        found = logits(hidden)
+        found[:, 10:] = -torch.inf
+        return found
+
+    monkeypatch.setattr(runner._loaded.model, "logits", excluded)
+    for slot in (1, 2):
+        grammar = Grammar("regex", "a") if slot == 1 else None
+        driver.admit(slot, [300] * 3, sampling=SlotSampling(grammar=grammar))
+    [error] = driver.step([(1, 3), (2, 3)]).failed
+    assert error.slot == 1
+    assert "its grammar allows" in error.message

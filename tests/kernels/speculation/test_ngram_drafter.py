@@ -31,11 +31,20 @@ class Slots:
         self.tokens: dict[int, list[int]] = {}
         self.linear = False  # the last trees
 
-    def admit(self, slot: int, tokens: list[int], computed: int = 0, salt: bytes = b"", first: int = 0) -> None:
+    def admit(
+        self,
+        slot: int,
+        tokens: list[int],
+        computed: int = 0,
+        salt: bytes = b"",
+        first: int = 0,
+        prediction: tuple[int, ...] = (),
+    ) -> None:
         """``first``: tokens of the first chunk; 0 computes the prompt at once. Its last token counts as sampled."""
         known = np.array(tokens[:-1], dtype=np.int32)
         self.tokens[slot] = list(tokens)
-        self.drafter.admit(Admission(slot, 1, known.tobytes(), len(known), computed, b"", SlotSampling(), salt), known)
+        sampling = SlotSampling(prediction=np.array(prediction, dtype=np.int32).tobytes())
+        self.drafter.admit(Admission(slot, 1, known.tobytes(), len(known), computed, b"", sampling, salt), known)
         if first:
             self.observe(slot, computed, first, 0)
         self.observe(slot, computed + first, len(known) - computed - first, 1)
@@ -117,6 +126,16 @@ def test_what_a_request_generated_is_drafted_for_it_and_for_others() -> None:
     slots.say(2, [3, 4])
     assert slots.draft([2])[0][:3] == [(5,), (5, 1), (5, 1, 2)]
     assert slots.draft([1, 2], [1, 2]) == [[(5,)], [(5,), (5, 1)]]
+
+
+def test_a_prediction_is_drafted_as_soon_as_the_output_meets_it() -> None:
+    slots = Slots()
+    slots.admit(1, [8, 9], salt=b"a", prediction=(1, 2, 3, 4, 5))
+    assert slots.draft([1]) == [[]]
+    slots.say(1, [2])
+    assert slots.draft([1])[0][:3] == [(3,), (3, 4), (3, 4, 5)]
+    slots.admit(2, [8, 2], salt=b"b")
+    assert slots.draft([2]) == [[]]
 
 
 def test_a_cached_prefix_is_known_to_a_request_that_computes_nothing_of_it() -> None:
