@@ -302,6 +302,7 @@ class Engine:
         tenant: str = "",
         timeline: RequestTimeline | None = None,
         task: Task = GENERATE,
+        truncate: int | None = None,
     ) -> RequestStream:
         """Generate from a text, token ids or a conversation; returns an asynchronous iterator of deltas.
 
@@ -311,7 +312,8 @@ class Engine:
         requests share cached prefixes only with the same salt. ``tenant``: the client's name; tenants get equal shares
         of the engine. ``timeline``: a timeline that the caller has opened in :attr:`timelines`; it ends with the
         request, also with a refused one. ``task``: the task; the result of one that does not generate is in the last
-        delta. :meth:`embed` and :meth:`score` are simpler to use.
+        delta. :meth:`embed` and :meth:`score` are simpler to use. ``truncate``: the tokens that are kept of an input
+        that is embedded or classified, -1 for as many as the model takes; None: too many are an error.
         """
         self._check_loop()
         if timeline is None:
@@ -330,7 +332,12 @@ class Engine:
                 params or SamplingParams(),
                 timeline=timeline,
                 options=RequestOptions(
-                    label=request_id, priority=priority, timeout=timeout, cache_salt=cache_salt, tenant=tenant
+                    label=request_id,
+                    priority=priority,
+                    timeout=timeout,
+                    cache_salt=cache_salt,
+                    tenant=tenant,
+                    truncate=truncate,
                 ),
                 task=task,
             )
@@ -339,13 +346,17 @@ class Engine:
             self.timelines.close(timeline, Outcome(error_type=type(error).__name__, message=str(error)))
             raise
 
-    async def embed(self, prompt: Prompt, *, normalize: bool = True, **options: Any) -> tuple[float, ...]:
-        """The embedding of a text: the model's final hidden state at its last token.
+    async def embed(
+        self, prompt: Prompt, *, normalize: bool = True, prompt_name: str | None = None, **options: Any
+    ) -> tuple[float, ...]:
+        """The embedding of a text: the model's final hidden state at its last token, or as its pooling says.
+
+        ``prompt_name``: of the model's prompts, the one that stands before a text; None: its default one.
 
         ``options``: those of :meth:`generate` except ``params``. Raises as :meth:`generate`, and InvalidRequest if the
         model's runner returns no hidden states.
         """
-        result = await self._result(prompt, Embed(normalize=normalize), options)
+        result = await self._result(prompt, Embed(normalize, prompt_name), options)
         assert isinstance(result, Vector)
         return tuple(memoryview(result.values).cast("f"))
 
@@ -376,10 +387,11 @@ class Engine:
         assert isinstance(result, Vector)
         return tuple(memoryview(result.values).cast("f"))
 
-    async def tokenize_pair(self, first: str, second: str) -> tuple[list[int], int]:
+    async def tokenize_pair(self, first: str, second: str, truncate: int | None = None) -> tuple[list[int], int]:
         """Token ids of two texts, joined by the model's tokenizer, and the index of the second text's first token
-        (0 for a model without token types), for ``Classify``. Raises InvalidRequest."""
-        return await self._require_intake().encoding.encode_pair(first, second)
+        (0 for a model without token types), for ``Classify``. ``truncate``: as :meth:`generate`. Raises
+        InvalidRequest."""
+        return await self._require_intake().encoding.encode_pair(first, second, truncate)
 
     async def _result(self, prompt: Prompt, task: Task, options: dict[str, Any]) -> TaskResult:
         result: TaskResult | None = None

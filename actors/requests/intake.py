@@ -74,7 +74,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a request brings beside its prompt and its sampling.
 
     ``label``: the client's id of it. ``priority``: higher first, where priorities are on. ``timeout``: seconds for the
-    whole request. ``cache_salt``: keeps its cached prefixes apart. ``tenant``: tenants get equal shares.
+    whole request. ``cache_salt``: keeps its cached prefixes apart. ``tenant``: tenants get equal shares. ``truncate``:
+    of an input that is embedded or classified, see ``ServedModel.most_kept``.
     """
 
     label: str | None = None
@@ -82,6 +83,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float | None = None
     cache_salt: str | None = None
     tenant: str = ""
+    truncate: int | None = None
 
 
 class _Request(msgspec.Struct, eq=False):
@@ -100,6 +102,7 @@ class _Request(msgspec.Struct, eq=False):
     start_by: float | None
     sequences: tuple[int, ...] = ()
     prompt_tokens: int = 0
+    most: int | None = None  # tokens that are kept of the prompt
     route: Route | None = None  # from its submission on
     task: Task = GENERATE
 
@@ -161,7 +164,17 @@ class Intake:
             params = _TASK_PARAMS.get(type(task), params)
         params = resolve(params, self._model.generation_defaults)
         validate(params, vocab_size=self._model.vocab_size)
-        self._check(prompt, params, options)
+        most = None
+        if isinstance(task, Embed | Classify):
+            most = self._model.most_kept(options.truncate)
+        elif options.truncate is not None:
+            raise InvalidRequest(
+                "truncate_prompt_tokens: is for embedding and classifying; shorten the prompt.",
+                param="truncate_prompt_tokens",
+            )
+        if isinstance(task, Embed):
+            prompt = self._behind_prompt(prompt, task)
+        self._check(prompt, params, options, cuts=most is not None)
         if task is not GENERATE or self._model.pooling is not None:
             self._model.require_task(task)
         salt = _salt(options.cache_salt)
@@ -193,6 +206,7 @@ class Intake:
             arrival=now,
             deadline=deadline,
             start_by=None if limit is None else now + limit,
+            most=most,
             task=task,
         )
         self.idle.clear()
@@ -205,14 +219,24 @@ class Intake:
             faults=self._faults,
         )
 
-    def _check(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> None:
+    def _behind_prompt(self, prompt: Prompt, task: Embed) -> Prompt:
+        """The input of an embedding; a model's prompt stands before texts only."""
+        if isinstance(prompt, str):
+            return self._model.prompted(prompt, task.prompt)
+        if task.prompt is not None:
+            raise InvalidRequest("prompt_name: is for texts, and the input is token ids.", param="prompt_name")
+        return prompt
+
+    def _check(self, prompt: Prompt, params: SamplingParams, options: RequestOptions, *, cuts: bool) -> None:
+        """``cuts``: whether a prompt that is too long is cut."""
         model = self._model
         if isinstance(prompt, (str, Chat)):
-            self.encoding.check_characters(characters(prompt))
+            if not cuts:
+                self.encoding.check_characters(characters(prompt))
         else:
             if not len(prompt):
                 raise InvalidRequest("prompt holds no token. Send at least one.", param="prompt")
-            if len(prompt) > model.context_length and not self._arguments.allow_auto_truncate:
+            if len(prompt) > model.context_length and not (cuts or self._arguments.allow_auto_truncate):
                 raise model.too_long(len(prompt), None)
             model.check_ids(prompt)
         if (params.stop or params.stop_regex) and model.codec is None:
@@ -290,9 +314,9 @@ class Intake:
             await self._faults.strike_async("admission")
         params, prompt, encoding = request.params, request.prompt, self.encoding
         if isinstance(prompt, (str, Chat)):
-            ids = await encoding.tokenize(prompt, request.timeline, request.ticket.tenant)
+            ids = await encoding.tokenize(prompt, request.timeline, request.ticket.tenant, request.most)
         else:
-            ids = list(prompt)
+            ids = list(prompt)[: request.most]
         route = self._router.choose()
         tenant = request.ticket.tenant
         while params.grammar is not None and await self._grammars.compile(params.grammar, route, tenant):
@@ -305,8 +329,8 @@ class Intake:
         self._wanted(buffer)
         given = len(ids)
         ids, max_tokens = self._measure(ids, params)
-        if isinstance(request.task, Score) and len(ids) < given:
-            raise self._model.too_long(given, None)  # the sum would be that of fewer tokens
+        if isinstance(request.task, Score | NextToken) and len(ids) < given:
+            raise self._model.too_long(given, None)  # the numbers would be those of another prompt
         if isinstance(request.task, Score) and request.task.start >= len(ids):
             raise InvalidRequest(
                 f"start {request.task.start} leaves no token to score in a prompt of {len(ids)}. Lower it.",

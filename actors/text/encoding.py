@@ -39,8 +39,11 @@ class Encoding:
         self._rendering = rendering
         self._turns = itertools.count()
 
-    async def tokenize(self, prompt: str | Chat, timeline: RequestTimeline, tenant: str) -> list[int]:
-        """Token ids of a request's prompt. Raises as :meth:`ask`, and InvalidRequest for a prompt that cannot fit.
+    async def tokenize(
+        self, prompt: str | Chat, timeline: RequestTimeline, tenant: str, most: int | None = None
+    ) -> list[int]:
+        """Token ids of a request's prompt, at most ``most`` of a text. Raises as :meth:`ask`, and InvalidRequest for a
+        prompt that cannot fit.
 
         For a conversation, the hop includes the rendering and counts the characters of the rendered text.
         """
@@ -52,7 +55,7 @@ class Encoding:
             hop.attributes |= {"characters": len(text), "render": rendered - began}
             reply = await self.ask(Encode(prompt=text, add_special_tokens=False))
         else:
-            reply = await self.ask(Encode(prompt=prompt))
+            reply = await self.ask(Encode(prompt=prompt, most=most))
         now = time.monotonic()
         timeline.finish(hop, now, tokens=len(reply.token_ids), wait=max(now - rendered - reply.seconds, 0.0))
         return reply.token_ids
@@ -63,10 +66,13 @@ class Encoding:
             prompt, add_special_tokens = await self._text_of(prompt, tenant), False
         return (await self.ask(Encode(prompt=prompt, add_special_tokens=add_special_tokens))).token_ids
 
-    async def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
-        """Token ids of a pair of texts, and where the second one begins: see ``TextCodec.encode_pair``."""
-        self.check_characters(len(first) + len(second))
-        encoded = await self.ask(Encode(prompt=first, pair=second))
+    async def encode_pair(self, first: str, second: str, truncate: int | None = None) -> tuple[list[int], int]:
+        """Token ids of a pair of texts, and where the second one begins: see ``TextCodec.encode_pair``. ``truncate``:
+        see ``ServedModel.most_kept``."""
+        most = self._model.most_kept(truncate)
+        if most is None:
+            self.check_characters(len(first) + len(second))
+        encoded = await self.ask(Encode(prompt=first, pair=second, most=most))
         return encoded.token_ids, encoded.second
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

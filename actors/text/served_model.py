@@ -39,6 +39,7 @@ class ServedModel:
         self.codec: TextCodec | None = None
         if not a.skip_tokenizer_init:
             self.codec = TextCodec(self.files, mode=a.tokenizer_mode, chat_template=a.chat_template)
+        self._cuts = a.allow_auto_truncate
         self.info: ModelInfo | None = None
         self.vocab_size = self.files.vocab_size
         self.pooling = _pooling(self.files, a.is_embedding)
@@ -97,6 +98,37 @@ class ServedModel:
                     f"prompt contains token id {token}; this model's ids are 0 to {self.vocab_size - 1}.",
                     param="prompt",
                 )
+
+    def most_kept(self, truncate: int | None) -> int | None:
+        """The tokens that are kept of an input of a model's task. None: all, and too many are an error.
+
+        ``truncate``: a number of them, or -1 for as many as the model takes, which is the default with
+        --allow-auto-truncate. Raises InvalidRequest for other numbers.
+        """
+        if truncate is None:
+            return self.most_prompt if self._cuts else None
+        if truncate == -1:
+            return self.most_prompt
+        if not 1 <= truncate <= self.most_prompt:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens: this model takes 1 to {self.most_prompt} tokens; send one of these numbers, "
+                "or -1 for the most.",
+                param="truncate_prompt_tokens",
+            )
+        return truncate
+
+    def prompted(self, text: str, name: str | None) -> str:
+        """The input of an embedding: ``text`` behind the model's prompt of this name, or behind its default one. Raises
+        InvalidRequest for a name that the model does not have."""
+        pooling = self.pooling
+        prompts = {} if pooling is None else pooling.prompts
+        if name is not None and name not in prompts:
+            known = f"its names are {', '.join(sorted(prompts))}" if prompts else "it has none; leave prompt_name out"
+            raise InvalidRequest(f"prompt_name: this model has no prompt {name[:80]!r}; {known}.", param="prompt_name")
+        if pooling is None:
+            return text
+        whole = prompts.get(pooling.default_prompt if name is None else name, "") + text
+        return whole.lower() if pooling.lowercase else whole
 
     def too_long(self, length: int, max_tokens: int | None) -> InvalidRequest:
         """The error for a prompt of ``length`` tokens that leaves too little room for output or ``max_tokens``."""

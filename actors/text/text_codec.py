@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from actors.protocol.requests import InvalidRequest
 from actors.text.chat_template import check_template
@@ -59,6 +59,7 @@ def load_tokenizer(path: Path, mode: str) -> Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ModelPathError(f"{file} cannot be read as a tokenizer: {error}") from error
         tokenizer.no_padding()  # the file may choose any length
+        tokenizer.no_truncation()
         return tokenizer
     return _converted(path)
 
@@ -93,6 +94,16 @@ def _converted(path: Path, *, named: Path | None = None) -> Tokenizer:
             "--tokenizer-path."
         )
     return backend
+
+
+def _share(room: int, first: int, second: int) -> tuple[int, int]:
+    """The lengths of two texts in a ``room`` of tokens: the longer one gives way until both are of one length."""
+    if first + second <= room:
+        return first, second
+    if first > second:
+        return _share(room, second, first)[::-1]
+    kept = min(first, room // 2)
+    return kept, room - kept
 
 
 class TextCodec:
@@ -131,28 +142,40 @@ class TextCodec:
         """The path of tokenizer.json, or its text where there is no such file."""
         return self.tokenizer.to_str() if self._file is None else str(self._file.resolve())
 
-    def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises InvalidRequest."""
-        try:
-            if len(prompt) > LONG_TEXT:
-                # The batch call releases the GIL; the single call does not.
-                [encoded] = self.tokenizer.encode_batch_fast([prompt], add_special_tokens=add_special_tokens)
-            else:
-                encoded = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-            ids: list[int] = encoded.ids
-        except TypeError:  # the library's error for lone surrogates
-            raise InvalidRequest("The prompt contains a lone surrogate. Send UTF-8.", param="prompt") from None
-        return ids
+    def encode(self, prompt: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """Token ids of a text; of one with more than ``most`` of them the first ones, with all special tokens. Raises
+        InvalidRequest."""
+        ids: list[int] = self._encoded(prompt, add_special_tokens).ids
+        if most is None or len(ids) <= most:
+            return ids
+        if not add_special_tokens:
+            return ids[:most]
+        tokenizer, plain = self.tokenizer, self._encoded(prompt, False)
+        plain.truncate(max(most - tokenizer.num_special_tokens_to_add(False), 0))
+        shorter: list[int] = tokenizer.post_process(plain, None, True).ids
+        return shorter[:most]
 
-    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], int]:
         """Token ids of two texts, joined as the tokenizer does for its model, and where the second one begins; 0 if the
-        tokenizer does not tell them apart. Raises InvalidRequest."""
+        tokenizer does not tell them apart. Of more than ``most`` tokens, the longer text loses its last ones until both
+        are of one length. Raises InvalidRequest."""
+        tokenizer, texts = self.tokenizer, (self._encoded(first, False), self._encoded(second, False))
+        if most is not None:
+            room = max(most - tokenizer.num_special_tokens_to_add(True), 0)
+            for text, length in zip(texts, _share(room, len(texts[0].ids), len(texts[1].ids)), strict=True):
+                text.truncate(length)
+        encoded = tokenizer.post_process(*texts, True)
+        types: list[int] = encoded.type_ids
+        return encoded.ids[:most], types.index(1) if 1 in types else 0
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> Encoding:
         try:
-            encoded = self.tokenizer.encode(first, second)
+            if len(text) <= LONG_TEXT:
+                return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            # The batch call releases the GIL; the single call does not.
+            return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except TypeError:  # the library's error for lone surrogates
             raise InvalidRequest("The prompt contains a lone surrogate. Send UTF-8.", param="prompt") from None
-        types: list[int] = encoded.type_ids
-        return encoded.ids, types.index(1) if 1 in types else 0
 
     def mark(self, text: str) -> tuple[int, ...]:
         """The tokens of a mark: its own, if it has one."""

@@ -113,13 +113,12 @@ class Tokenizer(Actor[TokenizerProtocol]):
         return results
 
     def _encode(self, message: Encode) -> Encoded:
-        prompt, add = message.prompt, message.add_special_tokens
+        prompt, pair, add, most = message.prompt, message.pair, message.add_special_tokens, message.most
         began = time.monotonic()
-        pair = message.pair
         if pair is not None:
-            both, second = self._try(lambda: self._codec.encode_pair(prompt, pair))
+            both, second = self._try(lambda: self._codec.encode_pair(prompt, pair, most))
             return Encoded(token_ids=both, second=second, seconds=time.monotonic() - began)
-        ids = self._try(lambda: self._codec.encode(prompt, add_special_tokens=add))
+        ids = self._try(lambda: self._codec.encode(prompt, add_special_tokens=add, most=most))
         return Encoded(token_ids=ids, seconds=time.monotonic() - began)
 
     def _try(self, work: Callable[[], R]) -> R:

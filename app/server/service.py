@@ -213,6 +213,7 @@ class Service:
         label: str | None = None,
         rename: Mapping[str, str] | None = None,
         task: Task = GENERATE,
+        truncate: int | None = None,
     ) -> RequestStream:
         """Submit a request to the engine before anything is awaited; the exchange closes the stream.
 
@@ -233,6 +234,7 @@ class Service:
                 tenant=exchange.tenant,
                 timeline=exchange.take_timeline(label),
                 task=task,
+                truncate=truncate,
             )
         except InvalidRequest as error:
             raise renamed(error, rename) from None
@@ -242,10 +244,15 @@ class Service:
         exchange.renames = rename or {}
         return stream
 
+    @property
+    def room(self) -> int:
+        """The sequences that one client may have in the engine while the others have none."""
+        bound = self.arguments.max_running_requests + self.arguments.max_queued_requests
+        return most_for_one(bound, len(self.arguments.api_keys))
+
     def check_size(self, prompts: int, choices: int, param: str) -> None:
         """Raise 400 for a batch of prompts that could never fit into the queue."""
-        bound = self.arguments.max_running_requests + self.arguments.max_queued_requests
-        room = most_for_one(bound, len(self.arguments.api_keys))
+        room = self.room
         if prompts > 1 and choices <= LIMITS.n and prompts * choices > room:  # the engine refuses the others
             raise invalid(
                 f"{param}: {prompts} prompts with {choices} choices each are more than the {room} that this server "

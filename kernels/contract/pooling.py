@@ -19,9 +19,11 @@ from kernels.contract.errors import ConfigError
 __all__ = ["ENCODERS", "PoolingConfig", "base_architecture", "read_pooling"]
 
 ENCODERS = frozenset(
-    f"{family}{kind}" for family in ("Bert", "Roberta", "XLMRoberta") for kind in ("Model", "ForSequenceClassification")
+    f"{family}{kind}"
+    for family in ("Bert", "Roberta", "XLMRoberta")
+    for kind in ("Model", "ForMaskedLM", "ForSequenceClassification")
 )
-"""Architectures whose tokens attend to those after them."""
+"""Architectures whose tokens attend to those after them. Those that were trained to fill gaps embed, too."""
 
 _OFFSET = ("Roberta", "XLMRoberta")
 """Families whose first position stands behind that of padding."""
@@ -49,6 +51,8 @@ class PoolingConfig(msgspec.Struct, frozen=True):
     encoder: whether tokens attend to those after them, so that an input runs whole and nothing is cached.
     labels: of the classes. activation: what turns the head's numbers into probabilities.
     most_tokens: tokens of an input; 0: as many as the model has positions.
+    prompts: texts that stand before an input, by name. default_prompt: the name of the one that stands before inputs
+    whose request names none; empty: none does. lowercase: whether inputs are made lower-case.
     """
 
     task: Literal["embed", "classify"]
@@ -58,6 +62,9 @@ class PoolingConfig(msgspec.Struct, frozen=True):
     labels: tuple[str, ...] = ()
     activation: Literal["softmax", "sigmoid", "none"] = "none"
     most_tokens: int = 0
+    prompts: dict[str, str] = {}
+    default_prompt: str = ""
+    lowercase: bool = False
 
 
 def base_architecture(name: str) -> str:
@@ -80,19 +87,12 @@ def read_pooling(directory: Path, config: Mapping[str, Any], is_embedding: bool 
     if name.endswith(_HEADS):
         return _classifier(name, config, encoder)
     modules = _modules(directory)
-    plain = name.endswith("Model")
-    if not (modules or plain or is_embedding):
+    if not (modules or encoder or name.endswith("Model") or is_embedding):
         return None
     if not encoder and config.get("is_causal") is False:
         raise ConfigError(
             f"config.json: is_causal false lets the tokens of {name} attend to those after them, and decoders are "
             "run without; use another model"
-        )
-    prompt = _read(directory / "config_sentence_transformers.json").get("default_prompt_name")
-    if prompt is not None:
-        raise ConfigError(
-            f"config_sentence_transformers.json puts the prompt {str(prompt)[:80]!r} before every input, and prompts "
-            "are not added here; set default_prompt_name to null and send the prompt with the inputs"
         )
     mode: Literal["cls", "mean", "last"] = "cls" if encoder else "last"
     if "Pooling" in modules:
@@ -102,8 +102,17 @@ def read_pooling(directory: Path, config: Mapping[str, Any], is_embedding: bool 
             f"the pooling of {name} takes {mode}, and a decoder's vectors are those of the last token; use a "
             "model that was trained for that"
         )
+    prompts, default = _prompts(directory)
+    if mode == "mean" and any(prompts.values()) and "Pooling" in modules:
+        pooling = directory / modules["Pooling"] / "config.json"
+        if _read(pooling).get("include_prompt") is False:
+            raise ConfigError(
+                f"{pooling}: include_prompt false leaves the tokens of a prompt out of the mean, and they are not left "
+                "out here; use another model"
+            )
     limits = [_positions(name, config)] if encoder else []
-    given = _read(directory / "sentence_bert_config.json").get("max_seq_length")
+    transformer = _transformer(directory)
+    given = transformer.get("max_seq_length")
     if type(given) is int and given > 0:
         limits.append(given)
     return PoolingConfig(
@@ -112,7 +121,29 @@ def read_pooling(directory: Path, config: Mapping[str, Any], is_embedding: bool 
         normalize="Normalize" in modules or not modules,
         encoder=encoder,
         most_tokens=min(limits, default=0),
+        prompts=prompts,
+        default_prompt=default,
+        lowercase=transformer.get("do_lower_case") is True,
     )
+
+
+def _prompts(directory: Path) -> tuple[dict[str, str], str]:
+    """The prompts of config_sentence_transformers.json, and the name of the default one or an empty text."""
+    file = directory / "config_sentence_transformers.json"
+    config = _read(file)
+    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name") or ""
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise ConfigError(f"{file}: prompts must be an object of texts")
+    if default and default not in prompts:
+        raise ConfigError(f"{file}: default_prompt_name {str(default)[:80]!r} is none of prompts: {sorted(prompts)}")
+    return prompts, default
+
+
+def _transformer(directory: Path) -> dict[str, Any]:
+    """The configuration of the module that runs the transformer; old ones are named for its family."""
+    names = ("bert", "roberta", "xlm-roberta")
+    files = [directory / f"sentence_{name}_config.json" for name in names]
+    return _read(next((file for file in files if file.is_file()), files[0]))
 
 
 def _classifier(name: str, config: Mapping[str, Any], encoder: bool) -> PoolingConfig:

@@ -34,12 +34,14 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag="generate"):
 
 class Embed(msgspec.Struct, frozen=True, array_like=True, tag="embed"):
     """The hidden state after the final norm, at the prompt's last token, or as the model's pooling says.
-    ``normalize``: divide it by its L2 norm.
+    ``normalize``: divide it by its L2 norm. ``prompt``: the name of the model's prompt that stands before a text; None:
+    its default one, if it has one.
 
     The request's sampling must request log-probabilities, since steps without them may keep no hidden states.
     """
 
     normalize: bool = True
+    prompt: str | None = None
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True, tag="score"):

@@ -40,8 +40,8 @@ def config(raw: ConfigReader) -> ModelConfig:
     hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
     if hidden % heads:
         raise ConfigError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    padding = raw.raw.get("pad_token_id", 1)
-    if type(padding) is not int or padding < 0:
+    bert, padding = raw.architecture.startswith("Bert"), raw.raw.get("pad_token_id", 1)
+    if not bert and (type(padding) is not int or padding < 0):
         raise ConfigError(f"config.json: pad_token_id must be a token id, and is {padding!r}")
     dtype = raw.raw.get("dtype") or raw.raw.get("torch_dtype")
     return ModelConfig(
@@ -67,7 +67,7 @@ def config(raw: ConfigReader) -> ModelConfig:
         layer_norms=True,
         position_table=raw.size("max_position_embeddings", 512),
         segments=raw.size("type_vocab_size", 2),
-        first_position=0 if raw.architecture.startswith("Bert") else padding + 1,
+        first_position=0 if bert else padding + 1,
     )
 
 

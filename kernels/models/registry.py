@@ -77,6 +77,7 @@ class Entry:
 BUILT_IN = (
     Entry("ApertusForCausalLM", "kernels.models.apertus"),
     Entry("ArceeForCausalLM", "kernels.models.arcee"),
+    Entry("BertForMaskedLM", "kernels.models.bert"),
     Entry("BertForSequenceClassification", "kernels.models.bert"),
     Entry("BertModel", "kernels.models.bert"),
     Entry("Cohere2ForCausalLM", "kernels.models.cohere2"),
@@ -101,12 +102,14 @@ BUILT_IN = (
     Entry("Qwen2MoeForCausalLM", "kernels.models.qwen2_moe", gguf="qwen2moe", gguf_experts=True),
     Entry("Qwen3ForCausalLM", "kernels.models.qwen3", gguf="qwen3"),
     Entry("Qwen3MoeForCausalLM", "kernels.models.qwen3_moe", gguf="qwen3moe", gguf_experts=True),
+    Entry("RobertaForMaskedLM", "kernels.models.bert"),
     Entry("RobertaForSequenceClassification", "kernels.models.bert"),
     Entry("RobertaModel", "kernels.models.bert"),
     Entry("SeedOssForCausalLM", "kernels.models.seed_oss"),
     Entry("SmolLM3ForCausalLM", "kernels.models.smollm3"),
     Entry("StableLmForCausalLM", "kernels.models.stablelm"),
     Entry("Starcoder2ForCausalLM", "kernels.models.starcoder2"),
+    Entry("XLMRobertaForMaskedLM", "kernels.models.bert"),
     Entry("XLMRobertaForSequenceClassification", "kernels.models.bert"),
     Entry("XLMRobertaModel", "kernels.models.bert"),
 )

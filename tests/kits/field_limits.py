@@ -246,7 +246,7 @@ OTHER_APIS: dict[str, Table] = {
     "/api/embed": {
         "model": [LONG, "", 5],
         "input": [["x"] * (LIMITS.prompts + 1), 5],
-        "truncate": [5, True],
+        "truncate": [5],
         "dimensions": [0, 70_000],
         "options": [5],
         "keep_alive": ["x" * 65],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,16 +19,21 @@ _TEXT = [
 ]
 
 
-def make_tiny_encoder(directory: Path, *, labels: int = 0) -> transformers.PreTrainedModel:
-    """Write a model of 64 positions into ``directory``; returns it as transformers runs it. ``labels``: of its head; 0:
-    it embeds."""
+def make_tiny_encoder(
+    directory: Path, *, labels: int = 0, words: Sequence[str] = tuple(_TEXT), deviation: float = 0.3
+) -> transformers.PreTrainedModel:
+    """Write a model of 64 positions into ``directory``; returns it as transformers runs it.
+
+    ``labels``: of its head; 0: it embeds. ``words``: texts that the tokenizer is trained with. ``deviation``: of its
+    matrices.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     tokenizer.train_from_iterator(
-        _TEXT * 4, trainers.WordPieceTrainer(vocab_size=160, special_tokens=special, show_progress=False)
+        [*words] * 4, trainers.WordPieceTrainer(vocab_size=160, special_tokens=special, show_progress=False)
     )
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
@@ -49,6 +55,6 @@ def make_tiny_encoder(directory: Path, *, labels: int = 0) -> transformers.PreTr
     )
     model = kind(config).eval()
     for parameter in model.parameters():
-        parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
+        parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, deviation)
     model.save_pretrained(directory)
     return model

@@ -22,6 +22,7 @@ from kernels.contract.tasks import Embed, Task, Vector
 __all__ = [
     "EmbeddingsAnswer",
     "EmbeddingsRequest",
+    "Truncation",
     "check_dimensions",
     "cut_all",
     "embed_all",
@@ -29,6 +30,7 @@ __all__ = [
     "embeds",
     "encoded",
     "inputs_of",
+    "normalizes",
     "require_embeddings",
     "task_all",
 ]
@@ -37,9 +39,14 @@ MAX_INPUTS = 2048
 _AT_ONCE = 64  # inputs of one request in the engine: others are not refused for them
 
 
+Truncation = Annotated[int, Meta(ge=-1, lt=2**31)]
+
+
 class EmbeddingsRequest(msgspec.Struct, kw_only=True):
     """``POST /v1/embeddings``. ``input``: a text, token ids, or up to 2,048 of either. ``dimensions``: keep so many
-    first numbers of each vector, scaled to length 1 again."""
+    first numbers of each vector, scaled to length 1 again if the whole one was. ``prompt_name``: the model's prompt
+    that stands before each text. ``truncate_prompt_tokens``: keep so many first tokens of an input; -1: as many
+    as fit."""
 
     input: Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1, max_length=4_194_304)]
     model: Name | None = None
@@ -49,6 +56,8 @@ class EmbeddingsRequest(msgspec.Struct, kw_only=True):
     cache_salt: Salt | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     rid: Label | None = None
+    prompt_name: Name | None = None
+    truncate_prompt_tokens: Truncation | None = None
 
 
 class EmbeddingObject(msgspec.Struct, kw_only=True):
@@ -74,13 +83,19 @@ async def embeddings(service: Service, exchange: Exchange, body: EmbeddingsReque
     model = service.check_model(body.model)
     require_embeddings(service, model)
     check_dimensions(service, body.dimensions)
-    options = {"priority": body.priority, "cache_salt": body.cache_salt, "label": body.rid}
-    found = await embed_all(service, exchange, inputs_of(body.input, "input"), "input", **options)
+    options = {
+        "priority": body.priority,
+        "cache_salt": body.cache_salt,
+        "label": body.rid,
+        "truncate": body.truncate_prompt_tokens,
+    }
+    inputs = inputs_of(body.input, "input")
+    found = await embed_all(service, exchange, inputs, "input", body.prompt_name, **options)
     total = sum(tokens for _, tokens in found)
     exchange.tokens = (total, 0)
     as_text = body.encoding_format == "base64"
     data: list[EmbeddingObject] = []
-    async for vector in cut_all(found, body.dimensions):
+    async for vector in cut_all(found, body.dimensions, normalizes(service)):
         data.append(EmbeddingObject(index=len(data), embedding=encoded(vector, as_text)))
     return json_response(EmbeddingsAnswer(data=data, model=model, usage=EmbeddingsUsage(total, total)))
 
@@ -114,13 +129,23 @@ def _too_many(size: int) -> ApiError:
     return invalid(f"dimensions: this model's vectors have {size} numbers; ask for at most that.", param="dimensions")
 
 
-async def embed_all(
-    service: Service, exchange: Exchange, inputs: Sequence[str | list[int]], field: str, **options: Any
-) -> list[tuple[np.ndarray, int]]:
-    """The vector of each input, and its tokens. ``field``: the inputs' name in this API. ``options``: those of
-    ``Service.submit``."""
+def normalizes(service: Service) -> bool:
+    """Whether the served model's vectors have length 1."""
     info = service.engine.model_info
-    task = Embed(info is None or info.pooling is None or info.pooling.normalize)
+    return info is None or info.pooling is None or info.pooling.normalize
+
+
+async def embed_all(
+    service: Service,
+    exchange: Exchange,
+    inputs: Sequence[str | list[int]],
+    field: str,
+    prompt_name: str | None = None,
+    **options: Any,
+) -> list[tuple[np.ndarray, int]]:
+    """The vector of each input, and its tokens. ``field``: the inputs' name in this API. ``prompt_name``: see
+    ``Embed``. ``options``: those of ``Service.submit``."""
+    task = Embed(normalizes(service), prompt_name)
     return await task_all(service, exchange, [(prompt, task) for prompt in inputs], field, **options)
 
 
@@ -129,7 +154,7 @@ async def task_all(
 ) -> list[tuple[np.ndarray, int]]:
     """As ``embed_all``, by the task of each input."""
     names = {"prompt": field}
-    places = asyncio.Semaphore(_AT_ONCE)
+    places = asyncio.Semaphore(max(1, min(_AT_ONCE, service.room)))
 
     async def one(prompt: str | list[int], task: Task) -> tuple[np.ndarray, int]:
         async with places:
@@ -164,21 +189,24 @@ def inputs_of(given: str | Sequence[str | int | list[int]], field: str) -> Seque
     return [one for one in given if not isinstance(one, int)]
 
 
-async def cut_all(found: list[tuple[np.ndarray, int]], dimensions: int | None) -> AsyncIterator[np.ndarray]:
-    """The vectors of :func:`embed_all`, each of ``dimensions`` numbers. Others run between two of them."""
+async def cut_all(
+    found: list[tuple[np.ndarray, int]], dimensions: int | None, normalize: bool = True
+) -> AsyncIterator[np.ndarray]:
+    """The vectors of :func:`embed_all`, each of ``dimensions`` numbers, and with ``normalize`` of length 1 again.
+    Others run between two of them."""
     for vector, _ in found:
-        yield _cut(vector, dimensions)
+        yield _cut(vector, dimensions, normalize)
         await asyncio.sleep(0)
 
 
-def _cut(vector: np.ndarray, dimensions: int | None) -> np.ndarray:
-    """The first numbers of a vector, of length 1. Raises 400 for more than there are."""
+def _cut(vector: np.ndarray, dimensions: int | None, normalize: bool) -> np.ndarray:
+    """The first numbers of a vector. Raises 400 for more than there are."""
     if dimensions is None or dimensions == vector.size:
         return vector
     if dimensions > vector.size:
         raise _too_many(vector.size)
     first = vector[:dimensions]
-    return (first / max(float(np.linalg.norm(first)), 1e-12)).astype(np.float32)
+    return (first / max(float(np.linalg.norm(first)), 1e-12)).astype(np.float32) if normalize else first
 
 
 def encoded(vector: np.ndarray, as_text: bool) -> list[float] | str:

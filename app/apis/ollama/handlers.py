@@ -7,7 +7,7 @@ from quart import Response
 
 from app.apis.collecting import Collected
 from app.apis.conversations import NO_TOOLS, AcceptedRequest, ConversationRequest, ToolChoice, submit
-from app.apis.embeddings.handlers import check_dimensions, cut_all, embed_all, require_embeddings
+from app.apis.embeddings.handlers import check_dimensions, cut_all, embed_all, normalizes, require_embeddings
 from app.apis.events import read_whole
 from app.apis.ollama.answers import Lines, Times, chat_answer, generate_answer, loaded
 from app.apis.ollama.parameters import NAMES, chat_of, model_of, params_of, turn_of
@@ -108,14 +108,13 @@ async def _answer(
 async def embed(service: Service, exchange: Exchange, body: EmbedRequest) -> Response:
     """Embeddings of texts, from a model that was trained for them."""
     model = model_of(service, body.model)
-    if body.truncate:
-        raise invalid("truncate: a text that is too long is an error here; shorten it yourself.", param="truncate")
     require_embeddings(service, model)
     check_dimensions(service, body.dimensions)
-    found = await embed_all(service, exchange, [body.input] if isinstance(body.input, str) else body.input, "input")
+    inputs = [body.input] if isinstance(body.input, str) else body.input
+    found = await embed_all(service, exchange, inputs, "input", truncate=-1 if body.truncate else None)
     tokens = sum(count for _, count in found)
     exchange.tokens = (tokens, 0)
-    vectors = [vector.tolist() async for vector in cut_all(found, body.dimensions)]
+    vectors = [vector.tolist() async for vector in cut_all(found, body.dimensions, normalizes(service))]
     return json_response(EmbedAnswer(model=model, embeddings=vectors, prompt_eval_count=tokens))
 
 

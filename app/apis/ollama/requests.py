@@ -127,7 +127,7 @@ class ShowRequest(msgspec.Struct, kw_only=True):
 
 
 class EmbedRequest(msgspec.Struct, kw_only=True):
-    """``POST /api/embed``. ``truncate`` true is refused: a text that is too long is an error."""
+    """``POST /api/embed``. ``truncate``: whether a text that is too long is cut; else it is an error."""
 
     model: Annotated[Name, Meta(min_length=1)]
     input: Text | Annotated[list[Text], Meta(max_length=LIMITS.prompts)]

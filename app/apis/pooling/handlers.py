@@ -72,10 +72,11 @@ async def rerank(service: Service, exchange: Exchange, body: RerankRequest) -> R
 
 
 async def cohere_rerank(service: Service, exchange: Exchange, body: CohereRerankRequest) -> Response:
-    """The same in Cohere's form. Priorities count downwards there."""
+    """The same in Cohere's form, whose lowest priorities come first."""
     service.check_model(body.model)
     texts = [one.text if isinstance(one, Document) else one for one in body.documents]
-    options = {"priority": None if body.priority is None else -body.priority}
+    falls = service.arguments.schedule_low_priority_values_first
+    options = {"priority": body.priority if falls or body.priority is None else -body.priority}
     found, _ = await _ranked(service, exchange, body.query, texts, None, options)
     results = [CohereResult(index, relevance) for index, relevance in found[: body.top_n]]
     meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
@@ -95,7 +96,9 @@ async def score(service: Service, exchange: Exchange, body: ScoreRequest) -> Res
         first = first * len(second)
     if len(first) != len(second):
         raise invalid(f"text_2: has {len(second)} texts for {len(first)} of text_1; send as many.", param="text_2")
-    scores, tokens = await _relevances(service, exchange, list(zip(first, second, strict=True)), None, _options(body))
+    scores, tokens = await _relevances(
+        service, exchange, list(zip(first, second, strict=True)), "text_2", None, _options(body)
+    )
     return json_response(
         ScoreAnswer(
             id=exchange.request_id,
@@ -180,10 +183,11 @@ async def pooling(service: Service, exchange: Exchange, body: PoolingRequest) ->
         if config.task != "embed":
             raise invalid("dimensions: are for embeddings, and this model classifies.", param="dimensions")
         check_dimensions(service, body.dimensions)
-    found, tokens = await _vectors(service, exchange, body.input, _task(config, body.activation), _options(body))
+    task = _task(config, body.activation, body.prompt_name)
+    found, tokens = await _vectors(service, exchange, body.input, task, _options(body))
     as_text = body.encoding_format == "base64"
     data: list[PoolingObject] = []
-    async for vector in cut_all(found, body.dimensions):
+    async for vector in cut_all(found, body.dimensions, config.normalize):
         data.append(PoolingObject(index=len(data), data=encoded(vector, as_text)))
     usage = RankUsage(tokens, tokens)
     return json_response(
@@ -243,15 +247,22 @@ async def _ranked(
     service: Service, exchange: Exchange, query: str, texts: list[str], instruction: str | None, options: dict[str, Any]
 ) -> tuple[list[tuple[int, float]], int]:
     """Index and relevance of each text, the best first; of equal ones the first. And the tokens of all."""
-    scores, tokens = await _relevances(service, exchange, [(query, text) for text in texts], instruction, options)
+    pairs = [(query, text) for text in texts]
+    scores, tokens = await _relevances(service, exchange, pairs, "documents", instruction, options)
     return sorted(enumerate(scores), key=lambda one: -one[1]), tokens
 
 
 async def _relevances(
-    service: Service, exchange: Exchange, pairs: list[_Pair], instruction: str | None, options: dict[str, Any]
+    service: Service,
+    exchange: Exchange,
+    pairs: list[_Pair],
+    field: str,
+    instruction: str | None,
+    options: dict[str, Any],
 ) -> tuple[list[float], int]:
     """The relevance of the second text of each pair to the first: by a head of one class, by the cosine of embeddings,
-    or by the chance of yes against no of Qwen3-Reranker. And the tokens of all."""
+    or by the chance of yes against no of Qwen3-Reranker. And the tokens of all. ``field``: of the second texts in this
+    API."""
     config = _pooling(service)
     if instruction is not None and config is not None:
         raise invalid("instruction: is for Qwen3-Reranker; leave it out.", param="instruction")
@@ -260,32 +271,42 @@ async def _relevances(
     if config is not None and config.task == "classify":
         if len(config.labels) != 1:
             raise _unsuitable(service, "rank", f"one whose head has one class; this one has {len(config.labels)}")
-        found = await task_all(service, exchange, await _joined(service, exchange, pairs), "documents", **options)
+        joined = await _joined(service, exchange, pairs, options.get("truncate"))
+        found = await task_all(service, exchange, joined, field, **options)
         scores = [float(vector[0]) for vector, _ in found]
     elif config is not None:
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        found = await task_all(service, exchange, [(text, Embed()) for text in texts], "documents", **options)
-        of = {text: vector for text, (vector, _) in zip(texts, found, strict=True)}
-        scores = [float(of[first] @ of[second]) for first, second in pairs]
+        names = _side(config, "query"), _side(config, "document", "passage", "corpus")
+        sides = list(dict.fromkeys(side for pair in pairs for side in zip(pair, names, strict=True)))
+        inputs: list[tuple[str | list[int], Task]] = [(text, Embed(prompt=name)) for text, name in sides]
+        found = await task_all(service, exchange, inputs, field, **options)
+        of = {side: vector for side, (vector, _) in zip(sides, found, strict=True)}
+        scores = [float(of[first, names[0]] @ of[second, names[1]]) for first, second in pairs]
     else:
         ids = [await service.engine.tokenize(word, add_special_tokens=False) for word in ("yes", "no")]
         if any(len(one) != 1 for one in ids):
             raise _unsuitable(service, "rank", "Qwen3-Reranker, whose tokenizer has a token for yes and one for no")
         task = NextToken((ids[0][0], ids[1][0]))
         prompts = [(_JUDGE.format(instruction or _INSTRUCTION, *pair), task) for pair in pairs]
-        found = await task_all(service, exchange, prompts, "documents", **options)
+        found = await task_all(service, exchange, prompts, field, **options)
         scores = [_probabilities(logprobs, True)[0] for logprobs, _ in found]
     tokens = sum(count for _, count in found)
     exchange.tokens = (tokens, 0)
     return scores, tokens
 
 
-async def _joined(service: Service, exchange: Exchange, pairs: Sequence[_Pair]) -> list[tuple[list[int], Classify]]:
+def _side(config: PoolingConfig, *names: str) -> str | None:
+    """The first of these prompts that the model has, as sentence-transformers chooses for queries and documents."""
+    return next((name for name in names if name in config.prompts), None)
+
+
+async def _joined(
+    service: Service, exchange: Exchange, pairs: Sequence[_Pair], truncate: int | None
+) -> list[tuple[list[int], Classify]]:
     """The pairs as the tokenizer joins them."""
     found = []
     with service.text_request(exchange):
         for first, second in pairs:
-            ids, begin = await service.engine.tokenize_pair(first, second)
+            ids, begin = await service.engine.tokenize_pair(first, second, truncate)
             found.append((ids, Classify(second=begin)))
             await asyncio.sleep(0)
     return found
@@ -335,9 +356,18 @@ def _unsuitable(service: Service, task: str, suitable: str) -> ApiError:
     )
 
 
-def _task(config: PoolingConfig, activation: bool) -> Task:
-    return Embed(config.normalize) if config.task == "embed" else Classify(activation)
+def _task(config: PoolingConfig, activation: bool, prompt_name: str | None = None) -> Task:
+    if config.task == "embed":
+        return Embed(config.normalize, prompt_name)
+    if prompt_name is not None:
+        raise invalid("prompt_name: is for embeddings, and this model classifies.", param="prompt_name")
+    return Classify(activation)
 
 
 def _options(body: Any) -> dict[str, Any]:
-    return {"priority": body.priority, "cache_salt": body.cache_salt, "label": body.rid}
+    return {
+        "priority": body.priority,
+        "cache_salt": body.cache_salt,
+        "label": body.rid,
+        "truncate": body.truncate_prompt_tokens,
+    }

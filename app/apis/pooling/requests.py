@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from app.apis.embeddings.handlers import Truncation
 from app.apis.openai.requests import Label, Name, Salt, Text, TokenId, TokenIds
 
 __all__ = [
@@ -39,11 +40,14 @@ Documents = Annotated[list[Text | Document], Meta(min_length=1, max_length=MAX_I
 
 
 class _Options(msgspec.Struct, kw_only=True):
+    """``truncate_prompt_tokens``: keep so many first tokens of an input, or of a pair; -1: as many as fit."""
+
     model: Name | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
     rid: Label | None = None
     user: Name | None = None
+    truncate_prompt_tokens: Truncation | None = None
 
 
 class RerankRequest(_Options, kw_only=True):
@@ -90,13 +94,15 @@ class ClassifyRequest(_Options, kw_only=True):
 
 
 class PoolingRequest(_Options, kw_only=True):
-    """``POST /pooling`` of vLLM: the vector of each input, whatever the model makes."""
+    """``POST /pooling`` of vLLM: the vector of each input, whatever the model makes. ``prompt_name``: the model's
+    prompt that stands before each text."""
 
     input: Inputs
     task: Literal["embed", "classify"] | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Count | None = None
     activation: bool = True
+    prompt_name: Name | None = None
 
 
 class EncodeRequest(msgspec.Struct, kw_only=True):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 from actors.engine.engine import Engine
 from actors.protocol.requests import InvalidRequest, SamplingParams
 from kernels.contract.tasks import Classify, NextToken, Vector
-from tests.kits.engines import rest, small_engine
+from tests.kits.engines import halt_in_a_step, rest, small_engine
 from tests.kits.tiny_encoder import make_tiny_encoder
 
 TEXTS = ["the quick brown fox", "paris", "over the lazy dog " * 9]
@@ -76,4 +79,70 @@ async def test_a_model_served_for_embeddings_makes_nothing_else(tiny_model: Path
         assert await engine.embed(TEXTS[0]) == pytest.approx(expected, abs=1e-5)
         with pytest.raises(InvalidRequest, match="cannot generate: it makes vectors"):
             engine.generate(TEXTS[0])
+        await rest(engine)
+
+
+def write_json(file: Path, content: Any) -> None:
+    file.write_text(json.dumps(content))
+
+
+async def test_prompts_of_the_model_stand_before_texts(tmp_path: Path) -> None:
+    make_tiny_encoder(tmp_path)
+    prompts = {"query": "what is ", "document": ""}
+    write_json(tmp_path / "config_sentence_transformers.json", {"prompts": prompts, "default_prompt_name": "query"})
+    write_json(tmp_path / "sentence_bert_config.json", {"max_seq_length": 40, "do_lower_case": True})
+    async with small_engine(tmp_path) as engine:
+        assert engine.context_length == 40
+        plain = await engine.embed("Paris", prompt_name="document")
+        assert plain == await engine.embed(await engine.tokenize("paris"))
+        for name in (None, "query"):
+            found = await engine.embed("Paris", prompt_name=name)
+            assert found == await engine.embed(await engine.tokenize("what is paris"))
+            assert found != plain
+        with pytest.raises(InvalidRequest, match="no prompt 'passage'; its names are document, query") as raised:
+            await engine.embed("paris", prompt_name="passage")
+        assert raised.value.param == "prompt_name"
+        with pytest.raises(InvalidRequest, match="the input is token ids"):
+            await engine.embed([5, 6], prompt_name="query")
+        await rest(engine)
+
+
+async def test_long_inputs_are_cut_where_a_request_says_so(tmp_path: Path) -> None:
+    make_tiny_encoder(tmp_path)
+    long = "over the lazy dog " * 40
+    async with small_engine(tmp_path) as engine:
+        ids = await engine.tokenize(long[:2000])
+        with pytest.raises(InvalidRequest, match="context"):
+            await engine.embed(long)
+        for truncate, kept in ((-1, 64), (9, 9)):
+            expected = await engine.embed([*ids[: kept - 1], 3])
+            assert await engine.embed(long, truncate=truncate) == expected
+            assert await engine.embed(ids, truncate=truncate) == await engine.embed(ids[:kept])
+        for truncate in (0, 65):
+            with pytest.raises(InvalidRequest, match="this model takes 1 to 64 tokens"):
+                await engine.embed(long, truncate=truncate)
+        with pytest.raises(InvalidRequest, match="is for embedding and classifying"):
+            engine.generate("x", truncate=3)
+        await rest(engine)
+    async with small_engine(tmp_path, allow_auto_truncate=True) as engine:
+        assert await engine.embed(long) == await engine.embed([*ids[:63], 3])
+
+
+async def test_the_chance_of_next_tokens_is_not_that_of_a_cut_prompt(tiny_model: Path) -> None:
+    async with small_engine(tiny_model, allow_auto_truncate=True) as engine:
+        with pytest.raises(InvalidRequest, match="The prompt has 600 tokens"):
+            await result(engine, [7] * 600, NextToken((5,)))
+
+
+async def test_nothing_is_lost_when_a_worker_is_killed_as_it_embeds(tmp_path: Path) -> None:
+    make_tiny_encoder(tmp_path)
+    async with small_engine(tmp_path, watchdog_timeout=60.0) as engine:
+        texts = [f"the quick brown fox number {count}" for count in range(24)]
+        expected = [await engine.embed(text) for text in texts]
+        halted = asyncio.create_task(halt_in_a_step(engine))
+        await asyncio.sleep(0)
+        embedding = [asyncio.create_task(engine.embed(text)) for text in texts]
+        os.kill(await halted, signal.SIGKILL)
+        assert await asyncio.gather(*embedding) == expected
+        assert engine.describe()["workers"][0]["restarts"] == 1
         await rest(engine)

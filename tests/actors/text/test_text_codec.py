@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from actors.protocol.requests import Chat
 from actors.text.chat_template import ChatTemplate
 from actors.text.model_files import ModelFiles, ModelPathError, resolve_model_path
 from actors.text.text_codec import LONG_TEXT, TextCodec
+from tests.kits.tiny_encoder import make_tiny_encoder
 from tests.kits.tiny_model import make_tiny_model
 
 
@@ -116,3 +118,34 @@ def test_long_texts_encode_alike_and_are_bounded(tiny_model: Path) -> None:
     assert len(text) > LONG_TEXT
     assert codec.encode(text) == codec.tokenizer.encode(text).ids
     assert codec.most_chars(len(codec.encode(text))) >= len(text)
+
+
+def test_a_length_in_the_tokenizer_file_cuts_nothing(tmp_path: Path) -> None:
+    """Embedding models are often saved with one."""
+    make_tiny_model(tmp_path)
+    text = "the quick brown fox " * 9
+    whole = TextCodec(ModelFiles(tmp_path)).encode(text)
+    made = json.loads((tmp_path / "tokenizer.json").read_text())
+    made["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    assert TextCodec(ModelFiles(tmp_path)).encode(text) == whole
+
+
+@pytest.mark.parametrize("most", [*range(3, 24), 64])
+def test_texts_and_pairs_are_cut_as_the_tokenizer_cuts_them(tmp_path: Path, most: int) -> None:
+    make_tiny_encoder(tmp_path)
+    codec = TextCodec(ModelFiles(tmp_path))
+    own = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    own.enable_truncation(most)
+    long, short, word = "one two three four five six seven", "the capital of france", "paris"
+    for text in (long, short, ""):
+        assert codec.encode(text, most=most) == own.encode(text).ids
+    for pair in ((long, short), (short, long), (long, word), (word, long), (long, long), (word, word)):
+        expected = own.encode(*pair)
+        ids, second = codec.encode_pair(*pair, most)
+        assert ids == expected.ids
+        assert second == expected.type_ids.index(1)
+    assert codec.encode_pair(long, short) == codec.encode_pair(long, short, 64)
+    assert (
+        codec.encode(long, add_special_tokens=False, most=most) == codec.encode(long, add_special_tokens=False)[:most]
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import ollama
 import pytest
 
+from app.application import Troupe
 from tests.kits.app_requests import post
 from tests.kits.fake_engine import ANSWER
 
@@ -282,3 +284,14 @@ def test_every_option_of_the_client_is_taken_or_refused() -> None:
     from app.server.known_fields import KNOWN, NO_EFFECT
 
     assert set(ClientOptions.model_fields) - set(Options.__struct_fields__) <= set(KNOWN) | set(NO_EFFECT)
+
+
+@pytest.mark.parametrize(("truncate", "kept"), [(True, -1), (False, None), (None, None)])
+async def test_an_input_to_embed_is_cut_where_the_request_says_so(
+    make_application: Callable[..., Troupe], truncate: bool | None, kept: int | None
+) -> None:
+    application = make_application(is_embedding=True)
+    engine: Any = application.engine
+    body = {"model": "fake", "input": "x"} | ({} if truncate is None else {"truncate": truncate})
+    response = await application.test_client().post("/api/embed", json=body)
+    assert (response.status_code, engine.requests[-1]["truncate"]) == (200, kept)

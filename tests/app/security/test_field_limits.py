@@ -497,9 +497,12 @@ TABLE["/v1/embeddings"] = {
     "cache_salt": [5],
     "priority": OPENAI["priority"],
     "rid": [OVER_LABEL],
+    "prompt_name": [5, OVER_NAME],
+    "truncate_prompt_tokens": [-2, HUGE, 1.5],
 }
 RANKING: dict[str, list[Any]] = {
-    name: TABLE["/v1/embeddings"][name] for name in ("model", "user", "cache_salt", "priority", "rid")
+    name: TABLE["/v1/embeddings"][name]
+    for name in ("model", "user", "cache_salt", "priority", "rid", "truncate_prompt_tokens")
 }
 RERANK: dict[str, list[Any]] = {
     "query": [5],
@@ -534,6 +537,7 @@ TABLE["/pooling"] = RANKING | {
     "encoding_format": ["hex"],
     "dimensions": [0, -1, HUGE],
     "activation": [5],
+    "prompt_name": [5, OVER_NAME],
 }
 TABLE["/encode"] = {"text": [5, [], ["x"] * 2049], "input_ids": IDS, "rid": [OVER_LABEL]}
 TABLE["/v1/batches"] = {

@@ -134,6 +134,35 @@ def test_an_encoder_embeds_as_transformers_does(tmp_path, family, mode, normaliz
 
 
 @pytest.mark.parametrize("family", sorted(ENCODER))
+@torch.inference_mode()
+def test_an_encoder_that_was_trained_to_fill_gaps_embeds(tmp_path, family):
+    """As the checkpoints of some models of sentence-transformers say."""
+    model = make(tmp_path, f"{family}ForMaskedLM", f"{family}Config", **ENCODER[family])
+    pool(tmp_path, "pooling_mode_mean_tokens")
+    prompts = inputs()
+    _, found = run(tmp_path, prompts, Embed())
+    states = [model.base_model(torch.tensor([ids])).last_hidden_state[0].mean(0) for ids in prompts]
+    close(found, [torch.nn.functional.normalize(state, dim=0) for state in states])
+
+
+@torch.inference_mode()
+def test_an_encoder_that_counts_from_zero_needs_no_padding_token(tmp_path):
+    make(tmp_path, "BertModel", "BertConfig", **ENCODER["Bert"])
+    _, expected = run(tmp_path, inputs(), Embed())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
+    _, found = run(tmp_path, inputs(), Embed())
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta"])
+def test_the_most_tokens_are_those_of_the_transformer_module(tmp_path, name):
+    (tmp_path / f"sentence_{name}_config.json").write_text('{"max_seq_length": 33, "do_lower_case": true}')
+    found = read_pooling(tmp_path, {"architectures": ["BertModel"]})
+    assert (found.most_tokens, found.lowercase) == (33, True)
+
+
+@pytest.mark.parametrize("family", sorted(ENCODER))
 @pytest.mark.parametrize("labels", [1, 3])
 @torch.inference_mode()
 def test_an_encoder_classifies_as_transformers_does(tmp_path, family, labels):
@@ -245,7 +274,10 @@ def test_encoders_are_those_of_the_registry():
         ({"modules.json": [{"type": "x.Dense", "path": "2_Dense"}]}, {}, "module Dense, which is not run"),
         ({"modules.json": [{"type": "x.Pooling", "path": "../1"}]}, {}, "a directory outside its own"),
         ({"modules.json": [{"type": "x.Pooling", "path": ".."}]}, {}, "a directory outside its own"),
-        ({"config_sentence_transformers.json": {"default_prompt_name": "query"}}, {}, "the prompt 'query' before"),
+        ({"config_sentence_transformers.json": {"default_prompt_name": "query"}}, {}, "'query' is none of prompts"),
+        ({"config_sentence_transformers.json": {"prompts": ["query"]}}, {}, "prompts must be an object"),
+        ({"config_sentence_transformers.json": {"prompts": {"query": "q: "}},
+          "1_Pooling/config.json": {"pooling_mode_mean_tokens": True, "include_prompt": False}}, {}, "include_prompt"),
         ({"modules.json": {"type": 1}}, {}, "must be a list of modules"),
         ({"1_Pooling/config.json": {"pooling_mode_max_tokens": True}}, {}, "pooling_mode_max_tokens is not run"),
         ({"1_Pooling/config.json": {"pooling_mode_mean_tokens": True}}, {"architectures": ["Qwen3Model"]}, "last t"),
