@@ -91,7 +91,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
         int | None,
         Option(
             group=_GROUP,
-            default_text="5 for Llama, else 3",
+            default_text="3",
             minimum=1,
             maximum=63,
             metavar="N",
@@ -103,7 +103,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
         int | None,
         Option(
             group=_GROUP,
-            default_text="4 for EAGLE and EAGLE3 on Llama, else 1",
+            default_text="1",
             minimum=1,
             maximum=32,
             metavar="N",
@@ -115,7 +115,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
         int | None,
         Option(
             group=_GROUP,
-            default_text="8 for EAGLE and EAGLE3 on Llama, else 4; NGRAM: 12; DFLASH: the draft's block size",
+            default_text="4; NGRAM: 12; DFLASH: the draft's block size",
             minimum=2,
             maximum=64,
             metavar="N",
