@@ -25,6 +25,7 @@ __all__ = ["MOST_SECONDS", "SessionParams", "Sessions", "Turn", "take_turn"]
 _SECONDS = 3600.0
 MOST_SECONDS = 86_400.0
 _MOST_SESSIONS = 256
+_MOST_REQUESTS = 512  # of a session
 _MOST_TOKENS = 4 << 20
 
 Prompt = str | list[int] | Chat
@@ -68,6 +69,14 @@ class _Session:
 
     def __len__(self) -> int:
         return sum(map(len, self.requests.values()))
+
+    def forget_refused(self) -> None:
+        """Remove requests that ended without a token."""
+        for rid, request in list(self.requests.items()):
+            if request.exchange is not None and not _runs(request):
+                request.exchange = None
+                if not request.output:
+                    del self.requests[rid]
 
     def remove(self, rid: str) -> list[_Request]:
         """Remove what continues a request, directly or not; what was removed."""
@@ -142,6 +151,7 @@ class Sessions:
         session = self._sessions.get((owner, params.id))
         if session is None:
             raise invalid(f"session_params.id: {_gone(params.id)}", param="session_params.id", code="session_not_found")
+        session.forget_refused()
         replaced: list[_Request] = []
         if session.streaming:
             parent = _of_stream(session, params)
@@ -162,11 +172,11 @@ class Sessions:
         else:
             session.requests[rid] = request
         self._shrink(owner, session)
-        if len(session) > _MOST_TOKENS:
+        if len(session) > _MOST_TOKENS or len(session.requests) > _MOST_REQUESTS:
             session.requests.pop(rid, None)
             raise invalid(
-                f"session_params: the requests of this session have more than {_MOST_TOKENS} tokens. Replace some, or "
-                "close it.",
+                f"session_params: this session has more than {_MOST_REQUESTS} requests, or {_MOST_TOKENS} tokens in "
+                "them. Replace some, or open another.",
                 param="session_params",
             )
 

@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 
+from actors.protocol.requests import InvalidRequest
 from app.apis import sessions as module
 from tests.kits.app_requests import events
 from tests.kits.waiting import until
@@ -199,6 +200,20 @@ async def test_the_least_used_session_of_a_key_makes_room(monkeypatch, applicati
     await turn(application, "a", [1])
     await opened(application, session_id="c")
     assert [(await turn(application, name, [1]))[0] for name in ("a", "b", "c")] == [200, 400, 200]
+
+
+async def test_requests_of_a_session_are_bounded_and_refused_ones_do_not_count(monkeypatch, application, engine):
+    monkeypatch.setattr(module, "_MOST_REQUESTS", 2)
+    session = await opened(application)
+    engine.ready_error = InvalidRequest("too long", param="prompt")
+    for _ in range(3):
+        assert (await turn(application, session, [1]))[1]["error"]["param"] == "input_ids"
+    engine.ready_error = None
+    assert (await turn(application, session, [1], rid="a"))[0] == 200
+    assert (await turn(application, session, [1], "a", rid="b"))[0] == 200
+    status, answer = await turn(application, session, [1], "b")
+    assert (status, answer["error"]["param"]) == (400, "session_params")
+    assert (await turn(application, session, [1], "a", params={"replace": True}))[0] == 200
 
 
 async def test_tokens_of_a_key_are_bounded(monkeypatch, application):
