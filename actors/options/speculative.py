@@ -92,7 +92,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
         int | None,
         Option(
             group=_GROUP,
-            default_text="5 for Llama, else 3",
+            default_text="3",
             minimum=1,
             maximum=63,
             metavar="N",
@@ -104,7 +104,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
         int | None,
         Option(
             group=_GROUP,
-            default_text="4 for EAGLE and EAGLE3 on Llama, else 1",
+            default_text="1",
             minimum=1,
             maximum=32,
             metavar="N",
@@ -116,7 +116,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
         int | None,
         Option(
             group=_GROUP,
-            default_text="8 for EAGLE and EAGLE3 on Llama, else 4; NGRAM: 12; DFLASH: the draft's block size",
+            default_text="4; NGRAM: 12; DFLASH: the draft's block size",
             minimum=2,
             maximum=64,
             metavar="N",

@@ -26,6 +26,8 @@ _SECONDS = 3600.0
 MOST_SECONDS = 86_400.0
 _MOST_SESSIONS = 256
 _MOST_TOKENS = 4 << 20
+_REQUEST_TOKENS = 256
+"""What each request counts beside its own tokens: short ones are bounded by their number."""
 
 Prompt = str | list[int] | Chat
 
@@ -55,7 +57,7 @@ class _Request:
         self.exchange: Exchange | None = exchange
 
     def __len__(self) -> int:
-        return len(self.prompt) + len(self.output)
+        return _REQUEST_TOKENS + len(self.prompt) + len(self.output)
 
 
 class _Session:
@@ -71,12 +73,11 @@ class _Session:
 
     def remove(self, rid: str) -> list[_Request]:
         """Remove what continues a request, directly or not; what was removed."""
-        removed: list[_Request] = []
-        for other in [name for name, request in self.requests.items() if request.parent == rid]:
-            request = self.requests.pop(other, None)
-            if request is not None:
-                removed += [request, *self.remove(other)]
-        return removed
+        gone = {rid}
+        for name, request in self.requests.items():  # a request stands behind the one that it continues
+            if request.parent in gone:
+                gone.add(name)
+        return [self.requests.pop(name) for name in gone - {rid}]
 
 
 class Turn:
@@ -160,13 +161,14 @@ class Sessions:
         if session.streaming:
             session.running = request
         else:
+            session.requests.pop(rid, None)
             session.requests[rid] = request
         self._shrink(owner, session)
         if len(session) > _MOST_TOKENS:
             session.requests.pop(rid, None)
             raise invalid(
-                f"session_params: the requests of this session have more than {_MOST_TOKENS} tokens. Replace some, or "
-                "close it.",
+                f"session_params: the requests of this session have more than {_MOST_TOKENS} tokens, counting "
+                f"{_REQUEST_TOKENS} more for each request. Replace some, or close it.",
                 param="session_params",
             )
 
