@@ -53,7 +53,8 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
             help="Draft several tokens ahead and let the model verify them in one pass. The output stays the same. "
             "EAGLE (also NEXTN) and EAGLE3: a small head on the model's hidden states; MTP: the model's own "
             "multi-token heads, which EAGLE finds as well; DFLASH: a model that drafts a block at once; "
-            "STANDALONE: a smaller model of the same vocabulary; NGRAM: tokens that followed the same n-gram before.",
+            "STANDALONE: a smaller model of the same vocabulary; NGRAM: tokens that followed the same n-gram "
+            "before, and those that a grammar forces.",
         ),
     ] = None
 
