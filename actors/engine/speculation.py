@@ -15,10 +15,8 @@ from kernels.contract.speculation import AdaptiveSettings, NgramSettings, Specul
 
 __all__ = ["speculation"]
 
-_DEEP = {"EAGLE": (5, 4, 8), "EAGLE3": (5, 4, 8)}
-_DEEP_FAMILIES = ("Llama",)
-"""Steps, top-k and verified tokens, as SGLang's defaults for these models; all others get a chain of three."""
 _CHAIN = (3, 1, 4)
+"""Steps, top-k and verified tokens where none are set: three draft tokens."""
 _NGRAM_TOKENS = 12
 _BLOCK = 16
 _LARGEST_FILE = 16 << 20
@@ -152,8 +150,7 @@ def _tree(a: Arguments, algorithm: str, files: ModelFiles, draft: Mapping[str, A
     if steps is not None:
         chosen = steps, topk, tokens or steps + 1
     else:
-        deep = any(family in files.architecture for family in _DEEP_FAMILIES)
-        chosen = _DEEP.get(algorithm, _CHAIN) if deep else _CHAIN
+        chosen = _CHAIN
     if a.enable_multi_layer_eagle:
         chosen = _layers(a, algorithm, draft or files.config, chosen)
     assert chosen[2] <= tree_size(chosen[0], chosen[1])

@@ -53,7 +53,8 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
             help="Draft several tokens ahead and let the model verify them in one pass. The output stays the same. "
             "EAGLE (also NEXTN) and EAGLE3: a small head on the model's hidden states; MTP: the model's own "
             "multi-token heads, which EAGLE finds as well; DFLASH: a model that drafts a block at once; "
-            "STANDALONE: a smaller model of the same vocabulary; NGRAM: tokens that followed the same n-gram before.",
+            "STANDALONE: a smaller model of the same vocabulary; NGRAM: tokens that followed the same n-gram "
+            "before, and those that a grammar forces.",
         ),
     ] = None
 
@@ -91,7 +92,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
         int | None,
         Option(
             group=_GROUP,
-            default_text="5 for Llama, else 3",
+            default_text="3",
             minimum=1,
             maximum=63,
             metavar="N",
@@ -103,7 +104,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
         int | None,
         Option(
             group=_GROUP,
-            default_text="4 for EAGLE and EAGLE3 on Llama, else 1",
+            default_text="1",
             minimum=1,
             maximum=32,
             metavar="N",
@@ -115,7 +116,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
         int | None,
         Option(
             group=_GROUP,
-            default_text="8 for EAGLE and EAGLE3 on Llama, else 4; NGRAM: 12; DFLASH: the draft's block size",
+            default_text="4; NGRAM: 12; DFLASH: the draft's block size",
             minimum=2,
             maximum=64,
             metavar="N",

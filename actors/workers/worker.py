@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import msgspec
@@ -24,7 +23,7 @@ from actors.protocol import (
     WorkerLoaded,
     WorkerProtocol,
 )
-from actors.runtime import Actor, Answered, Later, RequestError, handles_in_thread
+from actors.runtime import Actor, Answered, Deferred, Later, RequestError, handles, handles_in_thread
 from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import CacheSizeError, ConfigError, LoadError, UnsupportedError
 from kernels.contract.info import ModelInfo
@@ -139,31 +138,34 @@ class Worker(Actor[WorkerProtocol]):
             return Answered(result, partial(self._run_idle_work, step.idle_work) if result.drafted else step.idle_work)
         return self._waiting.submit(self._finish, step, batch.traces, sent, begun, waited)
 
-    @handles_in_thread
-    def compile_grammar(self, message: CompileGrammar, sent: float) -> str | Later[str]:
-        """Compile in another thread; steps go on."""
+    @handles
+    def compile_grammar(self, message: CompileGrammar) -> str | Deferred[str]:
+        """Compile in another thread, beside the running step."""
         if self._runner is None or self._epoch is None:
             return ""  # the load was refused
         try:
             compiled = self._runner.compile_grammar(message.grammar)
         except UnsupportedError as error:
             return str(error)
-        answer: Later[str] = Future()
+        loop = asyncio.get_running_loop()
+        answer: Deferred[str] = loop.create_future()
+
+        def reply(text: str) -> None:
+            limit.cancel()
+            if not answer.done():
+                answer.set_result(text)
 
         def late() -> None:
             waits = not (compiled.running() or compiled.done())
             too_much = f"it takes more than {message.timeout:g} s to compile; simplify it"
-            _answer(answer, message.BUSY if waits else too_much)
-
-        limit = threading.Timer(message.timeout, late)
-        limit.daemon = True
-        limit.start()
+            reply(message.BUSY if waits else too_much)
 
         def done(found: Future[object]) -> None:
-            limit.cancel()
-            error = found.exception()
-            _answer(answer, "" if error is None else str(error))
+            if not found.cancelled() and not loop.is_closed():  # else the worker ends
+                error = found.exception()
+                loop.call_soon_threadsafe(reply, "" if error is None else str(error))
 
+        limit = loop.call_later(message.timeout, late)
         compiled.add_done_callback(done)
         return answer
 
@@ -204,12 +206,6 @@ class Worker(Actor[WorkerProtocol]):
         if result.drafted:
             spans += _draft_token_spans(spans, result)
         return msgspec.structs.replace(result, spans=spans)
-
-
-def _answer(answer: Later[str], text: str) -> None:
-    """The first answer counts."""
-    with contextlib.suppress(InvalidStateError):
-        answer.set_result(text)
 
 
 def _draft_token_spans(spans: tuple[WorkerSpan, ...], result: StepResult) -> tuple[WorkerSpan, ...]:

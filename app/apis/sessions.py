@@ -26,6 +26,8 @@ _SECONDS = 3600.0
 MOST_SECONDS = 86_400.0
 _MOST_SESSIONS = 256
 _MOST_TOKENS = 4 << 20
+_REQUEST_TOKENS = 256
+"""What each request counts beside its own tokens: short ones are bounded by their number."""
 
 Prompt = str | list[int] | Chat
 
@@ -55,7 +57,7 @@ class _Request:
         self.exchange: Exchange | None = exchange
 
     def __len__(self) -> int:
-        return len(self.prompt) + len(self.output)
+        return _REQUEST_TOKENS + len(self.prompt) + len(self.output)
 
 
 class _Session:
@@ -69,14 +71,21 @@ class _Session:
     def __len__(self) -> int:
         return sum(map(len, self.requests.values()))
 
+    def forget_refused(self) -> None:
+        """Remove requests that ended without a token."""
+        for rid, request in list(self.requests.items()):
+            if request.exchange is not None and not _runs(request):
+                request.exchange = None
+                if not request.output:
+                    del self.requests[rid]
+
     def remove(self, rid: str) -> list[_Request]:
         """Remove what continues a request, directly or not; what was removed."""
-        removed: list[_Request] = []
-        for other in [name for name, request in self.requests.items() if request.parent == rid]:
-            request = self.requests.pop(other, None)
-            if request is not None:
-                removed += [request, *self.remove(other)]
-        return removed
+        gone = {rid}
+        for name, request in self.requests.items():  # a request stands behind the one that it continues
+            if request.parent in gone:
+                gone.add(name)
+        return [self.requests.pop(name) for name in gone - {rid}]
 
 
 class Turn:
@@ -142,6 +151,7 @@ class Sessions:
         session = self._sessions.get((owner, params.id))
         if session is None:
             raise invalid(f"session_params.id: {_gone(params.id)}", param="session_params.id", code="session_not_found")
+        session.forget_refused()
         replaced: list[_Request] = []
         if session.streaming:
             parent = _of_stream(session, params)
@@ -160,13 +170,14 @@ class Sessions:
         if session.streaming:
             session.running = request
         else:
+            session.requests.pop(rid, None)
             session.requests[rid] = request
         self._shrink(owner, session)
         if len(session) > _MOST_TOKENS:
             session.requests.pop(rid, None)
             raise invalid(
-                f"session_params: the requests of this session have more than {_MOST_TOKENS} tokens. Replace some, or "
-                "close it.",
+                f"session_params: the requests of this session have more than {_MOST_TOKENS} tokens, counting "
+                f"{_REQUEST_TOKENS} more for each request. Replace some, or close it.",
                 param="session_params",
             )
 

@@ -15,6 +15,7 @@ from actors.runtime import current_traceparent
 from app.server.auth import Level
 from app.server.browser_policy import BrowserPolicy
 from app.server.custom_labels import custom_labels
+from app.server.dialect import OPENAI
 from app.server.errors import ApiError, shutting_down
 from app.server.exchange import Exchange, Send, current_request_id, is_label
 from app.server.path_suggestions import suggest_path
@@ -37,6 +38,9 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 _CUT_SECONDS = 1.0
 _GONE = 499  # logged and counted when the client disconnected before there was a status
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+_NO_WEBSOCKETS = "This server opens no WebSocket, so it has no realtime API; use POST /v1/responses with stream true."
 
 
 class Middleware:
@@ -66,9 +70,16 @@ class Middleware:
         return {**scope, "path": path, "root_path": ""}
 
     async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse: no route accepts a websocket."""
+        """Refuse: no route accepts a websocket. A server that can answers the handshake as a request."""
         await receive()
-        await send({"type": "websocket.close", "code": 1008, "reason": ""})
+        if "websocket.http.response" not in scope.get("extensions", {}):
+            await send({"type": "websocket.close", "code": 1008, "reason": ""})
+            return
+        error = ApiError(404, _NO_WEBSOCKETS, code="not_found")
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "websocket.http.response.start", "status": 404, "headers": headers})
+        body = OPENAI.body(error, self._service.ids.new("req-"))
+        await send({"type": "websocket.http.response.body", "body": body, "more_body": False})
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service

@@ -32,7 +32,8 @@ _NEARLY_ALIKE, _ALIKE = 0.9, 0.75
 _NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     # Pattern of paths, the API they belong to, and the path to use.
     (r"/(embed|embedding)", "This form of embeddings", "POST /v1/embeddings"),
-    (r"/(v1/)?(audio|images|videos|realtime)(/.*)?", "Processing audio, images or video", _CHAT),
+    (r"/(v1/)?(audio|images|videos)(/.*)?", "Processing audio, images or video", _CHAT),
+    (r"/(v1/)?realtime(/.*)?", "The realtime API", "POST /v1/responses with stream true"),
     (r"/(v1/)?uploads(/.*)?", "Uploading in parts", "POST /v1/files"),
     (r"/(v1/)?(assistants|threads|vector_stores|containers|evals)(/.*)?", "This API of OpenAI", _CHAT),
     (r"/(v1/)?(fine_tuning|fine-tunes|moderations)(/.*)?", "This API of OpenAI", ""),
@@ -52,7 +53,6 @@ _NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     (r"/(pause|is_paused)", "This path", "POST /pause_generation"),
     (r"/resume", "This path", "POST /continue_generation"),
     (r"/(sleep|wake_up|is_sleeping)", "Sleeping", "POST /pause_generation"),
-    (r"/(open|close)_session", "Sessions", "POST /generate, whose prefixes are cached"),
     (r"/(parse_function_call|separate_reasoning)", "Reading texts for tool calls or thoughts", _CHAT),
     (r"/invocations", "This API", _CHAT),
     (r"/load", "This path", "GET /v1/loads"),

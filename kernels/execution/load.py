@@ -37,6 +37,7 @@ from kernels.models.reading import read_config
 from kernels.models.registry import build, caches, tensors
 from kernels.sampling.sampler import Sampler
 from kernels.speculation.drafter import Drafter, DrafterContext
+from kernels.speculation.drafters.ngram import NgramDrafter
 from kernels.speculation.load import captured_layers, draft_device, make_drafter
 from kernels.speculation.speculator import Speculator
 from kernels.speculation.warmup import TargetParts, precompile_drafts
@@ -274,6 +275,8 @@ def load_model(
     speculator: Speculator | None = None
     if drafter is not None and speculation is not None:
         speculator = Speculator(drafter, speculation, device, sampler, slots)
+        if isinstance(drafter, NgramDrafter) and grammars is not None:
+            drafter.forced = grammars.forced
     outputs = StepOutputs(device, model, sampler, slots, groups.caches, speculator=speculator, grammars=grammars)
     clock.end("cache")
     progress("cache", 0.92)

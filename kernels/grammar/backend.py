@@ -44,6 +44,11 @@ class Matcher(Protocol):
         """Take the last tokens back."""
         ...
 
+    def forced(self) -> list[int]:
+        """The next tokens, where the grammar allows one text only: most likely the tokens of this text, which are not
+        the only ones that a backend allows. May be empty all the same."""
+        ...
+
     def fill(self, row: Bits) -> None:
         """Write which tokens are allowed next, end-of-text tokens among them where the text may end. Raises
         GrammarError where the grammar is too much for the library."""

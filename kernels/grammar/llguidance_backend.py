@@ -91,6 +91,9 @@ class LlMatcher:
         forced = self._matcher.compute_ff_tokens()
         return (not forced or token == forced[0]) and self._matcher.try_consume_tokens([token]) == 1
 
+    def forced(self) -> list[int]:
+        return self._matcher.compute_ff_tokens()
+
     def rollback(self, tokens: int) -> None:
         self._matcher.rollback(tokens)
 

@@ -27,7 +27,7 @@ Kept = Callable[[Longs], npt.NDArray[np.bool_]]
 _BITS: Bits = (1 << np.arange(32, dtype=np.int64)).astype(np.uint32).view(np.int32)
 _ALL = -1  # a word of bits: every token is allowed
 
-_COMPILE_SECONDS = 1.0
+_COMPILE_SECONDS = 10.0
 """A step waits only for a grammar that this compiler has forgotten since it was compiled; others are held."""
 
 _TEXT_SECONDS, _TOKEN_SECONDS = 1.0, 0.005
@@ -158,6 +158,24 @@ class GrammarSlots:
     def fail(self, slot: int, reason: str) -> None:
         """The text of this slot cannot go on."""
         self._texts[slot].fail(reason)
+
+    def forced(self, slot: int, length: int) -> list[int]:
+        """``Matcher.forced`` after the first ``length`` tokens of a slot; empty where it has no grammar, or where these
+        tokens are not all known."""
+        text = self._texts.get(slot)
+        if text is None or text.error:
+            return []
+        self._take_arrived()
+        begun, started = time.thread_time(), time.perf_counter()
+        try:
+            if text.position < length:
+                text.follow(self._tokens(text, slot, length))
+            found = text.forced() if text.position == length else []
+            text.charge(started, begun)
+        except Exception as error:  # of one text: others go on
+            text.fail(error)
+            return []
+        return found
 
     def errors(self, slots: Sequence[int]) -> dict[int, str]:
         """By slot, why its grammar cannot go on."""
@@ -295,6 +313,10 @@ class _Text:
             row[:] = thought
         else:
             self._started().fill(row)
+
+    def forced(self) -> list[int]:
+        free = self._ended or self._opens >= 0 or self._after
+        return [] if free else [token for token in self._started().forced() if token not in self._eos]
 
     def fill_tree(self, tree: TextTree, rows: Bits, thought: Bits) -> None:
         """Write the tokens that are allowed after each node but the root, whose text this is, into its row. Everything

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import torch
 import xgrammar
+from tokenizers import Tokenizer
 
 from kernels.contract.grammar import Grammar, GrammarError, GrammarSettings
 from kernels.grammar.backend import MOST_WHITESPACE, Bits, Compiled, read_tags, tokenizer_json
@@ -30,6 +31,7 @@ class XGrammar:
         text = tokenizer_json(settings)
         found: dict[str, Any] = xgrammar.TokenizerInfo._detect_metadata_from_hf(text)
         tokenizer = msgspec.json.decode(text)
+        self._tokenizer = Tokenizer.from_str(text)
         vocabulary = [""] * vocab_size  # an empty token is never allowed
         for token, at in _tokens(tokenizer).items():
             if at < vocab_size:
@@ -54,7 +56,7 @@ class XGrammar:
             raise
         except Exception as error:  # of many types
             raise GrammarError(_readable(str(error))) from error
-        return lambda: XMatcher(xgrammar.GrammarMatcher(compiled), self._vocab_size)
+        return lambda: XMatcher(xgrammar.GrammarMatcher(compiled), self._tokenizer)
 
     def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         text, compiler = grammar.text, self._compiler
@@ -89,13 +91,18 @@ class XGrammar:
 class XMatcher:
     """See ``Matcher``."""
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher, vocab_size: int) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: xgrammar.GrammarMatcher, tokenizer: Tokenizer) -> None:
+        self._matcher, self._tokenizer = matcher, tokenizer
 
     def accept(self, token: int) -> bool:
         return bool(self._matcher.accept_token(token))
 
     follow = accept
+
+    def forced(self) -> list[int]:
+        text = self._matcher.find_jump_forward_string()
+        found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
+        return found
 
     def rollback(self, tokens: int) -> None:
         self._matcher.rollback(tokens)

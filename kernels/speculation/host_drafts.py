@@ -57,6 +57,17 @@ class HostTrees:
     depths: Longs | None = None
     bits: Longs | None = None
 
+    def linear(self) -> list[list[int]]:
+        """The nodes of each row, the root first; only the root where its tree branches."""
+        nodes = [row[:count] for row, count in zip(self.tokens.tolist(), self.counts.tolist(), strict=True)]
+        if self.parents is None:
+            return nodes
+        above = self.parents.tolist()
+        return [
+            row if parents[: len(row)] == list(range(-1, len(row) - 1)) else row[:1]
+            for row, parents in zip(nodes, above, strict=True)
+        ]
+
 
 class Choice:
     """Chooses tokens from a pass's results: ``logits`` [rows, vocabulary] and their argmax, ``tokens``. ``ids``: as in

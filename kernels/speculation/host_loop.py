@@ -170,11 +170,12 @@ class HostDraftLoop:
             *(judged.tokens.tobytes(), emitted, found.drafted, found.depths, found.drafted_at, judged.failed)
         )
 
-    def _judge(self, chains: HostChainsFound) -> HostChainsFound:
-        """Let grammars judge the accepted tokens."""
+    def _judge(self, chains: HostChainsFound, trees: HostTrees | None = None) -> HostChainsFound:
+        """Let grammars judge the accepted tokens. ``trees``: those that the pass ran, where the host knows them."""
         if self._masked is None or self._grammars is None:
             return chains
-        return self._grammars.judge_chains(self._masked, chains, self._target.logits)
+        drafts = () if trees is None else trees.linear()
+        return self._grammars.judge_chains(self._masked, chains, self._target.logits, drafts)
 
     def _show(self, batch: StepBatch, seen: HostObservation, depths: bytes, continues: bool = False) -> None:
         """Record accepted tokens for the drafter. ``continues``: as in ``Speculator.record_accepted``."""
@@ -228,7 +229,7 @@ class HostDraftLoop:
             emitted = state.here[int(slots[0]), first : first + int(accepted[0])]
         else:
             emitted = state.here[np.repeat(slots, accepted), ragged(roots + 1, accepted)]
-        judged = self._judge(HostChainsFound(roots, accepted, emitted, kept))
+        judged = self._judge(HostChainsFound(roots, accepted, emitted, kept), trees)
         features = self._target.features if self._speculator.drafter.features else None
         levels = depths.astype(np.int32).tobytes()
         self._show(batch, HostObservation(slots, roots, judged.accepted, features, judged.places), levels)

@@ -104,12 +104,18 @@ class HostGrammars:
             tokens = found.tobytes()
         return tokens, self._failed(masked)
 
-    def judge_chains(self, masked: MaskedRows, chains: HostChainsFound, logits: Tensor) -> HostChainsFound:
+    def judge_chains(
+        self, masked: MaskedRows, chains: HostChainsFound, logits: Tensor, drafts: Sequence[list[int]] = ()
+    ) -> HostChainsFound:
         """Cut chains of accepted draft tokens behind the first token that grammars replace. The table then ends there,
-        too. ``logits`` [tokens, vocab] of the pass."""
+        too. ``logits`` [tokens, vocab] of the pass.
+
+        ``drafts``: of each row the chain that the pass ran, its root first; only the root where it was none. A chain
+        goes on where the replacing token is its next one.
+        """
         counts, tokens = chains.accepted.copy(), chains.tokens.copy()
         begins, known = np.cumsum(counts) - counts, chains.roots + 1
-        going = np.arange(len(masked.rows))
+        going, cut = np.arange(len(masked.rows)), [np.zeros(0, dtype=np.int64)]
         for place in range(int(counts[masked.rows].max())):
             going = going[counts[masked.rows[going]] > place]
             rows = masked.rows[going]
@@ -126,13 +132,42 @@ class HostGrammars:
             self._accept(masked, going[right], lengths[right], drawn[right])
             tokens[begins[rows[replaced]] + place] = found[wrong]
             counts[rows[replaced]] = place + 1
+            cut.append(replaced)
         if (counts == chains.accepted).all() and (tokens == chains.tokens).all():
             return chains._replace(failed=self._failed(masked))
         state, kept, ends = self._state, ragged(begins, counts), known[masked.rows] + counts[masked.rows]
         assert state.here is not None
         state.here[masked.slots, ends - 1] = tokens[begins[masked.rows] + counts[masked.rows] - 1]
+        borders = np.cumsum(counts)[:-1]
+        emitted, places = np.split(tokens[kept], borders), np.split(chains.places[kept], borders)
+        for at in np.concatenate(cut).tolist() if drafts else ():
+            row = int(masked.rows[at])
+            length, first = int(known[row]) + len(emitted[row]), len(emitted[row])
+            after = logits[int(places[row][0]) + first :]
+            more = self._go_on(masked, at, length, int(emitted[row][-1]), drafts[row][first:], after)
+            emitted[row] = np.append(emitted[row], np.array(more, dtype=np.int32))
+            places[row] = places[row][0] + np.arange(len(emitted[row]))
+            counts[row], ends[at] = len(emitted[row]), known[row] + len(emitted[row])
         state.known[masked.slots], state.computed[masked.slots] = ends, ends - 1
-        return HostChainsFound(chains.roots, counts, tokens[kept], chains.places[kept], self._failed(masked))
+        return HostChainsFound(
+            chains.roots, counts, np.concatenate(emitted), np.concatenate(places), self._failed(masked)
+        )
+
+    def _go_on(
+        self, masked: MaskedRows, at: int, length: int, last: int, drafts: list[int], logits: Tensor
+    ) -> list[int]:
+        """The tokens that follow ``last``, the last of ``length`` tokens of a masked row, as far as ``drafts`` predicts
+        it and them, and one more. ``logits`` [drafts .., vocab]: those after each of ``drafts``."""
+        here, slot, found = self._state.here, masked.named[at], list[int]()
+        assert here is not None
+        for node, token in enumerate(drafts):
+            if token != last:
+                break
+            lengths, places = np.array([length + node]), np.array([node])
+            last = int(self._drawn(masked, np.array([at]), lengths, logits, places)[0])
+            here[slot, length + node] = last
+            found.append(last)
+        return found
 
     def _accept(self, masked: MaskedRows, some: Longs, lengths: Longs, tokens: Ints) -> list[int]:
         named = masked.slots[some].tolist()

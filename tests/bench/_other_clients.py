@@ -1,11 +1,26 @@
-"""The ways of clients of Anthropic's and Ollama's APIs, for ``python -m tests.bench clients``."""
+"""The ways of clients of Anthropic's and Ollama's APIs and of evaluators, for ``python -m tests.bench clients``."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-__all__ = ["anthropic_ways", "langchain_anthropic_ways", "langchain_ollama_ways", "litellm_other_ways", "ollama_ways"]
+import app.understudy
+
+__all__ = [
+    "anthropic_ways",
+    "guidellm_ways",
+    "langchain_anthropic_ways",
+    "langchain_ollama_ways",
+    "litellm_other_ways",
+    "lm_eval_ways",
+    "ollama_ways",
+]
 
 Way = tuple[str, Callable[[], object]]
 
@@ -134,10 +149,29 @@ def langchain_ollama_ways(url: str, model: str) -> Iterator[Way]:
 
 
 def litellm_other_ways(url: str, model: str) -> Iterator[Way]:
-    """litellm over Anthropic's and Ollama's APIs."""
+    """litellm over completions, responses, and Anthropic's and Ollama's APIs."""
     import litellm
 
-    from tests.bench.clients import MOST_TOKENS, TOOL, WEATHER, user
+    from tests.bench.clients import MOST_TOKENS, TOOL, WEATHER, need, user
+
+    ours: Any = {"model": f"openai/{model}", "api_base": url, "api_key": "none"}
+
+    def respond() -> object:
+        answer: Any = litellm.responses(**ours, input="Hello!", max_output_tokens=MOST_TOKENS)
+        return need(answer.output[-1].content[0].text, str)
+
+    def complete_text() -> object:
+        named = {**ours, "model": f"text-completion-openai/{model}"}
+        answer: Any = litellm.text_completion(**named, prompt="Hello!", max_tokens=16)
+        return need(answer.choices[0].text, str)
+
+    def stream() -> object:
+        parts: Any = litellm.completion(**ours, messages=user("Hello!"), stream=True, max_tokens=MOST_TOKENS)
+        return "".join(part.choices[0].delta.content or "" for part in parts)
+
+    yield "a stream", stream
+    yield "text_completion", complete_text
+    yield "responses", respond
 
     for provider, base in (("anthropic", _root(url)), ("ollama_chat", _root(url))):
         options: dict[str, Any] = {
@@ -159,3 +193,90 @@ def litellm_other_ways(url: str, model: str) -> Iterator[Way]:
         yield f"{provider}, text", complete
         yield f"{provider}, tools", called
         yield f"{provider}, a stream", streamed
+
+
+CAPITALS = ({"question": "The capital of France is", "choices": ["Paris", "Rome"], "answer": 0},
+            {"question": "The capital of Japan is", "choices": ["Berlin", "Tokyo"], "answer": 1})  # fmt: skip
+
+_MEAN = {"aggregation": "mean", "higher_is_better": True}
+TASKS: dict[str, dict[str, Any]] = {
+    "choice": {
+        "output_type": "multiple_choice",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc", **_MEAN}],
+    },
+    "text": {
+        "output_type": "generate_until",
+        "doc_to_target": "{{choices[answer]}}",
+        "generation_kwargs": {"until": ["."], "max_gen_toks": 16},
+        "metric_list": [{"metric": "exact_match", **_MEAN}],
+    },
+}
+
+
+def lm_eval_ways(url: str, model: str) -> Iterator[Way]:
+    """Tasks of its own: log-probabilities of choices, and texts."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from tests.bench.clients import need
+
+    def evaluate(api: str, task: str) -> object:
+        with tempfile.TemporaryDirectory() as folder:
+            data = Path(folder) / "capitals.jsonl"
+            data.write_text("\n".join(map(json.dumps, CAPITALS)))
+            source = {"data_files": {"test": str(data)}, "cache_dir": folder}
+            config = {"task": task, "dataset_path": "json", "dataset_kwargs": source, "test_split": "test"}
+            # YAML reads JSON.
+            (Path(folder) / f"{task}.yaml").write_text(
+                json.dumps(config | {"doc_to_text": "{{question}}"} | TASKS[task])
+            )
+            chats = api == "local-chat-completions"
+            arguments: Any = {"base_url": f"{url}{'/chat' if chats else ''}/completions", "model": model}
+            arguments |= {"max_length": 2048, **({} if chats else {"tokenizer_backend": "remote"})}
+            found: Any = simple_evaluate(
+                model=api,
+                model_args=arguments,
+                tasks=[task],
+                task_manager=TaskManager(include_path=folder, include_defaults=False),
+                apply_chat_template=chats,
+                bootstrap_iters=0,
+            )
+        if task == "choice":
+            return need(found["results"][task]["acc,none"], float)
+        return [need(sample["resps"][0][0], str) for sample in found["samples"][task]]
+
+    yield "local-completions, choices", lambda: evaluate("local-completions", "choice")
+    yield "local-completions, texts", lambda: evaluate("local-completions", "text")
+    yield "local-chat-completions, texts", lambda: evaluate("local-chat-completions", "text")
+
+
+def guidellm_ways(url: str, model: str) -> Iterator[Way]:
+    """Its load over each API. The texts are synthetic, in the tokens of the included model."""
+
+    from tests.bench.clients import need_equal
+
+    tokenizer = Path(app.understudy.__file__).parent / "model"
+
+    def run(path: str, profile: str) -> object:
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.json"
+            options = {
+                "backend": f"kind=openai_http,target={_root(url)},model={model},request_format={path}",
+                "profile": profile,
+                "constraint": "kind=max_requests,count=4",
+                "data": "kind=synthetic_text,prompt_tokens=20,output_tokens=8",
+                "tokenizer": f"kind=huggingface_auto,model={tokenizer}",
+                "output": f"kind=json,path={report}",
+            }
+            words = [word for name, value in options.items() for word in (f"--{name}", value)]
+            command = [sys.executable, "-m", "guidellm", "run", *words, "--disable-console"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+            if done.returncode or not report.exists():
+                raise RuntimeError(" ".join(done.stderr.split())[-160:])
+            [benchmark] = json.loads(report.read_text())["benchmarks"]
+        return need_equal(benchmark["metrics"]["request_totals"]["successful"], 4)
+
+    yield "chat, one at a time", lambda: run("/v1/chat/completions", "kind=synchronous")
+    yield "completions, two at a time", lambda: run("/v1/completions", "kind=concurrent,streams=2")

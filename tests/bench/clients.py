@@ -1,10 +1,11 @@
-"""Run real client packages against a server and print which of their ways to structured answers and tools work.
+"""Run real client packages against a server and print which of their ways to answers, forms and tools work.
 
     python -m tests.bench clients                                  # its own server, the included model
     python -m tests.bench clients --url http://127.0.0.1:8000 --only instructor
 
-A way works if the package returns what its documentation promises: an object of the requested type, or a call of a
-given tool. Whether the answer is right is not asked. Packages of the extra ``clients`` that are missing are skipped.
+A way works if the package returns what its documentation promises: an object of the requested type, a call of a given
+tool, the score of a task, or the report of a load. Whether the answer is right is not asked. Packages of the extra
+``clients`` that are missing are skipped.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from pydantic import BaseModel
 from tests.bench._options import command_line
 from tests.bench._other_clients import (
     anthropic_ways,
+    guidellm_ways,
     langchain_anthropic_ways,
     langchain_ollama_ways,
     litellm_other_ways,
+    lm_eval_ways,
     ollama_ways,
 )
 from tests.bench._record import record
@@ -237,9 +240,12 @@ def langchain_ways(url: str, model: str) -> Iterator[Way]:
     from langchain_openai import ChatOpenAI
     from pydantic import SecretStr
 
-    chat = ChatOpenAI(
-        base_url=url, api_key=SecretStr("none"), model=model, max_retries=0, timeout=PATIENCE, max_completion_tokens=256
-    )
+    options: dict[str, Any] = {
+        "base_url": url, "api_key": SecretStr("none"), "model": model, "max_retries": 0, "timeout": PATIENCE,
+        "max_completion_tokens": MOST_TOKENS,
+    }  # fmt: skip
+    chat = ChatOpenAI(**options)
+    responses = ChatOpenAI(**options, use_responses_api=True)
     for method in ("json_schema", "function_calling", "json_mode"):
         text = PERSON + (" Answer in JSON with name and age." if method == "json_mode" else "")
         yield (
@@ -253,6 +259,15 @@ def langchain_ways(url: str, model: str) -> Iterator[Way]:
         "bind_tools(tool_choice=any)",
         lambda: chat.bind_tools([GetWeather], tool_choice="any").invoke("Hello!").tool_calls[0]["args"]["city"],
     )
+    yield (
+        "responses: with_structured_output",
+        lambda: need(responses.with_structured_output(Person).invoke(PERSON), Person),
+    )
+    yield (
+        "responses: bind_tools",
+        lambda: responses.bind_tools([GetWeather]).invoke(WEATHER).tool_calls[0]["args"]["city"],
+    )
+    yield "responses: stream", lambda: "".join(str(part.content) for part in responses.stream(WEATHER))
 
 
 def litellm_ways(url: str, model: str) -> Iterator[Way]:
@@ -326,18 +341,18 @@ def agents_ways(url: str, model: str) -> Iterator[Way]:
 
     def run(text: str, api: Any, hands_off: bool = False, streamed: bool = False, **keywords: Any) -> Any:
         async def once() -> Any:
-            client = AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE)
-            served = api(model=model, openai_client=client)
-            agent: Any = Agent(name="a", model=served, **keywords)
-            if hands_off:
-                settings = ModelSettings(max_tokens=MOST_TOKENS, tool_choice="required")
-                agent = Agent(name="first", model=served, handoffs=[agent], model_settings=settings)
-            if not streamed:
-                return await Runner.run(agent, text, max_turns=4)
-            result = Runner.run_streamed(agent, text, max_turns=4)
-            async for _ in result.stream_events():
-                pass
-            return result
+            async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
+                served = api(model=model, openai_client=client)
+                agent: Any = Agent(name="a", model=served, **keywords)
+                if hands_off:
+                    settings = ModelSettings(max_tokens=MOST_TOKENS, tool_choice="required")
+                    agent = Agent(name="first", model=served, handoffs=[agent], model_settings=settings)
+                if not streamed:
+                    return await Runner.run(agent, text, max_turns=4)
+                result = Runner.run_streamed(agent, text, max_turns=4)
+                async for _ in result.stream_events():
+                    pass
+                return result
 
         return asyncio.run(once())
 
@@ -393,6 +408,8 @@ PACKAGES: dict[str, Callable[[str, str], Iterator[Way]]] = {
     "langchain-anthropic": langchain_anthropic_ways,
     "ollama": ollama_ways,
     "langchain-ollama": langchain_ollama_ways,
+    "lm_eval": lm_eval_ways,
+    "guidellm": guidellm_ways,
 }
 
 
@@ -463,7 +480,13 @@ def main(words: Sequence[str]) -> None:
     arguments = parser.parse_args(words)
     warnings.simplefilter("ignore")
     os.environ.update(
-        {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1", "OPENAI_API_KEY": "none"}
+        {
+            "HF_HUB_OFFLINE": "1",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "OPENAI_AGENTS_DISABLE_TRACING": "1",
+            "OPENAI_API_KEY": "none",
+            "TQDM_DISABLE": "1",
+        }
     )
     with served(arguments.url) as url:
         failed = run(url, arguments.only)

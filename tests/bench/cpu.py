@@ -8,10 +8,10 @@ prefill chunks, and the bytes of weights that a decode step reads a second, besi
 the same run to one thread and to all. Where weights come from memory, so do keys and values: what a step reads of both
 is set against what memory gives in the same round, whose reading goes up and down by the minute; medians count.
 ``tiny`` and ``0.6b`` are Qwen3 shapes with made-up weights, ``moe`` is one of Qwen3-MoE whose tokens take 4 of 32
-experts; ``understudy`` is the included model. ``--against``: another checkout of Troupe, measured in turns with this
-one; the ratio is old time over new. ``--clock cpu`` counts processor time of all threads, which neighbours on a shared
-machine disturb less. ``--deterministic``: beside it, in turns, the same checkout with
---enable-deterministic-inference; the ratio is the time with it over that without.
+experts; ``understudy`` is the included model, and 0.6b-Q8_0.gguf a file of that shape. ``--against``: another checkout
+of Troupe, measured in turns with this one; the ratio is old time over new. ``--clock cpu`` counts processor time of all
+threads, which neighbours on a shared machine disturb less. ``--deterministic``: beside it, in turns, the same checkout
+with --enable-deterministic-inference; the ratio is the time with it over that without.
 """
 
 from __future__ import annotations
@@ -179,9 +179,14 @@ class _Memory:
         return self._size / best
 
 
+def _shape(name: str) -> str:
+    """The shape of a model, or of a GGUF file such as 0.6b-Q8_0."""
+    return name.split("-")[0]
+
+
 def _read(name: str, rows: int, steps: int) -> float:
     """Bytes of keys and values that a decode step reads."""
-    sizes = SHAPES[name]
+    sizes = SHAPES[_shape(name)]
     token = sizes["num_hidden_layers"] * 2 * sizes["num_key_value_heads"] * sizes["head_dim"] * 2
     return token * rows * (PROMPT + (steps + 1) / 2)
 
@@ -205,6 +210,9 @@ def _models(names: list[str], directory: Path) -> list[tuple[str, str, str]]:
     """Name, path and load format of each."""
     found = []
     for name in names:
+        if name.endswith(".gguf"):
+            found.append((Path(name).stem, name, "auto"))
+            continue
         if name not in SHAPES:
             found.append((name, str(ROOT / "app" / "understudy" / "model"), "auto"))
             continue
@@ -212,6 +220,12 @@ def _models(names: list[str], directory: Path) -> list[tuple[str, str, str]]:
         (directory / name / "config.json").write_text(json.dumps(described(name)))
         found.append((name, str(directory / name), "dummy"))
     return found
+
+
+def _model(name: str) -> str:
+    if name in SHAPES or name == "understudy" or (name.endswith(".gguf") and _shape(Path(name).name) in SHAPES):
+        return name
+    raise argparse.ArgumentTypeError(f"{name!r} is no shape, not understudy, and no SHAPE-KIND.gguf")
 
 
 def _measure(name: str, path: str, load_format: str, arguments: argparse.Namespace, memory: _Memory) -> None:
@@ -228,9 +242,10 @@ def _measure(name: str, path: str, load_format: str, arguments: argparse.Namespa
 
     for what, size in points:
         times: list[list[float]] = [[] for _ in sides]
-        sparse = "num_experts" in SHAPES.get(name, {})  # a step reads some of its weights
+        sizes = SHAPES.get(_shape(name), {})
+        sparse = "num_experts" in sizes  # a step reads some of its weights
         by_bytes = what == "decode" and not sparse
-        from_memory = by_bytes and name in SHAPES and sides[0].weight_bytes > _CACHED
+        from_memory = by_bytes and bool(sizes) and sides[0].weight_bytes > _CACHED
         rates: list[float] = []
         for turn in range(arguments.rounds):
             for side in (range(len(sides)), reversed(range(len(sides))))[turn % 2]:
@@ -263,7 +278,11 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     parser = command_line(__name__, __doc__, records=True)
     parser.add_argument(
-        "--models", nargs="+", default=["tiny", "understudy"], choices=[*SHAPES, "understudy"], help="shapes"
+        "--models",
+        nargs="+",
+        default=["tiny", "understudy"],
+        type=_model,
+        help=f"of {', '.join(SHAPES)}, understudy, or the path of SHAPE-KIND.gguf",
     )
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--against", type=Path, help="another checkout of Troupe")

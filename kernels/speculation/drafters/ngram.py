@@ -2,7 +2,7 @@
 
 The last tokens of a sequence are looked up, the longest window first; the tokens that followed become the tree. ``BFS``
 takes followers level by level, the most recent first, and fewer for longer windows and deeper levels. ``PROB`` takes
-the paths with the highest frequency. Names are SGLang's.
+the paths with the highest frequency. Names are SGLang's. Where a grammar forces the next tokens, these are the tree.
 
 ``NgramPruner`` drops nodes that do not pay for their verification. It estimates a draft token's chance from earlier
 ones with the same depth, window length and rank among siblings (most recent or not), scaled for each request. It also
@@ -12,7 +12,7 @@ all ranks of a model must choose the same nodes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any, TypeAlias
 
@@ -224,6 +224,8 @@ class NgramDrafter(Drafter):
         self._last: dict[int, int] = {}  # the last of these
         self._pruner = NgramPruner(reads=context.device.traits.verified_tokens > 0)
         self._trees: dict[int, NgramTree] = {}  # by slot: trees drafted after the last of these
+        self.forced: Callable[[int, int], list[int]] = lambda slot, length: []
+        """Tokens that a slot's grammar forces after so many tokens: see ``GrammarSlots.forced``."""
         self.most_nodes = settings.num_draft_tokens
         self.depth = min(self.most_nodes, self._settings.max_depth) - 1
 
@@ -281,6 +283,13 @@ class NgramDrafter(Drafter):
                 self._pruner.judge(slot, before)
             # A row with NaN logits is not observed, but runs until the host knows: do not draft for it.
             nodes = self.most_nodes if self._extended[slot] == root + 1 else 1
+            forced = self.forced(slot, root + 1)[: min(nodes, self.depth + 1) - 1]
+            if forced:  # nothing is learned from them
+                nodes = len(forced) + 1
+                found.append(
+                    NgramTree([self._last[slot], *forced], list(range(-1, nodes - 1)), [0] + [WIDEST] * len(forced))
+                )
+                continue
             tree = draft_tree(self._trie, self._sequences[slot], self._last[slot], nodes, self._settings)
             found.append(tree)
             self._trees[slot] = tree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -152,13 +153,23 @@ def test_a_step_of_an_earlier_life_is_refused(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("begun", "answer"), [(True, "it takes more than 0 s to compile; simplify it"), (False, "busy")]
 )
-def test_a_grammar_that_never_began_to_compile_is_not_at_fault(
+async def test_a_grammar_that_never_began_to_compile_is_not_at_fault(
     begun: bool, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: Future[object] = Future()
     if begun:
         compiled.set_running_or_notify_cancel()
     worker = worker_on(SimpleNamespace(compile_grammar=lambda _: compiled), monkeypatch)
-    found = worker.compile_grammar(CompileGrammar(grammar=Grammar("regex", "a"), timeout=0.0), 0.0)
-    assert isinstance(found, Later)
-    assert found.result(60) == answer
+    found = worker.compile_grammar(CompileGrammar(grammar=Grammar("regex", "a"), timeout=0.0))
+    assert isinstance(found, asyncio.Future)
+    assert await found == answer
+
+
+async def test_a_grammar_is_compiled_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: Future[object] = Future()
+    worker = worker_on(SimpleNamespace(compile_grammar=lambda _: compiled), monkeypatch)
+    assert not hasattr(Worker.compile_grammar, "__in_thread__")  # steps have that thread
+    found = worker.compile_grammar(CompileGrammar(grammar=Grammar("regex", "a"), timeout=60.0))
+    assert isinstance(found, asyncio.Future)
+    threading.Thread(target=compiled.set_exception, args=(ValueError("no"),)).start()
+    assert await found == "no"

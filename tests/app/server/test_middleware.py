@@ -165,6 +165,8 @@ async def test_websockets_are_closed_before_they_open(make_application):
     scope = {"type": "websocket", "path": "/v1/realtime", "headers": [], "server": ("127.0.0.1", 1)}
     await application(scope, receive, send)
     assert sent == ["websocket.close"]
+    await application({**scope, "extensions": {"websocket.http.response": {}}}, receive, send)
+    assert sent[1:] == ["websocket.http.response.start", "websocket.http.response.body"]
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE", "PATCH"])

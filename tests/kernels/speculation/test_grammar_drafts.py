@@ -73,3 +73,27 @@ def test_masks_after_draft_tokens_change_no_text_on_a_device(algorithm, topk, ba
     driver.runner._loaded.grammars._table = None
     accepted = compare(driver, 11 if topk else 5)
     assert accepted[:, [0, 1, 3, 4]].max(0).min() > 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_forced_tokens_are_drafted_that_were_never_seen(on_device, backend, drive):
+    forms = msgspec.structs.replace(SETTINGS, backend=backend)
+    driver = drive(MODEL_DIR, speculation=drafting("NGRAM"), grammar=forms, **OPTIONS)
+    if on_device:
+        for name in ("HostDecode", "HostChains", "HostPromptEnds"):
+            remove_executor(driver.runner, name)
+        driver.runner._loaded.grammars._table = None
+    forced = " jolly quartz sphinxes vow to judge my xylophone"
+    grammar, found = Grammar("regex", f"(A|B){forced}[0-9]{{9}}"), []
+    for most in (0, 11):
+        driver.admit(1, tokenizer().encode(PROMPT).ids, sampling=SlotSampling(seed=2, grammar=grammar))
+        driver.step([(1, driver.pending(1))])
+        accepted = [ints(driver.step([(1, 1)], {1: most}).accepted)[0] for _ in range(20 - most)]
+        found.append(driver.tokens[1][len(tokenizer().encode(PROMPT).ids) : driver.computed[1]])
+        driver.release(1)
+        driver.step([])
+    assert max(accepted) > (9 if backend == "llguidance" else 2)  # xgrammar allows other tokens of the same text
+    shorter = min(map(len, found))
+    assert found[0][:shorter] == found[1][:shorter]
+    assert shorter > 15
