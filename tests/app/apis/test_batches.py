@@ -20,7 +20,7 @@ from app.apis.batches.runner import Gate
 from app.apis.batches.storage import StoredFile
 from app.application import Troupe
 from app.server import request_body
-from app.server.background import background_exchange
+from app.server.background import detached_exchange
 from app.server.request_body import RequestBody
 from app.server.upload_budget import UploadBudget
 from tests.kits.app_requests import MESSAGES
@@ -265,7 +265,7 @@ async def test_few_lines_run_beside_interactive_requests(troupe: Troupe) -> None
     assert gate.limit == runner.MAX_AT_ONCE
     route = troupe.service.table.find("POST", "/v1/chat/completions")
     assert route is not None
-    async with background_exchange(troupe.service, route, tenant="") as exchange:
+    async with detached_exchange(troupe.service, route, tenant="") as exchange:
         exchange.own(troupe.engine.generate([1]))
         assert gate.limit == runner.MAX_AT_ONCE
         exchange.background = False
