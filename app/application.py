@@ -15,7 +15,7 @@ from quart import Quart, Response, request
 from quart.typing import ResponseReturnValue
 from werkzeug.exceptions import RequestTimeout
 
-from actors.options import Arguments
+from actors.options import ArgumentError, Arguments
 from app.apis.batches.runner import BatchRunner
 from app.apis.batches.storage import FileStore
 from app.apis.responses.handlers import Responses
@@ -38,6 +38,7 @@ from app.server.warmup import warm_up
 if TYPE_CHECKING:
     from actors.engine.engine import Engine
     from actors.workers.early_workers import EarlyWorkers
+    from app.apis.grpc.server import GrpcServer
 
 __all__ = ["Troupe", "create_app"]
 
@@ -74,6 +75,7 @@ class Troupe(Quart):
         self.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
         self._stop = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
+        self.grpc: GrpcServer | None = None  # from its start on, with --grpc-mode
         for route in self.service.table.routes:
             self._serve(route)
         self.register_error_handler(Exception, self._answer_error)
@@ -121,11 +123,28 @@ class Troupe(Quart):
             content_type="application/json",
         )
 
+    def open_grpc(self) -> None:
+        """Bind the port of --grpc-mode, once; in an event loop. Raises ArgumentError without its packages, or when the
+        port is in use."""
+        if self.grpc is not None or not self.arguments.grpc_mode:
+            return
+        try:
+            from app.apis.grpc.server import GrpcServer
+        except ImportError as error:
+            raise ArgumentError([f"grpc_mode needs its packages ({error}): pip install 'troupe-llm[grpc]'"]) from None
+        try:
+            self.grpc = GrpcServer(self.service)
+        except OSError as error:
+            raise ArgumentError([f"grpc_mode: {error}"]) from None
+
     # -- start and stop -----------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
         """Start loading. The server already listens, and /ready reports the progress."""
         refuse_sibling_workers()
+        self.open_grpc()
+        if self.grpc is not None:
+            await self.grpc.start()
         await self.engine.start(wait=False)
         self._watch = asyncio.create_task(self._watch_engine(), name="troupe-watch")
         if self.service.batches is not None:
@@ -198,6 +217,8 @@ class Troupe(Quart):
         if self.engine.status.phase in ("ready", "draining"):
             self.engine.begin_drain()
             await self._end_live()
+        if self.grpc is not None:
+            await self.grpc.stop()
         await self.service.responses.aclose()
         await self.engine.aclose()
 

@@ -365,12 +365,6 @@ _TABLE: tuple[Refused, ...] = (
         values={"sm-group-num": 8},
     ),
     Refused(
-        group="HTTP server",
-        reason="a gRPC server is not built yet",
-        remedy="leave it out and use the HTTP API",
-        flags=("grpc-mode",),
-    ),
-    Refused(
         group="Kernels",
         reason="the device decides on the kernels",
         remedy="leave it out; on an NPU --attention-backend chooses between two",

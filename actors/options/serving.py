@@ -132,6 +132,25 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         ),
     ] = 8000
 
+    grpc_mode: Annotated[
+        bool,
+        Option(
+            group="HTTP server",
+            help="Serve SGLang's gRPC service, too, with gRPC's health and reflection: at --grpc-port of --host, "
+            "without TLS, with the same keys and limits.",
+        ),
+    ] = False
+
+    grpc_port: Annotated[
+        int,
+        Option(
+            group="HTTP server",
+            minimum=0,
+            maximum=65535,
+            help="TCP port of --grpc-mode; 0 chooses a free one and logs it.",
+        ),
+    ] = 50051
+
     fastapi_root_path: Annotated[
         str,
         Option(

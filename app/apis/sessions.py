@@ -71,6 +71,14 @@ class _Session:
     def __len__(self) -> int:
         return sum(map(len, self.requests.values()))
 
+    def forget_refused(self) -> None:
+        """Remove requests that ended without a token."""
+        for rid, request in list(self.requests.items()):
+            if request.exchange is not None and not _runs(request):
+                request.exchange = None
+                if not request.output:
+                    del self.requests[rid]
+
     def remove(self, rid: str) -> list[_Request]:
         """Remove what continues a request, directly or not; what was removed."""
         gone = {rid}
@@ -143,6 +151,7 @@ class Sessions:
         session = self._sessions.get((owner, params.id))
         if session is None:
             raise invalid(f"session_params.id: {_gone(params.id)}", param="session_params.id", code="session_not_found")
+        session.forget_refused()
         replaced: list[_Request] = []
         if session.streaming:
             parent = _of_stream(session, params)

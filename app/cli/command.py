@@ -129,6 +129,7 @@ def _run_with(arguments: Arguments, early: EarlyWorkers) -> int:
     async def run() -> tuple[int, str]:
         app = create_app(arguments, early=early)
         app.url = url_of(bound)
+        app.open_grpc()
         with IdleCollector(lambda: len(app.service.live) <= QUIET).running():
             await serve(app, app, config, sockets)
         return app.exit_code, app.engine.status.error or ""

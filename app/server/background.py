@@ -15,7 +15,7 @@ from app.server.routes import Route
 from app.server.service import Service
 from telemetry.timeline import RequestTimeline
 
-__all__ = ["Answer", "answer_request", "background_exchange", "interactive_requests"]
+__all__ = ["Answer", "answer_request", "detached_exchange", "interactive_requests"]
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -36,23 +36,29 @@ async def _no_body() -> MutableMapping[str, Any]:
 
 
 @asynccontextmanager
-async def background_exchange(
+async def detached_exchange(
     service: Service,
     route: Route,
     *,
     tenant: str,
     request_id: str | None = None,
     timeline: RequestTimeline | None = None,
+    background: bool = True,
+    label: str | None = None,
+    traceparent: str | None = None,
 ) -> AsyncIterator[Exchange]:
-    """An exchange without a client. It is live like any other: a key can abort it, and a stopping server ends it.
-    ``timeline``: one that is open already."""
+    """An exchange that sends no HTTP. It is live like any other: a key can abort it, and a stopping server ends it.
+
+    ``background``: whether no client waits for it. ``label``: the client's id of it. ``timeline``: one that is open
+    already; without one a route with an operation gets its own.
+    """
     exchange = Exchange(
         _nothing,
         request_id=request_id or service.ids.new(route.id_prefix),
         route=route,
         method="POST",
         path=route.path,
-        label=None,
+        label=label,
         http_version="1.1",
         send_deadline=0,
         keep_alive=0,
@@ -60,10 +66,17 @@ async def background_exchange(
         dialect=route.dialect,
         body=RequestBody(_no_body, [], "1.1", service.uploads, is_read=False),
     )
-    exchange.tenant, exchange.background = tenant, True
-    exchange.timeline = timeline or service.engine.timelines.open(
-        exchange.request_id, operation=route.operation, model=service.model_name, tenant=tenant
-    )
+    exchange.tenant, exchange.background = tenant, background
+    exchange.timeline = timeline
+    if timeline is None and route.operation:
+        exchange.timeline = service.engine.timelines.open(
+            exchange.request_id,
+            operation=route.operation,
+            model=service.model_name,
+            label=label,
+            tenant=tenant,
+            traceparent=traceparent,
+        )
     service.live.add(exchange)
     try:
         yield exchange
@@ -77,7 +90,7 @@ async def background_exchange(
 
 async def answer_request(service: Service, route: Route, data: bytes, *, tenant: str) -> Answer:
     """The whole answer to a body of a route that generates; errors are answers, too."""
-    async with background_exchange(service, route, tenant=tenant) as exchange:
+    async with detached_exchange(service, route, tenant=tenant) as exchange:
         try:
             service.require_ready()
             body = service.decode(data, route.body or msgspec.Struct, route, exchange)

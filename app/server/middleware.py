@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from app.server.service import Service
     from telemetry.traces.tracing import ServerSpan, Tracing
 
-__all__ = ["Application", "Middleware", "close_timeline"]
+__all__ = ["Application", "Middleware", "close_timeline", "labels_of"]
 
 log = logging.getLogger("troupe.http")
 
@@ -85,7 +85,7 @@ class Middleware:
         service = self._service
         method, path = scope["method"], scope["path"]
         route = service.table.find(method, path)
-        label, traceparent = _labels(scope["headers"])
+        label, traceparent = labels_of(scope["headers"])
         http_version = scope.get("http_version", "1.1")
         is_read = route is not None and route.body is not None
         upload = route is not None and route.upload
@@ -270,7 +270,7 @@ def _framed_twice(headers: list[tuple[bytes, bytes]]) -> bool:
     return b"content-length" in names and b"transfer-encoding" in names
 
 
-def _labels(headers: list[tuple[bytes, bytes]]) -> tuple[str | None, str | None]:
+def labels_of(headers: list[tuple[bytes, bytes]]) -> tuple[str | None, str | None]:
     """The client's ``x-request-id`` and W3C ``traceparent``, where they are well-formed."""
     label = traceparent = None
     for name, value in headers:

@@ -214,6 +214,7 @@ class Service:
         rename: Mapping[str, str] | None = None,
         task: Task = GENERATE,
         truncate: int | None = None,
+        timeout: float | None = None,
     ) -> RequestStream:
         """Submit a request to the engine before anything is awaited; the exchange closes the stream.
 
@@ -235,6 +236,7 @@ class Service:
                 timeline=exchange.take_timeline(label),
                 task=task,
                 truncate=truncate,
+                timeout=timeout,
             )
         except InvalidRequest as error:
             raise renamed(error, rename) from None

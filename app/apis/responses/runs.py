@@ -17,7 +17,7 @@ from app.apis.conversations import AcceptedRequest, submit
 from app.apis.responses.preparing import Prepared
 from app.apis.responses.store import ResponseStore, StoredResponse
 from app.apis.responses.writer import ResponseWriter, first_events
-from app.server.background import background_exchange
+from app.server.background import detached_exchange
 from app.server.errors import ApiError
 from app.server.exchange import Exchange
 from app.server.routes import Route
@@ -100,7 +100,7 @@ class BackgroundRun:
         response = self.prepared.response
         timeline, outer.timeline = outer.timeline, None
         try:
-            async with background_exchange(
+            async with detached_exchange(
                 service, route, tenant=outer.tenant, request_id=response.id, timeline=timeline
             ) as exchange:
                 exchange.custom_labels = outer.custom_labels

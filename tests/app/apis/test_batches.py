@@ -20,7 +20,7 @@ from app.apis.batches.runner import Gate
 from app.apis.batches.storage import StoredFile
 from app.application import Troupe
 from app.server import request_body
-from app.server.background import background_exchange
+from app.server.background import detached_exchange
 from app.server.request_body import RequestBody
 from app.server.upload_budget import UploadBudget
 from tests.kits.app_requests import MESSAGES
@@ -265,7 +265,7 @@ async def test_few_lines_run_beside_interactive_requests(troupe: Troupe) -> None
     assert gate.limit == runner.MAX_AT_ONCE
     route = troupe.service.table.find("POST", "/v1/chat/completions")
     assert route is not None
-    async with background_exchange(troupe.service, route, tenant="") as exchange:
+    async with detached_exchange(troupe.service, route, tenant="") as exchange:
         exchange.own(troupe.engine.generate([1]))
         assert gate.limit == runner.MAX_AT_ONCE
         exchange.background = False
@@ -402,7 +402,7 @@ async def test_uploads_of_a_key_are_bounded(troupe: Troupe, monkeypatch: pytest.
     await uploaded(troupe, b"{}")
 
 
-async def test_a_slow_upload_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_upload_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     async def receive() -> dict[str, Any]:
         await asyncio.sleep(0.01)
         return {"type": "http.request", "body": b"x", "more_body": True}

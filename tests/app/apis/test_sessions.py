@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from actors.protocol.requests import InvalidRequest
 from app.apis import sessions as module
 from app.server.errors import ApiError
 from tests.kits.app_requests import events
@@ -201,21 +202,27 @@ async def test_the_number_of_short_requests_is_bounded(monkeypatch, application)
     assert [(await turn(application, session, [1]))[0] for _ in range(4)] == [200, 200, 200, 400]
 
 
-def test_replace_drops_a_chain_of_two_thousand_requests():
-    sessions, ended = module.Sessions(), SimpleNamespace(error=RuntimeError(), stream_ids=("engine",))
+async def test_replace_drops_a_chain_of_two_thousand_requests():
+    sessions, exchange = module.Sessions(), SimpleNamespace(error=RuntimeError(), stream_ids=("engine",))
     sessions.open("", "s", streaming=False, seconds=None)
 
-    def begin(rid, after, **fields):
-        params = module.SessionParams(id="s", rid=after, **fields)
-        return sessions.begin("", params, [1], opening=(), rid=rid, exchange=ended)
+    async def nothing():
+        for delta in ():
+            yield delta
 
-    begin("0", None)
+    async def complete(rid, after, **fields):
+        params = module.SessionParams(id="s", rid=after, **fields)
+        turn = sessions.begin("", params, [1], opening=(), rid=rid, exchange=exchange)
+        async for _ in turn.follow(nothing()):
+            pass
+
+    await complete("0", None)
     for number in range(1, 2000):
-        begin(str(number), str(number - 1), offset=1)
-    begin("new", "0", replace=True)
+        await complete(str(number), str(number - 1), offset=1)
+    await complete("new", "0", replace=True)
     for gone in ("1", "1999"):
         with pytest.raises(ApiError, match="has no request"):
-            begin("more", gone)
+            await complete("more", gone)
 
 
 async def test_the_least_used_session_of_a_key_makes_room(monkeypatch, application):
@@ -225,6 +232,18 @@ async def test_the_least_used_session_of_a_key_makes_room(monkeypatch, applicati
     await turn(application, "a", [1])
     await opened(application, session_id="c")
     assert [(await turn(application, name, [1]))[0] for name in ("a", "b", "c")] == [200, 400, 200]
+
+
+async def test_refused_requests_leave_nothing_in_their_session(application, engine):
+    session = await opened(application)
+    engine.ready_error = InvalidRequest("too long", param="prompt")
+    for name in ("a", "b"):
+        assert (await turn(application, session, [1], rid=name))[1]["error"]["param"] == "input_ids"
+    engine.ready_error = None
+    assert (await turn(application, session, [1], "a"))[1]["error"]["param"] == "session_params.rid"
+    assert (await turn(application, session, [1]))[0] == 200
+    [kept] = application.service.sessions._sessions.values()
+    assert len(kept.requests) == 1
 
 
 async def test_tokens_of_a_key_are_bounded(monkeypatch, application):

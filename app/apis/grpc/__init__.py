@@ -1,0 +1,1 @@
+"""SGLang's gRPC service, with gRPC's health and reflection."""
