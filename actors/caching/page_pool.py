@@ -38,7 +38,7 @@ class PagePool:
         """Give ``count`` pages to ``owner``. Raises CacheCorrupted when fewer are free."""
         free = self._free
         if count > len(free):
-            raise CacheCorrupted(f"{count} pages asked for, {len(free)} are free")
+            raise CacheCorrupted(f"{count} pages requested, {len(free)} are free")
         if count <= 0:
             return []
         pages = free[-count:]
