@@ -80,7 +80,7 @@ def test_the_command_checks_and_writes_nothing_then() -> None:
     assert (done.returncode, done.stdout) == (0, b"")
 
 
-def test_every_metric_asked_for_is_one_that_an_engine_has() -> None:
+def test_every_metric_requested_is_one_that_an_engine_has() -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     queried = set()
     for place, expr in expressions():

@@ -105,7 +105,7 @@ def test_counts_are_reported_when_their_window_is_over(logger: logging.Logger) -
     assert reported.wait(60)
 
 
-def test_the_work_in_hand_is_asked_for_where_the_record_is_made(logger: logging.Logger) -> None:
+def test_the_work_in_hand_is_read_where_the_record_is_made(logger: logging.Logger) -> None:
     stream = io.StringIO()
     context = LogContext(traceparent=f"00-{'a' * 32}-{'b' * 16}-01", request_id="req-1", actor="scheduler")
     output = LogOutput(stream, TextLines(), context=lambda: context)

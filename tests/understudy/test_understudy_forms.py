@@ -41,7 +41,7 @@ def test_schemas_have_the_answers_keys_and_types() -> None:
                 assert isinstance(answer[key], TYPES[part["type"]])
 
 
-def test_answers_to_schemas_are_objects_of_their_keys_fenced_when_asked() -> None:
+def test_answers_to_schemas_have_their_keys_and_a_fence_when_requested() -> None:
     rng, fenced = Random(2), 0
     for _ in range(300):
         messages = schema_conversation(rng, lambda _: "Be brief.").messages

@@ -79,7 +79,7 @@ async def read_text(stream: RequestStream) -> str:
     return (await collect(stream))[0].text
 
 
-async def test_generates_the_length_asked_for_and_reports_usage(engine: Engine) -> None:
+async def test_generates_the_length_requested_and_reports_usage(engine: Engine) -> None:
     result = (await collect(engine.generate("The quick brown fox", GREEDY)))[0]
     assert len(result.token_ids) == 24
     assert result.finish_reason == "length"

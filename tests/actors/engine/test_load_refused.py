@@ -39,13 +39,13 @@ class Told:
         self.group._on_report(LoadRefused(worker=WORKER, reason="no such dtype", permanent=True, epoch=epoch))
 
 
-def test_a_refusal_of_the_first_life_ends_the_start() -> None:
+def test_a_refusal_of_the_first_incarnation_ends_the_start() -> None:
     reported = Told(epoch=0)
     reported.tell(0)
     assert (reported.refused, reported.crashed) == ([("no such dtype", True)], [])
 
 
-def test_a_refusal_of_a_later_life_is_a_death_and_an_old_one_nothing() -> None:
+def test_a_refusal_after_a_restart_is_a_death_and_a_stale_one_nothing() -> None:
     reported = Told(epoch=2)
     reported.tell(1)
     assert (reported.refused, reported.crashed) == ([], [])

@@ -215,7 +215,7 @@ async def test_the_mark_is_of_the_death_or_of_a_stream_that_began_after_it(repor
         assert [mark.name for mark in entry.timeline.marks] == ["worker_died", "resumed"]
 
 
-async def test_requests_that_come_to_a_dead_worker_wait_for_its_next_life() -> None:
+async def test_requests_to_a_dead_worker_wait_for_the_next_incarnation() -> None:
     async with rigged() as rig:
         rig.board.worker_lost(await rig.later())
         entry = await rig.submit()

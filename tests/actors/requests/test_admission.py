@@ -28,7 +28,7 @@ def test_refuses_sequences_past_the_bound_and_admits_again_after_a_leave() -> No
     assert office.refused == 1
 
 
-def test_a_ticket_counts_once_however_often_it_is_given_back() -> None:
+def test_a_ticket_counts_once_however_often_it_is_returned() -> None:
     office = TicketOffice(max_sequences=8, max_tokens=None)
     ticket = office.issue(3, 30, 0.0)
     office.give_back(ticket, 1.0)

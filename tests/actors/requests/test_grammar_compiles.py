@@ -37,7 +37,7 @@ def route(*workers: Worker, epoch: int | None = 1) -> Any:
     return SimpleNamespace(board=SimpleNamespace(worker=worker), workers=workers)
 
 
-async def test_a_known_grammar_is_not_asked_for_again() -> None:
+async def test_a_known_grammar_is_not_requested_again() -> None:
     grammars, worker = GrammarCompiles(), Worker()
     one, other = route(worker), route(Worker())
     assert await grammars.compile(RED, one)

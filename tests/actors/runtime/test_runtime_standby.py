@@ -48,7 +48,7 @@ async def living_pid(ref: ActorRef[ChildProtocol]) -> int:
     return (await ref.ask(Inspect(), timeout=60.0)).pid
 
 
-async def test_the_child_in_standby_is_the_next_life(system: ActorSystem) -> None:
+async def test_the_child_in_standby_is_the_next_incarnation(system: ActorSystem) -> None:
     ref = await spawn(system)
     first = await living_pid(ref)
     await until(lambda: standby_of(ref).pid is not None)

@@ -86,7 +86,7 @@ async def test_assert_quiet_fails_on_waiting_lost_and_crashed_messages() -> None
             kit.assert_quiet()
 
 
-async def test_virtual_time_moves_only_when_asked_and_in_order() -> None:
+async def test_virtual_time_moves_only_when_requested_and_in_order() -> None:
     clock = VirtualClock(start=10.0)
     fired: list[tuple[str, float]] = []
     for name, delay in (("late", 2.0), ("early", 1.0), ("early too", 1.0), ("never", 1.5)):

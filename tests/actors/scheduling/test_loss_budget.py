@@ -140,7 +140,7 @@ def test_a_plain_step_behind_drafts_loses_nothing_where_all_are_as_slow() -> Non
     assert policy._budget._balance > before
 
 
-def test_steps_that_stalled_are_no_reason_to_rest_for_long() -> None:
+def test_stalled_steps_do_not_pause_drafting_for_long() -> None:
     """What others take of the machine for once is not for draft tokens to pay back."""
     policy = chain(7)
     world, drafted = World(policy, [0.8]), 0

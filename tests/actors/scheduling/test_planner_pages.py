@@ -44,7 +44,7 @@ def test_an_unrelated_sequence_overtakes_those_held_for_a_sibling():
     assert counts(stage.step()) == [8, 3]
 
 
-def test_no_sequence_waits_for_a_prefix_whose_prefill_was_given_up():
+def test_no_sequence_waits_for_a_prefix_whose_prefill_was_abandoned():
     stage = Stage()
     stage.submit(spec(0, range(8)), spec(1, range(8)))
     stage.plan()

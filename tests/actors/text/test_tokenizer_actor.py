@@ -79,7 +79,7 @@ async def test_decoding(codec: TextCodec) -> None:
         assert len(await ref.ask(DecodeTokens(token_ids=ids), timeout=60)) == len(ids)
 
 
-async def test_a_crash_answers_what_waited_and_the_next_life_encodes(codec: TextCodec) -> None:
+async def test_a_crash_fails_waiting_requests_and_the_restart_encodes(codec: TextCodec) -> None:
     async with ActorSystem() as system:
         ref = await system.spawn(lambda: Tokenizer(codec, batch_timeout=600.0), name="tokenizer")
         waiting = asyncio.create_task(ref.ask(Encode(prompt="the fox"), timeout=60))

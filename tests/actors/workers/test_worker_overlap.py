@@ -143,7 +143,7 @@ def test_a_step_takes_what_it_keeps_others_from_too(monkeypatch: pytest.MonkeyPa
     assert reported == [2.0, 1.0, 1.0]
 
 
-def test_a_step_of_an_earlier_life_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_an_earlier_incarnation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = worker_on(Device(done=True), monkeypatch)
     worker._epoch = 2
     with pytest.raises(StaleStep, match="of epoch 1"):

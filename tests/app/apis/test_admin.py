@@ -22,7 +22,7 @@ async def test_an_unknown_mode_of_a_pause_is_refused(application, engine):
     assert "mode" in (await response.get_json())["error"]["message"]
 
 
-async def test_who_waited_too_long_may_ask_again(application, engine):
+async def test_a_request_that_waited_too_long_may_be_sent_again(application, engine):
     engine.ready_error = WaitedTooLong("too long")
     response = await application.test_client().post("/generate", json={"text": "ab"})
     answer = (await response.get_json())["error"]

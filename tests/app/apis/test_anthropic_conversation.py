@@ -55,7 +55,7 @@ def test_results_come_before_the_text_beside_them() -> None:
     assert [(turn["role"], turn["content"]) for turn in found[2:]] == [("tool", "2"), ("tool", "3"), ("user", "why?")]
 
 
-def test_an_error_of_a_tool_is_told_once() -> None:
+def test_an_error_of_a_tool_is_reported_once() -> None:
     for text, content in (("no", "Error: no"), ("error: no", "error: no")):
         assert (
             turns(user("a"), assistant(CALL), user({**RESULT, "is_error": True, "content": text}))[-1]["content"]
@@ -89,7 +89,7 @@ def test_the_line_that_changes_in_each_request_is_left_out(system: Any) -> None:
 
 
 @pytest.mark.parametrize(("keep", "left"), [("all", 3), ({"type": "thinking_turns", "value": 2}, 2), (None, 1)])
-def test_thoughts_of_earlier_turns_are_cleared_when_asked(keep: Any, left: int) -> None:
+def test_thoughts_of_earlier_turns_are_cleared_when_requested(keep: Any, left: int) -> None:
     history = [message for n in range(3) for message in (user("a"), assistant(thought(str(n)), "b"))]
     edit = {"type": "clear_thinking_20251015", **({} if keep is None else {"keep": keep})}
     found = turns(*history, user("c"), context_management={"edits": [edit]})

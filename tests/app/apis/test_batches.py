@@ -402,7 +402,7 @@ async def test_uploads_of_a_key_are_bounded(troupe: Troupe, monkeypatch: pytest.
     await uploaded(troupe, b"{}")
 
 
-async def test_a_slow_upload_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_upload_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     async def receive() -> dict[str, Any]:
         await asyncio.sleep(0.01)
         return {"type": "http.request", "body": b"x", "more_body": True}

@@ -199,7 +199,7 @@ async def test_suffix_goes_through_the_operators_template(make_application, tmp_
     assert application.engine.requests[0]["prompt"] == "<pre>a<suf>b<mid>"
 
 
-async def test_cached_tokens_are_reported_when_asked_for(make_application):
+async def test_cached_tokens_are_reported_when_requested(make_application):
     _, data = await post(make_application(enable_cache_report=True), prompt="abcd")
     assert answer(data)["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
 

@@ -291,7 +291,7 @@ class _WithKey(grpc.StreamStreamClientInterceptor):  # type: ignore[misc]
         return continuation(details._replace(metadata=KEY), requests)
 
 
-async def test_the_model_the_server_and_their_load_are_told(served: Any) -> None:
+async def test_the_model_the_server_and_their_load_are_reported(served: Any) -> None:
     connecting, _ = served(weight_version="v7")
     async with connecting as client:
         model = await client.ask("GetModelInfo")

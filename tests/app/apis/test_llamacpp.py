@@ -117,7 +117,7 @@ async def test_front_ends_learn_the_servers_facts(application, engine) -> None:
     assert not any(slot["is_processing"] for slot in slots)
 
 
-async def test_busy_slots_are_a_status_when_asked(make_application) -> None:
+async def test_busy_slots_are_a_status_when_requested(make_application) -> None:
     application = make_application(max_running_requests=1)
     application.engine.open.add(object())
     assert (await ask(application, "/slots"))[1][0]["is_processing"]

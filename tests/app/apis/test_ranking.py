@@ -212,7 +212,7 @@ async def test_a_request_of_many_inputs_fits_a_short_queue(tmp_path: Path) -> No
         assert (status, len(answer.get("data", []))) == (200, 20)
 
 
-async def test_qwen3_reranker_is_asked_for_yes_or_no(tmp_path: Path) -> None:
+async def test_qwen3_reranker_answers_yes_or_no(tmp_path: Path) -> None:
     """Its own prompt, and the chance of yes among yes and no."""
     path = tmp_path / "Qwen3-Reranker-tiny"
     make_tiny_model(path, max_position_embeddings=2048)

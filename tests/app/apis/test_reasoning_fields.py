@@ -76,7 +76,7 @@ async def test_calls_follow_the_thought(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_that_is_cut_is_told(stream: bool) -> None:
+async def test_a_call_cut_by_the_limit_is_reported(stream: bool) -> None:
     application, engine = served()
     engine.answer = [*CALL, "x"]
     answer = await complete(application, stream, tools=TOOLS, max_tokens=1)

@@ -115,7 +115,7 @@ def test_other_spellings(fields: dict[str, Any], expected: dict[str, Any]) -> No
     assert chat(**fields) == SamplingParams(**expected)
 
 
-def test_scores_of_a_prompt_are_asked_for_by_echo_or_by_where_they_begin() -> None:
+def test_scores_of_a_prompt_are_requested_by_echo_or_by_where_they_begin() -> None:
     assert completion(echo=True, logprobs=3).prompt_logprobs == 3
     assert completion(echo=True, logprobs=3, prompt_logprobs=1).prompt_logprobs == 1
     assert completion(echo=True).prompt_logprobs is completion(logprobs=3).prompt_logprobs is None

@@ -202,21 +202,27 @@ async def test_the_number_of_short_requests_is_bounded(monkeypatch, application)
     assert [(await turn(application, session, [1]))[0] for _ in range(4)] == [200, 200, 200, 400]
 
 
-def test_replace_drops_a_chain_of_two_thousand_requests():
-    sessions, ended = module.Sessions(), SimpleNamespace(error=RuntimeError(), stream_ids=("engine",))
+async def test_replace_drops_a_chain_of_two_thousand_requests():
+    sessions, exchange = module.Sessions(), SimpleNamespace(error=RuntimeError(), stream_ids=("engine",))
     sessions.open("", "s", streaming=False, seconds=None)
 
-    def begin(rid, after, **fields):
-        params = module.SessionParams(id="s", rid=after, **fields)
-        return sessions.begin("", params, [1], opening=(), rid=rid, exchange=ended)
+    async def nothing():
+        for delta in ():
+            yield delta
 
-    begin("0", None)
+    async def complete(rid, after, **fields):
+        params = module.SessionParams(id="s", rid=after, **fields)
+        turn = sessions.begin("", params, [1], opening=(), rid=rid, exchange=exchange)
+        async for _ in turn.follow(nothing()):
+            pass
+
+    await complete("0", None)
     for number in range(1, 2000):
-        begin(str(number), str(number - 1), offset=1)
-    begin("new", "0", replace=True)
+        await complete(str(number), str(number - 1), offset=1)
+    await complete("new", "0", replace=True)
     for gone in ("1", "1999"):
         with pytest.raises(ApiError, match="has no request"):
-            begin("more", gone)
+            await complete("more", gone)
 
 
 async def test_the_least_used_session_of_a_key_makes_room(monkeypatch, application):

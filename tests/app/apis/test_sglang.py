@@ -147,7 +147,7 @@ async def test_streams_can_be_disjoint(make_application):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_abort_gives_back_what_was_there(application, engine, stream, until):
+async def test_an_abort_returns_what_was_there(application, engine, stream, until):
     engine.gate, engine.gate_at = asyncio.Event(), 2
     running = asyncio.create_task(post(application, text="ab", rid="job-1", stream=stream))
     await until(lambda: engine.streams)

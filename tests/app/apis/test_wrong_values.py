@@ -158,7 +158,7 @@ def test_a_number_out_of_range_is_not_called_a_wrong_body() -> None:
         decode(b"[1]", ChatRequest)
 
 
-def test_a_missing_field_is_asked_for() -> None:
+def test_a_missing_field_is_requested() -> None:
     with pytest.raises(ApiError, match=r"messages: this field is required\. Add it\.") as refused:
         decode(b"{}", ChatRequest)
     assert (refused.value.param, refused.value.code) == ("messages", "missing_field")

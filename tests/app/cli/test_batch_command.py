@@ -102,7 +102,7 @@ def test_a_server_that_is_gone_ends_the_run(files: tuple[str, str], capsys: pyte
 
 
 @pytest.mark.parametrize("cuts", [2, 100])
-def test_a_cut_answer_is_asked_for_again(
+def test_a_cut_answer_is_requested_again(
     files: tuple[str, str], cuts: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     left = [cuts]

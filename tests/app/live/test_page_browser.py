@@ -251,7 +251,7 @@ def test_dark_and_light(server, open_page):
     assert lightness(page) < 150
 
 
-def test_less_motion_when_asked(server, open_page, load):
+def test_less_motion_when_requested(server, open_page, load):
     page = open_page(server.url, reduced_motion="reduce")
     load(1)
     page.wait_for_function("() => Number(document.getElementById('figure-running').textContent) >= 1")

@@ -22,7 +22,7 @@ CLOSED = (401, 404)
 SERVER = ("127.0.0.1", 8000)
 
 
-def test_owners_of_stored_things_are_told_apart() -> None:
+def test_stored_things_belong_to_their_owner() -> None:
     ring = Keyring(user=("a", "b"), admin=("a-dmin",))
     owners = {ring.owner(tenant) for tenant in ("key-1", "key-2", "admin")}
     assert len(owners | {""}) == 4

@@ -119,7 +119,7 @@ def test_the_source_holds_none_of_it() -> None:
         "sock.bind(('0.0.0.0', 5))",
     ],
 )
-def test_each_of_it_is_found(source: str) -> None:
+def test_each_rule_is_found(source: str) -> None:
     assert list(dangers(source))
 
 

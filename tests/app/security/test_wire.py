@@ -264,7 +264,7 @@ def test_bad_json_is_a_400_in_the_apis_own_form(target: Target, body: bytes) -> 
         assert len(answer.text) < 2000
 
 
-def test_of_a_field_given_twice_every_part_sees_the_same(target: Target) -> None:
+def test_every_part_reads_the_same_value_of_a_duplicate_field(target: Target) -> None:
     """Else a field could be checked in one form and used in another."""
     last = target.post("/v1/completions", b'{"prompt": "x", "max_tokens": 99999, "max_tokens": 1}')
     assert last.status_code == 200

@@ -204,7 +204,7 @@ async def test_all_origins_are_answered_with_a_star(client):
     assert (await browser.options("/v1/models", headers=preflight(EVIL))).status_code == 204
 
 
-async def test_methods_headers_and_credentials_are_granted_as_asked(client):
+async def test_methods_headers_and_credentials_are_granted_as_requested(client):
     browser = await client(
         allowed_origins=(PAGE,),
         allowed_methods=("get", "POST"),

@@ -78,7 +78,7 @@ async def test_a_singular_is_not_taken_for_another_api(application, path, meant)
     assert meant in answer["error"]["message"]
 
 
-async def test_clients_whose_base_has_no_v1_are_told_so(application):
+async def test_clients_whose_base_has_no_v1_get_a_hint(application):
     _, answer = await ask(application, "POST", "/v1/v1/messages")
     assert answer["error"]["message"].endswith("use POST /v1/messages. This client's base URL has no /v1.")
     _, answer = await ask(application, "POST", "/v1/api/chat")

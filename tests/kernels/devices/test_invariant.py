@@ -235,7 +235,7 @@ def test_a_token_is_the_same_in_any_batch(name, reference, drive, words, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["bf16", "native", "native-experts", "native-kv-int8", "Q4_0"])
-def test_answers_are_the_same_with_draft_tokens_and_company(name, reference, drive, tmp_path_factory, prompts):
+def test_answers_are_the_same_with_draft_tokens_and_in_any_batch(name, reference, drive, tmp_path_factory, prompts):
     """Requests for tokens without scores, whose decodes are native calls where the level has them: alone, together with
     others that come and go, and with draft tokens."""
     texts = prompts(70, 3, 130, 20)

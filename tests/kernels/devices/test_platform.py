@@ -161,7 +161,7 @@ def test_a_core_is_left_to_the_event_loop(cores, threads, monkeypatch):
     assert CpuDevice(threads=5).threads == 5
 
 
-def test_a_worker_is_asked_to_sleep_while_it_waits():
+def test_an_idle_worker_sleeps_while_it_waits():
     assert worker_environment({"HOME": "/"}) == NO_AUTOLOAD | {"OMP_WAIT_POLICY": "PASSIVE"}
     assert worker_environment({"GOMP_SPINCOUNT": "100"}) == NO_AUTOLOAD
     assert worker_environment({"OMP_WAIT_POLICY": "ACTIVE"}) == NO_AUTOLOAD

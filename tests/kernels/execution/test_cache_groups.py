@@ -237,7 +237,7 @@ def test_a_new_worker_goes_on_where_the_old_one_was(model: Path) -> None:
     assert [line.outputs[number] for number in range(2)] == [uncached.says(prompt, 16) for prompt in batch]
 
 
-def test_pages_outside_of_the_window_are_given_back(tmp_path: Path) -> None:
+def test_pages_outside_of_the_window_are_returned(tmp_path: Path) -> None:
     line = Line(make_mixed_model(tmp_path / "model", KINDS["full-window"], window=10))
     (prompt,) = prompts(120)
     line.submit(0, prompt, 100)

@@ -98,7 +98,7 @@ def test_prompt_logprobs_come_with_their_chunks(driver, prompts):
     assert driver.step([(1, 1), (2, 1)]).prompt_rows == b""
 
 
-def test_output_of_an_earlier_life_is_not_scored_as_prompt(driver, prompts):
+def test_output_of_an_earlier_incarnation_is_not_scored_as_prompt(driver, prompts):
     (prompt,) = prompts(10)
     driver.admit(1, prompt, output=[3, 4, 5], sampling=SlotSampling(temperature=0.0, prompt_logprobs=0))
     assert ints(driver.step([(1, 13)]).prompt_counts) == [9]

@@ -10,7 +10,7 @@ from tests.kits.speculation.captures import decoder
 from tests.kits.speculation.paged import Paged
 
 
-def test_layers_are_handed_out_in_the_order_asked_for(reference, prompts):
+def test_layers_are_handed_out_in_the_order_requested(reference, prompts):
     model = reference("qwen3")
     (prompt,) = prompts(30)
     expected = model.model(torch.tensor([prompt]), output_hidden_states=True).hidden_states

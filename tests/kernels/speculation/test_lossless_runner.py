@@ -82,7 +82,7 @@ def test_benchmarks_fix_what_is_accepted(shape, reference, speculating, prompts)
         (0.0, "accept_threshold_single", 0.98, 1),  # greedy rows are exact
     ],
 )
-def test_a_wrong_draft_that_is_likely_enough_is_accepted_if_asked_for(
+def test_a_wrong_draft_that_is_likely_enough_is_accepted_if_requested(
     temperature, threshold, share, count, reference, speculating, prompts
 ):
     """``share``: of the probability that the model gives the draft token at the request's temperature."""

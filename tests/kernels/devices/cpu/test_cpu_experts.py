@@ -141,7 +141,7 @@ def test_a_token_that_is_not_finite_leaves_the_others_alone(platform):
         assert torch.equal(found[[0, 1, 3, 4, 5]], expected[[0, 1, 3, 4, 5]])
 
 
-def test_of_experts_that_are_as_likely_the_first_are_taken(platform):
+def test_the_first_of_equally_likely_experts_are_chosen(platform):
     layer = layer_of(platform, "floats")
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0, 1.0, -9.0, float("-inf"), 1.0, 1.0]], dtype=BF16)
     layer.in_turn.router = lambda x: logits.expand(len(x), -1).contiguous()

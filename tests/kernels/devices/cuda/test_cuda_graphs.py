@@ -61,7 +61,7 @@ def reported(monkeypatch):
     return reported
 
 
-def test_memory_is_given_back_where_a_capture_would_find_less_than_is_kept(reported, monkeypatch):
+def test_memory_is_returned_where_a_capture_would_find_less_than_is_kept(reported, monkeypatch):
     found = decode_graphs.capture_each([2, 1], lambda size: -size, DEVICE, lambda could: could)
     assert reported == ["empty", ("begin",), "end", ("begin", "pool"), "end"]
     assert {size: given for size, (_, given) in found.items()} == {2: -2, 1: -1}

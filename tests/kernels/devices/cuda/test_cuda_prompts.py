@@ -212,7 +212,7 @@ def test_sizes_that_no_step_has_are_reported(monkeypatch, caplog):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_graphs_that_would_take_the_memory_of_steps_are_given_up(device, monkeypatch, caplog):
+def test_graphs_that_would_take_the_memory_of_steps_are_abandoned(device, monkeypatch, caplog):
     room = iter([True, False])
     monkeypatch.setattr(logging.getLogger("troupe"), "propagate", True)
     graphs = Small(device, 0).graphs(monkeypatch, [(64, 4), (128, 4), (192, 4)], fits=lambda: next(room))

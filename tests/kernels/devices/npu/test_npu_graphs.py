@@ -105,7 +105,7 @@ def test_more_rows_than_any_graph_run_without(reference, drive, prompts, replays
     assert not replays
 
 
-def test_the_largest_graph_is_as_large_as_asked_for(reference, drive):
+def test_the_largest_graph_is_as_large_as_requested(reference, drive):
     assert drive(reference("qwen3").path, graph_max_rows=3, **OPTIONS).info.graph_rows == (1, 2, 3)
 
 

@@ -94,7 +94,7 @@ def test_scales_that_were_found_before(platform, generator):
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp8_e5m2"])
-def test_rounding_gives_back_what_it_was_given(name, generator):
+def test_rounding_returns_what_it_was_given(name, generator):
     """Whatever the size of a token, and what is not finite stays so."""
     dtype = CACHE_DTYPES[name]
     x = torch.randn(6, 2, 3, 64, generator=generator) * torch.logspace(-20, 20, 6).view(-1, 1, 1, 1)
