@@ -356,7 +356,7 @@ async def test_an_encoder_embeds_and_classifies_token_ids(tmp_path: Path) -> Non
             assert list(found.embedding) == pytest.approx(expected, abs=1e-6)
             assert (found.embedding_dim, found.prompt_tokens) == (len(expected), len(ids))
             assert (await error_of(client.generate())).code() == Call.INVALID_ARGUMENT
-            wrong = await error_of(client.ask("Embed", token_type_ids=[1, 0], **fields))
+            wrong = await error_of(client.ask("Embed", **(fields | {"token_type_ids": [1, 0]})))
             assert wrong.code() == Call.INVALID_ARGUMENT
             await rest(engine)
 
