@@ -325,7 +325,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
             group="API",
             default_text="the environment variable TROUPE_API_KEY, else none",
             metavar="FILE",
-            help="File with the keys of --api-key, one a line.",
+            help="File with the keys of --api-key, one per line.",
         ),
     ] = None
 

@@ -3,7 +3,7 @@ import pytest
 from actors.caching.page_pool import TREE, CacheCorrupted, PagePool
 
 
-def test_pages_are_allocated_once_and_can_be_freed():
+def test_pages_are_allocated_once_and_released():
     pool = PagePool(5)
     first, second = pool.allocate(3, owner=7), pool.allocate(1, owner=8)
     assert sorted(first + second) == [1, 2, 3, 4]
@@ -14,11 +14,11 @@ def test_pages_are_allocated_once_and_can_be_freed():
     pool.check()
 
 
-def test_the_null_page_is_never_allocated():
+def test_page_zero_is_never_allocated():
     assert 0 not in PagePool(9).allocate(8, owner=1)
 
 
-def test_allocating_more_than_free_is_refused_unchanged():
+def test_more_than_free_is_refused_and_nothing_is_taken():
     pool = PagePool(3)
     with pytest.raises(CacheCorrupted, match="3 pages requested, 2 are free"):
         pool.allocate(3, owner=1)
