@@ -2,7 +2,7 @@
 
 A page table of such a group has columns of ``page_tokens`` tokens each. To go on at position ``n`` a sequence needs the
 columns of the ``reach`` tokens before ``n``: those of its window, or the one with the state after token ``n - 1``. As
-tokens are computed, columns before that are given back while the sequence runs.
+tokens are computed, columns before that are freed while the sequence runs.
 
 A full page never changes again. It is kept under the key of its prefix, a chained hash over all tokens up to its end,
 and can be shared from then on. A page without a holder is evicted when another one is needed, the least recently held
@@ -59,7 +59,7 @@ class BoundedPages:
         return found, tuple([group.open(sequence, keys, found * self._page_size) for group in self._groups])
 
     def open_unshared(self, sequence: int) -> tuple[PageRun, ...]:
-        """The same of a sequence that shares nothing."""
+        """``open`` for a sequence that shares nothing."""
         self._prefixes[sequence] = None
         return tuple([group.open(sequence, [], 0) for group in self._groups])
 
@@ -150,7 +150,7 @@ class _Group:
         if group.page_tokens % page_size:
             raise ValueError(f"a page of {group.page_tokens} tokens is no multiple of a main page's {page_size}")
         if group.num_pages < 2:
-            raise ValueError(f"a group of {group.num_pages} pages has none to give: raise --max-total-tokens")
+            raise ValueError(f"a group of {group.num_pages} pages has no usable page: raise --max-total-tokens")
         self._tokens, self._reach = group.page_tokens, group.reach
         self._every = group.page_tokens // page_size  # main pages in a column
         self._kind = type(group.group.spec).__name__.lower()
@@ -240,7 +240,7 @@ class _Group:
         return at < len(keys) and keys[at] in self._pages
 
     def _keep(self, key: bytes, page: int) -> None:
-        """A full page can be shared. Of two with the same key the held one is kept: the main tree does the same."""
+        """Share a full page. If another page has the same key, the held one is kept, as in the radix tree."""
         other = self._pages.get(key)
         if other is not None:
             if self._holders[other]:

@@ -36,7 +36,7 @@ class CacheManager(Actor[CacheProtocol]):
     @property
     def _cache(self) -> PrefixCache:
         if self._made is None:
-            raise RuntimeError("ResetCache must come first: no worker has said how many pages its device holds.")
+            raise RuntimeError("ResetCache must come first: no worker has reported how many pages its device holds.")
         return self._made
 
     def _read_usage(self) -> CacheUsage:

@@ -1,4 +1,4 @@
-"""The pages of the device's key-value cache, and the one writer that each of them may have."""
+"""The pages of the device's key-value cache; each has at most one owner."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class CacheCorrupted(RuntimeError):
 
 
 class PagePool:
-    """Pages ``1 .. num_pages - 1``; page 0 takes the writes of padded rows and is never given out.
+    """Pages ``1 .. num_pages - 1``; page 0 takes the writes of padded rows and is never allocated.
 
     A page is free, or has one owner: a sequence (a number >= 0), or the radix tree (:data:`TREE`). Only its owner can
-    transfer it, so that two writers of one page are an error here rather than wrong text there.
+    transfer it, so that two writers of one page raise an error instead of corrupting text.
     """
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
-            raise ValueError(f"a cache of {num_pages} pages has none to give: raise --max-total-tokens")
+            raise ValueError(f"a cache of {num_pages} pages has no usable page: raise --max-total-tokens")
         self.total = num_pages - 1
         self._owners = [_FREE] * num_pages
         self._free = list(range(num_pages - 1, 0, -1))
@@ -35,10 +35,10 @@ class PagePool:
         return len(self._free)
 
     def allocate(self, count: int, owner: int) -> list[int]:
-        """Give ``count`` pages to ``owner``. Raises CacheCorrupted when fewer are free."""
+        """Allocate ``count`` pages to ``owner``. Raises CacheCorrupted when fewer are free."""
         free = self._free
         if count > len(free):
-            raise CacheCorrupted(f"{count} pages asked for, {len(free)} are free")
+            raise CacheCorrupted(f"{count} pages requested, {len(free)} are free")
         if count <= 0:
             return []
         pages = free[-count:]
@@ -78,7 +78,7 @@ class PagePool:
         if len(self._free) != len(unowned) or set(self._free) != unowned:
             raise CacheCorrupted(f"free list {sorted(self._free)} but unowned pages {sorted(unowned)}")
         if self._owners[0] != _FREE:
-            raise CacheCorrupted("page 0 was given out")
+            raise CacheCorrupted("page 0 was allocated")
 
     def _refuse(self, page: int, owner: int) -> NoReturn:
         found = self._owners[page] if 0 < page <= self.total else None

@@ -1,8 +1,8 @@
-"""The prefix cache: which pages each open sequence has, and the tree of prefixes they may share.
+"""The prefix cache: the pages of each open sequence, and the tree of prefixes that sequences share.
 
 A sequence's pages are first those it shares (in the tree, locked), then its own. As it runs, full pages whose contents
 are certain move from the second part into the first; when it closes the rest of them go to the tree, and what remains
-is free. Nothing is ever copied and no page of a running sequence is ever swapped: the device's page tables stay true.
+is freed. No page is copied, and a running sequence keeps its pages, so the device's page tables stay valid.
 
 Bounded groups (windows, states) have pages of their own (:class:`BoundedPages`). They follow the main table: their
 pages come and go with the same messages, and a prefix counts as cached only where every group can go on.
@@ -49,12 +49,11 @@ class _Open:
 
 
 class PrefixCache:
-    """Pages ``1 .. num_pages - 1`` of ``page_size`` tokens, lent to sequences and shared by prefix. ``bounded``: the
-    groups that have pages of their own.
+    """Pages ``1 .. num_pages - 1`` of ``page_size`` tokens, allocated to sequences and shared by prefix.
 
-    ``policy``: what is evicted first (:class:`RadixTree`). ``enabled=False`` shares nothing. Errors are ValueError (a
-    sequence is not known, or known already) and CacheCorrupted: both are defects of the caller, which owns the
-    sequences' numbers and knows what is available.
+    ``bounded``: the groups that have pages of their own. ``policy``: what is evicted first (:class:`RadixTree`).
+    ``enabled=False`` shares nothing. Errors are ValueError (a sequence is not known, or known already) and
+    CacheCorrupted: both are defects of the caller, which owns the sequences' numbers and knows what is available.
     """
 
     def __init__(

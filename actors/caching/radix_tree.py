@@ -21,8 +21,8 @@ _TOKEN_BYTES = 4
 
 
 class Node:
-    """A run of pages after its parent's. ``locks``: how many holders stand on it or below; ``uses``: how many ever
-    did."""
+    """A run of pages after its parent's. ``locks``: sequences that hold it or a node below it now; ``uses``: how many
+    have held it so far."""
 
     __slots__ = ("children", "key", "locks", "pages", "parent", "used", "uses")
 
@@ -39,8 +39,8 @@ class Node:
 class RadixTree:
     """Prefixes by salt. Tokens are packed int32, a page is ``page_size`` of them.
 
-    A holder locks the node it stands on (and with it the path to the root); locked nodes are never evicted. All others
-    can be: ``evictable`` counts their pages and is kept as things change. ``policy`` says which goes first: the least
+    A holder (an open sequence) locks its last node and the path to the root; locked nodes are never evicted. All others
+    can be: ``evictable`` counts their pages and is always current. ``policy`` says which goes first: the least
     recently used (lru), or the least often used (lfu), the least recently used of equals.
     """
 
@@ -97,11 +97,11 @@ class RadixTree:
     def extend(self, node: Node, tokens: bytes, pages: list[int]) -> tuple[Node, int, list[int]]:
         """Put a holder's next ``pages`` (their ``tokens``) below ``node``, which it holds, and move its lock along.
 
-        Pages of the tree with the same tokens and without a holder give way to the holder's own, so that the holder's
-        page table stays true and no page is kept twice. Where another holder stands on them the extension stops: the
-        rest stays the caller's. Free and evictable pages together stay as many as they were.
+        Pages of the tree with the same tokens and without a holder are replaced by the holder's own, so that its
+        page table stays valid and no page is kept twice. The extension stops at pages that another holder has locked:
+        the rest stays the caller's. Free and evictable pages together stay as many as they were.
 
-        Returns the holder's new node, how many of ``pages`` now belong to the tree, and the pages that gave way.
+        Returns the holder's new node, how many of ``pages`` now belong to the tree, and the pages that were replaced.
         """
         size, taken = self._page_bytes, 0
         displaced: list[int] = []
@@ -127,9 +127,9 @@ class RadixTree:
         return node, taken, displaced
 
     def leave(self, node: Node, tokens: bytes, pages: list[int]) -> list[int]:
-        """A holder of ``node`` goes: what it still has goes into the tree, its lock is taken off.
+        """A holder of ``node`` closes: its remaining pages go into the tree, and its lock is released.
 
-        Returns the pages that are of no use any more: of each two with the same tokens, the one the tree does not keep.
+        Returns the duplicates: where two pages have the same tokens, the one that the tree does not keep.
         """
         node_held, taken, displaced = self.extend(node, tokens, pages)
         duplicates = displaced
@@ -141,7 +141,7 @@ class RadixTree:
                 self.evictable += len(child.pages)
                 self._clock += 1
                 child.used = self._clock
-                self._offer(child)
+                self._add_evictable(child)
                 break
             common = min(self._common(child, tokens, taken), len(pages) - taken)
             duplicates = duplicates + pages[taken : taken + common]
@@ -153,7 +153,7 @@ class RadixTree:
     # -- locks --------------------------------------------------------------------------------------------------------
 
     def release(self, node: Node) -> None:
-        """Take a holder's lock off ``node`` and the path above it."""
+        """Release a holder's lock on ``node`` and the path above it."""
         self._clock += 1
         at: Node | None = node
         while at is not None:
@@ -165,7 +165,7 @@ class RadixTree:
                 self.evictable += len(at.pages)
             parent = at.parent
             if not at.locks and not at.children:
-                self._offer(at)
+                self._add_evictable(at)
             at = parent
 
     def _lock(self, node: Node) -> None:
@@ -193,7 +193,7 @@ class RadixTree:
                 evicted += node.pages[-short:]
                 del node.pages[-short:]
                 del node.key[-short * self._page_bytes :]
-                self._offer(node)
+                self._add_evictable(node)
                 break
             evicted += node.pages
             parent = node.parent
@@ -201,13 +201,13 @@ class RadixTree:
             node.parent = None
             self._nodes -= 1
             if not parent.children and not parent.locks:
-                self._offer(parent)
+                self._add_evictable(parent)
         self.size -= len(evicted)
         self.evictable -= len(evicted)
         return evicted
 
-    def _offer(self, node: Node) -> None:
-        """An unlocked node without children may be evicted; a root like that is forgotten."""
+    def _add_evictable(self, node: Node) -> None:
+        """List an unlocked leaf for eviction; a root without children is removed."""
         if node.parent is None:
             del self._roots[bytes(node.key)]
             return
@@ -251,7 +251,7 @@ class RadixTree:
         return node
 
     def _split(self, node: Node, count: int) -> Node:
-        """Cut ``node`` after ``count`` pages and return the upper part, a new node: holders stand on the lower."""
+        """Cut ``node`` after ``count`` pages and return the upper part, a new node; holders keep the lower one."""
         size, parent = self._page_bytes, node.parent
         if parent is None:
             raise CacheCorrupted("a root has no pages to split")
@@ -297,18 +297,18 @@ class RadixTree:
                 locks[id(at)] = locks.get(id(at), 0) + 1
                 at = at.parent
         size = evictable = nodes = 0
-        offered = {id(node) for _, used, _, node in self._heap if node.used == used}
+        listed = {id(node) for _, used, _, node in self._heap if node.used == used}
         for node in self.walk():
             if node.parent is None:
                 if node.pages or not (node.locks or node.children):
-                    raise CacheCorrupted("a root has pages of its own, or stands for nothing")
+                    raise CacheCorrupted("a root has pages of its own, or neither a lock nor a child")
             else:
                 nodes += 1
                 if not node.pages or len(node.key) != len(node.pages) * self._page_bytes:
                     raise CacheCorrupted(f"a node of {len(node.pages)} pages has {len(node.key)} bytes of tokens")
                 if node.parent.children.get(bytes(node.key[: self._page_bytes])) is not node:
                     raise CacheCorrupted("a node is not where its first page says")
-                if not node.locks and not node.children and id(node) not in offered:
+                if not node.locks and not node.children and id(node) not in listed:
                     raise CacheCorrupted("an unlocked leaf can never be evicted")
             if node.locks != locks.get(id(node), 0):
                 raise CacheCorrupted(f"a node has {node.locks} locks and {locks.get(id(node), 0)} holders")

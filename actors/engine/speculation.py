@@ -172,7 +172,7 @@ def _layers(
     if a.speculative_num_steps > count:
         raise ArgumentError(
             f"speculative_num_steps {a.speculative_num_steps} is more than the checkpoint's {count} heads, of which "
-            "enable_multi_layer_eagle takes one a step; lower it or leave the flag out"
+            "enable_multi_layer_eagle takes one per step; lower it or leave the flag out"
         )
     return chosen
 

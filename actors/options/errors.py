@@ -10,7 +10,7 @@ __all__ = ["ArgumentError"]
 class ArgumentError(ValueError):
     """One or more arguments are unknown, out of bounds, contradictory, or of a feature that is not built.
 
-    ``problems``: one sentence for each problem found; ``str(error)``: these sentences, one a line.
+    ``problems``: one sentence for each problem found; ``str(error)``: these sentences, one per line.
     """
 
     def __init__(self, problems: str | Sequence[str]) -> None:

@@ -270,7 +270,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
         int | None,
         Option(
             group="Runtime",
-            default_text="one a physical core this process may use",
+            default_text="one per physical core this process may use",
             minimum=1,
             maximum=1024,
             metavar="N",

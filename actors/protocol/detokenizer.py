@@ -56,7 +56,7 @@ class Emission(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Emit(Message[DetokenizerProtocol, None], frozen=True):
-    """One message a step, never one a token."""
+    """One message per step, never one per token."""
 
     redeliver: ClassVar[bool] = True
     emissions: tuple[Emission, ...]

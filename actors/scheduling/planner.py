@@ -66,7 +66,7 @@ class Planner:
         self._planning = StepPlanning(config, self._policy, self._table)
         self._flights: deque[Flight] = deque()
         self._deadlines: list[tuple[float, int]] = []
-        self._starts: list[tuple[float, int]] = []
+        self._start_limits: list[tuple[float, int]] = []
         self._info: ModelInfo | None = None
         self._draft_limits: DraftLimits | None = None
         self._number = 0
@@ -177,12 +177,12 @@ class Planner:
                 continue
             if not self._table.sequences:
                 self._last_finish = now
-            sequence = Sequence(spec, self._policy.strength(spec.priority))
+            sequence = Sequence(spec, self._policy.effective_priority(spec.priority))
             self._table.queue(sequence)
             if spec.deadline is not None:
-                self._deadlines = self._watched(self._deadlines, spec.deadline, spec.sequence)
+                self._deadlines = self._with_time(self._deadlines, spec.deadline, spec.sequence)
             if spec.start_by is not None:
-                self._starts = self._watched(self._starts, spec.start_by, spec.sequence)
+                self._start_limits = self._with_time(self._start_limits, spec.start_by, spec.sequence)
             if self._info is not None and (emission := self._examine(sequence, self._info)) is not None:
                 emissions.append(emission)
         return emissions
@@ -200,7 +200,7 @@ class Planner:
         """End sequences whose deadline has passed, and those that have waited too long for their start."""
         ended = Ended("timeout", message="the request's deadline passed")
         emissions = [self._table.end(sequence, ended) for sequence in self._find(_passed(self._deadlines, now))]
-        late = [sequence for sequence in self._find(_passed(self._starts, now)) if sequence.cached_tokens < 0]
+        late = [sequence for sequence in self._find(_passed(self._start_limits, now)) if sequence.cached_tokens < 0]
         return emissions + [self._table.end(sequence, Ended("late")) for sequence in late]
 
     def retract(self) -> None:
@@ -222,16 +222,16 @@ class Planner:
             self._table.release(sequence)
         return []
 
-    def settle(self) -> Generator[CacheMessage, CacheReply, None]:
-        """Send what the cache has not heard, without a step. Exhaust the generator before any other call."""
-        return self._planning.settle()
+    def sync_cache(self) -> Generator[CacheMessage, CacheReply, None]:
+        """Send pending commits and closes to the cache, without a step. Exhaust the generator before any other call."""
+        return self._planning.sync_cache()
 
     def _find(self, sequences: Iterable[int]) -> list[Sequence]:
         """The known sequences, each once."""
         known = self._table.sequences
         return [known[number] for number in dict.fromkeys(sequences) if number in known]
 
-    def _watched(self, times: list[tuple[float, int]], at: float, sequence: int) -> list[tuple[float, int]]:
+    def _with_time(self, times: list[tuple[float, int]], at: float, sequence: int) -> list[tuple[float, int]]:
         """The heap with one more time, and without ended sequences when they are most of it."""
         heapq.heappush(times, (at, sequence))
         if len(times) > 2 * len(self._table.sequences) + 64:

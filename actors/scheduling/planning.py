@@ -103,8 +103,8 @@ class StepPlanning:
         self._available = done.available
         return done
 
-    def settle(self) -> Planning:
-        """Send what the cache has not heard: commits and closes."""
+    def sync_cache(self) -> Planning:
+        """Send pending commits and closes."""
         if self._table.has_news:
             yield from self._turn()
 
@@ -171,7 +171,7 @@ class StepPlanning:
         while len(growers) > self._available:
             victim = self._victim(lambda s: s.progressed and s.known < s.target)
             if victim is None:
-                growers = sorted(growers, key=lambda s: (-s.strength, s.rank))[: self._available]
+                growers = sorted(growers, key=lambda s: (-s.priority, s.arrival_order))[: self._available]
                 break
             self._table.preempt(victim)
             growers = [sequence for sequence in growers if sequence is not victim]

@@ -14,7 +14,7 @@ from actors.scheduling.waiting import WaitingQueue
 
 __all__ = ["LPM_LIMIT", "Policy"]
 
-_strength = attrgetter("strength")
+_priority = attrgetter("priority")
 
 LPM_LIMIT = 128  # with more waiting sequences, cached prefixes are not compared; as in SGLang
 
@@ -50,7 +50,7 @@ class Policy:
         served = self._shares.served
         return bool(others) and min(map(served, others)) <= max(map(served, busy))
 
-    def strength(self, priority: int) -> int:
+    def effective_priority(self, priority: int) -> int:
         """The priority of a request with larger values first; 0 when priorities are off."""
         return self._sign * priority if self._priorities else 0
 
@@ -77,7 +77,7 @@ class Policy:
 
         def key(sequence: Sequence) -> tuple[int, int, int]:
             waited = max(now - sequence.spec.arrival, 0.0)
-            level = sequence.strength + math.floor(waited / self._ageing) if self._priorities else 0
+            level = sequence.priority + math.floor(waited / self._ageing) if self._priorities else 0
             if waited >= self._ageing:
                 return -level, 0, 0
             return -level, 1, -prefix.get(sequence.id, 0)
@@ -87,12 +87,12 @@ class Policy:
     def weakest(self, running: Iterable[Sequence]) -> Sequence:
         """The first to be preempted: of the tenant with most service, the lowest priority, the latest arrival."""
         served = self._shares.served
-        return min(running, key=lambda s: (-served(s.tenant), s.strength, -s.rank[0], -s.rank[1]))
+        return min(running, key=lambda s: (-served(s.tenant), s.priority, -s.arrival_order[0], -s.arrival_order[1]))
 
     def strongest(self, running: Iterable[Sequence]) -> Sequence:
         """The last to be preempted."""
         served = self._shares.served
-        return max(running, key=lambda s: (-served(s.tenant), s.strength, -s.rank[0], -s.rank[1]))
+        return max(running, key=lambda s: (-served(s.tenant), s.priority, -s.arrival_order[0], -s.arrival_order[1]))
 
     def may_preempt(self, candidate: Sequence, victim: Sequence) -> bool:
         """Whether a waiting sequence may preempt a running one: same tenant, priority higher by more than the
@@ -100,19 +100,19 @@ class Policy:
         return (
             self._priorities
             and candidate.tenant == victim.tenant
-            and candidate.strength - victim.strength > self._threshold
+            and candidate.priority - victim.priority > self._threshold
         )
 
     def pressing(self, waiting: WaitingQueue, running: Collection[Sequence]) -> Sequence | None:
         """The waiting sequence that may preempt a running one, or None."""
         if not self._priorities or not waiting or not running:
             return None
-        if max(map(_strength, waiting)) - min(map(_strength, running)) <= self._threshold:
+        if max(map(_priority, waiting)) - min(map(_priority, running)) <= self._threshold:
             return None
         if not self._shares.several:
             return self.strongest(waiting)
         weakest: dict[str, int] = {}
         for sequence in running:
-            weakest[sequence.tenant] = min(weakest.get(sequence.tenant, sequence.strength), sequence.strength)
-        candidates = [s for s in waiting if s.strength - weakest.get(s.tenant, s.strength) > self._threshold]
+            weakest[sequence.tenant] = min(weakest.get(sequence.tenant, sequence.priority), sequence.priority)
+        candidates = [s for s in waiting if s.priority - weakest.get(s.tenant, s.priority) > self._threshold]
         return self.strongest(candidates) if candidates else None

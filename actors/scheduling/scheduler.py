@@ -341,7 +341,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         planner = self._planner
         if planner.running() or planner.in_flight or (planner.has_work and not planner.paused):
             return False
-        await self._converse(planner.settle())
+        await self._run_with_cache(planner.sync_cache())
         return await self._cache.ask(FlushCache(), timeout=_CACHE_TIMEOUT)
 
     # -- steps
@@ -356,7 +356,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         while self._worker_is_alive() and planner.has_work and planner.can_send:
             now = self.context.clock.monotonic()
             pending += planner.expire(now)
-            plan: StepPlan | None = await self._converse(planner.plan(now))
+            plan: StepPlan | None = await self._run_with_cache(planner.plan(now))
             self._timeline_writer.moved(planner.take_moves(), self.context.clock.monotonic())
             if plan is None:
                 break
@@ -373,8 +373,8 @@ class Scheduler(Actor[SchedulerProtocol]):
         now = self.context.clock.monotonic()
         self._board.load(planner.load(now), now)
 
-    async def _converse(self, planning: Generator[CacheMessage, CacheReply, T]) -> T:
-        """Run what the planner does with the cache, and return its result."""
+    async def _run_with_cache(self, planning: Generator[CacheMessage, CacheReply, T]) -> T:
+        """Run a generator of the planner: send its messages to the cache, and return its result."""
         try:
             call = next(planning)
             while True:

@@ -32,6 +32,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "arrival_order",
         "cached_tokens",
         "capacity",
         "charged",
@@ -46,10 +47,10 @@ class Sequence:
         "max_extra",
         "output",
         "pages",
+        "priority",
         "progressed",
         "prompt_length",
         "prompt_parts",
-        "rank",
         "scheduled",
         "serial",
         "shared",
@@ -57,13 +58,12 @@ class Sequence:
         "spec",
         "status",
         "stop_ids",
-        "strength",
         "target",
         "tenant",
         "track",
     )
 
-    def __init__(self, spec: SequenceSpec, strength: int) -> None:
+    def __init__(self, spec: SequenceSpec, priority: int) -> None:
         self.spec = spec
         self.id = spec.sequence
         self.prompt_length = len(spec.prompt) // 4
@@ -71,8 +71,8 @@ class Sequence:
         self.output: list[int] = np.frombuffer(spec.output, dtype=np.int32).tolist()
         self.tenant = spec.tenant
         self.charged = 0  # tokens known at the last charge of its tenant
-        self.strength = strength  # priority, larger first; 0 for all when priorities are off
-        self.rank = (spec.arrival, spec.sequence)  # first come, first served
+        self.priority = priority  # larger first; 0 for all when priorities are off
+        self.arrival_order = (spec.arrival, spec.sequence)  # first come, first served
         self.status = Status.WAITING
         self.progressed = True  # whether it computed a token since its last admission, or was never preempted
         self.cached_tokens = -1  # at the first admission; -1: not admitted yet

@@ -157,8 +157,8 @@ class TextCodec:
 
     def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], int]:
         """Token ids of two texts, joined as the tokenizer does for its model, and where the second one begins; 0 if the
-        tokenizer does not tell them apart. Of more than ``most`` tokens, the longer text loses its last ones until both
-        are of one length. Raises InvalidRequest."""
+        tokenizer does not distinguish them. If there are more than ``most`` tokens, the longer text loses its last ones
+        until both have the same length. Raises InvalidRequest."""
         tokenizer, texts = self.tokenizer, (self._encoded(first, False), self._encoded(second, False))
         if most is not None:
             room = max(most - tokenizer.num_special_tokens_to_add(True), 0)

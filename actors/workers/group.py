@@ -25,7 +25,7 @@ _START_TIMEOUT = 300.0
 
 
 class WorkerGroup:
-    """The workers of one replica, one a device. They start and end together: the results of one rank are useless
+    """The workers of one replica, one per device. They start and end together: the results of one rank are useless
     without the others, and a rank may wait long in a collective for a dead one.
 
     An *epoch* of the group begins when all of its processes run. Steps carry its number, which is independent of the

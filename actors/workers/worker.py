@@ -50,7 +50,7 @@ class Worker(Actor[WorkerProtocol]):
         self._config = config
         self._faults = FaultInjector(config.faults) if config.faults else None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: ThreadPoolExecutor | None = None
+        self._result_thread: ThreadPoolExecutor | None = None
         self._runner: Runner | None = None
         self._epoch: int | None = None  # the group's epoch when this worker loaded
         self._idle_work = 0.0, 0.0  # begin and end of the last idle work
@@ -63,11 +63,11 @@ class Worker(Actor[WorkerProtocol]):
 
     async def started(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="troupe-results")
+        self._result_thread = ThreadPoolExecutor(1, thread_name_prefix="troupe-results")
 
     async def stopping(self) -> None:
-        if self._waiting is not None:
-            self._waiting.shutdown(wait=True, cancel_futures=True)
+        if self._result_thread is not None:
+            self._result_thread.shutdown(wait=True, cancel_futures=True)
         if self._runner is not None:
             self._runner.close()
 
@@ -115,13 +115,13 @@ class Worker(Actor[WorkerProtocol]):
 
     @handles_in_thread
     def step(self, message: Step, sent: float) -> StepResult | Answered[StepResult] | Later[StepResult]:
-        """Run a step, even if its asker has given up: later steps depend on it."""
+        """Run a step, even if its sender has given up: later steps depend on it."""
         if message.epoch != self._epoch:
             raise StaleStep(
                 f"Step {message.batch.number} is of epoch {message.epoch}, but this worker is of {self._epoch}."
             )
         assert self._runner is not None
-        assert self._waiting is not None
+        assert self._result_thread is not None
         batch, begun = message.batch, time.monotonic()
         (first, last), self._idle_work = self._idle_work, (0.0, 0.0)
         waited = max(0.0, last - max(first, sent))
@@ -136,7 +136,7 @@ class Worker(Actor[WorkerProtocol]):
                 step.idle_work()
                 return result
             return Answered(result, partial(self._run_idle_work, step.idle_work) if result.drafted else step.idle_work)
-        return self._waiting.submit(self._finish, step, batch.traces, sent, begun, waited)
+        return self._result_thread.submit(self._finish, step, batch.traces, sent, begun, waited)
 
     @handles
     def compile_grammar(self, message: CompileGrammar) -> str | Deferred[str]:

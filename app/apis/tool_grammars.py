@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from actors.protocol.requests import Grammar
-from app.apis.openai.tool_schemas import without_nulls
+from app.apis.openai.tool_schemas import closed, without_nulls
 from app.parsers.base import StreamingParser
 from app.parsers.tools.constraints import Form, ToolConstraint, forced_calls, native_calls, strict_calls
 from app.parsers.tools.lark import Unenforceable
@@ -53,7 +53,8 @@ async def tool_constraint(
     or in that form. ``names``: of the request's fields. Raises 400 where this cannot be enforced.
     """
     backend, form = service.arguments.grammar_backend, service.output_format.tools
-    choice = msgspec.structs.replace(choice, tools={name: without_nulls(tool) for name, tool in choice.tools.items()})
+    tools = {name: closed(without_nulls(tool)) for name, tool in choice.tools.items()}
+    choice = msgspec.structs.replace(choice, tools=tools)
     if form is None or form is PassthroughParser:
         form = None
     if choice.forced:

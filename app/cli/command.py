@@ -110,7 +110,7 @@ def _run_with(arguments: Arguments, early: EarlyWorkers) -> int:
     from app.application import create_app
     from app.server.greeting import exposure, url_of
     from app.server.hypercorn import configuration, listen, serve
-    from app.server.idle_collector import QUIET, IdleCollector
+    from app.server.idle_collector import IDLE_REQUESTS, IdleCollector
 
     _configure_logging(arguments)
     config = configuration(arguments)
@@ -130,7 +130,7 @@ def _run_with(arguments: Arguments, early: EarlyWorkers) -> int:
         app = create_app(arguments, early=early)
         app.url = url_of(bound)
         app.open_grpc()
-        with IdleCollector(lambda: len(app.service.live) <= QUIET).running():
+        with IdleCollector(lambda: len(app.service.live) <= IDLE_REQUESTS).running():
             await serve(app, app, config, sockets)
         return app.exit_code, app.engine.status.error or ""
 

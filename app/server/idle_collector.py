@@ -7,10 +7,10 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["QUIET", "IdleCollector"]
+__all__ = ["IDLE_REQUESTS", "IdleCollector"]
 
-QUIET = 64
-"""Live requests up to which a full collection blocks the loop for a few milliseconds only."""
+IDLE_REQUESTS = 64
+"""Live requests up to which the server counts as idle: a full collection then blocks the loop for milliseconds."""
 
 _YOUNG = 10_000
 """Net new container objects after which the youngest generation is collected, in about a millisecond."""
@@ -24,12 +24,12 @@ _MIDDLE_COLLECTIONS = 20
 class IdleCollector:
     """Replaces the interpreter's full collections inside of :meth:`running`.
 
-    A full collection runs when objects have become old since the last one and ``quiet()`` is true, or when so many have
-    become old that memory matters more. Objects alive at the start are frozen and never collected.
+    A full collection runs when objects have become old since the last one and ``is_idle()`` is true, or when so many
+    have become old that memory matters more. Objects alive at the start are frozen and never collected.
     """
 
-    def __init__(self, quiet: Callable[[], bool]) -> None:
-        self._quiet = quiet
+    def __init__(self, is_idle: Callable[[], bool]) -> None:
+        self._is_idle = is_idle
         self._since = 0  # middle collections at the last full one
 
     @contextmanager
@@ -48,10 +48,10 @@ class IdleCollector:
             gc.set_threshold(*before)
             gc.unfreeze()
 
-    def look(self) -> bool:
+    def collect_if_due(self) -> bool:
         """Collect if it is time; return whether it was."""
         aged = self._middle() - self._since
-        if not aged or (aged < _MIDDLE_COLLECTIONS and not self._quiet()):
+        if not aged or (aged < _MIDDLE_COLLECTIONS and not self._is_idle()):
             return False
         gc.collect()
         self._since = self._middle()
@@ -60,7 +60,7 @@ class IdleCollector:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_SECONDS)
-            self.look()
+            self.collect_if_due()
 
     @staticmethod
     def _middle() -> int:

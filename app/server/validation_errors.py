@@ -32,7 +32,7 @@ _UNITS = {"str": "characters", "array": "entries", "object": "entries"}
 _REMEDIES = {"str": "Shorten it.", "array": "Send fewer.", "object": "Send fewer."}
 
 _LIKENESS = 0.8
-"""Of names of one object; there are few, so that a lower one than for the fields of a body finds no wrong field."""
+"""Least similarity of a suggested name. It is lower than for the fields of a body, since one object has few names."""
 
 _ABSENT = object()
 

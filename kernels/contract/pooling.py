@@ -169,7 +169,7 @@ def _classifier(name: str, config: Mapping[str, Any], encoder: bool) -> PoolingC
 
 
 def _activation(function: str) -> Literal["softmax", "sigmoid", "none"]:
-    """Of a cross encoder, by the class that sentence-transformers names."""
+    """The activation of a cross encoder, from the class that sentence-transformers names."""
     match function.rpartition(".")[2]:
         case "Identity":
             return "none"

@@ -90,8 +90,8 @@ class OpenModel:
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A loaded model with everything that its steps need. ``caches``: one a layer, in ``groups``; ``draft_caches``: the
-    drafter's.
+    """A loaded model with everything that its steps need. ``caches``: one per layer, in ``groups``; ``draft_caches``:
+    the drafter's.
 
     ``windows``: window lengths of the layers. ``speculator``: None without a draft. ``info``: the description, still
     without load times and captured graphs.

@@ -47,15 +47,15 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
-    """What the layers keep of the tokens before."""
+    """The caches of the layers."""
     return gqa.caches(config)
 
 
 def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    ends = vocabulary.vocabulary(make, config)
+    vocab = vocabulary.vocabulary(make, config)
     layers = [_layer(config, make, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
-    return Decoder(make, config, ends, layers, make.norm("model.norm", config.norm_eps))
+    return Decoder(make, config, vocab, layers, make.norm("model.norm", config.norm_eps))
 
 
 _ROPE = {

@@ -69,7 +69,7 @@ class Decoder:
         self,
         make: ModelBuilder,
         config: ModelConfig,
-        ends: tuple[VocabularyEmbedding, VocabularyHead],
+        vocab: tuple[VocabularyEmbedding, VocabularyHead],
         layers: Sequence[DecoderLayer],
         norm: Norm,
     ) -> None:
@@ -77,7 +77,7 @@ class Decoder:
         self.captures = make.captures
         self.hidden_size = config.hidden_size
         self.reads_rows = config.attention_cap > 0
-        self.embeddings, self.head = ends
+        self.embeddings, self.head = vocab
         self.pooling = pooling = config.pooling
         self.classifier = classifier(make, config) if pooling is not None and pooling.task == "classify" else None
         context = make.context or config.max_positions
@@ -98,7 +98,7 @@ class Decoder:
     def forward(
         self, batch: ForwardBatch, caches: Sequence[Any], capture: bool = True, wanted: Tensor | None = None
     ) -> Tensor:
-        """Run a step's tokens; their keys and values go to ``caches`` (one a layer). -> [tokens, hidden], normed.
+        """Run a step's tokens; their keys and values go to ``caches`` (one per layer). -> [tokens, hidden], normed.
 
         With captures [tokens, hidden * (1 + captures)], for ``split``: one tensor, so that a captured graph or a
         program gives it as it gives the other. ``capture``: whether they are wanted at all.

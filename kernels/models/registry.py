@@ -45,7 +45,7 @@ GROUP = "troupe.models"
 
 
 class Family(Protocol):
-    """What a family's module has."""
+    """The functions that the module of a family must have."""
 
     def config(self, raw: ConfigReader) -> ModelConfig:
         """The sizes in config.json. Raises ConfigError, naming the key."""
@@ -56,7 +56,7 @@ class Family(Protocol):
         ...
 
     def caches(self, config: ModelConfig) -> tuple[CacheGroup, ...]:
-        """What the layers keep of the tokens before, on one rank of these sizes."""
+        """The caches of the layers, on one rank of these sizes."""
         ...
 
     def build(self, config: ModelConfig, make: ModelBuilder) -> Decoder | Encoder:
@@ -125,7 +125,7 @@ def entries() -> dict[str, Entry]:
 def find(architectures: Iterable[object]) -> tuple[str, Family]:
     """The first of ``architectures`` that is supported, and its family. Raises ConfigError that names all that are.
 
-    Of a decoder that generates text, these are also the forms that embed, classify or reward
+    A decoder that generates text is also found under the names of its forms that embed, classify or reward
     (``kernels.contract.pooling.base_architecture``).
     """
     names = list(architectures)
@@ -194,8 +194,7 @@ def _pooled(config: ModelConfig, declared: Iterable[TensorSpec]) -> Iterator[Ten
 
 
 def caches(config: ModelConfig, windows: bool = False) -> tuple[CacheGroup, ...]:
-    """What the layers of one rank's model keep of the tokens before. ``windows``: whether those of the decoder that see
-    a window keep nothing outside of it."""
+    """The caches of one rank's layers. ``windows``: whether layers with a sliding window keep only it."""
     found = find([config.architecture])[1].caches(config)
     return found if windows or not any(config.windows) else keep_all(found)
 

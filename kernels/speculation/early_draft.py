@@ -449,7 +449,7 @@ def rows_of(tree: DraftTree, rows: Tensor) -> DraftTree:
 
 class Followed(NamedTuple):
     """A launched pass of ``slots`` int64 [rows]. ``found``: its results, also as ``verified``. ``tree``: the trees that
-    it verifies, one a row. ``behind``: the trees that were drafted after it, if any."""
+    it verifies, one per row. ``behind``: the trees that were drafted after it, if any."""
 
     slots: Longs
     found: PassFound

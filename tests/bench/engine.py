@@ -8,6 +8,7 @@
   number of streams is measured twice: as fast as it goes, and with a fixed delay of each step that offers ``--offer``
   tokens a second. Tokens that wait for a busy loop travel in one event, so events are counted too. Processor time is
   per token, of the server's main process, its worker and the clients.
+- grpc: 256 streams of the gRPC service beside as many of HTTP, by the same worker, at ``--grpc-offer`` tokens a second.
 - steps: seconds the scheduler takes for a step (plan, cache, results), without sending.
 - actors: processor time of the whole loop for a step, with its actors, the worker's process and a detokenizer that
   does nothing; and hops alone, which ``python -m tests.bench hop`` measures with care.
@@ -42,9 +43,10 @@ from tests.bench._costless import CONTEXT
 from tests.bench._loop import step_cost
 from tests.bench._options import command_line
 from tests.bench._record import record
-from tests.bench._streams import Streamed, stream
+from tests.bench._streams import Streamed, stream, stream_grpc
 from tests.bench.crowd import raise_fd_limit
 from tests.bench.serving import Client, OwnServer, Point, cpu_name, run_point
+from tests.kits.addresses import hold_port, port_of
 
 __all__ = ["main"]
 
@@ -91,10 +93,29 @@ async def streams(options: argparse.Namespace) -> None:
     table("Streams of a worker that costs nothing", columns, rows)
 
 
-async def streamed(count: int, delay: float, seconds: float) -> Streamed:
+async def over_grpc(options: argparse.Namespace) -> None:
+    raise_fd_limit(4096)
+    count, rows = 256, []
+    for name, by_grpc in (("HTTP", False), ("gRPC", True)):
+        delay = count / options.grpc_offer
+        runs = [await streamed(count, delay, options.seconds, by_grpc=by_grpc) for _ in range(options.rounds)]
+        runs.sort(key=lambda run: run.server)
+        run = runs[len(runs) // 2]
+        record(f"{count} streams over {name}", "server, a token", [each.server for each in runs], "us")
+        record(f"{count} streams over {name}", "tokens/s", [each.tokens for each in runs])
+        numbers = (run.tokens, run.tokens / max(run.events, 1), run.server, run.kernel, run.client)
+        rows.append([name, *(f"{number:.2f}" for number in numbers)])
+    columns = ["over", "tok/s", "tokens an event", "server us a token", "of it in the kernel", "client us a token"]
+    table(f"{count} streams of a worker that costs nothing", columns, rows)
+
+
+async def streamed(count: int, delay: float, seconds: float, *, by_grpc: bool = False) -> Streamed:
+    with hold_port() as held:
+        grpc_port = port_of(held) if by_grpc else 0
     server = OwnServer(
         None,
         [
+            *(("--grpc-mode", "--grpc-port", str(grpc_port)) if by_grpc else ()),
             *("--max-running-requests", "1024", "--context-length", str(CONTEXT), "--log-level", "warning"),
             *("--json-model-override-args", f'{{"max_position_embeddings": {CONTEXT}}}'),
         ],
@@ -104,8 +125,9 @@ async def streamed(count: int, delay: float, seconds: float) -> Streamed:
         await server.wait_ready(60)
         pids = {"server": server.process.pid, "client": os.getpid()}
         pids["worker"] = max(server.family()[1:], key=lambda process: process.num_threads()).pid
-        port = int(server.url.rpartition(":")[2])
-        return await stream("127.0.0.1", port, pids, streams=count, max_tokens=CONTEXT // 2, seconds=seconds)
+        port = grpc_port or int(server.url.rpartition(":")[2])
+        read = stream_grpc if by_grpc else stream
+        return await read("127.0.0.1", port, pids, streams=count, max_tokens=CONTEXT // 2, seconds=seconds)
     finally:
         server.stop()
 
@@ -288,6 +310,7 @@ def _role(process: psutil.Process, earlier: list[list[str]]) -> str:
 
 PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "streams": streams,
+    "grpc": over_grpc,
     "steps": steps,
     "actors": actors,
     "messages": messages,
@@ -304,6 +327,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--model", help="model directory for prefix and memory (default: the included model)")
     parser.add_argument("--streams", type=int, nargs="+", default=[64, 256, 1000], help="at once, of each point")
     parser.add_argument("--offer", type=float, default=21_000.0, help="tokens a second offered by delayed steps")
+    parser.add_argument("--grpc-offer", type=float, default=5_000.0, help="tokens a second offered to the part grpc")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement of streams")
     parser.add_argument("--rounds", type=int, default=1, help="measurements of each point of streams")
     parser.add_argument("--steps", type=int, default=1000, help="planned steps of each point")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["find_schema_error", "without_nulls"]
+__all__ = ["closed", "find_schema_error", "without_nulls"]
 
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 
@@ -107,4 +107,30 @@ def without_nulls(schema: Any) -> Any:
         elif keyword in _ONE:
             value = without_nulls(value)
         found[keyword] = value
+    return found
+
+
+_OPENS = frozenset(
+    {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "minProperties"}
+    | {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "dependentSchemas"}
+)
+"""Keywords beside ``properties`` that may speak of other properties."""
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects have the properties that it names and no others, where it does not speak of others.
+
+    What matches it matches ``schema``. A small model that may invent arguments at times does not stop.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    properties, items = schema.get("properties"), schema.get("items")
+    if isinstance(items, dict):
+        found["items"] = closed(items)
+    if isinstance(properties, dict) and properties and _OPENS.isdisjoint(schema):
+        required = schema.get("required")
+        found["properties"] = {name: closed(inner) for name, inner in properties.items()}
+        if not isinstance(required, list) or set(map(str, required)) <= set(properties):
+            found["additionalProperties"] = False
     return found

@@ -29,7 +29,7 @@ __all__ = ["CpuDevice"]
 
 
 class CpuDevice(Device):
-    """``threads``: of each operator. 0: one a usable core for native operators, whose threads take chunks of work as
+    """``threads``: of each operator. 0: one per usable core for native operators, whose threads take chunks of work as
     they become free; one less for torch's, where a step is as slow as its slowest thread: on two busy cores, of which
     the event loop wants one now and then, one thread decodes nearly twice as fast as two.
 

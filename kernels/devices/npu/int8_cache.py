@@ -137,7 +137,7 @@ def compact(rows: AttentionRows, first: int, last: int, page_size: int, put: Put
 
 
 def attend_int8(queries: Tensor, cache: Int8Layer, part: FusedPart, scale: float) -> Tensor:
-    """Attention of decodes: ``queries`` [rows, heads, dim], one a row -> the same shape and dtype."""
+    """Attention of decodes: ``queries`` [rows, heads, dim], one per row -> the same shape and dtype."""
     rows, heads, dim = queries.shape
     pages, page_size, kv_heads, wide = cache.keys.shape
     given = queries.to(torch.bfloat16)

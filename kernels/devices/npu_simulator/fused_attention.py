@@ -151,7 +151,7 @@ class Attention:
         if self.kv_lengths is not None:
             count = len(self.kv_lengths)
             enough = count == entries or (self.layout != "TND" and (count == 1 or count > entries))
-            self.need(enough, "actual_seq_lengths_kv", f"needs {entries} entries, one a request, has {count}")
+            self.need(enough, "actual_seq_lengths_kv", f"needs {entries} entries, one per request, has {count}")
 
     def entries(self) -> int:
         """Requests."""

@@ -1,4 +1,4 @@
-"""The two ends of a decoder, divided over ranks by the vocabulary: token embeddings and logits."""
+"""Token embeddings and the output head of a decoder, divided over ranks by the vocabulary."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def vocabulary(
 def _ends(
     make: ModelBuilder, config: ModelConfig, lookup: Lookup, linear: Linear, size: int
 ) -> tuple[VocabularyEmbedding, VocabularyHead]:
-    """Both ends, with the factors and the cap that the model has."""
+    """Embedding and output head, with the factors and the cap that the model has."""
     compose, mesh = make.ops.elementwise.compose, make.mesh
     lookup = _scaled(make, config, lookup)
     if (scale := config.logit_scale) != 1.0 or config.logit_cap:

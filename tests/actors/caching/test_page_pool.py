@@ -3,7 +3,7 @@ import pytest
 from actors.caching.page_pool import TREE, CacheCorrupted, PagePool
 
 
-def test_pages_are_given_once_and_come_back():
+def test_pages_are_allocated_once_and_released():
     pool = PagePool(5)
     first, second = pool.allocate(3, owner=7), pool.allocate(1, owner=8)
     assert sorted(first + second) == [1, 2, 3, 4]
@@ -14,13 +14,13 @@ def test_pages_are_given_once_and_come_back():
     pool.check()
 
 
-def test_page_zero_is_never_given():
+def test_page_zero_is_never_allocated():
     assert 0 not in PagePool(9).allocate(8, owner=1)
 
 
 def test_more_than_free_is_refused_and_nothing_is_taken():
     pool = PagePool(3)
-    with pytest.raises(CacheCorrupted, match="3 pages asked for, 2 are free"):
+    with pytest.raises(CacheCorrupted, match="3 pages requested, 2 are free"):
         pool.allocate(3, owner=1)
     assert pool.free == 2
 

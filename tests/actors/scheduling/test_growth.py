@@ -7,7 +7,7 @@ from tests.actors.scheduling.stage import spec
 
 def running(prompt, left):
     """A sequence with ``prompt`` tokens, all of them in pages of four, and ``left`` to be sampled."""
-    sequence = Sequence(spec(0, range(prompt)), strength=0)
+    sequence = Sequence(spec(0, range(prompt)), priority=0)
     sequence.target = sequence.known + left
     sequence.pages = -(-prompt // 4)
     return sequence

@@ -177,7 +177,7 @@ def test_retracted_sequences_hold_no_page_and_change_no_token():
     stage.step()
     stage.planner.paused = True
     stage.planner.retract()
-    drive(stage.planner.settle(), stage.cache)
+    drive(stage.planner.sync_cache(), stage.cache)
     assert (stage.planner.running(), stage.planner.load(0.0).waiting) == ((), 2)
     assert stage.cache.flush()
     assert stage.cache.usage().free == stage.cache.usage().total

@@ -7,7 +7,7 @@ from tests.actors.scheduling.stage import spec
 
 
 def sequence(number, prompt, **kwargs):
-    return Sequence(spec(number, prompt, **kwargs), strength=0)
+    return Sequence(spec(number, prompt, **kwargs), priority=0)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from actors.options import Arguments
 from actors.protocol.requests import InvalidRequest
+from app.apis.openai.tool_schemas import closed
 from app.application import create_app
 from tests.kits.app_requests import BODY, post
 from tests.kits.fake_engine import FakeEngine
@@ -135,6 +136,37 @@ async def test_keywords_with_null_are_omitted(given: str) -> None:
     text = engine.requests[-1]["params"].grammar.text
     assert '"properties":{"a":{"anyOf":[{"const":null},{"type":"string"}]},"b":{}}' in text
     assert "required" not in text
+
+
+@pytest.mark.parametrize("given", ["required", "auto"])
+async def test_calls_have_no_arguments_that_the_tool_does_not_name(given: str) -> None:
+    inner = {"type": "object", "properties": {"x": {"type": "null"}}}
+    properties = {"a": {"type": "array", "items": inner}, "b": inner | {"additionalProperties": {"type": "null"}}}
+    tool = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": properties}}
+    application, engine = served()
+    await choice(application, tools=[{"type": "function", "function": tool}], tool_choice=given)
+    text = engine.requests[-1]["params"].grammar.text
+    shut = '"properties":{"x":{"type":"null"}},"additionalProperties":false'
+    assert text.count('"additionalProperties":false') == 2
+    assert shut in text
+    assert '"properties":{"x":{"type":"null"}},"additionalProperties":{"type":"null"}' in text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"type": "object", "properties": {"a": {}}, "required": ["b"]},
+        {"type": "object", "properties": {"a": {}}, "additionalProperties": True},
+        {"properties": {"a": {}}, "allOf": [{"properties": {"b": {}}}]},
+        {"properties": {"a": {}}, "patternProperties": {"b": {}}},
+        {"anyOf": [{"properties": {"a": {}}}]},
+        True,
+    ],
+    ids=str,
+)
+def test_schemas_that_speak_of_other_properties_stay_open(schema: object) -> None:
+    assert closed(schema) == schema
 
 
 FORMAT = {"type": "object", "properties": {"a": {"type": "string", "format": "iri"}}}

@@ -14,26 +14,26 @@ def full() -> int:
     return gc.get_stats()[2]["collections"]
 
 
-async def test_full_collections_wait_for_quiet_unless_too_much_is_old() -> None:
-    quiet = False
-    collector = IdleCollector(lambda: quiet)
+async def test_full_collections_wait_for_idle_unless_too_much_is_old() -> None:
+    idle = False
+    collector = IdleCollector(lambda: idle)
     before = gc.get_threshold()
     with collector.running():
         assert gc.get_freeze_count() > 0
-        assert not collector.look()  # nothing has become old
+        assert not collector.collect_if_due()  # nothing has become old
         gc.collect(1)
         start = full()
-        assert not collector.look()
+        assert not collector.collect_if_due()
         nodes = [Node() for _ in range(300_000)]  # the interpreter itself would collect them all
         assert full() == start
-        quiet = True
-        assert collector.look()
+        idle = True
+        assert collector.collect_if_due()
         assert full() == start + 1
-        assert not collector.look()
-        quiet = False
+        assert not collector.collect_if_due()
+        idle = False
         for _ in range(20):
             gc.collect(1)
-        assert collector.look()
+        assert collector.collect_if_due()
         del nodes
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() == 0

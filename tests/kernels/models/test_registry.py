@@ -37,9 +37,9 @@ def tensors(config):
 caches = llama.caches
 
 def build(config, make):
-    ends = vocabulary.vocabulary(make, config, "otter.table", "otter.head")
+    vocab = vocabulary.vocabulary(make, config, "otter.table", "otter.head")
     layers = [pre_norm.layer(make, config, f"otter.layers.{index}", 0) for index in range(config.layers)]
-    return Decoder(make, config, ends, layers, make.norm("otter.norm", config.norm_eps))
+    return Decoder(make, config, vocab, layers, make.norm("otter.norm", config.norm_eps))
 '''
 
 

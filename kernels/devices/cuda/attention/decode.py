@@ -298,7 +298,7 @@ def attend_decodes(
     out: Tensor,
     scales: Tensor | None = None,
 ) -> None:
-    """Attend with ``queries`` [rows, heads, dim], one a row, to ``lengths`` int32 [rows] cached tokens, at least 1.
+    """Attend with ``queries`` [rows, heads, dim], one per row, to ``lengths`` int32 [rows] cached tokens, at least 1.
 
     Results go to ``out``, of the same shape and contiguous. ``cache`` [pages, 2, kv_heads, page_size, dim]; ``scales``
     [pages, 2, kv_heads, page_size]: dynamic scales of tokens, if any; ``pages`` int32 [rows, columns]; ``window``:

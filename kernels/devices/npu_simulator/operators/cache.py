@@ -44,7 +44,7 @@ def scatter_rules(
         require(cache.dim() == 4 and cache.shape[2:] == rows.shape[1:], name, f"{argument}_cache", shape)
     require(key.shape[:2] == value.shape[:2], name, "value", "must have the key's tokens and heads")
     require(key_cache.shape[:2] == value_cache.shape[:2], name, "value_cache", "must have the key cache's blocks")
-    slots = f"must be [{key.shape[0]}], one a token, has shape {tuple(slot_mapping.shape)}"
+    slots = f"must be [{key.shape[0]}], one per token, has shape {tuple(slot_mapping.shape)}"
     require(tuple(slot_mapping.shape) == (key.shape[0],), name, "slot_mapping", slots)
 
 

@@ -123,7 +123,7 @@ def quant_matmul_rules(
     dtypes(name, (torch.float32, torch.bfloat16), scale=scale)
     dtypes(name, (torch.float32,), pertoken_scale=pertoken_scale)
     dtypes(name, (torch.float32, torch.int32, *_HALVES), bias=bias)
-    tokens = f"must be [{x1.shape[0]}], one a token, has shape {tuple(pertoken_scale.shape)}"
+    tokens = f"must be [{x1.shape[0]}], one per token, has shape {tuple(pertoken_scale.shape)}"
     require(tuple(pertoken_scale.shape) == (x1.shape[0],), name, "pertoken_scale", tokens)
 
 

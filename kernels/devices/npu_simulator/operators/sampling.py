@@ -14,7 +14,7 @@ MOST_K = 1024
 
 
 def top_k_top_p_rules(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None) -> None:
-    """Vendor: logits [rows, vocabulary] of the three floats; p of their dtype, k int32, one a row; not both None."""
+    """Vendor: logits [rows, vocabulary] of the three floats; p of their dtype, k int32, one per row; not both None."""
     name = "npu_top_k_top_p"
     require(logits.dim() == 2, name, "logits", f"must be [rows, vocabulary], has shape {tuple(logits.shape)}")
     dtypes(name, (torch.float16, torch.bfloat16, torch.float32), logits=logits)
@@ -24,7 +24,7 @@ def top_k_top_p_rules(logits: Tensor, p: Tensor | None = None, k: Tensor | None 
     dtypes(name, (torch.int32,), k=k)
     for argument, values in (("p", p), ("k", k)):
         if values is not None:
-            rule = f"must be [{logits.shape[0]}], one a row, has shape {tuple(values.shape)}"
+            rule = f"must be [{logits.shape[0]}], one per row, has shape {tuple(values.shape)}"
             require(tuple(values.shape) == (logits.shape[0],), name, argument, rule)
 
 

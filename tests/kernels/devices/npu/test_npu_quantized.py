@@ -39,7 +39,7 @@ def test_what_the_device_does_not_take():
     with pytest.raises(ConstraintError, match="flatten the tokens"):
         torch_npu.npu_quant_matmul(whole, weight, scales, output_dtype=out)
     flat = whole.view(12, 32)
-    with pytest.raises(ConstraintError, match="one a token"):
+    with pytest.raises(ConstraintError, match="one per token"):
         torch_npu.npu_quant_matmul(flat, weight, scales, pertoken_scale=torch.ones(4).npu(), output_dtype=out)
     with pytest.raises(ConstraintError, match="bias: must be int32"):
         torch_npu.npu_quant_matmul(flat, weight, scales, bias=torch.ones(16).npu(), output_dtype=out)
