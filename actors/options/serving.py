@@ -7,7 +7,20 @@ from typing import Annotated, Literal
 from actors.options.declaration import Option
 from actors.options.model import ModelArguments
 
-__all__ = ["ServingArguments"]
+__all__ = ["ServingArguments", "ThoughtFormat", "ToolFormat"]
+
+ToolFormat = Literal[
+    "auto", "off", "hermes", "qwen3_coder", "llama3_json", "llama4", "pythonic", "mistral", "deepseekv3",
+    "deepseekv31", "deepseekv32", "deepseek_v4", "kimi_k2", "glm45", "gpt-oss", "minimax-m2", "step3",
+    "granite", "internlm", "phi4", "cohere", "json", "passthrough",
+]  # fmt: skip
+"""Values of ``--tool-call-parser``; the registry of parsers has a class for each format."""
+
+ThoughtFormat = Literal[
+    "auto", "off", "base", "deepseek-r1", "deepseek-v3", "qwen3", "qwen3-thinking", "glm45", "kimi", "kimi_k2",
+    "gpt-oss", "minimax", "mistral", "step3", "gemma", "nemotron", "cohere",
+]  # fmt: skip
+"""Values of ``--reasoning-parser``; the registry of parsers has the marks of each format."""
 
 _TOOL_NAMES = {
     **dict.fromkeys(("qwen", "qwen25", "qwen3", "granite4", "ernie45"), "hermes"),
@@ -408,12 +421,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
     ] = "model"
 
     tool_call_parser: Annotated[
-        Literal[
-            "auto", "off", "hermes", "qwen3_coder", "llama3_json", "llama4", "pythonic", "mistral", "deepseekv3",
-            "deepseekv31", "deepseekv32", "deepseek_v4", "kimi_k2", "glm45", "gpt-oss", "minimax-m2", "step3",
-            "granite", "internlm", "phi4", "cohere", "json", "passthrough",
-        ]
-        | None,
+        ToolFormat | None,
         Option(
             group="API",
             default_text="auto",
@@ -424,14 +432,10 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
             "the family. passthrough or off: what it writes stays text. Names of SGLang, TokenSpeed and vLLM are "
             "aliases.",
         ),
-    ] = None  # fmt: skip
+    ] = None
 
     reasoning_parser: Annotated[
-        Literal[
-            "auto", "off", "base", "deepseek-r1", "deepseek-v3", "qwen3", "qwen3-thinking", "glm45", "kimi", "kimi_k2",
-            "gpt-oss", "minimax", "mistral", "step3", "gemma", "nemotron", "cohere",
-        ]
-        | None,
+        ThoughtFormat | None,
         Option(
             group="API",
             default_text="auto",
@@ -441,7 +445,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
             help="The model's format of reasoning (thoughts), which is returned as reasoning_content. auto: by the "
             "chat template, then the family. off: it stays in the text. Names of SGLang, TokenSpeed, vLLM are aliases.",
         ),
-    ] = None  # fmt: skip
+    ] = None
 
     stream_interval: Annotated[
         int,

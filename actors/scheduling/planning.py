@@ -171,7 +171,7 @@ class StepPlanning:
         while len(growers) > self._available:
             victim = self._victim(lambda s: s.progressed and s.known < s.target)
             if victim is None:
-                growers = sorted(growers, key=lambda s: (-s.priority, s.rank))[: self._available]
+                growers = sorted(growers, key=lambda s: (-s.priority, s.arrival_order))[: self._available]
                 break
             self._table.preempt(victim)
             growers = [sequence for sequence in growers if sequence is not victim]

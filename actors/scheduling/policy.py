@@ -87,12 +87,12 @@ class Policy:
     def weakest(self, running: Iterable[Sequence]) -> Sequence:
         """The first to be preempted: of the tenant with most service, the lowest priority, the latest arrival."""
         served = self._shares.served
-        return min(running, key=lambda s: (-served(s.tenant), s.priority, -s.rank[0], -s.rank[1]))
+        return min(running, key=lambda s: (-served(s.tenant), s.priority, -s.arrival_order[0], -s.arrival_order[1]))
 
     def strongest(self, running: Iterable[Sequence]) -> Sequence:
         """The last to be preempted."""
         served = self._shares.served
-        return max(running, key=lambda s: (-served(s.tenant), s.priority, -s.rank[0], -s.rank[1]))
+        return max(running, key=lambda s: (-served(s.tenant), s.priority, -s.arrival_order[0], -s.arrival_order[1]))
 
     def may_preempt(self, candidate: Sequence, victim: Sequence) -> bool:
         """Whether a waiting sequence may preempt a running one: same tenant, priority higher by more than the

@@ -32,6 +32,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "arrival_order",
         "cached_tokens",
         "capacity",
         "charged",
@@ -50,7 +51,6 @@ class Sequence:
         "progressed",
         "prompt_length",
         "prompt_parts",
-        "rank",
         "scheduled",
         "serial",
         "shared",
@@ -72,7 +72,7 @@ class Sequence:
         self.tenant = spec.tenant
         self.charged = 0  # tokens known at the last charge of its tenant
         self.priority = priority  # larger first; 0 for all when priorities are off
-        self.rank = (spec.arrival, spec.sequence)  # first come, first served
+        self.arrival_order = (spec.arrival, spec.sequence)  # first come, first served
         self.status = Status.WAITING
         self.progressed = True  # whether it computed a token since its last admission, or was never preempted
         self.cached_tokens = -1  # at the first admission; -1: not admitted yet

@@ -11,8 +11,8 @@ from actors.scheduling.sequence import Sequence
 __all__ = ["WaitingQueue"]
 
 
-def _rank(sequence: Sequence) -> tuple[float, int]:
-    return sequence.rank
+def _arrival_order(sequence: Sequence) -> tuple[float, int]:
+    return sequence.arrival_order
 
 
 class WaitingQueue:
@@ -22,16 +22,17 @@ class WaitingQueue:
         self._sequences: list[Sequence] = []
         self.tenants: Counter[str] = Counter()
         """How many sequences of each tenant wait; only tenants with one are in it."""
-        self.tokens = 0  # to compute for all of them, cached prefixes included
+        self.tokens = 0
+        """Tokens of all waiting sequences, including those whose prefix may be cached."""
 
     def add(self, sequence: Sequence) -> None:
         self.tokens += sequence.length
         self.tenants[sequence.tenant] += 1
-        insort(self._sequences, sequence, key=_rank)
+        insort(self._sequences, sequence, key=_arrival_order)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence. Raises ValueError if it does not wait."""
-        index = bisect_left(self._sequences, sequence.rank, key=_rank)
+        index = bisect_left(self._sequences, sequence.arrival_order, key=_arrival_order)
         if index == len(self._sequences) or self._sequences[index] is not sequence:
             raise ValueError(f"sequence {sequence.id} is not waiting")
         del self._sequences[index]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
+from actors.options.serving import ThoughtFormat, ToolFormat
 from app.parsers.base import StreamingParser
 from app.parsers.harmony import ForcedHarmonyParser, HarmonyParser
 from app.parsers.reasoning.thoughts import THOUGHTS, Thoughts
@@ -29,9 +31,11 @@ from app.parsers.tools.step3 import Step3Parser
 
 __all__ = ["AUTO", "OFF", "TOOL_PARSERS", "OutputFormat", "output_format"]
 
-AUTO, OFF, HARMONY = "auto", "off", "gpt-oss"
+AUTO: Final = "auto"
+OFF: Final = "off"
+HARMONY: Final = "gpt-oss"
 
-TOOL_PARSERS: Mapping[str, type[StreamingParser]] = {
+TOOL_PARSERS: Mapping[ToolFormat, type[StreamingParser]] = {
     "hermes": HermesParser,
     "qwen3_coder": Qwen3CoderParser,
     "llama3_json": Llama3Parser,
@@ -55,7 +59,7 @@ TOOL_PARSERS: Mapping[str, type[StreamingParser]] = {
     "passthrough": PassthroughParser,
 }
 
-_TOOL_SIGNS: tuple[tuple[str, str], ...] = (
+_TOOL_SIGNS: tuple[tuple[str, ToolFormat], ...] = (
     ("<｜DSML｜tool_calls>", "deepseek_v4"),
     ("<｜DSML｜", "deepseekv32"),
     ("<minimax:tool_call>", "minimax-m2"),
@@ -77,7 +81,7 @@ _TOOL_SIGNS: tuple[tuple[str, str], ...] = (
 )
 """Texts in a chat template and the format that they tell; the first that is there decides."""
 
-_THOUGHT_SIGNS: tuple[tuple[str, str], ...] = (
+_THOUGHT_SIGNS: tuple[tuple[str, ThoughtFormat], ...] = (
     ("◁think▷", "kimi"),
     ("[THINK]", "mistral"),
     ("<|START_THINKING|>", "cohere"),
@@ -85,7 +89,15 @@ _THOUGHT_SIGNS: tuple[tuple[str, str], ...] = (
     ("<|channel|>", HARMONY),
 )
 
-_FAMILIES: Mapping[str, tuple[str, str]] = {
+_THOUGHTS_BESIDE: Mapping[ToolFormat, ThoughtFormat] = {
+    "minimax-m2": "minimax",
+    "kimi_k2": "kimi_k2",
+    "step3": "step3",
+    "glm45": "glm45",
+}
+"""Format of tool calls -> that of thoughts, for templates that show no more of these than ``</think>``."""
+
+_FAMILIES: Mapping[str, tuple[ToolFormat, ThoughtFormat]] = {
     "GptOssForCausalLM": (HARMONY, HARMONY),
     "DeepseekV32ForCausalLM": ("deepseekv32", "deepseek-v3"),
     "DeepseekV4ForCausalLM": ("deepseek_v4", "deepseek-v3"),
@@ -121,7 +133,9 @@ class OutputFormat(msgspec.Struct, frozen=True):
         return (*marks, *(self.thoughts.marks if self.thoughts is not None and not self.harmony else ()))
 
 
-def output_format(tools: str | None, thoughts: str | None, template: str | None, architecture: str) -> OutputFormat:
+def output_format(
+    tools: ToolFormat | None, thoughts: ThoughtFormat | None, template: str | None, architecture: str
+) -> OutputFormat:
     """The formats of these names; None and ``auto`` ask the chat template, then the model's family."""
     family = _FAMILIES.get(architecture, ("hermes", OFF))
     if tools is None or tools == AUTO:
@@ -136,15 +150,15 @@ def output_format(tools: str | None, thoughts: str | None, template: str | None,
     )
 
 
-def _tools_of(template: str) -> str | None:
+def _tools_of(template: str) -> ToolFormat | None:
     name = next((name for sign, name in _TOOL_SIGNS if sign in template), None)
     if name == "deepseekv31" and "```json" in template:
         return "deepseekv3"
     return name
 
 
-def _thoughts_of(template: str, tools: str) -> str | None:
+def _thoughts_of(template: str, tools: ToolFormat) -> ThoughtFormat | None:
     name = next((name for sign, name in _THOUGHT_SIGNS if sign in template), None)
     if name is None and "</think>" in template:
-        name = {"minimax-m2": "minimax"}.get(tools, tools if tools in ("kimi_k2", "step3", "glm45") else "base")
+        return _THOUGHTS_BESIDE.get(tools, "base")
     return name

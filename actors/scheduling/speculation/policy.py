@@ -39,16 +39,14 @@ class Dials:
     prior: float = 0.6  # chance that a draft token is accepted, before any was verified
     prior_weight: int = 4  # how many outcomes the prior counts as
     hopeless: float = 0.15  # chance of the first draft token below which a request joins no trial and is probed seldom
-    stay_awake_least: float = (
-        0.5  # chance of the first draft token that keeps a draft awake where such a token pays ...
-    )
-    stay_awake_most: float = 0.8  # ... and where it does not pay: then the machine is slow only for the moment
+    # Chance of the first draft token that keeps a draft awake, where such a token pays and where it does not.
+    stay_awake_least: float = 0.5
+    stay_awake_most: float = 0.8  # speculation then lost only because the machine was slow for the moment
     probe_streak: int = 4  # probes in a row after one that was accepted
 
-    # Gain that a plan must promise over plain decoding.
-    least_gain: float = (
-        1.06  # to start drafting: promises are noisy and starting takes time. To go on, any gain will do
-    )
+    # Expected speedup over plain decoding that starts drafting: estimates are noisy and starting takes time. Once a
+    # batch drafts, any speedup keeps it drafting.
+    least_gain: float = 1.06
 
     # Steps between decisions. Intervals are powers of two, so that requests are probed in the same steps.
     first_interval: int = 8  # between the first probes of a request, and between reviews of a batch that does not draft

@@ -91,13 +91,13 @@ class _Health(health_pb2_grpc.HealthServicer):
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        told: int | None = None
+        sent: int | None = None
         while True:
             status = self._status(request.service)
             if status is None:
                 status = int(health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
-            if status != told:
-                told = status
+            if status != sent:
+                sent = status
                 yield health_pb2.HealthCheckResponse(status=status)
             await asyncio.sleep(_WATCH_SECONDS)
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from actors.options.serving import ThoughtFormat
+
 __all__ = ["THOUGHTS", "Thoughts"]
 
 
@@ -35,7 +37,7 @@ class Thoughts(msgspec.Struct, frozen=True):
         return False if end.endswith(self.end) else None
 
 
-THOUGHTS: Mapping[str, Thoughts] = {
+THOUGHTS: Mapping[ThoughtFormat, Thoughts] = {
     "base": Thoughts(),
     "deepseek-r1": Thoughts(always=True),
     "deepseek-v3": Thoughts(),

@@ -1,5 +1,5 @@
 """What a draft sees, chains of draft tokens with their verification, and that alone: each one call of the native
-library (chains.h, cycle.h)."""
+library (draft_chains.h, draft_cycle.h)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _CHUNK = 1 << 24
 
 
 class _Layout(ctypes.Structure):
-    """``Layout`` of kernels/devices/cpu/native/layout.h."""
+    """``Layout`` of kernels/devices/cpu/native/gguf_block_layout.h."""
 
     _fields_ = (
         ("bits", ctypes.c_int64),
@@ -35,13 +35,13 @@ class _Layout(ctypes.Structure):
 
 
 class _Blocks(ctypes.Structure):
-    """``Blocks`` of layout.h."""
+    """``Blocks`` of gguf_block_layout.h."""
 
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "group_scales", "group_zeros"))
 
 
 class NativeRows:
-    """Outputs of one type in the layout of blocks.h, from ``first`` on of the weight's."""
+    """Outputs of one type in the layout of gemm_gguf_blocks.h, from ``first`` on of the weight's."""
 
     def __init__(self, library: Library, rows: BlockRows, first: int) -> None:
         self.outputs, self.inputs, self.first = len(rows.data), rows.inputs, first

@@ -17,7 +17,8 @@ _NAN = 0x7F
 
 
 class NativeFp8:
-    """A weight of e4m3 in the layout of kernels/devices/cpu/native/fp8.h, its scales behind it. Inputs are not rounded.
+    """A weight of e4m3 in the layout of kernels/devices/cpu/native/gemm_fp8.h, its scales behind it. Inputs are not
+    rounded.
 
     ``group``: inputs of an output that share a scale.
     """

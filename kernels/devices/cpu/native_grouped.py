@@ -14,7 +14,7 @@ _DEPTH = 32  # inputs of a tile's row
 
 
 class NativeGrouped:
-    """A weight of groups in the layout of kernels/devices/cpu/native/grouped.h, its scales and zeros behind it.
+    """A weight of groups in the layout of kernels/devices/cpu/native/gemm_grouped.h, its scales and zeros behind it.
 
     ``order`` int64 [inputs]: of the inputs; None: as they come. ``zeroed``: whether zeros are others than the middle.
     """

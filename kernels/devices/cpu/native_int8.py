@@ -14,7 +14,7 @@ _DEPTH = 64  # inputs of a tile's row
 
 
 class NativeInt8:
-    """An int8 weight in the layout of kernels/devices/cpu/native/whole.h, its scales and correction behind it.
+    """An int8 weight in the layout of kernels/devices/cpu/native/gemm_int8.h, its scales and correction behind it.
 
     ``scale``: of every token, 0: each has its own; ``offset``: that is added to a token's whole numbers.
     """

@@ -403,7 +403,7 @@ async def test_a_crash_loop_ends_every_request_and_gives_the_reason(tmp_path: Pa
         assert engine.status.phase == "failed"
 
 
-async def test_an_actor_that_ends_unasked_ends_the_engine(tiny_model: Path) -> None:
+async def test_an_actor_that_ends_unexpectedly_stops_the_engine(tiny_model: Path) -> None:
     async with small_engine(tiny_model) as engine:
         stream = engine.generate([5, 6, 7], LONG)
         await anext(stream)

@@ -183,5 +183,5 @@ def test_what_does_not_go_together_is_refused_with_the_rule(keywords: dict[str, 
         {"speculative_algorithm": "STANDALONE", "speculative_token_map": "m", "speculative_adaptive": True},
     ],
 )
-def test_what_goes_together_is_taken(keywords: dict[str, object]) -> None:
+def test_compatible_options_are_accepted(keywords: dict[str, object]) -> None:
     Arguments.from_keywords(**keywords)

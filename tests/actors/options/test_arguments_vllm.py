@@ -18,7 +18,7 @@ _FIELDS = {argument.field for argument in ARGUMENTS}
 
 
 @pytest.mark.parametrize(("words", "becomes"), _LINES, ids=[words for words, _ in _LINES])
-def test_a_name_of_vllm_is_taken_or_refused_with_what_to_do(words: str, becomes: str) -> None:
+def test_a_vllm_option_is_accepted_or_refused_with_a_remedy(words: str, becomes: str) -> None:
     plain = load_arguments(["m"], {})
     if becomes in _FIELDS:
         assert getattr(load_arguments(["m", *words.split(" ")], {}), becomes) != getattr(plain, becomes)

@@ -240,7 +240,7 @@ def test_requests_that_keep_coming_keep_no_other_from_drafting():
     assert has_drafted > 5
 
 
-def test_a_draft_that_finds_nothing_is_seldom_asked():
+def test_a_draft_that_proposes_nothing_seldom_runs():
     """Its steps are no plain ones: the time that it wasted is lost."""
     stage = DraftingStage(adaptive="{}", accepts=lambda most: 0, pages=400, context_length=1500)
     run, calls = stage.runner.run, []

@@ -320,7 +320,7 @@ async def test_the_anthropic_client_reads_answers_streams_and_errors(application
 
 
 @pytest.mark.parametrize("name", ["turn", "quota", "budget", "title"])
-async def test_claude_codes_requests_are_taken(application, engine, name: str) -> None:
+async def test_requests_of_claude_code_are_accepted(application, engine, name: str) -> None:
     path, headers = CLAUDE_CODE["path"], CLAUDE_CODE["headers"]
     response, data = await post(application, CLAUDE_CODE[name], path, headers=headers)
     assert response.status_code == 200, data
@@ -347,7 +347,7 @@ async def test_a_server_without_priorities_says_that_it_has_none(application) ->
     assert response.headers["x-ignored-fields"] == "priority"
 
 
-def test_every_name_of_a_client_is_taken() -> None:
+def test_every_field_of_the_client_is_accepted() -> None:
     """The fields of the client's own request, but for those that are refused by name."""
     from anthropic.types import message_create_params
 

@@ -14,6 +14,9 @@ import pytest
 from google.protobuf import descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from actors.options import ArgumentError, Arguments
 from actors.protocol.requests import EngineFailed, QueueFull, RequestTimeout
@@ -21,6 +24,7 @@ from app.apis.grpc.messages import METHODS, SERVICE, message
 from app.application import Troupe, create_app
 from kernels.contract.pooling import PoolingConfig
 from kernels.contract.tasks import Classify
+from telemetry.traces.tracing import Tracing
 from tests.kits.engines import rest, small_engine
 from tests.kits.fake_engine import ANSWER
 from tests.kits.tiny_encoder import make_tiny_encoder
@@ -215,11 +219,11 @@ async def test_a_client_that_leaves_frees_the_engine(served: Any, until: Any) ->
         call.cancel()
         await until(lambda: engine.streams[0].closed)
         assert engine.streams[0].aborted.is_set()
-        late = client.generate(stream=True, timeout=0.2)
+        late = client.generate(stream=True, timeout=3.0)
         assert (await error_of(late)).code() == Call.DEADLINE_EXCEEDED
         await until(lambda: engine.streams[1].closed)
     assert engine.requests[0]["timeout"] is None
-    assert 0 < engine.requests[1]["timeout"] <= 0.2
+    assert 0 < engine.requests[1]["timeout"] <= 3.0
 
 
 async def test_an_aborted_request_ends_with_its_tokens_so_far(served: Any, until: Any) -> None:
@@ -379,3 +383,18 @@ async def test_a_port_in_use_is_refused_by_its_name(make_application: Callable[.
     with pytest.raises(ArgumentError, match="choose another --grpc-port"):
         second.open_grpc()
     await first.grpc.stop()
+
+
+async def test_a_traced_call_has_a_span_of_its_own(served: Any) -> None:
+    connecting, engine = served()
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    engine.tracing = Tracing(provider)
+    async with connecting as client:
+        await everything(client.generate((("traceparent", f"00-{'a' * 32}-{'b' * 16}-01"),)))
+        await error_of(client.generate(tokenized={}))
+    good, bad = exporter.get_finished_spans()
+    assert good.context.trace_id == int("a" * 32, 16)
+    assert engine.requests[0]["traceparent"].split("-")[2] == f"{good.context.span_id:016x}"
+    statuses = [dict(span.attributes)["http.response.status_code"] for span in (good, bad)]
+    assert (good.name, statuses) == (f"POST /{SERVICE}/Generate", [200, 400])

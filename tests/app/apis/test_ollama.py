@@ -277,7 +277,7 @@ async def test_the_version_is_that_of_ollamas_api(application) -> None:
     assert set(msgspec.json.decode(await response.get_data())) == {"version"}
 
 
-def test_every_option_of_the_client_is_taken_or_refused() -> None:
+def test_every_client_option_is_accepted_or_refused() -> None:
     from ollama import Options as ClientOptions
 
     from app.apis.ollama.requests import Options

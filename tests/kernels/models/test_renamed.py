@@ -10,9 +10,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import LoadError
+from kernels.contract.runner import open_runner
+from kernels.contract.step import Admission, SlotSampling, StepBatch
+from kernels.contract.tasks import Classify
 from tests.kernels.distributed.ranks import run_ranks
-from tests.kits.driver import COMMON
+from tests.kits.driver import COMMON, pack
 
 RENAMED = {
     "InternLM2ForCausalLM": [
@@ -105,3 +109,26 @@ def test_tokens_of_two_ranks_are_those_of_llama(renamed, prompts):
     (prompt,) = prompts(12)
     first, second = run_ranks([{"model": str(path), "prompts": [prompt], "length": 24}])
     assert first[0]["tokens"] == second[0]["tokens"] == [greedy(model, prompt, 24)]
+
+
+def test_the_reward_model_of_internlm_2_has_a_head_of_its_own(renamed, tmp_path):
+    """``v_head`` without a bias, in place of an output to the vocabulary."""
+    model, path = renamed
+    if "InternLM2" not in str(path):
+        pytest.skip("only InternLM 2 has one")
+    weights = load_file(path / "model.safetensors")
+    del weights["output.weight"]
+    head = weights["v_head.weight"] = torch.randn(1, 48, generator=torch.Generator().manual_seed(2))
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    raw = json.loads((path / "config.json").read_text()) | {"architectures": ["InternLM2ForRewardModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    runner = open_runner(RunnerConfig(str(tmp_path), dtype="float32", max_total_tokens=256, max_slots=2, threads=1))
+    assert runner.load().tasks == ("classify",)
+    prompt = list(range(5, 17))
+    sampling = SlotSampling(temperature=0.0, logprobs=0)
+    admitted = Admission(1, 1, pack(prompt), len(prompt), 0, pack([1]), sampling, task=Classify())
+    result = runner.run(StepBatch(1, pack([1]), pack([1]), pack([len(prompt)]), admitted=(admitted,)))
+    runner.close()
+    with torch.inference_mode():
+        expected = head @ model.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+    torch.testing.assert_close(torch.frombuffer(bytearray(result.pooled), dtype=torch.float32), expected)

@@ -3,18 +3,18 @@
 // Scores are K Q^T of 16 tokens of a page, as they are in the cache, with up to 16 columns: the queries of the heads of a group, one
 // query after another. On AMX both are tiles. Weights and values are summed in float32, token after token, relative to a power of two
 // for each column; changing the power rounds nothing. Sums of pieces of a sequence are added at the end, whichever thread found them
-// (pieces.h). So a column's result is the same bits whatever columns are beside it, and whatever tokens that it does not see lie
+// (split_kv.h). So a column's result is the same bits whatever columns are beside it, and whatever tokens that it does not see lie
 // between those that it sees: a draft token is verified with the numbers that it would be decoded with.
 #pragma once
 #include <vector>
 
-#include "matrix.h"
-#include "narrow.h"
-#include "planes.h"
-#include "pieces.h"
+#include "gemm_bf16.h"
+#include "int16_tokens.h"
+#include "kv_cache_8bit.h"
 #include "program.h"
 #include "scratch.h"
-#include "weighing.h"
+#include "softmax.h"
+#include "split_kv.h"
 
 namespace troupe {
 

@@ -7,12 +7,12 @@
 #include <variant>
 
 #include "attention.h"
-#include "blocks.h"
-#include "fp8.h"
-#include "grouped.h"
+#include "gemm_fp8.h"
+#include "gemm_gguf_blocks.h"
+#include "gemm_grouped.h"
+#include "gemm_int8.h"
 #include "program.h"
 #include "rows.h"
-#include "whole.h"
 
 namespace troupe {
 

@@ -171,7 +171,7 @@ class Table(ctypes.Structure):
 
 
 class RowTokens(ctypes.Structure):
-    """``RowTokens`` of chains.h."""
+    """``RowTokens`` of draft_chains.h."""
 
     _fields_ = (
         ("rows", ctypes.c_int64),
@@ -182,7 +182,7 @@ class RowTokens(ctypes.Structure):
 
 
 class Observation(ctypes.Structure):
-    """``Observation`` of chains.h."""
+    """``Observation`` of draft_chains.h."""
 
     _fields_ = (
         ("ahead", ctypes.c_int64),
@@ -198,7 +198,7 @@ class Observation(ctypes.Structure):
 
 
 class Chain(ctypes.Structure):
-    """``Chain`` of chains.h."""
+    """``Chain`` of draft_chains.h."""
 
     _fields_ = (
         ("ops", ctypes.c_void_p * 2),
@@ -214,7 +214,7 @@ class Chain(ctypes.Structure):
 
 
 class Cycle(ctypes.Structure):
-    """``Cycle`` of cycle.h."""
+    """``Cycle`` of draft_cycle.h."""
 
     _fields_ = (
         ("chain", Chain),
@@ -237,7 +237,7 @@ class Cycle(ctypes.Structure):
 
 
 class Cycled(ctypes.Structure):
-    """``Cycled`` of cycle.h."""
+    """``Cycled`` of draft_cycle.h."""
 
     _fields_ = (
         ("roots", ctypes.c_void_p),
@@ -255,7 +255,7 @@ class Cycled(ctypes.Structure):
 
 
 class Head(ctypes.Structure):
-    """``Head`` of ends.h."""
+    """``Head`` of prompt_ends.h."""
 
     _fields_ = (
         ("ops", ctypes.c_void_p),

@@ -7,22 +7,22 @@
 #include <cmath>
 
 #include "attention.h"
-#include "blocks.h"
-#include "chains.h"
-#include "cycle.h"
-#include "ends.h"
+#include "decode_loop.h"
+#include "draft_chains.h"
+#include "draft_cycle.h"
 #include "experts.h"
-#include "fp8.h"
-#include "grouped.h"
-#include "matrix.h"
-#include "narrow.h"
+#include "gemm_bf16.h"
+#include "gemm_fp8.h"
+#include "gemm_gguf_blocks.h"
+#include "gemm_grouped.h"
+#include "gemm_int8.h"
+#include "kv_cache_8bit.h"
 #include "prefill.h"
 #include "program.h"
-#include "race.h"
+#include "prompt_ends.h"
 #include "rows.h"
-#include "decode_loop.h"
-#include "team.h"
-#include "whole.h"
+#include "sampling.h"
+#include "thread_team.h"
 
 namespace troupe {
 
@@ -438,7 +438,7 @@ int64_t troupe_advance(void* engine, const Op* ops, int64_t count, const SlotTab
     return UNFIT;
 }
 
-// Draft tokens: see chains.h. A draft sees what was computed; -> whether there was memory for it. ...
+// Draft tokens: see draft_chains.h. A draft sees what was computed; -> whether there was memory for it. ...
 int troupe_observe(void* engine, const Op* ops, int64_t count, const SlotTable* table, const RowTokens* rows,
                    const Observation* seen) try {
     const Running running(engine);
@@ -448,7 +448,7 @@ int troupe_observe(void* engine, const Op* ops, int64_t count, const SlotTable* 
     return false;
 }
 
-// ... Chains are drafted and verified: see cycle.h. -> an Advanced.
+// ... Chains are drafted and verified: see draft_cycle.h. -> an Advanced.
 int64_t troupe_cycle(void* engine, const Cycle* given, const SlotTable* table, const int64_t* slots, int64_t rows,
                      const int32_t* drafts, const int64_t* left, int64_t steps, const Draw* how, int unseen,
                      Cycled* found) try {
@@ -471,7 +471,7 @@ int64_t troupe_verify(void* engine, const Op* ops, int64_t count, const SlotTabl
     return UNFIT;
 }
 
-// Sequences are run up to their last known tokens: see ends.h. -> an Advanced.
+// Sequences are run up to their last known tokens: see prompt_ends.h. -> an Advanced.
 int64_t troupe_reach(void* engine, const Op* ops, int64_t count, const SlotTable* table, const RowTokens* rows,
                      const Head* head, const int64_t* argmax, const uint8_t* broken, const Op* draw, int32_t* found) try {
     const Running running(engine);

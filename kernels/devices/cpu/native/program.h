@@ -13,17 +13,17 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //   NORM       a x or null, b residual: residual += x; out = norm(residual) * c, c float [i1, i0]: i1 heads of i0, f0 eps
 //   LINEAR     a x, b packed weight, c bias or null -> out; i0 inputs, i1 outputs; gated: those are gates and as many
 //              others, out is silu(gate) * other, i1 a multiple of 64
-//   LINEAR8    as LINEAR with b a weight of int8 (whole.h); f0 scale of every token, 0: each its own; i2 offset
-//   GROUPED    as LINEAR with b a weight of groups (grouped.h); i2 inputs of a group, i3 bits, i4 address of the inputs'
+//   LINEAR8    as LINEAR with b a weight of int8 (gemm_int8.h); f0 scale of every token, 0: each its own; i2 offset
+//   GROUPED    as LINEAR with b a weight of groups (gemm_grouped.h); i2 inputs of a group, i3 bits, i4 address of the inputs'
 //              order int64 [i0], 0: as they come; f0: whether zeros are others than the middle
-//   FP8        as LINEAR with b a weight of e4m3 (fp8.h); i2 inputs that have a scale of their own
-//   BLOCKS     as LINEAR with b a weight in blocks (blocks.h)
+//   FP8        as LINEAR with b a weight of e4m3 (gemm_fp8.h); i2 inputs that have a scale of their own
+//   BLOCKS     as LINEAR with b a weight in blocks (gemm_gguf_blocks.h)
 //              Where `narrow` is set, a row of GROUPED, FP8 and BLOCKS finds the same bits whatever rows are beside it.
 //   ROTARY     a x, b cosines, c sines -> out; i0 dim, i1 heads
 //   PLACE      a queries, keys and values: NORM and ROTARY of the first two, in one pass, and WRITE; b cosines, c sines, out
 //              cache; i0 dim, i1 heads of queries and keys, i2 kv heads, i4 address of the norm's weight or 0, f0 eps
 //   WRITE      a keys and values -> out cache; i0 elements of a token
-//   WRITE_NARROW  a keys and values -> out cache of 8 bits (narrow.h); i0 dim, i1 heads of a token
+//   WRITE_NARROW  a keys and values -> out cache of 8 bits (kv_cache_8bit.h); i0 dim, i1 heads of a token
 //   ATTENTION  a queries, b cache [pages, i4, 2, i2, i0] -> out; i0 dim, i1 heads, i2 kv heads, i3 window, f0 scale
 //   FAKE_QUANTIZE     a x -> out, each row rounded to multiples of its largest magnitude over 127; i0 elements of a row, a multiple of 16
 //   SILU       a gate | up [rows, 2 * i0] -> out [rows, i0]
@@ -32,7 +32,7 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //   EXPERTS    a x, b logits of a router, c Expert[i1] (experts.h) -> out; i0 elements of a row, i2 experts that a row takes, i3
 //              inner dimension, i4: whether their weights add up to one
 //   GREEDY     a logits [rows, i0] -> out int64 [rows] the most likely ids, b bool [rows]: a NaN, +inf or nothing but -inf
-//   DRAW       as GREEDY with i4 for b, and b Draw[rows] (race.h): sampled for the step's positions. c int64 [i0] or null: the
+//   DRAW       as GREEDY with i4 for b, and b Draw[rows] (sampling.h): sampled for the step's positions. c int64 [i0] or null: the
 //              tokens that the logits are of, of i1 in all. i2 address of bits uint32 [rows, i3] of the tokens that may be
 //              drawn, or 0: every one; the logits of the others are overwritten
 // PLACE, WRITE_NARROW and ATTENTION know caches of 8 bits: `narrow` says of which numbers (0: bf16). `scales` bf16

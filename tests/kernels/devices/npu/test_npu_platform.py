@@ -304,7 +304,7 @@ def test_errors_that_are_not_the_devices_stay_as_they_are():
     assert explain(UnsupportedError("no"), "npu:0") is None
 
 
-def test_no_generation_is_asked_for_float64():
+def test_no_generation_uses_float64():
     """Every way of sampling and scoring on A5, where the simulator computes nothing in it."""
     code = """
 import sys

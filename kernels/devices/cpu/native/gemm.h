@@ -15,7 +15,7 @@
 #include <new>
 #include <vector>
 
-#include "team.h"
+#include "thread_team.h"
 #include "tiles.h"
 #include "vectors.h"
 

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "program.h"
 #include "decode_loop.h"
+#include "program.h"
 
 namespace troupe {
 

@@ -1,7 +1,7 @@
 // Products with weights in blocks of integers of 2 to 6 bits, as in GGUF files. A looked-up row is `scale * code - zero` in
 // float32, rounded to bf16.
 #pragma once
-#include "cells.h"
+#include "packed_codes.h"
 
 namespace troupe {
 

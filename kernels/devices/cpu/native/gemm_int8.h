@@ -7,7 +7,7 @@
 #include <cmath>
 #include <vector>
 
-#include "products.h"
+#include "gemm.h"
 
 namespace troupe {
 

@@ -1,8 +1,8 @@
 // Turns scores into weights, relative to a power of two for each column (attention.h). With up to four columns four tokens share a
 // vector; else each token has its own. Either way a column's weights are the same bits.
 #pragma once
-#include "narrow.h"
-#include "pieces.h"
+#include "kv_cache_8bit.h"
+#include "split_kv.h"
 
 namespace troupe {
 

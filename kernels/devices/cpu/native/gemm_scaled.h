@@ -5,7 +5,7 @@
 #pragma once
 #include <atomic>
 
-#include "layout.h"
+#include "gguf_block_layout.h"
 #include "scratch.h"
 
 namespace troupe {
@@ -21,8 +21,8 @@ inline Ints in_pairs(__m256i of) {
     return {_mm512_permutexvar_epi16(twice, _mm512_castsi256_si512(of))};
 }
 
-// Makes lines of bf16 in the order of matrix.h, scaled by 2^-POWER and by the largest scale. Numbers of float16 below two have the
-// exponent of bf16 without its upper three bits. `S` is as in supers.h, with: POWER; `bytes(cell, half, four)`, codes in the lowest
+// Makes lines of bf16 in the order of gemm_bf16.h, scaled by 2^-POWER and by the largest scale. Numbers of float16 below two have the
+// exponent of bf16 without its upper three bits. `S` is as in gemm_superblocks.h, with: POWER; `bytes(cell, half, four)`, codes in the lowest
 // bits, or in all bits if BYTES; `scale(super, half)`; `middle(super, half)`, subtracted from codes; FLOATS, whether zeros are
 // not integers.
 // ALL: whether all inputs share one factor; otherwise each superblock has its own.

@@ -1,18 +1,18 @@
 // Products of up to 32 tokens with a block of 32 outputs of integers, whose inputs are divided into supers that share a scale (and a
-// zero). Only tokens (planes.h) and sums are rounded. There are two ways, for few and for more tokens; within each a token's result
+// zero). Only tokens (int16_tokens.h) and sums are rounded. There are two ways, for few and for more tokens; within each a token's result
 // is the same bits whatever tokens are beside it.
 //
 // `S` describes a block: GROUP, the inputs within a super that share an integer scale (0: there are none); ZEROS; `lines()` of a super;
-// `cell(line)`; `codes(cell, half, four)`, one a byte; `open(line, out)`, a line as bf16 in the order of matrix.h (for multiply_shared
+// `cell(line)`; `codes(cell, half, four)`, one a byte; `open(line, out)`, a line as bf16 in the order of gemm_bf16.h (for multiply_shared
 // only, as is SUMS: whether it needs the sums of tokens); `group_scale(line, second, half)` and `group_zero(line, second, half)`, integer scales
 // and zeros of groups; `end(super, half, some, less, found)`, which adds a super's sums to those before; `fetch(line)`, which prefetches.
 #pragma once
-#include "layout.h"
-#include "planes.h"
+#include "gguf_block_layout.h"
+#include "int16_tokens.h"
 
 namespace troupe {
 
-// Sums [token][32] of up to four tokens, which are quantized (planes.h): HALF_COUNT halves of the outputs, from `first` on.
+// Sums [token][32] of up to four tokens, which are quantized (int16_tokens.h): HALF_COUNT halves of the outputs, from `first` on.
 template <int ROWS, int HALF_COUNT, class S>
 void multiply_halves(const S& of, const Whole& x, int64_t first, float* sums) {
     constexpr bool twice = S::GROUP == TILE;

@@ -1,23 +1,23 @@
-// Products with weights of few bits. Up to FEWEST tokens are quantized, if the weights are integers (supers.h). Up to 32 are multiplied
-// with weights that are unpacked line by line: to scaled bf16 (scaled.h), or to bf16 whose sums are scaled (supers.h). For more tokens
-// blocks of weights are unpacked to bf16 in the order of matrix.h, while the tokens are multiplied with the block before.
+// Products with weights of few bits. Up to FEWEST tokens are quantized, if the weights are integers (gemm_superblocks.h). Up to 32 are multiplied
+// with weights that are unpacked line by line: to scaled bf16 (gemm_scaled.h), or to bf16 whose sums are scaled (gemm_superblocks.h). For more tokens
+// blocks of weights are unpacked to bf16 in the order of gemm_bf16.h, while the tokens are multiplied with the block before.
 //
-// scaled.h needs AVX-512 FP16, which every processor with AMX has. Without AMX up to 32 tokens are quantized and weights are unpacked
+// gemm_scaled.h needs AVX-512 FP16, which every processor with AMX has. Without AMX up to 32 tokens are quantized and weights are unpacked
 // by way of float32.
 //
-// A kind of product `P` has `with_supers(block, call)`, which calls with a block's description (supers.h). `whole_numbers()`: its codes
-// are integers (cells.h). `Maker(p, block)` unpacks: `part<0>(line, out)` and then `part<1>(line, out)` give the 32 inputs of a line.
-// `shares()`: inputs that share a scale; `by_shares()` and `by_scaled()`: whether FEWEST to 32 tokens are multiplied as in supers.h or
-// as in scaled.h.
+// A kind of product `P` has `with_supers(block, call)`, which calls with a block's description (gemm_superblocks.h). `whole_numbers()`: its codes
+// are integers (packed_codes.h). `Maker(p, block)` unpacks: `part<0>(line, out)` and then `part<1>(line, out)` give the 32 inputs of a line.
+// `shares()`: inputs that share a scale; `by_shares()` and `by_scaled()`: whether FEWEST to 32 tokens are multiplied as in gemm_superblocks.h or
+// as in gemm_scaled.h.
 #pragma once
 #include <optional>
 
-#include "layout.h"
+#include "gguf_block_layout.h"
 #ifdef __AMX_TILE__
-#include "scaled.h"
+#include "gemm_scaled.h"
 #endif
+#include "gemm_superblocks.h"
 #include "scratch.h"
-#include "supers.h"
 
 namespace troupe {
 

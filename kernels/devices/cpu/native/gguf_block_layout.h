@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#include "matrix.h"
+#include "gemm_bf16.h"
 
 namespace troupe {
 

@@ -1,6 +1,6 @@
 // Products of bf16 weights.
 #pragma once
-#include "products.h"
+#include "gemm.h"
 
 namespace troupe {
 

@@ -5,7 +5,7 @@
 #include <bit>
 #include <cmath>
 
-#include "matrix.h"
+#include "gemm_bf16.h"
 #include "scratch.h"
 
 namespace troupe {

@@ -1,12 +1,12 @@
 // Products with weights of e4m3, where an output, or a group of its inputs, has a scale. Every number of e4m3 is a number of bf16, so
-// weights for up to 32 tokens are not rounded, and their sums are scaled (supers.h). For more tokens `value * scale` is rounded from
-// float32 to bf16: such a product equals, bit for bit, the product with a weight that was dequantized to bf16 before (matrix.h).
+// weights for up to 32 tokens are not rounded, and their sums are scaled (gemm_superblocks.h). For more tokens `value * scale` is rounded from
+// float32 to bf16: such a product equals, bit for bit, the product with a weight that was dequantized to bf16 before (gemm_bf16.h).
 #pragma once
-#include "cells.h"
+#include "packed_codes.h"
 
 namespace troupe {
 
-// Bytes of a packed weight: [block of 32 outputs][32 inputs] cells of 8 bits (cells.h), then [block][group] 32 float scales, then
+// Bytes of a packed weight: [block of 32 outputs][32 inputs] cells of 8 bits (packed_codes.h), then [block][group] 32 float scales, then
 // [block][32 inputs] a byte: whether any magnitude is below 2^-6, zero included.
 inline int64_t packed_fp8(int64_t outputs, int64_t inputs, int64_t group) {
     return blocks(outputs) * (WIDE * (inputs + inputs / group * 4) + inputs / DEPTH);
@@ -54,7 +54,7 @@ struct Eights {
         return one<SMALL>(words_right(x, 4), SMALL ? words_right(x, 8) : x, x);
     }
 
-    // A cell, in the order of matrix.h.
+    // A cell, in the order of gemm_bf16.h.
     template <bool SMALL>
     void open(const uint8_t* cell, bf16* out) const {
 #pragma GCC unroll 16

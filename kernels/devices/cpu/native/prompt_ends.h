@@ -4,9 +4,9 @@
 #pragma once
 #include <cstring>
 
-#include "chains.h"
-#include "program.h"
 #include "decode_loop.h"
+#include "draft_chains.h"
+#include "program.h"
 
 namespace troupe {
 

@@ -87,7 +87,7 @@ class Team {
         for (auto& helper : helpers_) helper.join();
     }
 
-    // Whom this thread waits for may want its core.
+    // The thread that it waits for may need this core.
     static int relax(int spins) {
         if (spins < 500) {
             pause();

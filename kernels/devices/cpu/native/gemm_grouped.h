@@ -1,10 +1,10 @@
 // Products with integer weights of 4 or 8 bits, whose inputs are divided into groups that share a scale (and a zero).
 #pragma once
-#include "cells.h"
+#include "packed_codes.h"
 
 namespace troupe {
 
-// Bytes of a packed weight: [block of 32 outputs][32 inputs] cells (cells.h), then [block][group] 32 float scales, then [block][group]
+// Bytes of a packed weight: [block of 32 outputs][32 inputs] cells (packed_codes.h), then [block][group] 32 float scales, then [block][group]
 // 32 uint8 zeros.
 inline int64_t packed_grouped(int64_t outputs, int64_t inputs, int64_t group, int64_t bits) {
     return blocks(outputs) * WIDE * (inputs * bits / 8 + inputs / group * 5);

@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <vector>
 
-#include "chains.h"
-#include "program.h"
-#include "race.h"
 #include "decode_loop.h"
+#include "draft_chains.h"
+#include "program.h"
+#include "sampling.h"
 
 namespace troupe {
 

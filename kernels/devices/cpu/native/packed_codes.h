@@ -1,4 +1,4 @@
-// Packed codes, in cells of 32 inputs and 32 outputs, and their conversion to bf16 in the order of matrix.h.
+// Packed codes, in cells of 32 inputs and 32 outputs, and their conversion to bf16 in the order of gemm_bf16.h.
 //
 // 8 bits: bytes [half][four inputs][output][4], the order that integer products take. The four inputs are stored as first, third,
 // second, last, so that the even bytes of a word pair are two neighboring inputs, and so are the odd bytes.
@@ -8,7 +8,7 @@
 #pragma once
 #include <bit>
 
-#include "widened.h"
+#include "gemm_few_bits.h"
 
 namespace troupe {
 
