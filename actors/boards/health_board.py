@@ -95,7 +95,7 @@ class HealthBoard:
         return self.judge(self._last_death).counts
 
     def died_at(self, epoch: int) -> float | None:
-        """When the worker of ``epoch`` died; None while it lives."""
+        """When the worker of ``epoch`` died; None while it is alive."""
         return self._deaths.get(epoch)
 
     def forget_steps(self) -> None:

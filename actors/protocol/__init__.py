@@ -32,7 +32,7 @@ GrammarCompiled.
 A replica is one scheduler, one cache manager, one detokenizer and one group of workers. An engine may hold several
 replicas; a router chooses one for each request. Tokenizers and renderers serve all replicas.
 
-Boards. Some state is written by one side and read by the other without a message (``actors.boards``). All of it lives
+Boards. Some state is written by one side and read by the other without a message (``actors.boards``). All of it is kept
 in the engine's process and outlives the actors::
 
     Journal          every live request: what it asked for and what was sent. Engine and Detokenizer write it;

@@ -333,7 +333,7 @@ class Scheduler(Actor[SchedulerProtocol]):
             self._planner.retract()
             self._timeline_writer.moved(self._planner.take_moves(), self.context.clock.monotonic())
         for _, answer in pauses:
-            if not answer.done():  # the asker may be gone
+            if not answer.done():  # the caller may be gone
                 answer.set_result(None)
 
     @handles

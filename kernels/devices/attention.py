@@ -1,4 +1,4 @@
-"""Attention over the paged cache, from a layer's projection to the values that its queries find."""
+"""Attention over the paged cache, from a layer's projection to its output."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Plan = TypeVar("Plan")
 
 
 class Attention(ABC, Generic[Cache, Plan]):
-    """Attention of a step's tokens. What varies from step to step (lengths, page tables) reaches it through a plan,
-    built once a step from host arrays and shared by all layers.
+    """Attention of a step's tokens. A plan holds what varies from step to step (lengths, page tables). It is
+    built once per step from host arrays and shared by all layers.
 
     ``signed_sines``: whether ``rotate`` takes the sines of the first half negated.
     """

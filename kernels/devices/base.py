@@ -32,11 +32,11 @@ class DeviceTraits:
 
     ``memory_fraction``: the default share of memory for weights and cache. ``cache_tokens``: the default bound of the
     cache; 0: memory alone bounds it.
-    ``overlaps``: whether work goes on after the call that issued it, so that a step is worth preparing while another
-    runs. ``compiles``: whether kernels are compiled at their first launch, which takes long.
-    ``samples_apart``: whether each row is sampled by itself, so that others cannot change the last bits of its scores.
-    ``verified_tokens``: the number of decodes and draft tokens in a step beyond which more are not worth their time; 0:
-    unknown. ``verifies_apart``: whether draft tokens are worth verifying only in steps of decodes alone.
+    ``overlaps``: whether the device works asynchronously, so that a step is prepared while another runs.
+    ``compiles``: whether kernels are compiled at their first launch, which takes long.
+    ``samples_row_by_row``: whether each row is sampled by itself, so that its scores do not depend on the batch.
+    ``verify_budget``: decodes and draft tokens of a step beyond which verifying more does not pay; 0: unknown.
+    ``verifies_without_prefills``: whether verifying draft tokens pays only in steps without prefills.
     ``cpu_isa``: the instruction set that operators may use on a CPU; "" elsewhere.
     """
 
@@ -44,9 +44,9 @@ class DeviceTraits:
     cache_tokens: int = 0
     overlaps: bool = False
     compiles: bool = False
-    samples_apart: bool = False
-    verified_tokens: int = 0
-    verifies_apart: bool = False
+    samples_row_by_row: bool = False
+    verify_budget: int = 0
+    verifies_without_prefills: bool = False
     cpu_isa: str = ""
 
 

@@ -54,8 +54,8 @@ class StepCaptureRequest:
 
 
 class Capture:
-    """Captures passes and steps. A method returns None if the device gains nothing by it or cannot capture; these
-    do."""
+    """Captures passes and steps. A method returns None if the device cannot capture or gains nothing by it; this base
+    class always does."""
 
     def decodes(self, request: CaptureRequest) -> Decodes | None:
         """Passes of decodes and drafts."""
@@ -84,6 +84,6 @@ class Capture:
         return None
 
     def precompile(self, passes: Callable[[], None]) -> None:
-        """Compile what ``passes`` run, if that takes long: passes of the model over the null page, none of which
-        chooses by what another computes. May run them, with kernels that compute nothing, or not."""
+        """Compile what ``passes`` run, if that takes long: passes of the model over the null page, whose control
+        flow does not depend on computed values. May run them, with kernels that compute nothing, or not."""
         return None

@@ -1,4 +1,4 @@
-"""Kernels for what stands between the passes of a draft model, so that none of it comes back to the host."""
+"""Kernels for the work between the passes of a draft model, so that nothing is read back to the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Accepted", "Drafting", "Growing", "GrowthShape"]
 
 @dataclass(frozen=True)
 class GrowthShape:
-    """``steps`` levels of ``topk`` nodes each, of which ``nodes``, the root counted, are verified. ``first``: as
+    """``steps`` levels of ``topk`` nodes each, of which ``nodes``, with the root, are verified. ``first``: as
     ``Expansion`` says. ``windows``: of the draft's attention. ``ids`` int64: the target's of the draft's tokens."""
 
     steps: int
@@ -31,12 +31,12 @@ class GrowthShape:
 
     @property
     def candidates(self) -> int:
-        """Nodes that are seen, the root not counted."""
+        """Candidate nodes, without the root."""
         return self.topk + (self.steps - 1) * self.topk * self.topk
 
     @property
     def kept(self) -> int:
-        """Nodes of a tree, the root counted."""
+        """Nodes of a tree, with the root."""
         return self.steps + 1 if self.topk == 1 else min(self.nodes, self.candidates + 1)
 
 
@@ -108,7 +108,7 @@ class Drafting(ABC):
         ``index`` int64 [tokens]: where the keys and values of the nodes were written."""
 
     @abstractmethod
-    def bring_accepted(
+    def copy_accepted(
         self,
         given: Tensor,
         pages: Tensor,
@@ -123,8 +123,8 @@ class Drafting(ABC):
         """Copy, in one kernel, what rows accepted to where an early draft reads it: ``outcome`` [rows, 2 + n],
         ``tokens`` [rows, n] and, of ``features``, those of the nodes passed.
 
-        ``given`` int64 [size, 4], size >= rows, like the rows of ``accept``: the slot, the root's position, a number
-        that does not count, and the index of the row's first token in ``features``; ``pages`` int [size, n]. Roots,
+        ``given`` int64 [size, 4], size >= rows, like the rows of ``accept``: the slot, the root's position, an unused
+        number, and the index of the row's first token in ``features``; ``pages`` int [size, n]. Roots,
         slots and pages go to ``host`` int64 [size, 2 + columns], 0 where there is no page. ``kept_outcome`` [.., 2 +
         levels] is 0 in rows without a request. False if there is no such kernel.
         """

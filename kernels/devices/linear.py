@@ -132,8 +132,8 @@ class FakeQuantizedLinear:
 class LinearLayers:
     """Makes linear layers; in plain torch, unless a device has kernels.
 
-    A weight without a kernel is dequantized once, while it is loaded, and the log says so. ``dequantized_bytes``: what
-    dequantized weights take more than before.
+    A weight without a kernel is dequantized once, while it is loaded, and the log says so. ``dequantized_bytes``:
+    memory that dequantized weights take beyond their stored size.
     """
 
     def __init__(self, elementwise: Elementwise, fallbacks: Fallbacks) -> None:

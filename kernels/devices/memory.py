@@ -1,4 +1,4 @@
-"""A device's memory: copies between it and the host, its size, and state that lives on it."""
+"""A device's memory: copies between it and the host, its size, and the state stored there."""
 
 from __future__ import annotations
 

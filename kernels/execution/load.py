@@ -209,7 +209,7 @@ def load_model(
         put=device.memory.put,
         own_greedy=device.sampling.greedy,
         own_draw=device.sampling.draw,
-        apart=device.traits.samples_apart,
+        apart=device.traits.samples_row_by_row,
         own_mask=device.sampling.mask,
     )
     scales = opened.cache.scales
@@ -305,8 +305,8 @@ def load_model(
         speculative_nodes=drafter.most_nodes if drafter is not None else 1,
         speculative_depth=drafter.depth if drafter is not None else 0,
         speculative_levels=drafter.levels(speculation) if drafter is not None and speculation is not None else (0,),
-        speculative_tokens=device.traits.verified_tokens if drafter is not None and drafter.stepwise else 0,
-        speculative_apart=drafter is not None and device.traits.verifies_apart,
+        speculative_tokens=device.traits.verify_budget if drafter is not None and drafter.stepwise else 0,
+        speculative_apart=drafter is not None and device.traits.verifies_without_prefills,
         draft_parameters=drafter.parameters if drafter is not None else 0,
         draft_weight_bytes=draft_bytes,
     )

@@ -122,7 +122,7 @@ class AcceptedRows(NamedTuple):
 class Drafter(ABC):
     """One algorithm. Every rank calls it in the model's thread, in the order of the steps.
 
-    The constructor loads the weights. State by slot lives in tensors or arrays of ``max_slots`` rows.
+    The constructor loads the weights. State by slot is kept in tensors or arrays of ``max_slots`` rows.
 
     ``features``: whether it reads the target's hidden states; ``captured_layers`` names the layers before the target is
     built. ``stepwise``: whether each level takes a pass of the draft, so that shallow trees are cheaper.

@@ -249,11 +249,11 @@ class EarlyDraftPasses:
         return DraftTree(tree.tokens[:rows], tree.parents[:rows], tree.depths[:rows], tree.bits[:rows], tree.linear)
 
     def _bring(self, given: Tensor, pages: Tensor, outcome: Tensor, tokens: Tensor, features: Tensor) -> None:
-        """Copy accepted tokens to the input of a pass, as ``Drafting.bring_accepted`` does."""
+        """Copy accepted tokens to the input of a pass, as ``Drafting.copy_accepted`` does."""
         size, rows, columns = len(given), len(outcome), min(self._host.shape[1] - 2, pages.shape[1])
         drafting = self._device.drafting
         kept = self._host[:size], self._outcome, self._tokens, self._features
-        if drafting is not None and drafting.bring_accepted(given, pages, outcome, tokens, features, *kept):
+        if drafting is not None and drafting.copy_accepted(given, pages, outcome, tokens, features, *kept):
             return
         self._host[:size].zero_()
         self._host[:size, 0], self._host[:size, 1] = given[:, 1], given[:, 0]

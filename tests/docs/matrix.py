@@ -40,8 +40,8 @@ def matrix() -> str:
     table = _table(["families", *DEVICES, "GGUF"], [["; ".join(sorted(names)), *cells] for cells, names in rows])
     legend = ", ".join(f"{letter} {feature}" for letter, feature in FEATURES.items())
     return (
-        f"{table}\n\n{legend}. ¹ The NPU code has run on a simulator only, on the real torch_npu; no hardware has been "
-        "seen. ² No test compares this family's answers on this device."
+        f"{table}\n\n{legend}. ¹ The NPU code has run on a simulator under the real torch_npu, never on "
+        "NPU hardware. ² No test compares this family's answers on this device."
     )
 
 

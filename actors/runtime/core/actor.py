@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Deferred = asyncio.Future
 """A deferred reply of a plain handler: the actor handles its next message meanwhile.
 
-The reply is sent when the future is done. A RequestError in it goes to the asker; any other exception is a crash. A
+The reply is sent when the future is done. A RequestError in it goes to the caller; any other exception is a crash. A
 future that is unfinished at the end of its incarnation fails the ask with ActorDied.
 """
 
@@ -90,7 +90,7 @@ def handles_in_thread(target: F, /) -> F:
     sending, beside the mailbox. The window of the lane applies to them too. No other thread is woken, since that costs
     more than handling a small message. The method takes the message and its send time (seconds of the monotonic clock,
     which all processes of a host share). It returns the reply, a :data:`Later` or an :class:`Answered`. Errors are
-    handled as elsewhere, but a deadline only ends the asker's wait. An orderly stop waits for the current message.
+    handled as elsewhere, but a deadline only ends the caller's wait. An orderly stop waits for the current message.
     """
     handles(target)
     target.__in_thread__ = True  # type: ignore[attr-defined]
@@ -101,8 +101,8 @@ class Actor(Generic[P]):
     """Handles the messages of protocol `P`, one at a time.
 
     The next message waits until the handler has returned, even while it awaits. An exception derived from RequestError
-    goes to the asker. Any other exception is a crash: the asker gets ActorDied and the supervisor decides what happens
-    next. After a restart a new instance has the same ref and the same mailbox.
+    goes to the caller. Any other exception is a crash: the caller gets ActorDied and the supervisor decides what
+    happens next. After a restart a new instance has the same ref and the same mailbox.
     """
 
     context: ActorContext[P]

@@ -151,7 +151,7 @@ class Cell:
             reply.set_exception(AskTimeout(self.name, type(envelope.message).__name__, limit))
 
     def refuse(self, envelope: Envelope, error: BaseException) -> None:
-        """Reply with an error, if the message has an asker."""
+        """Reply with an error, if the message has a caller."""
         if envelope.reply is None:
             self.system.events.dead_letter(self.name, envelope, "refused", error)
         elif envelope.reply.done():

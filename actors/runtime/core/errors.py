@@ -15,7 +15,7 @@ __all__ = [
 
 
 class RequestError(Exception):
-    """The request is invalid: the error goes to the asker, and the actor continues without a restart.
+    """The request is invalid: the error goes to the caller, and the actor continues without a restart.
 
     Derive from it for errors that the request caused. A child process sends arguments and attributes that msgpack can
     encode; the parent restores the class if it has imported it.
@@ -50,7 +50,7 @@ class ActorDied(Exception):
 
 
 class AskTimeout(TimeoutError):
-    """No reply within the asker's deadline. The message may have been handled; a late reply is dropped."""
+    """No reply within the caller's deadline. The message may have been handled; a late reply is dropped."""
 
     def __init__(self, name: str, message: str, timeout: float) -> None:
         super().__init__(name, message, timeout)

@@ -205,7 +205,7 @@ class LocalIncarnation(Incarnation):
                 continue
             reply, message = envelope.reply, envelope.message
             if reply is not None and reply.done():
-                continue  # its asker has given up
+                continue  # its caller has given up
             now = monotonic()
             if envelope.deadline is not None and envelope.deadline <= now:
                 cell.expire(envelope)

@@ -36,7 +36,7 @@ class _Queue:
                 if envelope.accepted.done():  # its sender was cancelled
                     continue
                 envelope.accepted.set_result(True)
-            elif envelope.reply is not None and envelope.reply.done():  # its asker has given up
+            elif envelope.reply is not None and envelope.reply.done():  # its caller has given up
                 continue
             entries.append(envelope)
 

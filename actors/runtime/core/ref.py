@@ -44,7 +44,7 @@ class ActorRef(Generic[P]):
     async def ask(self, message: Message[P, R], *, timeout: float) -> R:
         """Send, and wait for the reply for at most `timeout` seconds, time in the mailbox included.
 
-        Raises AskTimeout, ActorDied, UnknownMessage, and the RequestError that the handler raised. If the asker is
+        Raises AskTimeout, ActorDied, UnknownMessage, and the RequestError that the handler raised. If the caller is
         cancelled or times out before the handler starts, the message is not handled.
         """
         cell = self._cell

@@ -281,7 +281,7 @@ class ProcessIncarnation(Incarnation):
             return
         envelope, sent_at = entry
         reply = envelope.reply
-        # Decode before removing the entry: if the body is invalid, the asker gets ActorDied.
+        # Decode before removing the entry: if the body is invalid, the caller gets ActorDied.
         failure = unpack_error(body) if kind == Kind.ERROR else None
         result: Any = None
         if failure is None and reply is not None and not reply.done():

@@ -47,7 +47,7 @@ class ChildSpec(msgspec.Struct, frozen=True):
 
 
 class RemoteError(msgspec.Struct, frozen=True):
-    """An error that goes to an asker in the other process."""
+    """An error that goes to a caller in the other process."""
 
     kind: str
     arguments: list[Any]
@@ -135,7 +135,7 @@ def carried(value: object) -> str:
     """``str(value)`` as text that msgpack can encode: file names may contain lone surrogates."""
     try:
         text = str(value)
-    except Exception as error:  # the asker must get a reply in any case
+    except Exception as error:  # the caller must get a reply in any case
         text = f"{type(value).__name__} (its text fails: {type(error).__name__})"
     return text.encode("utf-8", "backslashreplace").decode()
 

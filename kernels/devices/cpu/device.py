@@ -51,8 +51,8 @@ class CpuDevice(Device):
         self.traits = DeviceTraits(
             memory_fraction=0.25,
             cache_tokens=40960,
-            verified_tokens=64,  # four tiles of rows: up to there tokens cost less than one each, then as much
-            verifies_apart=True,  # beside a prompt each costs as much as a token of it
+            verify_budget=64,  # four tiles of rows: up to there tokens cost less than one each, then as much
+            verifies_without_prefills=True,  # beside a prompt each costs as much as a token of it
             cpu_isa=str(isa),
         )
         self.threads = threads or max(1, (usable_cores() - 1) // ranks)

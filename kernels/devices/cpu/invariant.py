@@ -45,7 +45,7 @@ class InvariantCpuDevice(CpuDevice):
     def __init__(self, config: RunnerConfig) -> None:
         refuse_ranks(config, "ranks", "with --tensor-parallel-size 1")
         super().__init__(config.threads, alike=True)
-        self.traits = dataclasses.replace(self.traits, samples_apart=True)
+        self.traits = dataclasses.replace(self.traits, samples_row_by_row=True)
         fallbacks = Fallbacks()
         self.elementwise = _Elementwise(self.native)
         self.linear = linear = _LinearLayers(self.elementwise, fallbacks, self.native)

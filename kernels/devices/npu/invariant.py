@@ -30,7 +30,7 @@ class InvariantNpuDevice(NpuDevice):
     def __init__(self, config: RunnerConfig) -> None:
         refuse_ranks(config, "NPUs", "with one NPU")
         super().__init__(config)
-        self.traits = dataclasses.replace(self.traits, samples_apart=True)
+        self.traits = dataclasses.replace(self.traits, samples_row_by_row=True)
         fallbacks, caches = Fallbacks(), InvariantNpuCaches(self.memory, self.backends, config.page_size)
         self.elementwise = InvariantElementwise(self.torch_device)
         self.linear = InvariantLinearLayers(self.elementwise, fallbacks, self.linear)

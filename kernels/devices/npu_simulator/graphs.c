@@ -62,7 +62,7 @@ aclError aclGetCompileopt(aclCompileOpt option, char *value, size_t length)
 }
 
 /* An operator that reaches the vendor's kernel was not replaced: it must fail, not return zeros. */
-static aclError nobody(const char *type)
+static aclError no_kernel(const char *type)
 {
     snprintf(messages[current], MESSAGE, "the NPU simulator has no kernel for %s", type ? type : "this operator");
     return ACL_ERROR_OP_NOT_FOUND;
@@ -74,7 +74,7 @@ aclError aclopCompileAndExecute(const char *type, int inputs, const aclTensorDes
                                 const aclopAttr *attributes, aclopEngineType engine, aclopCompileType compile,
                                 const char *path, aclrtStream stream)
 {
-    return nobody(type);
+    return no_kernel(type);
 }
 
 aclError aclopCompileAndExecuteV2(const char *type, int inputs, aclTensorDesc *input_types[], aclDataBuffer *input[],
@@ -82,7 +82,7 @@ aclError aclopCompileAndExecuteV2(const char *type, int inputs, aclTensorDesc *i
                                   aclopAttr *attributes, aclopEngineType engine, aclopCompileType compile,
                                   const char *path, aclrtStream stream)
 {
-    return nobody(type);
+    return no_kernel(type);
 }
 
 /* Names of older headers that the wheel still resolves. */

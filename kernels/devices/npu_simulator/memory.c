@@ -81,7 +81,7 @@ int simulator_is_live(const char *start, uint64_t size)
 static aclError account(size_t size)
 {
     if (used[current] + reserved[current] + size > capacity) {
-        snprintf(messages[current], MESSAGE, "simulated device %d: %zu bytes asked, %zu of %zu in use", current, size,
+        snprintf(messages[current], MESSAGE, "simulated device %d: %zu bytes requested, %zu of %zu in use", current, size,
                  used[current] + reserved[current], capacity);
         return ACL_ERROR_RT_MEMORY_ALLOCATION;
     }

@@ -69,7 +69,7 @@ int32_t simulator_attention;
 int32_t simulator_watched;
 uint64_t simulator_waits; /* how often the host synchronised */
 
-static int asked(void) { return simulator_attention || simulator_watched; }
+static int must_call_host(void) { return simulator_attention || simulator_watched; }
 
 void simulator_configure(const char *soc, uint32_t count, uint64_t bytes, int streams, host_call_t callback)
 {

@@ -49,7 +49,7 @@ static aclError synchronize(void *stream, int32_t timeout)
     if (health())
         return health();
     __atomic_add_fetch(&simulator_waits, 1, __ATOMIC_RELAXED);
-    if (asked()) {
+    if (must_call_host()) {
         aclError error = host_call(HOST_CALL_SYNCHRONIZE, stream, (void *)(intptr_t)timeout, NULL);
         if (error)
             return error;
@@ -66,7 +66,7 @@ aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus *status)
 {
     if (health())
         return health();
-    *status = asked() && host_call(HOST_CALL_QUERY, stream, NULL, NULL) ? ACL_STREAM_STATUS_NOT_READY
+    *status = must_call_host() && host_call(HOST_CALL_QUERY, stream, NULL, NULL) ? ACL_STREAM_STATUS_NOT_READY
                                                                            : ACL_STREAM_STATUS_COMPLETE;
     return 0;
 }
@@ -97,7 +97,7 @@ aclError aclrtCreateEvent(aclrtEvent *out) { return aclrtCreateEventExWithFlag(o
 /* An event may join a second stream to a capture, and orders tasks in flight. */
 static aclError event_task(enum host_call what, aclrtEvent event, aclrtStream stream)
 {
-    return asked() ? host_call(what, event, stream, NULL) : 0;
+    return must_call_host() ? host_call(what, event, stream, NULL) : 0;
 }
 
 aclError aclrtDestroyEvent(aclrtEvent event)
@@ -148,7 +148,7 @@ static aclError synchronize_event(aclrtEvent handle, int32_t timeout)
     if (health())
         return health();
     __atomic_add_fetch(&simulator_waits, 1, __ATOMIC_RELAXED);
-    if (asked()) {
+    if (must_call_host()) {
         aclError error = host_call(HOST_CALL_SYNCHRONIZE_EVENT, handle, ((struct event *)handle)->stream, NULL);
         if (error)
             return error;
@@ -162,7 +162,7 @@ aclError aclrtSynchronizeEventWithTimeout(aclrtEvent event, int32_t timeout) { r
 static int event_done(aclrtEvent handle)
 {
     struct event *event = handle;
-    return !(asked() && event->stream && host_call(HOST_CALL_QUERY, event->stream, handle, NULL));
+    return !(must_call_host() && event->stream && host_call(HOST_CALL_QUERY, event->stream, handle, NULL));
 }
 
 aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus *status)

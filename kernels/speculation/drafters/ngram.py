@@ -222,7 +222,7 @@ class NgramDrafter(Drafter):
         self._prompts: dict[int, Ints] = {}  # the slot's known tokens at its admission
         self._extended: dict[int, int] = {}  # number of tokens of the slot in the trie, from position 0 on
         self._last: dict[int, int] = {}  # the last of these
-        self._pruner = NgramPruner(reads=context.device.traits.verified_tokens > 0)
+        self._pruner = NgramPruner(reads=context.device.traits.verify_budget > 0)
         self._trees: dict[int, NgramTree] = {}  # by slot: trees drafted after the last of these
         self.forced: Callable[[int, int], list[int]] = lambda slot, length: []
         """Tokens that a slot's grammar forces after so many tokens: see ``GrammarSlots.forced``."""

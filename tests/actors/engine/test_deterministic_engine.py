@@ -1,4 +1,4 @@
-"""Answers of the included model with --enable-deterministic-inference: the same in any company and by any way."""
+"""Answers of the included model with --enable-deterministic-inference: the same in any batch, chunked or drafted."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def alone() -> list[list[int]]:
             "chunked_prefill_size": 32,
         },
     ],
-    ids=["company", "chunks", "ngram", "eagle3"],
+    ids=["batch", "chunks", "ngram", "eagle3"],
 )
 async def test_answers_together_are_those_of_each_alone(options: dict[str, object], alone: list[list[int]]) -> None:
     async with engine(**options) as running:

@@ -92,8 +92,8 @@ async def test_no_step_is_owed_by_a_worker_that_died_while_idle(engine: Engine) 
     expected = await text_of(engine, "Once upon")
     await rest(engine)
     crash(engine, "worker-0")
-    await until(lambda: engine.board.worker is None, "it lives")
-    assert await text_of(engine, "Once upon") == expected  # sent to the life that is over, and again to the next
+    await until(lambda: engine.board.worker is None, "the worker is still alive")
+    assert await text_of(engine, "Once upon") == expected  # sent to the ended incarnation, and again to the next
     await rest(engine)
     assert engine.board.step_age(time.monotonic()) == 0.0
 
@@ -136,7 +136,7 @@ async def test_kills_from_outside_end_no_request(tiny_model: Path) -> None:
             before = engine.board.output_tokens
             await until(lambda before=before: engine.board.output_tokens > before + 20, "it does not decode")
             os.kill(await halt_in_a_step(engine), signal.SIGKILL)
-            await until(lambda: engine.board.worker is None, "it lives")
+            await until(lambda: engine.board.worker is None, "the worker is still alive")
         assert (await reader).text == expected
         await rest(engine)
 
@@ -149,7 +149,7 @@ async def test_more_deaths_than_the_restarts_allowed_end_the_engine(tiny_model: 
             before = engine.board.output_tokens
             await until(lambda before=before: engine.board.output_tokens > before + 20, "it does not decode")
             os.kill(await halt_in_a_step(engine), signal.SIGKILL)
-            await until(lambda: engine.board.worker is None, "it lives")
+            await until(lambda: engine.board.worker is None, "the worker is still alive")
         with pytest.raises(EngineFailed, match="worker-0"):
             await reader
 
@@ -364,7 +364,7 @@ async def test_closing_refuses_at_once_and_ends_what_is_being_encoded(tiny_model
     await anext(running)
     await until(lambda: finished._buffer.finish_reasons != [""], "it did not finish")
     encoding = asyncio.create_task(engine.generate("one two three", GREEDY).ready())
-    for _ in range(10):  # turns of the loop: it waits with the tokenizer for company
+    for _ in range(10):  # turns of the loop: it waits in the tokenizer for others to batch with
         await asyncio.sleep(0)
     close = asyncio.create_task(engine.aclose())
     await asyncio.sleep(0)

@@ -118,7 +118,7 @@ async def test_faults_at_the_same_moment(rig: Rig, expected: Expected, victims: 
 
 
 async def test_the_next_worker_dies_before_it_has_loaded(rig: Rig, expected: Expected) -> None:
-    """That is no death with a request in the batch: nobody is set apart for it."""
+    """That is no death with a request in the batch: no request is set apart for it."""
     readings, tasks = await live(rig)
     first = rig.worker_pid
     os.kill(first, signal.SIGKILL)
@@ -131,7 +131,7 @@ async def test_the_next_worker_dies_before_it_has_loaded(rig: Rig, expected: Exp
 async def test_the_next_worker_is_stopped_while_it_loads(
     rig: Rig, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It owes no answer to anything, so that only its silence tells."""
+    """It owes no answer to anything, so that only its silence shows that it hangs."""
     assert rig.engine._system is not None
     cell = rig.engine._system._cells["worker-0"]
     emit, stopped = cell.emit, list[int]()
@@ -167,7 +167,7 @@ async def test_a_worker_dies_with_the_one_that_is_prepared_to_follow_it(rig: Rig
 async def test_an_actor_dies_while_the_worker_is_away(rig: Rig, expected: Expected, victim: str) -> None:
     readings, tasks = await live(rig)
     os.kill(rig.worker_pid, signal.SIGKILL)
-    await until(lambda: rig.engine.board.worker is None, "it lives")
+    await until(lambda: rig.engine.board.worker is None, "the worker is still alive")
     crash(rig, victim)
     await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
     await all_whole(rig, readings, expected)
@@ -188,8 +188,8 @@ async def test_the_worker_dies_again_while_a_drain_waits(rig: Rig, expected: Exp
     await until(lambda: readings[-1].count >= 1, "it does not decode")
     drain = asyncio.create_task(rig.engine.drain(PATIENCE))
     rig.plan.add(Fault("decode", "kill", nth=2))
-    await until(lambda: rig.plan.pending() == 0, "nobody died")
-    await until(lambda: rig.engine.board.worker is None, "it lives")
+    await until(lambda: rig.plan.pending() == 0, "no worker died")
+    await until(lambda: rig.engine.board.worker is None, "the worker is still alive")
     crash(rig, "scheduler", "detokenizer")
     assert await drain is True
     await asyncio.gather(*tasks)

@@ -55,7 +55,7 @@ async def test_health_names_what_stands_still(
 async def test_a_tokenizer_whose_thread_hangs_is_replaced(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its loop goes on and takes messages; the one that waits for the thread is the one that tells."""
+    """Its loop goes on and takes messages; the one that waits for the thread shows that it hangs."""
     async with breakable(tiny_model, monkeypatch, soft_watchdog_timeout=0.5, watchdog_timeout=2.0) as rig:
         assert rig.engine._model is not None
         codec, released, hung = rig.engine._model.codec, threading.Event(), threading.Event()
@@ -81,7 +81,7 @@ async def test_a_tokenizer_whose_thread_hangs_is_replaced(
             released.set()
         await until(
             lambda: sum(thread.name.startswith("troupe-tokenizer") for thread in threading.enumerate()) == 1,
-            "the thread of the first life goes on",
+            "the thread of the first incarnation goes on",
         )
         # On a busy machine others may be slow too.
         assert any(

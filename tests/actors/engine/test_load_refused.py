@@ -1,4 +1,4 @@
-"""What becomes of a worker that refuses to load its model: a first start ends, a later life is a death like others."""
+"""A worker that refuses to load its model: the first start fails; a later incarnation counts as a death."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKER = WorkerId(0)
 
 
 class Told:
-    """A group of one worker in the life ``epoch``, and what it did."""
+    """A group of one worker in ``epoch``, and what it did."""
 
     def __init__(self, epoch: int) -> None:
         self.refused: list[tuple[str, bool]] = []

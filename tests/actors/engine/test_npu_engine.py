@@ -1,7 +1,7 @@
 """The whole engine on simulated NPUs: the included model, its worker in a child process, against the CPU platform.
 
 In float32 the tokens must be the CPU's, sampled ones too. In bfloat16, where attention is the fused operator and sums
-are taken in another order, every greedy token must be the CPU's likeliest in float32, or within ``CLOSE`` of it.
+are taken in another order, every greedy token must be the CPU's argmax in float32, or within ``CLOSE`` of it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def test_float32_generates_what_the_cpu_generates(generation: str, on_cpu:
 
 
 async def near_the_cpu(prompts: list[list[int]], outputs: list[list[int]]) -> None:
-    """Every token of the outputs is the CPU's likeliest in float32, or nearly."""
+    """Every token of the outputs is the CPU's argmax in float32, or nearly."""
     score = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=1)
     async with serving(device="cpu", dtype="float32", cpu_threads=1) as engine:
         for prompt, tokens in zip(prompts, outputs, strict=True):

@@ -60,7 +60,7 @@ async def test_graphs_hold_the_collectives_and_a_dead_worker_loses_nothing() -> 
 async def test_a_hung_collective_is_a_death_and_the_request_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The 700th collective of a life hangs, for both ranks: after its time it is an error, and all start anew."""
+    """The 700th collective of an incarnation hangs, for both ranks: it times out with an error, and all restart."""
     short = [PROMPTS[0], PROMPTS[1], PROMPTS[5]]
     async with serving(**CPU) as engine:
         expected = [await tokens_of(engine, prompt) for prompt in short]

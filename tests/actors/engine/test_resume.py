@@ -239,7 +239,7 @@ async def test_pages_of_a_dead_worker_are_in_no_prefix(rig: Rig) -> None:
     unshared = await rig.read(prompt, greedy(max_tokens=20), cache_salt="nobody's")
     assert unshared.tokens == first.tokens
     resumed = await rig.read(prompt, greedy(max_tokens=20))
-    assert resumed.usage[-1].cached_tokens == 0  # what the life before had cached is forgotten
+    assert resumed.usage[-1].cached_tokens == 0  # what the previous worker had cached is gone
     assert resumed.tokens == first.tokens
     await rig.rest()
     rig.forgive()

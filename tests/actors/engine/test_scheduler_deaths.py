@@ -206,7 +206,7 @@ async def test_the_mark_is_of_the_death_or_of_a_stream_that_began_after_it(repor
         if reported_by == "by the next incarnation":  # which the step's failure is behind
             rig.ready(1)
         step.set_exception(ChildCrash("killed"))
-        await until(lambda: entry.worker_deaths, "nobody was blamed")
+        await until(lambda: entry.worker_deaths, "no request was blamed")
         if reported_by == "by a step":
             rig.ready(1)
         await rig.sent(1)
@@ -224,7 +224,7 @@ async def test_requests_to_a_dead_worker_wait_for_the_next_incarnation() -> None
         assert (rig.steps, rig.board.scheduler.waiting) == ([], 1)
         rig.ready(1)
         await rig.sent(1)
-        rig.scheduler.offer(WorkerReady(model_info(num_pages=9, page_size=16), 0))  # of the life that is over
+        rig.scheduler.offer(WorkerReady(model_info(num_pages=9, page_size=16), 0))  # of the ended epoch
         await rig.drain()
         assert [epoch for epoch, _ in rig.steps] == [1]
         assert (entry.worker_deaths, entry.timeline.marks) == (0, [])
@@ -296,7 +296,7 @@ async def test_no_step_goes_to_a_worker_that_died_while_it_was_planned() -> None
         assert entry.worker_deaths == 0
 
 
-@pytest.mark.parametrize("first", ["the refusal", "the next life"])
+@pytest.mark.parametrize("first", ["the refusal", "the next epoch"])
 async def test_a_step_that_a_dead_worker_was_sent_blames_no_request(first: str) -> None:
     """While a process is being ended, its death is not reported yet."""
     async with rigged() as rig:
@@ -310,7 +310,7 @@ async def test_a_step_that_a_dead_worker_was_sent_blames_no_request(first: str) 
             await until(lambda: deaths(entry.timeline), "the refusal was not reported")
         rig.ready(1)
         await rig.sent(1)
-        if first == "the next life":
+        if first == "the next epoch":
             await rig.drain()
             step.set_exception(stale)
             await rig.drain()

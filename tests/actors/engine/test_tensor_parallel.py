@@ -114,7 +114,7 @@ async def test_two_workers_draft_alike(tiny_model: Path) -> None:
 
 @pytest.mark.long
 async def test_ranks_of_different_incarnations_serve(tiny_model: Path) -> None:
-    """Rank 0 dies once more, before rank 1 is started again: a life of the group has a number of its own."""
+    """Rank 0 dies once more, before rank 1 is started again: each epoch of the group has its own number."""
     async with small_engine(tiny_model, tp=2) as engine:
         expected = await read_out(engine.generate("Once upon", LONG))
         first = pids(engine)[0]

@@ -147,7 +147,7 @@ def test_time_without_a_measurement_has_no_rate() -> None:
 def test_a_flood_of_one_key_leaves_the_others_their_share() -> None:
     office = TicketOffice(max_sequences=80, max_tokens=None, tenants=4)
     taken = most_for_one(80, 4)
-    assert taken == 50  # more than half: what nobody needs is used
+    assert taken == 50  # more than half: what no other tenant needs is used
     for _ in range(taken):
         office.issue(1, 1, 0.0, "flood")
     with pytest.raises(QueueFull, match="keeps 30 for other API keys"):

@@ -1,4 +1,4 @@
-"""A child kept in standby is the next life of its actor, with its preparations done."""
+"""A child kept in standby is the next incarnation of its actor, with its preparations done."""
 
 import asyncio
 import os

@@ -224,7 +224,7 @@ def test_backoff_is_bounded_and_spread() -> None:
 
 
 async def test_whatever_happens_in_whatever_order_every_sender_is_answered() -> None:
-    """Random crashes, stops and messages, a seed each: nobody waits for ever, and the survivors still answer."""
+    """Random crashes, stops and messages, a seed each: no caller waits for ever, and the survivors still answer."""
     for seed in range(40):
         rng = random.Random(seed)
         stage = Stage()

@@ -1,4 +1,4 @@
-"""Several tenants at one engine: who has had less goes first, nobody starves, and nothing stands idle."""
+"""Several tenants at one engine: the least served goes first, none starves, and no slot stays idle."""
 
 import random
 
@@ -117,7 +117,7 @@ def test_a_tenant_that_had_more_keeps_its_debt_when_away_for_a_moment():
     shares.leave("greedy")
     shares.leave("other")
     shares.arrive("greedy", ())
-    assert shares.served("greedy") == 0  # the engine was idle: nobody was kept waiting
+    assert shares.served("greedy") == 0  # the engine was idle: no tenant was kept waiting
     assert not shares.several
     del other
 
@@ -140,7 +140,7 @@ def test_a_priority_counts_among_ones_own_only():
     for _ in range(5):
         stage.step()
     running = stage.planner.running()
-    assert 2 in running  # nobody takes the place of another tenant's sequence
+    assert 2 in running  # no request takes the place of another tenant's sequence
     assert 1 not in running  # but one's own yields
     stage.submit(spec(3, [3] * 4, max_tokens=4, tenant="b", arrival=1.0))
     started = order_of_start(stage)

@@ -14,7 +14,7 @@ def test_steps_are_fewer_where_drafts_are_right():
     stage.submit(spec(1, range(5), max_tokens=41))
     stage.play()
     assert stage.tokens(1) == says(range(5), 41)
-    assert len(stage.runner.rows) <= 1 + 10 + 1  # the prompt, ten times four tokens, and one in vain
+    assert len(stage.runner.rows) <= 1 + 10 + 1  # the prompt, ten times four tokens, and one wasted
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
@@ -100,7 +100,7 @@ def test_drafts_leave_room_for_prompts():
 
 @pytest.mark.parametrize("adaptive", [None, "{}"])
 def test_where_drafts_are_made_apart_a_prompt_has_all_of_a_step(adaptive, monkeypatch):
-    """Whether it is admitted or goes on: nobody drafts beside it, nor is asked whether it would pay. Then all do."""
+    """Whether it is admitted or continues: no request drafts beside it or is a trial. Then all do."""
     calls, choose = [], AdaptivePolicy.choose
     monkeypatch.setattr(
         AdaptivePolicy, "choose", lambda policy, tracks: calls.append(len(tracks)) or choose(policy, tracks)
@@ -241,7 +241,7 @@ def test_requests_that_keep_coming_keep_no_other_from_drafting():
 
 
 def test_a_draft_that_proposes_nothing_seldom_runs():
-    """Its steps are no plain ones: the time that it took in vain is lost."""
+    """Its steps are no plain ones: the time that it wasted is lost."""
     stage = DraftingStage(adaptive="{}", accepts=lambda most: 0, pages=400, context_length=1500)
     run, calls = stage.runner.run, []
 

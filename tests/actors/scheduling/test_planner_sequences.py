@@ -1,4 +1,4 @@
-"""The planner and one sequence: its steps, its chunks, and its life under the next worker."""
+"""The planner and one sequence: its steps, its chunks, and its rerun by the next worker."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def test_a_stop_is_known_one_step_late_and_the_stray_token_is_dropped():
     stage.play()
     assert stage.tokens(0) == says(range(3), 2)
     assert (stage.end(0).reason, stage.end(0).matched) == ("stop", stop)
-    assert stage.runner.computed_tokens == 3 + 1 + 1  # prompt, first token, and the stop token in vain
+    assert stage.runner.computed_tokens == 3 + 1 + 1  # prompt, first token, and the wasted row of the stop token
 
 
 def test_the_slot_of_an_ended_sequence_gets_a_new_generation():

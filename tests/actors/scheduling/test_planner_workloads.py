@@ -11,11 +11,11 @@ LIMITS = settings(deadline=None, max_examples=40)
 
 
 class Lives:
-    """Watches that nobody who was preempted is preempted again before a step of the new life was confirmed."""
+    """Checks that a preempted sequence is preempted again only after a step of its new run was confirmed."""
 
     def __init__(self, stage):
         self.stage = stage
-        self.now = {}  # sequence -> serial of its life
+        self.now = {}  # sequence -> its serial
         self.count = {}
         self.confirmed = set()
 

@@ -1,4 +1,4 @@
-"""Results that are the same, bit by bit, whatever else a step runs: of operators, and of models in random company."""
+"""Results that are the same, bit by bit, whatever else a step runs: of operators, and of models in random batches."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def greedy(logits: torch.Tensor, histories: list[list[int]], prompts: list[int],
 
 
 def falling(rows: int = 1) -> torch.Tensor:
-    """Token 0 is the likeliest, then 1, 2 ..."""
+    """Token 0 is the most likely, then 1, 2 ..."""
     return torch.linspace(5, -5, VOCAB).repeat(rows, 1)
 
 
@@ -80,7 +80,7 @@ def test_bad_words_ban_their_last_token_after_the_others():
     expected = [1, 0, 0, 1, 0, 1, 0, 1]
     assert greedy(falling(8), histories, prompts, bad_words=[words] * 8) == expected
     logits = falling(1)
-    logits[0, 0] = 0.0  # the likeliest is token 1, which the last word bans
+    logits[0, 0] = 0.0  # the argmax is token 1, which the last word bans
     assert greedy(logits, [[9, 9, 14, 15, 16]], [1], bad_words=[words]) == [2]
     # A word of one token is banned for good; two words with the same end do not lift each other's ban.
     assert greedy(falling(), [[8]], [1], bad_words=[((0,), (9, 1), (8, 1))]) == [2]

@@ -1,4 +1,4 @@
-"""Steps with draft tokens of requests that nobody made: they draft, and leave nothing behind."""
+"""Warm-up steps with draft tokens: they draft, and leave no state behind."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def drafting(tmp_path):
 
 
 def greedy(made, plain, row, steps):
-    """The chain of the likeliest tokens."""
+    """The chain of argmax tokens."""
     seen = made.seen[row]
     path = []
     for _ in range(steps):

@@ -48,7 +48,7 @@ def test_a_draft_that_is_the_target_drafts_right(sampling, shape, page_size, ref
     assert len(recorded) > 20
     if shape is CHAIN:
         assert all(accepted == depth for accepted, depth in recorded)
-    else:  # of few nodes the best ones may leave the likeliest path after its first
+    else:  # of few nodes the best ones may leave the most likely path after its first
         assert all(accepted for accepted, _ in recorded)
         assert sum(accepted for accepted, _ in recorded) > 0.7 * sum(depth for _, depth in recorded)
 

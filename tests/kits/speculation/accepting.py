@@ -81,7 +81,7 @@ class AcceptingDrafting(Drafting):
     def make_growing(self, shape, given):
         return None
 
-    def bring_accepted(self, *given):
+    def copy_accepted(self, *given):
         return False
 
     def accept(self, tree, rows, sampled, broken, depth, forced, table):

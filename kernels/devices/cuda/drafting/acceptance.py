@@ -217,7 +217,7 @@ def bring(
     kept_tokens: Tensor,
     kept_features: Tensor,
 ) -> None:
-    """See ``Drafting.bring_accepted``."""
+    """See ``Drafting.copy_accepted``."""
     rows, size = len(outcome), len(given)
     columns, levels, wide = host.shape[1] - 2, kept_tokens.shape[1], features.shape[1]
     pdl = overlapping(outcome.device)

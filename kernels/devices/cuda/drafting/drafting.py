@@ -40,7 +40,7 @@ class CudaDrafting(Drafting):
         move_accepted(caches, index, rows, outcome, self._pointers_of)
         return True
 
-    def bring_accepted(
+    def copy_accepted(
         self,
         given: Tensor,
         pages: Tensor,

@@ -88,7 +88,7 @@ KINDS: dict[str, tuple[int, Callable[..., Weight]]] = {  # inputs come in multip
     **{name: (kind.block, gguf(name)) for name, kind in KIND.items()},
 }
 ALONE = ("bf16", "int8", "int8-static")
-"""Products that find for a row the same bits in any company. Others treat few rows in another way than many."""
+"""Products whose bits of a row do not depend on the other rows. Others treat few rows differently from many."""
 
 
 def exact_of(weight: Weight, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

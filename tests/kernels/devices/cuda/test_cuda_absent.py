@@ -56,7 +56,7 @@ def test_drafts_are_captured(topk, nodes, monkeypatch, tmp_path, drive):
         device, model = driver.runner._loaded.device, driver.runner._loaded.model
         again = lambda *_: pytest.fail("logits are made again")  # noqa: E731
         monkeypatch.setattr(device, "sampling", SamplingKernels(greedy=again))
-        own = [(device.drafting, name) for name in ("accept", "move_accepted", "bring_accepted")]
+        own = [(device.drafting, name) for name in ("accept", "move_accepted", "copy_accepted")]
         for part, name in ((model, "logits"), *own):
             monkeypatch.setattr(part, name, again)
         for _ in range(3):

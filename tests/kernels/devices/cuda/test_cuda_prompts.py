@@ -46,7 +46,7 @@ class Small:
         self.cache[index // self.page, :, :, index % self.page] = torch.stack((queries, -queries), 1)
         hidden = attention(queries, self.cache, batch.plans[self.window], 0.2, self.scratch)
         if self.device.type == "cpu":  # on a GPU nothing can be asked while it is captured
-            assert bool(hidden.isfinite().all())  # or the dump page would not be what everyone may see
+            assert bool(hidden.isfinite().all())  # or every row would read it from the null page
         hidden = hidden.index_select(0, last)
         logits = hidden @ self.head.T
         logits[:, 3] += torch.where(batch.positions[last] == 77, torch.nan, 0.0)

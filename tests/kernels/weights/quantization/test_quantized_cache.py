@@ -156,7 +156,7 @@ def test_a_model_over_a_narrow_cache(name, reference, drive, prompts):
         other.step([(1, count)])
     assert other.generate(1, 75) == expected[:75]
     kept = other.release(1, keep_pages=True)
-    other.admit(2, prompt, expected[60:70], shared=kept[:2])  # its own life again, from the pages of the first
+    other.admit(2, prompt, expected[60:70], shared=kept[:2])  # admitted again, from the pages of the first
     other.step([(2, other.pending(2))])
     assert other.generate(2, 90) == expected
 
