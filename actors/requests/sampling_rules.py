@@ -249,7 +249,7 @@ def _usable(name: str, value: object) -> bool:
     return True
 
 
-def _check_strings(name: str, strings: object, most: int, longest: int) -> None:
+def _check_strings(name: str, strings: object, most: int, longest: int) -> Sequence[str]:
     if not isinstance(strings, (tuple, list)) or not all(isinstance(text, str) for text in strings):
         raise _invalid(name, f'{name} must be a list of strings, also when it is only one: ["..."].')
     if len(strings) > most:
@@ -265,13 +265,12 @@ def _check_strings(name: str, strings: object, most: int, longest: int) -> None:
             text.encode()
         except UnicodeEncodeError:
             raise _invalid(name, f"{name} holds half a surrogate pair, which no text contains. Send UTF-8.") from None
+    return strings
 
 
 def _check_patterns(patterns: object, limits: Limits) -> None:
     name = "stop_regex"
-    _check_strings(name, patterns, limits.stop_patterns, limits.stop_string_chars)
-    assert isinstance(patterns, (tuple, list))
-    for text in patterns:
+    for text in _check_strings(name, patterns, limits.stop_patterns, limits.stop_string_chars):
         try:
             StopPattern(text)
         except PatternError as error:

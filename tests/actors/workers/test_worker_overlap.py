@@ -59,7 +59,7 @@ def worker_on(device: Any, monkeypatch: pytest.MonkeyPatch) -> Worker:
     worker = Worker(WorkerConfig(RunnerConfig("")))
     worker._epoch = 1
     worker._runner = device
-    worker._waiting = ThreadPoolExecutor(1)
+    worker._result_thread = ThreadPoolExecutor(1)
     return worker
 
 

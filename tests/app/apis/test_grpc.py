@@ -223,7 +223,7 @@ async def test_a_client_that_leaves_frees_the_engine(served: Any, until: Any) ->
         assert (await error_of(late)).code() == Call.DEADLINE_EXCEEDED
         await until(lambda: engine.streams[1].closed)
     assert engine.requests[0]["timeout"] is None
-    assert 0 < engine.requests[1]["timeout"] <= 3.0
+    assert 0 < engine.requests[1]["timeout"] < 4.0  # gRPC rounds it up
 
 
 async def test_an_aborted_request_ends_with_its_tokens_so_far(served: Any, until: Any) -> None:
