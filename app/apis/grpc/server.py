@@ -84,13 +84,13 @@ class _Health(health_pb2_grpc.HealthServicer):
         status = health_pb2.HealthCheckResponse
         return int(status.SERVING if self._servicer.health()[0] else status.NOT_SERVING)
 
-    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def Check(self, request: Any, context: Any) -> Any:
         status = self._status(request.service)
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"There is no service {request.service[:80]!r} here.")
         return health_pb2.HealthCheckResponse(status=status)
 
-    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         sent: int | None = None
         while True:
             status = self._status(request.service)

@@ -50,7 +50,7 @@ class Servicer:
         self._service = service
         self._started = time.time()
 
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """Tokens of a prompt, as they come (``stream``) or at the end."""
         service = self._service
         async with answer_call(service, _ROUTES["Generate"], context) as exchange:
@@ -63,7 +63,7 @@ class Servicer:
             async for response in responses(exchange, stream, item, label, chunks=request.stream):
                 yield response
 
-    async def Embed(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def Embed(self, request: Any, context: Any) -> Any:
         """The vector of an input: an embedding, or the numbers of the model's head as they are."""
         service = self._service
         async with answer_call(service, _ROUTES["Embed"], context) as exchange:
@@ -91,7 +91,7 @@ class Servicer:
             raise invalid("token_type_ids: tell the texts of a pair apart, and this model embeds one text.")
         return Embed(pooling is None or pooling.normalize)
 
-    async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def HealthCheck(self, request: Any, context: Any) -> Any:
         """Whether the engine admits requests and makes progress."""
         async with answer_call(self._service, _ROUTES["HealthCheck"], context):
             healthy, reason = self.health()
@@ -105,7 +105,7 @@ class Servicer:
         health = self._service.engine.health()
         return health.ok, health.reason
 
-    async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def Abort(self, request: Any, context: Any) -> Any:
         """Abort the requests with this id of the same key."""
         async with answer_call(self._service, _ROUTES["Abort"], context) as exchange:
             if not request.request_id:
@@ -113,7 +113,7 @@ class Servicer:
             count = await self._service.abort(request.request_id, exchange.tenant)
             return message("AbortResponse")(success=count > 0, message=f"{count} requests are aborted.")
 
-    async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def GetModelInfo(self, request: Any, context: Any) -> Any:
         """What the model is and what it takes."""
         async with answer_call(self._service, _ROUTES["GetModelInfo"], context):
             engine, arguments = self._service.engine, self._service.arguments
@@ -135,7 +135,7 @@ class Servicer:
                 num_labels=len(labels),
             )
 
-    async def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def GetServerInfo(self, request: Any, context: Any) -> Any:
         """The server's arguments and state."""
         async with answer_call(self._service, _ROUTES["GetServerInfo"], context):
             loads = self._service.engine.loads()
@@ -152,7 +152,7 @@ class Servicer:
             answer.start_time.FromSeconds(int(self._started))
             return answer
 
-    async def GetLoads(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def GetLoads(self, request: Any, context: Any) -> Any:
         """Load for routers, of each replica."""
         async with answer_call(self._service, _ROUTES["GetLoads"], context):
             loads = self._service.engine.loads()
