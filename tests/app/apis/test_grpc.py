@@ -276,7 +276,7 @@ async def test_reflection_describes_the_services_to_those_with_a_key(served: Any
             try:
                 ProtoReflectionDescriptorDatabase(channel).get_services()
             except grpc.RpcError as error:
-                refused = error.code()  # type: ignore[attr-defined]
+                refused = error.code()
             database = ProtoReflectionDescriptorDatabase(grpc.intercept_channel(channel, _WithKey()))
             names = list(database.get_services())
             service = descriptor_pool.DescriptorPool(database).FindServiceByName(SERVICE)
@@ -290,7 +290,7 @@ async def test_reflection_describes_the_services_to_those_with_a_key(served: Any
     assert {SERVICE, "grpc.health.v1.Health"} <= set(names)
 
 
-class _WithKey(grpc.StreamStreamClientInterceptor):  # type: ignore[misc]
+class _WithKey(grpc.StreamStreamClientInterceptor):
     def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
         return continuation(details._replace(metadata=KEY), requests)
 
