@@ -118,12 +118,6 @@ _TABLE: tuple[Refused, ...] = (
         flags=("enable-custom-logit-processor",),
     ),
     Refused(
-        group="API",
-        reason="returning the experts of tokens is not built yet",
-        remedy="leave it out",
-        flags=("enable-return-routed-experts",),
-    ),
-    Refused(
         group="Grammar",
         reason="there is one library for grammars, which --grammar-backend names",
         remedy="leave it out",

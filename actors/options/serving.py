@@ -422,6 +422,15 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         ),
     ] = False
 
+    enable_return_routed_experts: Annotated[
+        bool,
+        Option(
+            group="API",
+            help="Requests of /generate may set return_routed_experts: the answer has the experts that each token took "
+            "in each layer. While one runs, steps are neither captured nor run as a program.",
+        ),
+    ] = False
+
     enable_cache_report: Annotated[
         bool,
         Option(

@@ -11,7 +11,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ __all__ = [
     "ExpertInputs",
     "ExpertLayers",
     "ExpertWeights",
+    "Experts",
     "ExpertsInTurn",
     "Routing",
     "StackedExperts",
@@ -98,6 +99,18 @@ def choose(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     return weights * routing.scale if routing.scale != 1.0 else weights, experts
 
 
+class Experts(Protocol):
+    """A layer of experts of which each token takes a few."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        ...
+
+    def choose(self, x: Tensor) -> Tensor:
+        """The experts int [tokens, chosen] that the tokens ``x`` [tokens, hidden] take, the best first."""
+        ...
+
+
 class ExpertsInTurn:
     """[tokens, hidden] -> [tokens, hidden]. How many tokens an expert has is read back to the host.
 
@@ -113,6 +126,9 @@ class ExpertsInTurn:
         self.router = router
         self.experts = tuple(experts)
         self.routing = routing
+
+    def choose(self, x: Tensor) -> Tensor:
+        return choose(self.router(x), self.routing)[1]
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, experts = choose(self.router(x), self.routing)
@@ -138,6 +154,9 @@ class StackedExperts(ABC, Generic[_Stack]):
         self.routing = routing
         self.gate_up = self.stack([expert.gate_up for expert in experts])
         self.down = self.stack([expert.down for expert in experts])
+
+    def choose(self, x: Tensor) -> Tensor:
+        return choose(self.router(x), self.routing)[1]
 
     @abstractmethod
     def stack(self, weights: Sequence[Projection]) -> _Stack:
@@ -232,7 +251,7 @@ class ExpertLayers:
         self.fallbacks = fallbacks
         self.reads_back = False
 
-    def make(self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], routing: Routing) -> Linear:
+    def make(self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], routing: Routing) -> Experts:
         """A layer of experts of which each token takes a few: [tokens, hidden] -> [tokens, hidden].
 
         ``router`` [experts, hidden] and ``bias`` [experts] give a logit for each.
@@ -248,7 +267,7 @@ class ExpertLayers:
         linear = self.linear.make_float_linear(router.float())
         return linear if bias is None else lambda x: linear(x) + bias
 
-    def make_in_turn(self, router: Linear, experts: Sequence[ExpertWeights], routing: Routing, reason: str) -> Linear:
+    def make_in_turn(self, router: Linear, experts: Sequence[ExpertWeights], routing: Routing, reason: str) -> Experts:
         """The same by ``ExpertsInTurn``. ``reason``: for the log."""
         self.reads_back = True
         self.fallbacks.log(

@@ -11,13 +11,13 @@ from quart import Response
 
 from actors.protocol.requests import LIMITS, Delta
 from app.apis.collecting import Collected, collect
-from app.apis.hidden_states import last_state
 from app.apis.openai.answers import Choice, CompletionAnswer, completion_logprobs, prompt_logprobs, usage_answer
 from app.apis.openai.chunks import CompletionChunks, UsageReport
 from app.apis.openai.infill import fill_in
 from app.apis.openai.parameters import completion_names, completion_params, label_of, salt_of
 from app.apis.openai.requests import CompletionRequest
 from app.apis.sessions import take_turn
+from app.apis.token_values import last_state
 from app.server.errors import invalid
 from app.server.exchange import Exchange
 from app.server.merged import Merged

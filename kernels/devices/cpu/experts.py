@@ -16,7 +16,7 @@ from kernels.devices.cpu.native_operators import NativeOperators
 from kernels.devices.cpu.operators import Native, NativeWeight
 from kernels.devices.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, CpuInt8Linear
 from kernels.devices.cpu.recording import NotNative
-from kernels.devices.experts import ExpertLayers, ExpertsInTurn, ExpertWeights, Routing, choose
+from kernels.devices.experts import ExpertLayers, Experts, ExpertsInTurn, ExpertWeights, Routing, choose
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.linear import ClippedLinear, ConcatenatedLinear, FakeQuantizedLinear
 
@@ -63,6 +63,9 @@ class CpuExperts:
         self._fallbacks.log("experts are run one by one by torch's operators: decodes are no program")
         return layer(x)
 
+    def choose(self, x: Tensor) -> Tensor:
+        return self.in_turn.choose(x)
+
     def _tabled(self) -> ExpertTable | None:
         found: list[tuple[list[ExpertProduct], list[ExpertProduct]]] = []
         for up, down in self._linears:
@@ -107,7 +110,7 @@ class CpuExpertLayers(ExpertLayers):
         self._linear = linear
         self._native = native
 
-    def make(self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], routing: Routing) -> Linear:
+    def make(self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], routing: Routing) -> Experts:
         linears = [
             (
                 self._linear.make_projection(expert.gate_up, expert.gate_up_bias),

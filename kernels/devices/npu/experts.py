@@ -11,8 +11,16 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from kernels.core.operators import Linear
-from kernels.devices.experts import ExpertInputs, ExpertLayers, ExpertWeights, Routing, StackedExperts, choose, refusal
+from kernels.devices.experts import (
+    ExpertInputs,
+    ExpertLayers,
+    Experts,
+    ExpertWeights,
+    Routing,
+    StackedExperts,
+    choose,
+    refusal,
+)
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.linear import LinearLayers
 from kernels.devices.npu.microscaling import mx_fits, mx_scales, round_mx
@@ -117,6 +125,9 @@ class NpuExperts(StackedExperts[_Stack]):
         weights, experts, _ = torch_npu.npu_moe_gating_top_k_softmax(logits.float(), None, routing.chosen)
         return weights / weights.sum(-1, keepdim=True) if routing.normalized else weights, experts
 
+    def choose(self, x: Tensor) -> Tensor:
+        return self._choose(self.router(x))[1]
+
     def _tiles(self, values: Tensor) -> Tensor:
         """[experts, inputs, outputs] in the cube unit's tiles where the device keeps them and they divide it."""
         rows, columns = _TILE[values.itemsize]
@@ -201,7 +212,7 @@ class NpuExpertLayers(ExpertLayers):
         super().__init__(linear, fallbacks)
         self.soc = soc
 
-    def make(self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], routing: Routing) -> Linear:
+    def make(self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], routing: Routing) -> Experts:
         kind = partial(NpuExperts.kind, soc=self.soc)
         experts = self.stackable(experts, kind)
         reason = refusal(experts, kind)

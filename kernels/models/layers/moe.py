@@ -107,7 +107,7 @@ class SparseFeedForward:
 
     def __init__(self, make: LayerBuilder, config: ExpertsConfig, layer: str, names: ExpertNames = QWEN) -> None:
         block, source = f"{layer}.{names.block}", make.source
-        self.group = make.mesh
+        self.group, self._routes = make.mesh, make.routes
         experts = []
         for expert in range(config.count):
             name = f"{block}.experts.{expert}"
@@ -127,6 +127,8 @@ class SparseFeedForward:
             self.shared = SharedExpert(make, names, f"{block}.{names.shared}", config.weighted)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._routes.is_open:
+            self._routes.add(self.experts.choose(x))
         out = self.experts(x)
         if self.shared is not None:
             out = self.shared.add(x, out)

@@ -20,9 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.core.operators import Linear
 from kernels.devices.cuda.elementwise.activation import swiglu
-from kernels.devices.experts import ExpertInputs, ExpertLayers, ExpertWeights, Routing, StackedExperts, choose, refusal
+from kernels.devices.experts import (
+    ExpertInputs,
+    ExpertLayers,
+    Experts,
+    ExpertWeights,
+    Routing,
+    StackedExperts,
+    choose,
+    refusal,
+)
 from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
 
 __all__ = ["CudaExpertLayers", "CudaExperts"]
@@ -239,7 +247,7 @@ def _block(group: int) -> int:
 
 
 class CudaExpertLayers(ExpertLayers):
-    def make(self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], routing: Routing) -> Linear:
+    def make(self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], routing: Routing) -> Experts:
         device = self.linear.elementwise.torch_device
         kind = partial(CudaExperts.kind, capability=torch.cuda.get_device_capability(device))
         experts = self.stackable(experts, kind)
