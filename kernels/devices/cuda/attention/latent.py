@@ -105,8 +105,7 @@ def _stretch(
         above = tl.maximum(top, tl.max(score, 1))
         if masked:
             above = tl.maximum(above, -1e30)  # all positions of a block may be masked for a query
-            if page_size % block != 0:
-                k = tl.where((position < length)[:, None], k, 0.0)
+            k = tl.where((position < length)[:, None], k, 0.0)  # what a page holds behind them need not be finite
         weight = tl.exp2(score - above[:, None])
         shrink = tl.exp2(top - above)
         norm = norm * shrink + tl.sum(weight, 1)
@@ -253,13 +252,12 @@ def _join(
 
 
 def attend_latent(
-    queries: Tensor, cache: Tensor, plan: AttentionPlan, dim: int, scale: float, scratch: DecodeScratch | None
+    queries: Tensor, cache: Tensor, plan: AttentionPlan, dim: int, scale: float, scratch: DecodeScratch
 ) -> Tensor:
     """Causal attention of ``queries`` [tokens, heads, width] over ``cache`` [pages, page_size, width], contiguous ->
     [tokens, heads, dim].
 
-    dim: numbers of a vector that are its value; the others carry the position. scratch: None for results that do not
-    depend on other rows.
+    dim: numbers of a vector that are its value; the others carry the position.
     """
     queries = queries.contiguous()
     out = queries.new_empty((*queries.shape[:2], dim))
@@ -279,21 +277,21 @@ class _Launch:
     cache: Tensor
     dim: int
     scale: float
-    scratch: DecodeScratch | None
+    scratch: DecodeScratch
     out: Tensor
 
     def __call__(self, state: Tensor, pages: Tensor | None, bits: Tensor | None, kind: int, tokens: int) -> None:
         """``state``: of each row of up to ``tokens`` tokens, or each block of a prompt."""
         queries, dim, page_size = self.queries, self.dim, self.cache.shape[1]
         total, heads, width = queries.shape
-        many = self.scratch is not None and tokens * heads > _FEW_LINES
+        many = tokens * heads > _FEW_LINES
         lines = _MANY_LINES if many else _FEW_LINES
         wide = queries.element_size() == 4
         large = has_large_shared_memory(queries.device)
         block = _SMALL_BLOCK // (2 if wide else 1) if wide or not large else _MANY_BLOCK if many else _FEW_BLOCK
         tiles, splits = triton.cdiv(tokens * heads, lines), 1
         partial = stats = self.out
-        if self.scratch is not None and kind != _PROMPTS:
+        if kind != _PROMPTS:
             header = 1 if kind == _DECODES else HEADER
             context = (state.shape[1] - header) * page_size
             device = multiprocessors(queries.device) * (_MANY_EACH if many else _FEW_EACH)
