@@ -12,8 +12,9 @@ Options: ``--only NAME[,NAME...]`` of checks, decode, offline, prefill, engine, 
 (or v2-lite);
 ``--only products`` times the products of few tokens, every way there is to make them, ``--only chain`` those of a
 layer as they follow one another, ``--only prompts`` the attention of prompts, and ``--only latent`` that over latent
-vectors; ``--only speculative`` says what drafting tokens ahead costs and gains (``device_speculative``); ``--profile DIR`` writes tables of the device's time by
-kernel. ``--deterministic`` measures decode, offline and prefill with kernels whose results depend on no other rows
+vectors; ``--only speculative`` says what drafting tokens ahead costs and gains (``device_speculative``);
+``--profile DIR`` writes tables of the device's time by kernel.
+``--deterministic`` measures decode, offline and prefill with kernels whose results depend on no other rows
 (``--enable-deterministic-inference``). In parts: ``--tests WORD`` checks only files and tests with the word in their
 names, and ``--keep FILE`` adds rows to those that an earlier part left there, so that the table holds all.
 """
