@@ -89,9 +89,7 @@ class Attention(ABC, Generic[Cache, Plan]):
         Here it reads rows on the host: no pass with it is captured (``plans_latent``).
         """
         if batch.rows is None:
-            raise ValueError(
-                "attention over latent vectors reads rows on the host; a captured pass has none"
-            )
+            raise ValueError("attention over latent vectors reads rows on the host; a captured pass has none")
         return attend_latent_heads(queries, cache, batch.rows, heads, scale)
 
     def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

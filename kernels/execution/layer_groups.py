@@ -16,6 +16,7 @@ from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import BoundedRows, ForwardBatch
 from kernels.devices.base import Device
 from kernels.devices.group_caches import make_group
+from kernels.devices.latent_attention import clear_latent
 from kernels.state.bounded_tables import BoundedTable
 from kernels.weights.quantization.cache import LayerScales
 
@@ -85,10 +86,12 @@ class LayerGroups:
         )
 
     def clear(self, pages: list[int]) -> None:
-        """Zero these main pages. Latent vectors that a row does not own are never read."""
+        """Zero these main pages."""
         for group, caches in zip(self.groups, self._group_caches, strict=True):
             if isinstance(group.group.spec, Paged):
                 self._device.cache.clear(caches, pages)
+            elif isinstance(group.group.spec, Latent):
+                clear_latent(caches, pages)
 
     def clear_bounded(self, index: int, pages: list[int]) -> None:
         """Zero these pages of bounded group ``index``. A state that a row does not own is never read."""

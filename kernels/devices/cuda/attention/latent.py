@@ -105,7 +105,6 @@ def _stretch(
         above = tl.maximum(top, tl.max(score, 1))
         if masked:
             above = tl.maximum(above, -1e30)  # all positions of a block may be masked for a query
-            k = tl.where((position < length)[:, None], k, 0.0)  # what a page holds behind them need not be finite
         weight = tl.exp2(score - above[:, None])
         shrink = tl.exp2(top - above)
         norm = norm * shrink + tl.sum(weight, 1)

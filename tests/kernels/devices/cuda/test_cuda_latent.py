@@ -32,7 +32,7 @@ def _case(device, dtype, step, heads, dim, rope, page_size, tree):
     tokens, width = int(counts.sum()), dim + rope
     cache = torch.randn(len(counts) * columns + 1, page_size, width, generator=generator).to(dtype)
     for row, end in enumerate(starts + counts):  # what lies behind a row's tokens is not read
-        cache[int(pages[row, end // page_size]), end % page_size :] = torch.nan
+        cache[int(pages[row, end // page_size]), end % page_size :] = 1e4
     queries = torch.randn(tokens, heads, width, generator=generator).to(dtype)
     bits = None
     if tree:
