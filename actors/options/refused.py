@@ -113,21 +113,15 @@ _TABLE: tuple[Refused, ...] = (
     ),
     Refused(
         group="API",
-        reason="scoring several items in one prompt is not built yet",
-        remedy="leave it out",
-        unset=("multi-item-scoring-delimiter",),
-    ),
-    Refused(
-        group="API",
         reason="code from clients is never run",
         remedy="leave it out and use the sampling parameters",
         flags=("enable-custom-logit-processor",),
     ),
     Refused(
         group="API",
-        reason="returning hidden states of the model is not built yet",
+        reason="returning the experts of tokens is not built yet",
         remedy="leave it out",
-        flags=("enable-return-hidden-states", "enable-return-routed-experts"),
+        flags=("enable-return-routed-experts",),
     ),
     Refused(
         group="Grammar",
