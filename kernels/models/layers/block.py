@@ -67,7 +67,8 @@ class SelfAttention:
         qkv: Linear,
         output: Linear,
         window: int,
-        norm: Norm | None,
+        *,
+        norm: Norm | None = None,
         sinks: Tensor | None = None,
     ) -> None:
         self.attention, self.rows, self.qkv, self.output = make.ops.attention, make.rows, qkv, output
@@ -108,7 +109,7 @@ def attention(
         )
     qkv = gqa.projection(make, config, f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj")
     sinks = make.source.take([f"{module}.sinks"]) if config.sinks else None
-    return SelfAttention(make, config, qkv, make.row_parallel(f"{module}.o_proj"), window, norm, sinks)
+    return SelfAttention(make, config, qkv, make.row_parallel(f"{module}.o_proj"), window, norm=norm, sinks=sinks)
 
 
 def wide_attention(make: LayerBuilder, config: ModelConfig, module: str, window: int) -> SelfAttention:
@@ -127,7 +128,7 @@ def wide_attention(make: LayerBuilder, config: ModelConfig, module: str, window:
         elementwise.add_rows(values, None, out[:, last:])
         return out
 
-    return SelfAttention(make, config, qkv, make.row_parallel(f"{module}.o_proj"), window, None)
+    return SelfAttention(make, config, qkv, make.row_parallel(f"{module}.o_proj"), window)
 
 
 def wide_norm(make: LayerBuilder, module: str, eps: float) -> Norm | Linear:
