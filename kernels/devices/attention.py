@@ -14,9 +14,9 @@ from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm, PendingResidual
 from kernels.devices.cache import KvCaches
-from kernels.devices.capped_attention import attend_capped
 from kernels.devices.latent_attention import LatentHeads, attend_latent_heads, write_latent
 from kernels.devices.linear import NormThenLinear
+from kernels.devices.row_attention import attend_rows
 
 __all__ = ["Attention", "ProjectedHeads"]
 
@@ -68,13 +68,21 @@ class Attention(ABC, Generic[Cache, Plan]):
         The keys and values of the queries' own tokens are already in the cache.
         """
 
-    def attend_capped(
-        self, queries: Tensor, cache: Cache, rows: AttentionRows, window: int, scale: float, cap: float
+    def attend_rows(
+        self,
+        queries: Tensor,
+        cache: Cache,
+        rows: AttentionRows,
+        window: int,
+        scale: float,
+        cap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """As ``attend``, with scores of ``cap * tanh(score / cap)``. It reads ``rows`` on the host: no pass with it is
+        """As ``attend``, with scores of ``cap * tanh(score / cap)`` if ``cap`` is above 0, and with ``sinks`` float32
+        [heads], the scores of one more token whose value is 0. It reads ``rows`` on the host: no pass with it is
         captured."""
         caches = self.caches
-        return attend_capped(queries, partial(caches.gather, cache), rows, caches.page_size, window, scale, cap)
+        return attend_rows(queries, partial(caches.gather, cache), rows, caches.page_size, window, scale, cap, sinks)
 
     def write_latent(self, cache: Tensor, index: Tensor, vectors: Tensor) -> None:
         """Write ``vectors`` [tokens, width] to ``index`` int64 [tokens] of a latent cache [pages, page_size, width]."""
