@@ -53,6 +53,16 @@ def test_caches_hold_one_vector_of_each_token(reference):
     assert caches(config) == (CacheGroup(Latent(24, 8), (0, 1, 2)),)
 
 
+def test_pages_of_broken_rows_are_cleared(reference, drive, prompts):
+    driver, (text,) = drive(reference("deepseek-v3").path), prompts(70)
+    driver.admit(1, text)
+    driver.step([(1, 70)])
+    loaded, pages = driver.runner._loaded, driver.pages[1]
+    assert all(cache[pages].any() for cache in loaded.caches)
+    loaded.clear_pages(pages)
+    assert not any(cache[pages].any() for cache in loaded.caches)
+
+
 def test_quantized_projections_are_close(reference, drive, prompts):
     model, (prompt,) = reference("minicpm3"), prompts(20)
     found = scored(drive(model.path, quantization="int8"), prompt, [20])
