@@ -65,7 +65,7 @@ _COMPILES = 4
 _COMPILE_SECONDS = 60.0
 _NO_EPOCH = -1
 
-_SET_APART = (
+_QUARANTINED = (
     "The model's worker died while it ran this request, and again when it ran this request alone, "
     "so the request is not run a third time. Change the request or send it again later; if it fails again, report it."
 )
@@ -134,7 +134,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         if entries:
             self._timeline_writer.resumed(entries, now)
             await self._emit(self._planner.submit(tuple(entry.resume_spec() for entry in entries), now))
-        await self._emit(self._set_apart(now))
+        await self._emit(self._quarantine(now))
         self._board.judge = self._judge  # only now: the planner must know which suspects live
         ready = self._board.worker
         if ready is not None:
@@ -192,17 +192,17 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._timeline_writer.worker_died(self._planner.running(), lost, at, now, reason)
         self._journal.worker_died(lost)
         self._judge(epoch)
-        return self._set_apart(now)
+        return self._quarantine(now)
 
-    def _set_apart(self, now: float) -> list[Emission]:
+    def _quarantine(self, now: float) -> list[Emission]:
         """End condemned sequences and all other choices of their requests: a request fails as a whole, and its other
         choices may kill the worker too."""
         journal = self._journal
         streams = {id(entry.stream) for each in journal.condemned if (entry := journal.get(each)) is not None}
         condemned = [entry.sequence for entry in journal.live() if id(entry.stream) in streams] if streams else []
         journal.condemned.clear()
-        self._timeline_writer.set_apart(condemned, now)
-        ended = Ended("error", message=_SET_APART)
+        self._timeline_writer.quarantined(condemned, now)
+        ended = Ended("error", message=_QUARANTINED)
         return [msgspec.structs.replace(word, ended=ended) for word in self._planner.abort(condemned)]
 
     def _judge(self, epoch: int) -> Verdict:

@@ -188,8 +188,8 @@ class Worker(Actor[WorkerProtocol]):
         now = time.monotonic()
         since, self._answered = max(sent, self._answered), now
         timing = msgspec.structs.replace(result.timing, queued=max(0.0, begun - sent))
-        if timing.whole:
-            timing = msgspec.structs.replace(timing, whole=now - since, observe=timing.observe + waited)
+        if timing.total:
+            timing = msgspec.structs.replace(timing, total=now - since, observe=timing.observe + waited)
         result = msgspec.structs.replace(result, timing=timing)
         if not traces:
             return result

@@ -13,11 +13,11 @@ from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Acceptance
 from kernels.core.tree import DraftTree
 
-__all__ = ["Accepted", "Drafting", "Growing", "GrowthShape"]
+__all__ = ["Accepted", "Drafting", "TreeBuilder", "TreeShape"]
 
 
 @dataclass(frozen=True)
-class GrowthShape:
+class TreeShape:
     """``steps`` levels of ``topk`` nodes each, of which ``nodes``, with the root, are verified. ``first``: as
     ``Expansion`` says. ``windows``: of the draft's attention. ``ids`` int64: the target's of the draft's tokens."""
 
@@ -59,7 +59,7 @@ class Accepted:
     states: Tensor
 
 
-class Growing(Protocol):
+class TreeBuilder(Protocol):
     """One pass: ``observe`` and ``start``, then ``level`` for each level but the last, then ``tree``."""
 
     def observe(self) -> ForwardBatch:
@@ -88,7 +88,7 @@ class Drafting(ABC):
         [rows, count], the best first; of equals the lowest id first."""
 
     @abstractmethod
-    def make_growing(self, shape: GrowthShape, given: Accepted) -> Growing | None:
+    def make_tree_builder(self, shape: TreeShape, given: Accepted) -> TreeBuilder | None:
         """Kernels for the steps between the passes that grow a tree; None if there are none for this ``shape``."""
 
     @abstractmethod

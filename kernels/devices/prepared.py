@@ -17,6 +17,7 @@ from kernels.core.tree import DraftTree
 
 __all__ = [
     "Advance",
+    "CapturedStepResult",
     "ChainPasses",
     "CycleResult",
     "Decodes",
@@ -25,12 +26,11 @@ __all__ = [
     "HostPass",
     "ObserveTokens",
     "PassEnd",
-    "PassFound",
     "PassHead",
     "PassLogits",
-    "ReachEnds",
+    "PassResult",
+    "PrefillCall",
     "StepForward",
-    "StepFound",
     "Steps",
     "Verify",
     "VerifyChains",
@@ -65,7 +65,7 @@ class PassEnd(NamedTuple):
     features: Tensor
 
 
-class PassFound(NamedTuple):
+class PassResult(NamedTuple):
     """Results of a pass that verifies: the ``result``, and the slots of its keys and values int64 [tokens]. If they
     were captured, also the results of its ``head``, or what was ``accepted`` and the key of its end in
     ``Decodes.ends``. All are overwritten by the next call."""
@@ -77,7 +77,7 @@ class PassFound(NamedTuple):
     end: int = 0
 
 
-Verify = Callable[[Longs | None, npt.NDArray[np.int32], DraftTree, Longs | None], PassFound | None]
+Verify = Callable[[Longs | None, npt.NDArray[np.int32], DraftTree, Longs | None], PassResult | None]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ StepForward = Callable[[ForwardBatch, Tensor | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class StepFound:
+class CapturedStepResult:
     """Results of a step: ``hidden`` [rows, hidden] and ``logits`` [rows, vocab] of each row's last token.
 
     ``argmax`` int32 [rows]: each row's next token, or -1 if its logits are broken. For rows that grow it, or 0, is in
@@ -128,8 +128,8 @@ class Steps:
     """
 
     rows: tuple[int, ...]
-    run: Callable[[StepTokens], StepFound | None]
-    prompts: Callable[[PromptTokens], StepFound | None] | None = None
+    run: Callable[[StepTokens], CapturedStepResult | None]
+    prompts: Callable[[PromptTokens], CapturedStepResult | None] | None = None
 
 
 Advance = Callable[[npt.NDArray[np.int64], Draws | None, Masks | None], bytes | None]
@@ -152,7 +152,7 @@ Returns how many each row gained, int64 [rows]; None if logits are broken: state
 the next executor."""
 
 
-ReachEnds = Callable[[Longs, Longs, Longs, Draws | None, Masks | None], bytes | None]
+PrefillCall = Callable[[Longs, Longs, Longs, Draws | None, Masks | None], bytes | None]
 """Runs ``counts`` tokens of each of ``slots`` from position ``starts`` on, int64 [rows], up to the last known token.
 The tokens that follow, sampled by ``Draws`` [rows] or greedily, are appended to the table. Masks need draws.
 
@@ -248,10 +248,10 @@ class HostPass(Protocol):
         ...
 
     def observe(
-        self, table: TokenTable, ahead: int, given: Tensor, left: Tensor | None, states: Tensor | None
+        self, table: TokenTable, ahead: int, inputs: Tensor, left: Tensor | None, states: Tensor | None
     ) -> ObserveTokens:
         """This pass is a draft's: with a position goes the token ``ahead`` of it, whose features are read from
-        ``given`` [tokens, width]. The rows of ``left`` [tokens, n] of each sequence's last token are copied to
+        ``inputs`` [tokens, width]. The rows of ``left`` [tokens, n] of each sequence's last token are copied to
         ``states`` [slots, n]."""
         ...
 
@@ -276,7 +276,7 @@ class HostPass(Protocol):
         """This pass is the model's, with results as in ``advance``."""
         ...
 
-    def reach(
+    def prefill(
         self,
         head: HostPass,
         table: TokenTable,
@@ -284,7 +284,7 @@ class HostPass(Protocol):
         last: Tensor,
         found: PassLogits,
         broken: npt.NDArray[np.bool_],
-    ) -> ReachEnds:
+    ) -> PrefillCall:
         """This pass is the model's and writes ``hidden`` [tokens, n]; the rows of the sequences' last tokens are copied
         to ``last`` [rows, n], from which ``head`` makes ``found`` and ``broken``, as in ``advance``."""
         ...

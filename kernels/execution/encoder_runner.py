@@ -155,7 +155,7 @@ class EncoderRunner:
             tokens=np.zeros(len(rows), dtype=np.int32).tobytes(),
             logprobs=np.zeros(len(rows), dtype=np.float32).tobytes(),
             failed=tuple(failed),
-            timing=StepTiming(prepare=prepared - began, run=ended - prepared, whole=ended - began),
+            timing=StepTiming(prepare=prepared - began, run=ended - prepared, total=ended - began),
             pooled_rows=np.array(rows, dtype=np.int32).tobytes(),
             pooled_sizes=np.array([len(vector) for vector in vectors], dtype=np.int32).tobytes(),
             pooled=b"".join(vector.tobytes() for vector in vectors),

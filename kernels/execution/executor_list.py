@@ -10,7 +10,7 @@ from kernels.execution.executors.eager_pass import EagerPass
 from kernels.execution.executors.following_pass import FollowingPass
 from kernels.execution.executors.host_chains import HostChains
 from kernels.execution.executors.host_decode import HostDecode
-from kernels.execution.executors.host_prompt_ends import HostPromptEnds
+from kernels.execution.executors.host_prefill import HostPrefill
 from kernels.execution.executors.no_rows import NoRows
 from kernels.execution.executors.verify_pass import VerifyPass
 from kernels.execution.executors.whole_step import WholeStep
@@ -80,7 +80,7 @@ def _speculative(
     if host is not None:
         decode = HostDecode(context, host, rows)
         found.insert(0, decode)
-        ends = HostPromptEnds.make(context, windows, rows)
+        ends = HostPrefill.make(context, windows, rows)
         drafts = drafter.host_drafts(loaded.slots, rows)
         speculator.observer.use_host(drafts, host.features.shape[1])
         if drafts is not None and speculator.is_exact:
@@ -104,5 +104,5 @@ def _unobserved(context: StepContext, max_rows: int, unobserved: bool) -> list[E
     if model is None:
         return []
     found: list[Executor] = [HostDecode(context, model, max_rows, unobserved)]
-    ends = HostPromptEnds.make(context, windows, max_rows, unobserved, False)
+    ends = HostPrefill.make(context, windows, max_rows, unobserved, False)
     return found if ends is None else [*found, ends]

@@ -306,7 +306,7 @@ def load_model(
         speculative_depth=drafter.depth if drafter is not None else 0,
         speculative_levels=drafter.levels(speculation) if drafter is not None and speculation is not None else (0,),
         speculative_tokens=device.traits.verify_budget if drafter is not None and drafter.stepwise else 0,
-        speculative_apart=drafter is not None and device.traits.verifies_without_prefills,
+        speculative_decode_only=drafter is not None and device.traits.verifies_without_prefills,
         draft_parameters=drafter.parameters if drafter is not None else 0,
         draft_weight_bytes=draft_bytes,
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.contract.step import RowError
 from kernels.contract.tasks import Classify, Embed, NextToken
 from kernels.devices.base import Device
-from kernels.devices.prepared import PassFound, StepFound
+from kernels.devices.prepared import CapturedStepResult, PassResult
 from kernels.execution.pooled import activated, normalized
 from kernels.execution.result_builder import PromptScores, ResultBuilder
 from kernels.grammar.slots import NO_MASKS, GrammarSlots, StepMasks, TextTree
@@ -66,7 +66,7 @@ class StepOutputs:
             return False
         return self._sampler.plain(tuple(step.slots.tolist()))
 
-    def commit_greedy(self, step: StepRows, grows: Bools, found: StepFound, builder: ResultBuilder) -> None:
+    def commit_greedy(self, step: StepRows, grows: Bools, found: CapturedStepResult, builder: ResultBuilder) -> None:
         """Take the argmax tokens that a captured step has written to the table of tokens, for rows that are all
         greedy."""
         state = self._slots
@@ -80,7 +80,7 @@ class StepOutputs:
         state, slots = self._slots, step.slots
         return bool(((state.prompt_logprobs[slots] >= 0) & (step.starts + 1 < state.prompt_length[slots])).any())
 
-    def read_step(self, step: StepRows, found: StepFound, builder: ResultBuilder) -> None:
+    def read_step(self, step: StepRows, found: CapturedStepResult, builder: ResultBuilder) -> None:
         """Score and sample the rows of a captured whole step, as ``read`` does for a pass."""
         self._slots.computed[step.slots] += step.counts
         self._score_prompts(step, found.hidden, builder)
@@ -88,7 +88,7 @@ class StepOutputs:
         self._pool(step, found.hidden, builder)
         self._sample(step, found.hidden, builder, found.logits)
 
-    def read(self, step: StepRows, found: PassFound, builder: ResultBuilder) -> None:
+    def read(self, step: StepRows, found: PassResult, builder: ResultBuilder) -> None:
         """Score and sample the rows of a pass. ``found``: the model's result, for all tokens or each row's last; where
         keys and values were written; and the head's results, if it ran."""
         hidden, features = self._model.split(found.result)
@@ -228,7 +228,7 @@ class StepOutputs:
         step: StepRows,
         hidden: Tensor,
         features: Tensor,
-        found: PassFound,
+        found: PassResult,
         builder: ResultBuilder,
     ) -> None:
         """``_sample`` for steps with draft tokens: sample after each of them, and accept the right ones."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.contract.grammar import GrammarError, GrammarSettings
 from kernels.contract.step import Admission, SlotSampling
-from kernels.devices.memory import DeviceMemory, Fetched
+from kernels.devices.memory import DeviceMemory, PendingCopies
 from kernels.grammar.backend import Bits, Compiled, Matcher
 from kernels.grammar.compiler import GrammarCompiler
 from kernels.sampling.masks import RowMasks
@@ -78,7 +78,7 @@ class GrammarSlots:
         self._eos = frozenset(settings.eos_ids)
         self._memory, self._table = memory, table
         self._texts: dict[int, _Text] = {}
-        self._arriving: list[tuple[Fetched, Kept | None, list[tuple[int, _Text]]]] = []
+        self._arriving: list[tuple[PendingCopies, Kept | None, list[tuple[int, _Text]]]] = []
         self._thought: Bits = np.full(-(-vocab_size // 32), _ALL, dtype=np.int32)
         for token in self._eos:
             self._thought[token // 32] &= ~_bit(token)

@@ -28,9 +28,9 @@ from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Acceptance
 from kernels.core.tree import Drafts, DraftTree, Growth, Level, chain
 from kernels.devices.base import Device
-from kernels.devices.drafting import Accepted, Growing, GrowthShape
-from kernels.devices.memory import Fetched
-from kernels.devices.prepared import Decodes, PassEnd, PassFound
+from kernels.devices.drafting import Accepted, TreeBuilder, TreeShape
+from kernels.devices.memory import PendingCopies
+from kernels.devices.prepared import Decodes, PassEnd, PassResult
 from kernels.sampling.sampler import Sampler
 from kernels.speculation.drafter import AcceptedRows, Drafter, DrafterContext
 from kernels.speculation.drafting import DraftSampler
@@ -58,9 +58,9 @@ PlanDraft = Callable[[Tensor, Tensor, int, Tensor | None, Tensor | None, int], A
 
 
 class TorchGrowing:
-    """``Growing`` in plain torch."""
+    """``TreeBuilder`` in plain torch."""
 
-    def __init__(self, shape: GrowthShape, given: Accepted, plan: PlanDraft, sampler: DraftSampler) -> None:
+    def __init__(self, shape: TreeShape, given: Accepted, plan: PlanDraft, sampler: DraftSampler) -> None:
         self._shape, self._given, self._plan, self._sampler = shape, given, plan, sampler
         self._step = 0
         self._seen = given.slots  # bit masks of the nodes that each node of the last level attends to
@@ -170,7 +170,7 @@ class EarlyDraftPasses:
         sampler: DraftSampler,
         caches: list[Any],
         states: Tensor,
-        shape: GrowthShape,
+        shape: TreeShape,
     ) -> None:
         self._model, self._sampler, self._device, self._caches = model, sampler, context.device, caches
         self._states, self._shape = states, shape
@@ -279,19 +279,19 @@ class EarlyDraftPasses:
             self._features[: rows * levels],
             self._states,
         )
-        growing = self._make(given)
-        batch = growing.observe()
+        builder = self._make(given)
+        batch = builder.observe()
         assert batch.states is not None
-        states = growing.start(model.forward(batch, model.start(batch.states), caches))
+        states = builder.start(model.forward(batch, model.start(batch.states), caches))
         for _ in range(self._shape.steps - 1):
-            batch = growing.level(model.logits(states), states)
+            batch = builder.level(model.logits(states), states)
             assert batch.states is not None
             states = model.forward(batch, batch.states, caches)
-        return growing.tree(model.logits(states))
+        return builder.tree(model.logits(states))
 
-    def _make(self, given: Accepted) -> Growing:
+    def _make(self, given: Accepted) -> TreeBuilder:
         drafting = self._device.drafting
-        own = None if drafting is None else drafting.make_growing(self._shape, given)
+        own = None if drafting is None else drafting.make_tree_builder(self._shape, given)
         return own or TorchGrowing(self._shape, given, self._device.attention.plan_draft, self._sampler)
 
 
@@ -318,7 +318,7 @@ class EarlyDrafts:
             None  # the last step's outcome, and the token after each accepted node
         )
         self._end = 0  # index of the pass that left these; 0: none
-        self._arrives: Fetched | None = None  # the last result of such a pass
+        self._arrives: PendingCopies | None = None  # the last result of such a pass
         self._grown: _Grown | None = None
         self._whole = True  # whether the last trees had all levels
 
@@ -338,7 +338,7 @@ class EarlyDrafts:
             self._arrives()
         return True
 
-    def take_accepted(self, found: PassFound) -> Verified:
+    def take_accepted(self, found: PassResult) -> Verified:
         """Take the tokens that a pass accepted on the device, and start their copy to the host."""
         assert found.accepted is not None
         self._found, self._end = (found.accepted.outcome, found.accepted.tokens), found.end
@@ -347,7 +347,7 @@ class EarlyDrafts:
         self._arrives = self._device.memory.fetch([found.accepted.packed], lasting=True)
         return Verified.by_device(found.accepted)
 
-    def arrival(self, accepted: Acceptance) -> Fetched:
+    def arrival(self, accepted: Acceptance) -> PendingCopies:
         """A function that waits for the last step's outcome, its tokens and which of these are broken."""
         begun = self._arrives if self._end else None
         fetched = begun or self._device.memory.fetch([accepted.packed], lasting=True)
@@ -452,7 +452,7 @@ class Followed(NamedTuple):
     it verifies, one per row. ``behind``: the trees that were drafted after it, if any."""
 
     slots: Longs
-    found: PassFound
+    found: PassResult
     verified: Verified
     tree: DraftTree
     behind: DraftTree | None

@@ -20,7 +20,7 @@ from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.tree import MOST_NODES, Drafts, Growth, chain
 from kernels.devices.capture import CaptureRequest
-from kernels.devices.drafting import GrowthShape
+from kernels.devices.drafting import TreeShape
 from kernels.devices.prepared import Decodes, PassEnd
 from kernels.models.config import ModelConfig
 from kernels.speculation.drafter import DrafterContext, DraftRows, Observation
@@ -138,7 +138,7 @@ class Expansion:
         ``states``: of the slots' last tokens. ``ends``: see ``Drafter.capture``.
         """
         config, ids = self._context.config, self._model.ids
-        shape = GrowthShape(self.steps, self.topk, self.nodes, self._first, config.page_size, tuple(self._windows), ids)
+        shape = TreeShape(self.steps, self.topk, self.nodes, self._first, config.page_size, tuple(self._windows), ids)
         passes = EarlyDraftPasses(self._context, model, self._sampler, self.caches, states, shape)
         passes.capture(config.max_slots - 1, agree, ends)
         return passes if passes.size(1) else None

@@ -158,7 +158,7 @@ class DraftWeights:
             Placement(context.dtype, context.device.torch_device, Shard(context.group.rank, size)),
             draft_scheme(checkpoint.path, context.config, context.settings, checkpoint.tensors),
         )
-        self.make = LayerBuilder(self, context.device, context.group)
+        self.builder = LayerBuilder(self, context.device, context.group)
 
     @property
     def parameters(self) -> int:

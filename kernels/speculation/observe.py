@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.core.arrays import ragged
 from kernels.devices.base import Device
-from kernels.devices.memory import Fetched
+from kernels.devices.memory import PendingCopies
 from kernels.speculation.drafter import Drafter, Observation
 from kernels.speculation.host_drafts import HostDrafts, HostObservation, Raw, raw
 from kernels.state.slots import SlotTable
@@ -159,8 +159,8 @@ class Run:
     generations: Ints
     reached: Bools
     features: Tensor | None
-    outcome: Fetched | None
-    tokens: Fetched | None
+    outcome: PendingCopies | None
+    tokens: PendingCopies | None
     token_rows: Longs
     token_places: Longs
 

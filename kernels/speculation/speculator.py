@@ -18,7 +18,7 @@ from kernels.contract.step import Admission
 from kernels.core.arrays import ragged
 from kernels.core.tree import Drafts
 from kernels.devices.base import Device
-from kernels.devices.memory import Fetched
+from kernels.devices.memory import PendingCopies
 from kernels.sampling.masks import RowMasks
 from kernels.sampling.sampler import Sampled, Sampler
 from kernels.speculation.drafter import Drafter, DraftRows
@@ -27,7 +27,7 @@ from kernels.speculation.host_drafts import HostObservation, Raw, raw
 from kernels.speculation.observe import Observer, Run
 from kernels.speculation.verify import Samples, Verified, Verifier
 from kernels.state.slots import SlotTable
-from kernels.state.step_rows import ReachedRows, StepRows
+from kernels.state.step_rows import PrefilledRows, StepRows
 
 __all__ = ["Speculator"]
 
@@ -64,7 +64,7 @@ class Speculator:
         # the accepted tokens of a step of chains, with its generations
         self._accepted: tuple[HostObservation, Ints] | None = None
         self._continues = False  # whether the next such step may observe them itself
-        self._prompts: tuple[ReachedRows, Ints] | None = None  # the same for a step that ran prompts to their ends
+        self._prompts: tuple[PrefilledRows, Ints] | None = None  # the same for a step that ran prompts to their ends
         self._settled = False
         """Whether another step of the last decodes needs no call before or after it."""
         self._unobserved = False
@@ -143,7 +143,7 @@ class Speculator:
         """Record that the continuing step has observed the last accepted tokens, and drafts."""
         self._accepted, self._settled = None, False
 
-    def record_prompts(self, reached: ReachedRows, generations: Ints) -> None:
+    def record_prompts(self, reached: PrefilledRows, generations: Ints) -> None:
         """Record a step on the host that ran prompts to their ends; they are observed before the next step."""
         self._prompts = reached, generations
 
@@ -325,7 +325,7 @@ class Speculator:
         features: Tensor | None,
         sampled: Sampled | None,
         verified: Verified | None,
-    ) -> Fetched | None:
+    ) -> PendingCopies | None:
         """Record a launched step; it is observed before the next one. Returns the copy that fetches outcome, tokens and
         broken rows, if there is a single one."""
         arrives = None

@@ -11,7 +11,7 @@ from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.devices.capture import Capture
 from kernels.devices.cpu.device import CpuDevice
-from kernels.devices.prepared import StepFound, Steps
+from kernels.devices.prepared import CapturedStepResult, Steps
 
 __all__ = ["drive_prepared"]
 
@@ -49,7 +49,7 @@ class PreparedSteps(Capture):
             table[slots[grows], lengths[grows]] = argmax[grows]
             argmax.masked_fill_(broken, -1)
             arrives = (lambda: [argmax]) if device.brings else None
-            return StepFound(hidden, logits, torch.full_like(argmax, -1) if device.brings else argmax, arrives)
+            return CapturedStepResult(hidden, logits, torch.full_like(argmax, -1) if device.brings else argmax, arrives)
 
         def prompts(given):
             if given.counts.sum() > 150:

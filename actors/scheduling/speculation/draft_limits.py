@@ -25,7 +25,7 @@ class DraftLimits:
         self._depth: int = info.speculative_depth
         self._nodes = info.speculative_levels
         self._tokens: int = info.speculative_tokens
-        self.apart: bool = info.speculative_apart
+        self.apart: bool = info.speculative_decode_only
         self._chains = info.speculative_nodes == info.speculative_depth + 1
         self._prompts = 0  # the number of the last step with prompts
         self._policy: AdaptivePolicy | None = None
@@ -118,9 +118,9 @@ class DraftLimits:
             if not alone:
                 policy.add_untimed(flight.adapted, 0, 0, 0)
             elif flight.max_extra:
-                policy.add_empty(flight.adapted, result.timing.whole)
+                policy.add_empty(flight.adapted, result.timing.total)
             else:
-                policy.add_plain(flight.adapted, result.timing.whole, result.timing.observe, after_prompts)
+                policy.add_plain(flight.adapted, result.timing.total, result.timing.observe, after_prompts)
             return
         drafted, accepted, depths = (
             np.frombuffer(part, dtype=np.int32).tolist() for part in (result.drafted, result.accepted, result.depths)
@@ -136,9 +136,9 @@ class DraftLimits:
         if not alone:
             policy.add_untimed(flight.adapted, levels, nodes, right)
         elif nodes:
-            policy.add_timed(flight.adapted, levels, nodes, result.timing.whole, right)
+            policy.add_timed(flight.adapted, levels, nodes, result.timing.total, right)
         else:
-            policy.add_empty(flight.adapted, result.timing.whole)
+            policy.add_empty(flight.adapted, result.timing.total)
 
 
 def draft_limit(sequence: Sequence, info: ModelInfo) -> int:

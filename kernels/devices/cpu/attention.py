@@ -33,7 +33,7 @@ class CpuAttention(Attention[CpuCache, CpuPlan]):
         assert planner is not None, "KvCaches.make comes first"
         native = self._native.current is not None and self._caches.fits_native
         if self._caches.dtype is None or native:
-            return planner.plan(in_drafts(rows) if native and self._native.alike else rows, window, native)
+            return planner.plan(in_drafts(rows) if native and self._native.batch_invariant else rows, window, native)
         return NarrowPlan(planner, rows, window)
 
     def attend(self, queries: Tensor, cache: CpuCache, plan: CpuPlan, scale: float) -> Tensor:

@@ -41,13 +41,13 @@ def described(table: TokenTable) -> Table:
 
 
 def observe(
-    program: Program, table: TokenTable, ahead: int, given: Tensor, left: Tensor | None, states: Tensor | None
+    program: Program, table: TokenTable, ahead: int, inputs: Tensor, left: Tensor | None, states: Tensor | None
 ) -> ObserveTokens:
     """See ``HostPass.observe``."""
     native, where, rows = program.native, described(table), RowTokens()
-    seen = _observation(ahead, given, left, states)
+    seen = _observation(ahead, inputs, left, states)
     before = (native.address, program.ops, program.count, ctypes.byref(where), ctypes.byref(rows), ctypes.byref(seen))
-    held = (program, table, where, given, left, states)
+    held = (program, table, where, inputs, left, states)
 
     def run(slots: Longs, starts: Longs, counts: Longs, features: npt.NDArray[np.int16] | None, places: Longs) -> None:
         assert held
@@ -61,8 +61,8 @@ def observe(
     return run
 
 
-def _observation(ahead: int, given: Tensor, left: Tensor | None, states: Tensor | None) -> Observation:
-    seen = Observation(ahead=ahead, given=given.data_ptr(), width=given.shape[1])
+def _observation(ahead: int, inputs: Tensor, left: Tensor | None, states: Tensor | None) -> Observation:
+    seen = Observation(ahead=ahead, inputs=inputs.data_ptr(), width=inputs.shape[1])
     if left is not None and states is not None:
         seen.left, seen.states, seen.kept = left.data_ptr(), states.data_ptr(), states.shape[1]
     return seen
@@ -109,7 +109,7 @@ def cycle(
     seen = _observation(draft.ahead, draft.seen, draft.left, draft.states)
     if features is not None:
         seen.features, seen.stride = features.ctypes.data, features.strides[0] // features.itemsize
-    given = Cycle(
+    settings = Cycle(
         chain,
         places.reached.ctypes.data,
         places.first,
@@ -135,7 +135,7 @@ def cycle(
     found.ended = ended.ctypes.data
     where = described(table)
     call = native.library.cycle
-    before = (native.address, ctypes.byref(given), ctypes.byref(where))
+    before = (native.address, ctypes.byref(settings), ctypes.byref(where))
     held: tuple[object, ...]
     held = (model, observing, head, then, draft, places, table, logits, argmax, broken, features, chosen, unsound)
     held += (drawn, unfit, draws, ended)

@@ -43,7 +43,7 @@ class NarrowPages:
     def write(self, index: Tensor, keys_values: Tensor, native: Native | None) -> None:
         """As ``KvCaches.write``."""
         if native is not None and self.kept is not None:
-            return native.write_narrow(self.kept, index, keys_values)
+            return native.write_8bit(self.kept, index, keys_values)
         both, kept = keys_values.unflatten(1, (2, -1)), self.values.dtype
         if self.scales is not None:
             both, scales = round_tokens(both, kept, self.scales.dtype)

@@ -26,8 +26,8 @@ __all__ = ["Kept", "Native", "NativeWeight"]
 
 _EMBED, _ANGLES, _NORM = range(3)
 _ROTARY, _WRITE, _ATTENTION, _SILU, _EXPERTS, _GREEDY, _ADD = range(4, 11)
-_WRITE_NARROW, _FAKE_QUANTIZE, _PLACE, _DRAW = range(14, 18)
-_NARROW = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
+_WRITE_8BIT, _FAKE_QUANTIZE, _PLACE, _DRAW = range(14, 18)
+_CACHE_TYPES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
 _HEAD_DIMS = (32, 64, 96, 128, 256)
 
 
@@ -135,7 +135,7 @@ class Native(Engine):
         for op, first, kept in found:
             op.a, op.stride_a = x.data_ptr(), x.stride(0)
             op.out, op.stride_out = out[:, first:].data_ptr(), width
-            op.narrow = self.alike
+            op.invariant = self.batch_invariant
             self._call(op, Step(len(x)), *kept)
         return out
 
@@ -191,10 +191,10 @@ class Native(Engine):
         op = Op(kind=_WRITE, a=keys_values.data_ptr(), out=cache.data_ptr(), stride_a=keys_values.stride(0), i0=width)
         self._call(op, Step(len(keys_values), index=index.data_ptr()), cache)
 
-    def write_narrow(self, cache: Kept, index: Tensor, keys_values: Tensor) -> None:
+    def write_8bit(self, cache: Kept, index: Tensor, keys_values: Tensor) -> None:
         """``write`` to a cache of 8 bits; its dimension must be a multiple of 32."""
         op = Op(
-            kind=_WRITE_NARROW,
+            kind=_WRITE_8BIT,
             a=keys_values.data_ptr(),
             out=cache.values.data_ptr(),
             stride_a=keys_values.stride(0),
@@ -383,7 +383,7 @@ def _held(cache: Tensor | Kept) -> tuple[Tensor | None, ...]:
 def _of(op: Op, cache: Tensor | Kept) -> Op:
     """The operator with the parameters of a cache of 8 bits."""
     if isinstance(cache, Kept):
-        op.narrow = _NARROW[cache.values.dtype]
+        op.cache_type = _CACHE_TYPES[cache.values.dtype]
         parts = (None if part is None else part.data_ptr() for part in _held(cache))
         _, op.scales, op.by_head, op.fixed, op.offsets = parts
     return op

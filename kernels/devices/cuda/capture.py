@@ -19,7 +19,7 @@ from kernels.devices.cuda.graphs.step_graphs import StepGraphs
 from kernels.devices.cuda.precompile import precompile_passes
 from kernels.devices.experts import ExpertLayers
 from kernels.devices.graphs import graph_sizes
-from kernels.devices.prepared import Decodes, StepFound, Steps
+from kernels.devices.prepared import CapturedStepResult, Decodes, Steps
 from kernels.devices.staged_memory import StagedMemory
 
 __all__ = ["CudaCapture"]
@@ -84,7 +84,7 @@ class CudaCapture(Capture):
 
     def prompt_steps(
         self, request: StepCaptureRequest, max_rows: int
-    ) -> Callable[[PromptTokens], StepFound | None] | None:
+    ) -> Callable[[PromptTokens], CapturedStepResult | None] | None:
         """Whole steps with chunks of prompts, of up to ``max_rows`` rows."""
         config = self._config
         if config.disable_prompt_graphs or config.disable_graph_padding:  # no two such steps have the same numbers

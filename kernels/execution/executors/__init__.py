@@ -9,7 +9,7 @@ executor              takes                                                     
 ``HostDecode``        decodes without draft tokens, in one native call            the device is the host
 ``FollowingPass``     verifying passes, before the host knows the last result     passes that accept on the device
 ``HostChains``        decodes with draft tokens, in one native call               the device is the host
-``HostPromptEnds``    short prompts and ends of prompts, in one native call       the device is the host
+``HostPrefill``    short prompts and ends of prompts, in one native call       the device is the host
 ``NoRows``            steps none of whose rows can run                            everywhere
 ``WholeStep``         decodes and prompts, sampling included, in a graph          steps that a device captures whole
 ``VerifyPass``        rows that all verify whole trees, in a graph                verifying passes that take no batch

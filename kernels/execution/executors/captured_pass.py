@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.contract.runner import RunningStep
-from kernels.devices.prepared import Decodes, PassFound
+from kernels.devices.prepared import Decodes, PassResult
 from kernels.execution.pending_step import PendingStep
 
 __all__ = ["CapturedPass"]
@@ -33,4 +33,4 @@ class CapturedPass:
         if result is None:
             return None
         step.prepare().graph_rows = len(rows.slots)
-        return step.complete_pass(PassFound(result, batch.cache_index))
+        return step.complete_pass(PassResult(result, batch.cache_index))

@@ -63,7 +63,7 @@ class HostChains:
             run=ended - prepared,
             graph_rows=len(found.accepted) // 4,
             draft=seen + prepared - drafting,
-            whole=ended - begun,
+            total=ended - begun,
         )
         result = StepResult(
             batch.number,

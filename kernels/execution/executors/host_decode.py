@@ -108,7 +108,7 @@ class HostDecode:
                 self._speculator.defer(self._slots, self._features[:rows])
         ended, begun = time.perf_counter(), step.begun
         timing = StepTiming(
-            prepare=prepared - begun, run=ended - prepared, graph_rows=rows, whole=ended - begun, observe=seen
+            prepare=prepared - begun, run=ended - prepared, graph_rows=rows, total=ended - begun, observe=seen
         )
         result = StepResult(batch.number, accepted=batch.counts, tokens=tokens, failed=failed, timing=timing)
         return RunningStep(lambda: result, True, self._context.idle_work if skipped_drafts else None)

@@ -6,7 +6,7 @@ import torch
 
 from kernels.contract.runner import RunningStep
 from kernels.core.attention_rows import PromptTokens, StepTokens
-from kernels.devices.prepared import StepFound, Steps
+from kernels.devices.prepared import CapturedStepResult, Steps
 from kernels.execution.pending_step import PendingStep, StepContext
 
 __all__ = ["WholeStep"]
@@ -26,7 +26,7 @@ class WholeStep:
         steps, pages = self._steps, step.writes.pages
         ends = rows.starts + rows.counts
         grows = ends == self._slots.known[rows.slots]
-        found: StepFound | None = None
+        found: CapturedStepResult | None = None
         if rows.decodes == len(rows.slots):
             found = steps.run(StepTokens(rows.slots, ends, grows, pages))
         elif steps.prompts is not None and not self._outputs.needs_prompt_scores(rows):

@@ -69,14 +69,14 @@ def tensors(
 class SharedExpert:
     """``sigmoid(weight @ x) * down(silu(gate(x)) * up(x))``. Each rank has its part of the inner dimension."""
 
-    def __init__(self, make: LayerBuilder, names: ExpertNames, module: str) -> None:
-        self._add_weighted = make.ops.elementwise.add_weighted
-        self.gate_up = make.gated(f"{module}.{names.gate}", f"{module}.{names.up}")
+    def __init__(self, builder: LayerBuilder, names: ExpertNames, module: str) -> None:
+        self._add_weighted = builder.ops.elementwise.add_weighted
+        self.gate_up = builder.gated(f"{module}.{names.gate}", f"{module}.{names.up}")
         down = f"{module}.{names.down}"
-        make.refuse_adapters((down,))
-        self.down = make.ops.linear.make_projection(make.source.projection([down]), make.row_bias(down))
-        weight = make.source.take([f"{module}_gate.weight"])
-        self.weight = make.ops.linear.make_dense(weight, make.source.biases([f"{module}_gate"]), shared=True)
+        builder.refuse_adapters((down,))
+        self.down = builder.ops.linear.make_projection(builder.source.projection([down]), builder.row_bias(down))
+        weight = builder.source.take([f"{module}_gate.weight"])
+        self.weight = builder.ops.linear.make_dense(weight, builder.source.biases([f"{module}_gate"]), shared=True)
 
     def add(self, x: Tensor, others: Tensor) -> Tensor:
         """The sum with ``others`` [tokens, hidden], the result of the other experts for ``x`` [tokens, hidden]. May
@@ -88,22 +88,22 @@ class SparseFeedForward:
     """``sum(weight[e] * down[e](silu(gate[e](x)) * up[e](x)))`` over the experts e that a token takes, and the one that
     all take. Each rank has its part of every expert's inner dimension."""
 
-    def __init__(self, make: LayerBuilder, config: ExpertsConfig, layer: str, names: ExpertNames = QWEN) -> None:
-        block, source = f"{layer}.{names.block}", make.source
-        self.group = make.mesh
+    def __init__(self, builder: LayerBuilder, config: ExpertsConfig, layer: str, names: ExpertNames = QWEN) -> None:
+        block, source = f"{layer}.{names.block}", builder.source
+        self.group = builder.mesh
         experts = []
         for expert in range(config.count):
             name = f"{block}.experts.{expert}"
             gates, down = [f"{name}.{names.gate}", f"{name}.{names.up}"], f"{name}.{names.down}"
-            make.refuse_adapters((*gates, down))
+            builder.refuse_adapters((*gates, down))
             experts.append(
                 ExpertWeights(
-                    source.projection(gates), source.biases(gates), source.projection([down]), make.row_bias(down)
+                    source.projection(gates), source.biases(gates), source.projection([down]), builder.row_bias(down)
                 )
             )
         router, bias = source.take([f"{block}.gate.weight"]), source.biases([f"{block}.gate"])
-        self.experts = make.ops.experts.make(router, bias, experts, config.chosen, config.normalized)
-        self.shared = SharedExpert(make, names, f"{block}.{_SHARED}") if config.shared else None
+        self.experts = builder.ops.experts.make(router, bias, experts, config.chosen, config.normalized)
+        self.shared = SharedExpert(builder, names, f"{block}.{_SHARED}") if config.shared else None
 
     def __call__(self, x: Tensor) -> Tensor:
         out = self.experts(x)

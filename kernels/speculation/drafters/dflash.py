@@ -112,7 +112,7 @@ class DflashModel:
         self.context_norm = device.elementwise.make_norm(weights.take(["hidden_norm.weight"]), config.norm_eps)
         prefixes = [f"layers.{layer}" for layer in range(layers)]
         self.injections = [Injection(config, weights, prefix, context) for prefix in prefixes]
-        self.layers = [pre_norm.layer(weights.make, config, prefix, window) for prefix in prefixes]
+        self.layers = [pre_norm.layer(weights.builder, config, prefix, window) for prefix in prefixes]
         self.last_norm = device.elementwise.make_norm(weights.take(["norm.weight"]), config.norm_eps)
         self.weight_bytes = weights.weight_bytes
 

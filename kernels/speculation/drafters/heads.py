@@ -90,11 +90,11 @@ class HeadLayer:
     """A decoder layer whose input is already normed. ``prefix``: its name in the checkpoint."""
 
     def __init__(self, weights: DraftWeights, prefix: str, context: DrafterContext) -> None:
-        config, make = weights.local, weights.make
-        self.attention = gqa.attention(make, config, f"{prefix}.self_attn", config.windows[0])
+        config, builder = weights.local, weights.builder
+        self.attention = gqa.attention(builder, config, f"{prefix}.self_attn", config.windows[0])
         norm_weight = weights.take([f"{prefix}.post_attention_layernorm.weight"])
         norm = context.device.elementwise.make_norm(norm_weight, config.norm_eps)
-        self.mlp = mlp.feed_forward(make, norm, f"{prefix}.mlp")
+        self.mlp = mlp.feed_forward(builder, norm, f"{prefix}.mlp")
         self.attention.output.next_norm = norm
         self.heads = self.attention.behind(NormThenLinear(_Normed(), self.attention.qkv))
 

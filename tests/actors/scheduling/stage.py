@@ -134,7 +134,7 @@ class DraftingStage(Stage):
             speculative_nodes=self.nodes,
             speculative_depth=self.depth,
             speculative_tokens=self.together,
-            speculative_apart=self.apart,
+            speculative_decode_only=self.apart,
         )
         super().lose_worker()
         self.runner = SimulatedRunner(

@@ -247,7 +247,7 @@ def test_a_draft_that_proposes_nothing_seldom_runs():
 
     def vain(batch):
         calls.append(any(unpack(batch.draft_limits)))
-        timing = StepTiming(whole=0.015 if calls[-1] else 0.01)
+        timing = StepTiming(total=0.015 if calls[-1] else 0.01)
         return msgspec.structs.replace(run(batch), drafted=b"", depths=b"", timing=timing)
 
     stage.runner.run = vain
@@ -310,7 +310,7 @@ def test_what_a_plain_step_showed_the_draft_is_distinguished(monkeypatch):
     monkeypatch.setattr(AdaptivePolicy, "add_plain", lambda _, rows, *step: reported.append(step))
     stage = DraftingStage(adaptive="{}")
     run = stage.runner.run
-    timing = StepTiming(whole=0.01, observe=0.004)
+    timing = StepTiming(total=0.01, observe=0.004)
     stage.runner.run = lambda batch: msgspec.structs.replace(run(batch), timing=timing)
     stage.submit(spec(1, range(5), max_tokens=40))
     stage.play()

@@ -104,7 +104,7 @@ class PlannerTraffic(RuleBasedStateMachine):
             vocab_size=VOCAB,
             speculative_nodes=drafts[0] + 1,
             speculative_depth=drafts[1],
-            speculative_apart=apart,
+            speculative_decode_only=apart,
             cache_groups=groups,
         )
         self.acceptance = acceptance

@@ -36,7 +36,7 @@ class Device:
         runs: Callable[[], None] | None = None,
     ) -> None:
         self.runs = runs
-        self.done, self.drafted, self.rest, self.timing = done, drafted, rest, StepTiming(whole=whole)
+        self.done, self.drafted, self.rest, self.timing = done, drafted, rest, StepTiming(total=whole)
         self.started: list[int] = []
         self.may_end = threading.Event()
 
@@ -116,7 +116,7 @@ def test_work_after_a_steps_reply_counts_as_draft_cost(
         clock[0] = max(clock[0], begun + sent)
         answer = worker.step(step(2), begun + sent)
         assert isinstance(answer, Answered)
-        assert answer.answer.timing.whole == (1.0 + waited if whole else 0.0)
+        assert answer.answer.timing.total == (1.0 + waited if whole else 0.0)
         assert answer.answer.timing.observe == (waited if drafted and whole else 0.0)
 
 
@@ -139,7 +139,7 @@ def test_a_step_takes_what_it_keeps_others_from_too(monkeypatch: pytest.MonkeyPa
         clock[0] = now
         answer = worker.step(step(2), sent)
         assert isinstance(answer, StepResult)
-        reported.append(answer.timing.whole)
+        reported.append(answer.timing.total)
     assert reported == [2.0, 1.0, 1.0]
 
 

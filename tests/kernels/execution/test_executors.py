@@ -71,7 +71,7 @@ def accepts(drive, monkeypatch, tmp_path, reference, **more):
 CASES = {
     "HostDecode": host,
     "HostChains": host_drafts,
-    "HostPromptEnds": host,
+    "HostPrefill": host,
     "NoRows": small,
     "WholeStep": whole,
     "CapturedPass": captured,

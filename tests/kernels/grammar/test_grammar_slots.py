@@ -228,7 +228,7 @@ def test_native_steps_that_grammars_judge_give_the_tokens_of_masks() -> None:
         return found
 
     first = play()
-    for name in ("HostDecode", "HostPromptEnds"):
+    for name in ("HostDecode", "HostPrefill"):
         remove_executor(runner, name)
     assert play() == first
     for tokens in first[:-1]:

@@ -103,7 +103,7 @@ def test_a_step_observes_the_accepted_tokens_of_the_last_one(algorithm, drive):
 
 def test_decodes_beside_prompts_draft_in_the_next_step(drive):
     driver, _ = draft_rows(drive, "EAGLE")
-    assert driver.info.speculative_apart
+    assert driver.info.speculative_decode_only
     driver.admit(1, PROMPTS[0])
     driver.step([(1, driver.pending(1))])
     driver.admit(2, PROMPTS[1])
@@ -321,7 +321,7 @@ def test_a_step_without_draft_tokens_reports_its_observation_time(drive):
     driver.step([(1, driver.pending(1))])
     driver.step([(1, 1)], {1: 4})
     timings = [driver.step([(1, 1)]).timing for _ in range(3)]
-    assert 0 < timings[0].observe < timings[0].whole
+    assert 0 < timings[0].observe < timings[0].total
     assert [timing.observe for timing in timings[1:]] == [0, 0]
 
 
@@ -329,7 +329,7 @@ def test_a_step_without_draft_tokens_reports_its_observation_time(drive):
 def test_prompts_run_to_their_ends_in_one_call_and_are_observed_when_idle(sampling, drive, expected):
     """Alone, together and beside decodes; long ones, and those whose scores are wanted, are left to others."""
     driver, _ = draft_rows(drive, "EAGLE3")
-    ends, speculator = find_executor(driver.runner, "HostPromptEnds"), driver.runner._loaded.speculator
+    ends, speculator = find_executor(driver.runner, "HostPrefill"), driver.runner._loaded.speculator
     ran, shown = [], []
     run, show = ends.run, speculator.observer.show
 
@@ -363,7 +363,7 @@ def test_prompts_run_to_their_ends_in_one_call_and_are_observed_when_idle(sampli
     assert ran == [2, 3]
     for slot in (1, 2, 3, 4):
         assert driver.tokens[slot] == truths[slot - 1][: len(driver.tokens[slot])]
-    remove_executor(driver.runner, "HostPromptEnds")
+    remove_executor(driver.runner, "HostPrefill")
     for slot in (7, 8):
         driver.admit(slot, PROMPTS[slot - 7], sampling=sampling[slot - 7])
         driver.step([(slot, driver.pending(slot))])

@@ -23,7 +23,7 @@ def test_drafts_are_right_a_few_steps_after_unobserved_ones(algorithm, drive):
     """Prompts and decodes, some of requests that are gone by then."""
     driver, rows = draft_rows(drive, algorithm, **ADAPTIVE)
     speculator, shown, plain = driver.runner._loaded.speculator, [], []
-    decode, ends = (find_executor(driver.runner, kind, True) for kind in ("HostDecode", "HostPromptEnds"))
+    decode, ends = (find_executor(driver.runner, kind, True) for kind in ("HostDecode", "HostPrefill"))
     see, run, reach = speculator.observer._see, decode.advance, ends.run
     speculator.observer._see = lambda seen, *rest: shown.extend(seen.counts.tolist()) or see(seen, *rest)
     decode.advance = lambda: plain.append(len(decode._slots)) or run()

@@ -13,7 +13,7 @@ from kernels.devices.cpu.capture import CpuCapture
 from kernels.devices.cpu.device import CpuDevice
 from kernels.devices.cpu.memory import CpuMemory
 from kernels.devices.drafting import Drafting
-from kernels.devices.prepared import Decodes, PassEnd, PassFound
+from kernels.devices.prepared import Decodes, PassEnd, PassResult
 from kernels.speculation.verify import walk
 
 NOWHERE = 1 << 20  # a page that does not exist
@@ -55,7 +55,7 @@ class AcceptingPasses:
         result, index, found = self.held[size]
         new = self.run(size, *given)
         result.copy_(new[0]), index.copy_(new[1]), found.packed.copy_(new[2].packed)
-        return PassFound(result[: count * tokens], index[: count * tokens], None, found.of(count), size)
+        return PassResult(result[: count * tokens], index[: count * tokens], None, found.of(count), size)
 
     def run(self, size, ids, parents, depths, bits):
         page, starts = self.capture._attention.caches.page_size, self.rows[:size, 1]
@@ -78,7 +78,7 @@ class AcceptingDrafting(Drafting):
     def __init__(self):
         self.cache = CpuDevice(1).cache
 
-    def make_growing(self, shape, given):
+    def make_tree_builder(self, shape, given):
         return None
 
     def copy_accepted(self, *given):

@@ -122,7 +122,8 @@ class Op(ctypes.Structure):
         ("i4", ctypes.c_int64),
         ("gated", ctypes.c_int64),
         ("f0", ctypes.c_double),
-        ("narrow", ctypes.c_int64),
+        ("cache_type", ctypes.c_int64),
+        ("invariant", ctypes.c_int64),
         ("scales", ctypes.c_void_p),
         ("fixed", ctypes.c_void_p),
         ("offsets", ctypes.c_void_p),
@@ -189,7 +190,7 @@ class Observation(ctypes.Structure):
         ("features", ctypes.c_void_p),
         ("stride", ctypes.c_int64),
         ("places", ctypes.c_void_p),
-        ("given", ctypes.c_void_p),
+        ("inputs", ctypes.c_void_p),
         ("width", ctypes.c_int64),
         ("left", ctypes.c_void_p),
         ("states", ctypes.c_void_p),
@@ -255,7 +256,7 @@ class Cycled(ctypes.Structure):
 
 
 class Head(ctypes.Structure):
-    """``Head`` of prompt_ends.h."""
+    """``Head`` of host_prefill.h."""
 
     _fields_ = (
         ("ops", ctypes.c_void_p),
@@ -315,9 +316,9 @@ class Library:
         self.verify = library.troupe_verify
         self.verify.argtypes = [pointer, pointer, number, table, rows, pointer, number, *[pointer] * 4]
         self.verify.restype = number
-        self.reach = library.troupe_reach
-        self.reach.argtypes = [pointer, pointer, number, table, rows, ctypes.POINTER(Head), *[pointer] * 4]
-        self.reach.restype = number
+        self.prefill = library.troupe_prefill
+        self.prefill.argtypes = [pointer, pointer, number, table, rows, ctypes.POINTER(Head), *[pointer] * 4]
+        self.prefill.restype = number
 
 
 def _ran(enough: Any, function: Any, arguments: tuple[Any, ...]) -> Any:

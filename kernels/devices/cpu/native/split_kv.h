@@ -48,17 +48,17 @@ struct Seen {
 
     // The query's bits; a window keeps the last ones.
     uint64_t of(int64_t query, int64_t window) const {
-        uint64_t found = bits ? bits[query] : ~uint64_t{0} >> (63 - query);
+        uint64_t result = bits ? bits[query] : ~uint64_t{0} >> (63 - query);
         if (window)
-            while (__builtin_popcountll(found) > window) found &= found - 1;
-        return found;
+            while (__builtin_popcountll(result) > window) result &= result - 1;
+        return result;
     }
 };
 
 // A column's sums [dim] and the sum of its weights, relative to 2 to a power.
 struct Partial {
     float* sums;
-    float whole, power;
+    float weight_sum, power;
 
     void add(const Partial& other, int64_t dim) {
         const float most = std::max(power, other.power);
@@ -68,12 +68,12 @@ struct Partial {
         const Floats first = by(power), second = by(other.power);
         for (int64_t d = 0; d < dim; d += TILE)
             store(sums + d, fma(load(other.sums + d), second, load(sums + d) * first));
-        whole = whole * first_lane(first) + other.whole * first_lane(second), power = most;
+        weight_sum = weight_sum * first_lane(first) + other.weight_sum * first_lane(second), power = most;
     }
 };
 
 inline void finish(const Partial& of, int64_t dim, bf16* out) {
-    const Floats scale = splat(1 / of.whole);
+    const Floats scale = splat(1 / of.weight_sum);
     for (int64_t d = 0; d < dim; d += TILE) store(out + d, load(of.sums + d) * scale);
 }
 
@@ -111,17 +111,17 @@ class Pieces {
     void keep(int64_t row, int64_t piece, int64_t head, const Partial& of) const {
         float* to = at(starts_[row] + piece - firsts_[row], head);
         std::memcpy(to, of.sums, dim_ * sizeof(float));
-        to[dim_] = of.whole, to[dim_ + 1] = of.power;
+        to[dim_] = of.weight_sum, to[dim_ + 1] = of.power;
     }
 
     // Adds the pieces of a row's head, in the memory of the first one.
     Partial all(int64_t row, int64_t head) const {
-        const auto found = [&](int64_t chunk) {
+        const auto result = [&](int64_t chunk) {
             float* from = at(chunk, head);
             return Partial{from, from[dim_], from[dim_ + 1]};
         };
-        Partial sum = found(starts_[row]);
-        for (int64_t chunk = starts_[row] + 1; chunk < starts_[row + 1]; chunk++) sum.add(found(chunk), dim_);
+        Partial sum = result(starts_[row]);
+        for (int64_t chunk = starts_[row] + 1; chunk < starts_[row + 1]; chunk++) sum.add(result(chunk), dim_);
         return sum;
     }
 
