@@ -80,7 +80,7 @@ class StepPlanning:
             self._end_last(step)
         if self._may_join(step) and (table.may_admit or not table.running):
             yield from self._admit(step, first, now)
-        if self._draft_limits is not None and self._draft_limits.apart and not step.counts:
+        if self._draft_limits is not None and self._draft_limits.decode_only and not step.counts:
             self._plan_draft(self._draft_limits, step)
         if self._draft_limits is not None:
             step.unobserved = self._draft_limits.is_unobserved
@@ -140,7 +140,7 @@ class StepPlanning:
         for sequence in rows:
             sequence.scheduled += 1
             sequence.known += 1
-        if self._draft_limits is not None and not self._draft_limits.apart:
+        if self._draft_limits is not None and not self._draft_limits.decode_only:
             self._plan_draft(self._draft_limits, step)
 
     def _plan_draft(self, limits: DraftLimits, step: StepBuilder) -> None:
@@ -151,7 +151,7 @@ class StepPlanning:
             return
         # At most half of the step while prompts wait or run. No page that another sequence might need in this step or,
         # if each grows by a page, in the next.
-        prompts = not limits.apart and (self._table.prefilling or self._table.waiting)
+        prompts = not limits.decode_only and (self._table.prefilling or self._table.waiting)
         budget = self._config.step_tokens - rows
         wanted_pages = step.pages
         spare = self._available - len(self._table.running)

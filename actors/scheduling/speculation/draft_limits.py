@@ -18,14 +18,14 @@ class DraftLimits:
     """Draft limits of one worker. The scheduler decides, so that all ranks of a model do the same.
 
     ``adaptive``: JSON settings of ``AdaptiveConfig``, whose policy follows acceptance and step times; None: as many
-    draft tokens as the worker makes. ``apart``: no step verifies draft tokens beside prompts.
+    draft tokens as the worker makes. ``decode_only``: no step verifies draft tokens beside prompts.
     """
 
     def __init__(self, info: ModelInfo, adaptive: str | None) -> None:
         self._depth: int = info.speculative_depth
         self._nodes = info.speculative_levels
         self._tokens: int = info.speculative_tokens
-        self.apart: bool = info.speculative_decode_only
+        self.decode_only: bool = info.speculative_decode_only
         self._chains = info.speculative_nodes == info.speculative_depth + 1
         self._prompts = 0  # the number of the last step with prompts
         self._policy: AdaptivePolicy | None = None

@@ -106,7 +106,7 @@ def test_where_drafts_are_made_apart_a_prompt_has_all_of_a_step(adaptive, monkey
         AdaptivePolicy, "choose", lambda policy, tracks: calls.append(len(tracks)) or choose(policy, tracks)
     )
     stage = DraftingStage(
-        apart=True,
+        decode_only=True,
         adaptive=adaptive,
         seconds=lambda drafted, deepest: 0.01,
         step_tokens=16,
