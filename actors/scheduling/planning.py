@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import TypeAlias
 
 from actors.boards.suspects import Cohort
-from actors.protocol import CacheTurn, CacheTurnDone, Ended, Grant, Grow, Lease, OpenSequence, PeekPrefixes
+from actors.protocol import CacheUpdate, CacheUpdated, Ended, Grant, Grow, Lease, OpenSequence, PeekPrefixes
 from actors.scheduling.config import PlannerConfig
 from actors.scheduling.growth import GrowthReserve
 from actors.scheduling.policy import Policy
@@ -18,8 +18,8 @@ from actors.scheduling.step_builder import StepBuilder
 
 __all__ = ["CacheMessage", "CacheReply", "StepPlanning", "too_large"]
 
-CacheMessage: TypeAlias = OpenSequence | CacheTurn | PeekPrefixes
-CacheReply: TypeAlias = Lease | CacheTurnDone | list[int]
+CacheMessage: TypeAlias = OpenSequence | CacheUpdate | PeekPrefixes
+CacheReply: TypeAlias = Lease | CacheUpdated | list[int]
 Planning: TypeAlias = Generator[CacheMessage, CacheReply, None]
 
 _MOST_HELD = 64  # most sequences skipped in one step because their prefix is being computed
@@ -94,11 +94,11 @@ class StepPlanning:
             self._growth.step()
         return step, grants
 
-    def _turn(self, grows: tuple[Grow, ...] = ()) -> Generator[CacheMessage, CacheReply, CacheTurnDone]:
+    def _turn(self, grows: tuple[Grow, ...] = ()) -> Generator[CacheMessage, CacheReply, CacheUpdated]:
         """Send commits and closes to the cache, and request pages."""
         commits, closes = self._table.take_news()
-        done = yield CacheTurn(commits=commits, closes=closes, grows=grows)
-        if not isinstance(done, CacheTurnDone):
+        done = yield CacheUpdate(commits=commits, closes=closes, grows=grows)
+        if not isinstance(done, CacheUpdated):
             raise TypeError(f"a CacheTurn was answered with {type(done).__name__}")
         self._available = done.available
         return done

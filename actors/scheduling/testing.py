@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 import numpy as np
 
 from actors.caching import PrefixCache
-from actors.protocol import CacheTurn, OpenSequence
+from actors.protocol import CacheUpdate, OpenSequence
 from actors.scheduling.planner import CacheMessage, CacheReply, StepPlan
 from kernels.contract.caches import GroupPages, State
 from kernels.contract.info import ModelInfo
@@ -386,7 +386,7 @@ def drive(planning: Generator[CacheMessage, CacheReply, StepPlan | None], cache:
         except StopIteration as stop:
             plan: StepPlan | None = stop.value
             return plan
-        if isinstance(message, CacheTurn):
+        if isinstance(message, CacheUpdate):
             reply = cache.turn(message)
         elif isinstance(message, OpenSequence):
             reply = cache.open(message)

@@ -28,9 +28,9 @@ from kernels.devices.select import select_device
 from kernels.distributed.group import Group
 from kernels.execution.device_errors import device_errors
 from kernels.execution.pooled import activated, normalized
+from kernels.models.config_loader import read_config
 from kernels.models.encoder import Encoder, EncoderBatch
 from kernels.models.layers.builder import ModelBuilder
-from kernels.models.reading import read_config
 from kernels.models.registry import build, tensors
 from kernels.state.cache_size import context_length
 from kernels.weights.loading import CheckpointFiles, Placement, open_weights

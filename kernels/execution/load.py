@@ -30,11 +30,11 @@ from kernels.execution.outputs import StepOutputs
 from kernels.execution.warmup import WarmUp
 from kernels.grammar.slots import GrammarSlots
 from kernels.models.config import ModelConfig, local_config
+from kernels.models.config_loader import read_config
 from kernels.models.decoder import Decoder
-from kernels.models.kinds import one_of_each_kind
 from kernels.models.layers.builder import ModelBuilder
-from kernels.models.reading import read_config
 from kernels.models.registry import build, caches, tensors
+from kernels.models.representative_layers import one_of_each_kind
 from kernels.sampling.sampler import Sampler
 from kernels.speculation.drafter import Drafter, DrafterContext
 from kernels.speculation.drafters.ngram import NgramDrafter

@@ -21,8 +21,8 @@ from kernels.execution.device_errors import device_errors
 from kernels.execution.load import LoadedModel
 from kernels.execution.result_builder import ResultBuilder
 from kernels.speculation.speculator import Speculator
-from kernels.state.host_grammars import HostGrammars
 from kernels.state.in_flight_writes import InFlightWrites, StepWrites
+from kernels.state.native_grammars import NativeGrammars
 from kernels.state.slot_updates import SlotUpdates
 from kernels.state.step_rows import StepRows
 
@@ -50,10 +50,10 @@ class StepContext:
             grammars=loaded.grammars,
         )
         draw = loaded.device.sampling.draw
-        self.host_grammars: HostGrammars | None = None
+        self.native_grammars: NativeGrammars | None = None
         """None: requests have no grammars, or the device draws no tokens."""
         if loaded.grammars is not None and draw is not None and loaded.slots.here is not None:
-            self.host_grammars = HostGrammars(loaded.grammars, loaded.sampler, draw, loaded.slots)
+            self.native_grammars = NativeGrammars(loaded.grammars, loaded.sampler, draw, loaded.slots)
         self.ended = 0.0
         """``time.perf_counter`` of the last result."""
         self._thread = threading.get_ident()

@@ -22,7 +22,7 @@ from kernels.sampling.masks import RowMasks
 __all__ = ["NO_MASKS", "GrammarSlots", "StepMasks", "TextTree"]
 
 Longs = npt.NDArray[np.int64]
-Kept = Callable[[Longs], npt.NDArray[np.bool_]]
+KeptBits = Callable[[Longs], npt.NDArray[np.bool_]]
 
 _BITS: Bits = (1 << np.arange(32, dtype=np.int64)).astype(np.uint32).view(np.int32)
 _ALL = -1  # a word of bits: every token is allowed
@@ -78,7 +78,7 @@ class GrammarSlots:
         self._eos = frozenset(settings.eos_ids)
         self._memory, self._table = memory, table
         self._texts: dict[int, _Text] = {}
-        self._arriving: list[tuple[PendingCopies, Kept | None, list[tuple[int, _Text]]]] = []
+        self._arriving: list[tuple[PendingCopies, KeptBits | None, list[tuple[int, _Text]]]] = []
         self._thought: Bits = np.full(-(-vocab_size // 32), _ALL, dtype=np.int32)
         for token in self._eos:
             self._thought[token // 32] &= ~_bit(token)
@@ -182,7 +182,7 @@ class GrammarSlots:
         return {slot: text.error for slot in slots if (text := self._texts.get(slot)) is not None and text.error}
 
     def sampled(
-        self, slots: Sequence[int], tokens: Tensor, outcome: Tensor | None = None, kept: Kept | None = None
+        self, slots: Sequence[int], tokens: Tensor, outcome: Tensor | None = None, kept: KeptBits | None = None
     ) -> None:
         """``tokens`` int64 [rows] follow in these slots. ``kept``: of draft tokens, which of them, by the ``outcome``
         of the verification."""

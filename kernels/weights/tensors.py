@@ -22,7 +22,7 @@ __all__ = [
     "Role",
     "Shard",
     "Split",
-    "Stacked",
+    "StackedExpert",
     "TensorSpec",
     "Tensors",
     "biased_norm",
@@ -124,7 +124,7 @@ class GgufPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Stacked:
+class StackedExpert:
     """Where files that keep all ``count`` experts of a layer in one tensor have this ``expert``.
 
     ``stored``: the tensor in safetensors, [count, rows, columns]; this expert's rows are part ``part`` of ``parts``
@@ -153,7 +153,7 @@ class TensorSpec:
     split: Split | None = None
     gguf: GgufPlace | None = None
     aliases: tuple[str, ...] = ()
-    stacked: Stacked | None = None
+    stacked: StackedExpert | None = None
 
     @property
     def module(self) -> str:

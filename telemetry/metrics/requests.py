@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from telemetry.metrics.bounded import Bounded
 from telemetry.metrics.exposition import Samples
+from telemetry.metrics.label_limiter import LabelLimiter
 from telemetry.metrics.names import PROVIDER
 from telemetry.metrics.options import CUSTOM_LABEL, MetricOptions
 from telemetry.metrics.tally import Tally
@@ -63,8 +63,8 @@ class RequestMetrics:
         self._first_token_bounds = options.first_token_buckets or FIRST_TOKEN_BUCKETS
         self._per_token_bounds = options.inter_token_buckets or PER_TOKEN_BUCKETS
         self._duration_bounds = options.duration_buckets or _DURATION
-        self._error_types: Bounded[str] = Bounded("other")
-        self._custom: Bounded[tuple[str, ...]] = Bounded(("other",) * len(options.custom_labels))
+        self._error_types: LabelLimiter[str] = LabelLimiter("other")
+        self._custom: LabelLimiter[tuple[str, ...]] = LabelLimiter(("other",) * len(options.custom_labels))
         self.duration: dict[tuple[str, ...], Tally] = {}
         self.first_token: dict[tuple[str, ...], Tally] = {}
         self.per_token: dict[tuple[str, ...], Tally] = {}

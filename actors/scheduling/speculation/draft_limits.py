@@ -7,7 +7,7 @@ import numpy as np
 
 from actors.scheduling.sequence import Sequence
 from actors.scheduling.speculation.policy import AdaptiveConfig, AdaptivePolicy
-from actors.scheduling.step_builder import Flight, StepBuilder
+from actors.scheduling.step_builder import InFlightStep, StepBuilder
 from kernels.contract.info import ModelInfo
 from kernels.contract.step import StepResult
 
@@ -102,7 +102,7 @@ class DraftLimits:
         chosen = iter(levels)
         return [min(most, self._nodes[next(chosen)]) if most else 0 for most in wanted]
 
-    def learn(self, flight: Flight, result: StepResult) -> None:
+    def learn(self, flight: InFlightStep, result: StepResult) -> None:
         """Update the policy with the result of a step."""
         policy = self._policy
         if policy is None:

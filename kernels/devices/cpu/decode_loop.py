@@ -15,10 +15,10 @@ from kernels.devices.cpu.native.library import Head, RowTokens
 from kernels.devices.cpu.program import Program
 from kernels.devices.prepared import (
     Advance,
-    ChainPasses,
+    ChainDraftPasses,
+    DraftCacheSlots,
     DraftCycle,
-    DraftSlots,
-    HostPass,
+    NativePass,
     ObserveTokens,
     PassLogits,
     PrefillCall,
@@ -31,7 +31,7 @@ _DONE, _OVER = 0, 3
 
 
 class CpuPass:
-    """See ``HostPass``."""
+    """See ``NativePass``."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -71,8 +71,8 @@ class CpuPass:
 
     def cycle(
         self,
-        draft: ChainPasses,
-        places: DraftSlots,
+        draft: ChainDraftPasses,
+        places: DraftCacheSlots,
         table: TokenTable,
         logits: Tensor,
         argmax: npt.NDArray[np.int64],
@@ -94,7 +94,7 @@ class CpuPass:
 
     def prefill(
         self,
-        head: HostPass,
+        head: NativePass,
         table: TokenTable,
         hidden: Tensor,
         last: Tensor,

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from kernels.contract.cpu_isa import CpuIsa
-from kernels.devices.cpu.native.library import OPERATORS, SHIPPED, Awaited, built, open_library, start_build
+from kernels.devices.cpu.native.library import OPERATORS, SHIPPED, PendingBuild, built, open_library, start_build
 from kernels.devices.cpu.operators import Native
 from kernels.devices.cpu.recording import NotNative
 
@@ -33,7 +33,7 @@ class NativeOperators:
         self.threads = threads
         self.batch_invariant = batch_invariant
         self.current: Native | None = None
-        self.building: subprocess.Popen[bytes] | Awaited | None = None
+        self.building: subprocess.Popen[bytes] | PendingBuild | None = None
         self._adopting: weakref.WeakSet[_Adopts] = weakref.WeakSet()
 
     @property

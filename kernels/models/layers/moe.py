@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.devices.experts import ExpertWeights
 from kernels.models.config import ExpertsConfig
 from kernels.models.layers.builder import LayerBuilder
-from kernels.weights.tensors import GgufPlace, Role, Stacked, TensorSpec, by_inputs, by_outputs, linear
+from kernels.weights.tensors import GgufPlace, Role, StackedExpert, TensorSpec, by_inputs, by_outputs, linear
 
 __all__ = ["QWEN", "ExpertNames", "SparseFeedForward", "tensors"]
 
@@ -53,7 +53,7 @@ def tensors(
     )
     for expert in range(count):
         for name, role, shape, split, place, held, part, parts in projections:
-            stacked = Stacked(expert, count, held, part, parts, f"{gguf}.{place}_exps.weight")
+            stacked = StackedExpert(expert, count, held, part, parts, f"{gguf}.{place}_exps.weight")
             apart = GgufPlace(f"{gguf}.{place}.{expert}.weight")
             weight = f"{block}.experts.{expert}.{name}.weight"
             yield TensorSpec(weight, shape, role, split, apart, (), stacked)

@@ -25,7 +25,7 @@ from kernels.core.operators import Draws
 from kernels.core.tree import Drafts, DraftTree
 from kernels.speculation.drafter import Drafter, DrafterContext, DraftRows, Observation
 from kernels.speculation.drafters.trie import Generation, NativeSequence, NativeTrie, NgramTrie, TrieSequence, make_trie
-from kernels.speculation.host_drafts import HostDrafts, HostObservation, HostTrees
+from kernels.speculation.native_drafts import NativeDrafts, NativeObservation, NativeTrees
 from kernels.state.slots import SlotTable
 
 __all__ = ["NgramDrafter", "NgramPruner", "NgramTree", "draft_tree"]
@@ -280,7 +280,7 @@ class NgramDrafter(Drafter):
         tree = DraftTree(put(found.tokens), put(found.parents), put(found.depths), put(found.bits), False)
         return Drafts(tree, found.counts)
 
-    def draft_trees(self, slots: Longs, roots: Longs, limits: Longs) -> HostTrees:
+    def draft_trees(self, slots: Longs, roots: Longs, limits: Longs) -> NativeTrees:
         """A tree of each slot's next tokens, with at most ``limits`` nodes besides the root."""
         found = []
         names = slots.tolist()
@@ -307,7 +307,7 @@ class NgramDrafter(Drafter):
         chain = list(range(-1, width - 1))
         tokens = np.array([part + [0] * (width - len(part)) for part, _ in trees], dtype=np.int64).reshape(-1, width)
         if all(parents == chain[: len(parents)] for _, parents in trees):
-            return HostTrees(tokens, counts)
+            return NativeTrees(tokens, counts)
         above = [parents + chain[len(parents) :] for _, parents in trees]  # nodes that do not run: as in a chain
         depths, bits = [], []
         for parents in above:
@@ -318,10 +318,10 @@ class NgramDrafter(Drafter):
             depths.append(deep)
             bits.append([mask - (mask >> 63 << 64) for mask in seen])  # 64 bits, the highest the sign
         both = (np.array(values, dtype=np.int64) for values in (above, depths, bits))
-        return HostTrees(tokens, counts, *both)
+        return NativeTrees(tokens, counts, *both)
 
-    def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
-        return HostNgrams(self, state)
+    def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:
+        return NativeNgrams(self, state)
 
     def extended(self, slot: int, most: int) -> int:
         """Number of the slot's tokens in the trie from position 0 on, at most ``most``."""
@@ -343,13 +343,13 @@ class NgramDrafter(Drafter):
             self._last[slot] = new[-1]
 
 
-class HostNgrams(HostDrafts):
+class NativeNgrams(NativeDrafts):
     """N-gram drafts on the CPU, where all tokens are on the host anyway."""
 
     def __init__(self, drafter: NgramDrafter, state: SlotTable) -> None:
         self._drafter, self._state = drafter, state
 
-    def observe(self, seen: HostObservation) -> bool:
+    def observe(self, seen: NativeObservation) -> bool:
         here = self._state.here
         assert here is not None
         for slot, start, count in zip(seen.slots.tolist(), seen.starts.tolist(), seen.counts.tolist(), strict=True):
@@ -361,7 +361,7 @@ class HostNgrams(HostDrafts):
 
     def draft(
         self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int, draws: Draws | None
-    ) -> HostTrees | None:
+    ) -> NativeTrees | None:
         here, found = self._state.here, self._drafter.draft_trees(slots, roots, limits)
         assert here is not None
         found.tokens[:, 0] = here[slots, roots]  # rows that did not observe their last token lack it there

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from kernels.contract.errors import GgufError
-from kernels.models.reading import read_config
+from kernels.models.config_loader import read_config
 from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.driver import COMMON
 from tests.kits.gguf_checkpoints import greedy

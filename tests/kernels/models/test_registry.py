@@ -11,7 +11,7 @@ import pytest
 
 from kernels.contract.caches import CacheGroup, Paged
 from kernels.contract.errors import ConfigError
-from kernels.models.reading import read_config
+from kernels.models.config_loader import read_config
 from kernels.models.registry import BUILT_IN, GROUP, caches, entries, families, find, tensors
 
 FAMILY = '''

@@ -12,8 +12,8 @@ from kernels.models.decoder import Decoder
 from tests.kits.driver import ints
 from tests.kits.executors import find_executor
 from tests.kits.native import needs_native
-from tests.kits.speculation.host_loops import GREEDY, OPTIONS, PROMPTS, draft_on, draft_rows, drafting
 from tests.kits.speculation.lossless import truth
+from tests.kits.speculation.native_loops import GREEDY, OPTIONS, PROMPTS, draft_on, draft_rows, drafting
 
 ADAPTIVE = {"adaptive": AdaptiveSettings(enabled=True)}
 
@@ -23,7 +23,7 @@ def test_drafts_are_right_a_few_steps_after_unobserved_ones(algorithm, drive):
     """Prompts and decodes, some of requests that are gone by then."""
     driver, rows = draft_rows(drive, algorithm, **ADAPTIVE)
     speculator, shown, plain = driver.runner._loaded.speculator, [], []
-    decode, ends = (find_executor(driver.runner, kind, True) for kind in ("HostDecode", "HostPrefill"))
+    decode, ends = (find_executor(driver.runner, kind, True) for kind in ("NativeDecode", "NativePrefill"))
     see, run, reach = speculator.observer._see, decode.advance, ends.run
     speculator.observer._see = lambda seen, *rest: shown.extend(seen.counts.tolist()) or see(seen, *rest)
     decode.advance = lambda: plain.append(len(decode._slots)) or run()
@@ -58,7 +58,7 @@ def test_drafts_are_right_a_few_steps_after_unobserved_ones(algorithm, drive):
 def test_an_unobserved_step_keeps_no_captured_layers(drive):
     """Captured layers are not even brought together."""
     driver, _ = draft_rows(drive, "EAGLE3", **ADAPTIVE)
-    features = find_executor(driver.runner, "HostDecode")._features
+    features = find_executor(driver.runner, "NativeDecode")._features
     driver.admit(1, PROMPTS[0])
     driver.step([(1, driver.pending(1))])
     driver.step([(1, 1)])

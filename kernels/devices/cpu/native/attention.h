@@ -229,18 +229,18 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
     const Op& op = *task.op;
     const Step& step = *task.step;
     const int64_t dim = op.i0, kv_heads = op.i2, group = op.i1 / kv_heads, window = op.i3, token = 2 * kv_heads * dim;
-    const Seen seen(step, row);
+    const VisibleTokens seen(step, row);
     const int64_t wide = seen.count * group;         // columns of a head
     const int64_t each = std::min(wide, TILE);       // of a tile
     const int64_t together = wide < TILE ? TILE / wide : 1;  // heads of a tile
     const int64_t parts = (wide + TILE - 1) / TILE;  // tiles of a head
     const int64_t tiles = (heads + together - 1) / together * parts;
-    const Cached cached = {static_cast<const bf16*>(op.b) + head * dim, token, step.pages + row * step.pages_stride, op.i4};
+    const CachePages cached = {static_cast<const bf16*>(op.b) + head * dim, token, step.pages + row * step.pages_stride, op.i4};
 
     std::vector<Columns> all(tiles);
     const int64_t queries_each = dim / 2 * each, sums_each = padded(each) * dim;
     const int64_t lanes = std::min(together, heads) * each <= FOUR ? FOUR : TILE;  // of a token among scores
-    const Kept kept(op, op.b, dim, kv_heads);
+    const Cache8bit kept(op, op.b, dim, kv_heads);
     const int64_t unpacked = op.cache_type ? Sixteen::size(heads, dim) / 2 : 0;
     float* space = (*task.spaces)[thread].of(2 * SCORES + unpacked + heads * parts * (queries_each + 2 * sums_each));
     float* const scores[2] = {space, space + SCORES};
@@ -387,7 +387,7 @@ inline void attention(Team& team, std::vector<Scratch<float>>& spaces, const Op&
     team.each(pieces.count(), attend_chunk, &task);
     for (int64_t row = 0; row < sequences; row++)
         for (int64_t asking = 0; asking < op.i1; asking++)
-            finish(pieces.all(row, asking), op.i0, static_cast<bf16*>(op.out) + Seen(step, row).first * op.stride_out + asking * op.i0);
+            finish(pieces.all(row, asking), op.i0, static_cast<bf16*>(op.out) + VisibleTokens(step, row).first * op.stride_out + asking * op.i0);
 }
 
 }  // namespace troupe

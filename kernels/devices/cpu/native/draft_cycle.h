@@ -32,11 +32,11 @@ struct Cycle {
     int64_t most_seen;
 };
 
-// `Cycled` of library.py mirrors this. For each row: the root's position, the number of accepted tokens (twice), the number of
+// `CycleOutput` of library.py mirrors this. For each row: the root's position, the number of accepted tokens (twice), the number of
 // verified draft tokens, and the number whose correctness is known: one more where the first wrong one would have ended the
 // sequence. For each accepted token: its id, and the place of its features. `drafted_at`: seconds of the clock that runs from the
 // system's start. `ended`: which sequences have ended, `over`: whether all have. `seen`: whether tokens accepted before were observed.
-struct Cycled {
+struct CycleOutput {
     int64_t *roots, *accepted;
     int32_t *emitted, *drafted, *depths, *tokens;
     int64_t* places;
@@ -72,7 +72,7 @@ inline std::vector<int32_t> draft_pages(const SlotTable& table, const Cycle& cyc
 // The draft sees what the cycle before accepted of the same rows. -> whether it could.
 template <class Running>
 bool see(const Running& running, StepMemory& memory, const Cycle& cycle, const SlotTable& table, const int64_t* slots,
-         int64_t rows, const Cycled& before) {
+         int64_t rows, const CycleOutput& before) {
     std::vector<int64_t> starts(rows), counts(rows);
     int64_t tokens = 0;
     for (int64_t row = 0; row < rows; row++) {
@@ -98,7 +98,7 @@ bool see(const Running& running, StepMemory& memory, const Cycle& cycle, const S
 template <class Running>
 Advanced cycle(const Running& running, StepMemory& memory, const Cycle& cycle, const SlotTable& table, const int64_t* slots,
                int64_t rows, const int32_t* drafts, const int64_t* left, int64_t steps, const Draw* how, bool unseen,
-               Cycled& result) {
+               CycleOutput& result) {
     result.seen = unseen && see(running, memory, cycle, table, slots, rows, result);
     if (unseen && !result.seen) return UNFIT;
     std::vector<int64_t> limits(rows), chosen, drafting, roots, starts;

@@ -37,14 +37,14 @@ inline Ints quantize_8bit(Floats x, int64_t kind) {
 }
 
 // A cache of 8 bits: [token][head of keys, then of values][dim].
-struct Kept {
+struct Cache8bit {
     uint8_t* values;
     bf16* scales;                   // [token][head], or null
     const float *fixed, *offsets;   // scales and offsets of all tokens [head][dim]; offsets may be null, and with `scales` both are
     const float* by_head;           // fixed scales [head], if all dims of a head share one and there are no offsets
     int64_t kind, dim, heads;
 
-    Kept(const Op& op, void* values, int64_t dim, int64_t kv_heads)
+    Cache8bit(const Op& op, void* values, int64_t dim, int64_t kv_heads)
         : values(static_cast<uint8_t*>(values)), scales(static_cast<bf16*>(op.scales)),
           fixed(static_cast<const float*>(op.fixed)), offsets(static_cast<const float*>(op.offsets)),
           by_head(static_cast<const float*>(op.by_head)), kind(op.cache_type), dim(dim), heads(2 * kv_heads) {}
@@ -92,7 +92,7 @@ struct Kept {
 // WRITE_NARROW, one token.
 inline void write_8bit(const Op& op, const Step& step, int64_t row) {
     const bf16* x = static_cast<const bf16*>(op.a) + row * op.stride_a;
-    const Kept kept(op, op.out, op.i0, op.i1 / 2);
+    const Cache8bit kept(op, op.out, op.i0, op.i1 / 2);
     for (int64_t head = 0; head < op.i1; head++, x += op.i0) kept.store(step.index[row], head, x);
 }
 
@@ -112,7 +112,7 @@ struct alignas(64) Magnitudes {
 // Widens numbers of 8 bits to bf16, without their scales. Exact.
 class Widening {
   public:
-    explicit Widening(const Kept& kept) : int8_(kept.kind == INT8), broken_(int8_ && !kept.scales) {
+    explicit Widening(const Cache8bit& kept) : int8_(kept.kind == INT8), broken_(int8_ && !kept.scales) {
         if (!kept.kind) return;
         static const Magnitudes all[] = {Magnitudes(INT8), Magnitudes(E4M3), Magnitudes(E5M2)};
         const Magnitudes& of = all[kept.kind - INT8];
@@ -190,7 +190,7 @@ inline float round_query(const bf16* x, int64_t dim, uint32_t* to, int64_t strid
 class Sixteen {
   public:
     // `memory`: `size` elements.
-    Sixteen(const Kept& kept, int64_t head, int64_t heads, bf16* memory)
+    Sixteen(const Cache8bit& kept, int64_t head, int64_t heads, bf16* memory)
         : kept_(kept), widening_(kept), head_(head), heads_(heads), memory_(memory) {}
 
     static int64_t size(int64_t heads, int64_t dim) { return 2 * 16 * 2 * heads * dim; }
@@ -226,7 +226,7 @@ class Sixteen {
     }
 
   private:
-    const Kept& kept_;
+    const Cache8bit& kept_;
     Widening widening_;
     int64_t head_, heads_;
     bf16* memory_;

@@ -47,8 +47,8 @@ inline void lay_out_chunk(void* context, int64_t block, int) {
     const Prefilling& task = *static_cast<const Prefilling*>(context);
     const int64_t dim = task.op->i0, kv_heads = task.op->i2, token = 2 * kv_heads * dim;
     const int64_t position = (task.first_block + block) * DEPTH, tokens = std::min(DEPTH, task.start + task.count - position);
-    const Cached cached = {static_cast<const bf16*>(task.op->b) + task.head * dim, token, task.pages, task.op->i4};
-    const Kept kept(*task.op, task.op->b, dim, kv_heads);
+    const CachePages cached = {static_cast<const bf16*>(task.op->b) + task.head * dim, token, task.pages, task.op->i4};
+    const Cache8bit kept(*task.op, task.op->b, dim, kv_heads);
     int64_t places[DEPTH];
     for (int64_t i = 0; i < tokens; i++) places[i] = cached.place(position + i);
     auto line = [&](int64_t i, int64_t head, int64_t d) {

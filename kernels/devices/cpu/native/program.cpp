@@ -19,7 +19,7 @@
 #include "kv_cache_8bit.h"
 #include "prefill.h"
 #include "program.h"
-#include "host_prefill.h"
+#include "short_prefill.h"
 #include "rows.h"
 #include "sampling.h"
 #include "thread_team.h"
@@ -120,7 +120,7 @@ void rotary(const Op& op, const Step&, int64_t row) {
 
 void place(const Op& op, const Step& step, int64_t row) {
     const int64_t dim = op.i0, half = dim / 2, heads = op.i1, kv_heads = op.i2;
-    const Kept kept(op, op.out, dim, kv_heads);
+    const Cache8bit kept(op, op.out, dim, kv_heads);
     bf16 *x = at<bf16>(op.a, row, op.stride_a), *cached = at<bf16>(op.out, step.index[row], 2 * kv_heads * dim);
     alignas(64) bf16 key[256];
     const float* weight = reinterpret_cast<const float*>(op.i4);
@@ -451,7 +451,7 @@ int troupe_observe(void* engine, const Op* ops, int64_t count, const SlotTable* 
 // ... Chains are drafted and verified: see draft_cycle.h. -> an Advanced.
 int64_t troupe_cycle(void* engine, const Cycle* settings, const SlotTable* table, const int64_t* slots, int64_t rows,
                      const int32_t* drafts, const int64_t* left, int64_t steps, const Draw* how, int unseen,
-                     Cycled* result) try {
+                     CycleOutput* result) try {
     result->seen = false;
     const Running running(engine);
     return cycle(running, running.on.memory, *settings, *table, slots, rows, drafts, left, steps, how, unseen, *result);
@@ -471,7 +471,7 @@ int64_t troupe_verify(void* engine, const Op* ops, int64_t count, const SlotTabl
     return UNFIT;
 }
 
-// Sequences are run up to their last known tokens: see host_prefill.h. -> an Advanced.
+// Sequences are run up to their last known tokens: see short_prefill.h. -> an Advanced.
 int64_t troupe_prefill(void* engine, const Op* ops, int64_t count, const SlotTable* table, const RowTokens* rows,
                      const Head* head, const int64_t* argmax, const uint8_t* broken, const Op* draw, int32_t* result) try {
     const Running running(engine);

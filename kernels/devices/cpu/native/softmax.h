@@ -54,7 +54,7 @@ void Columns::total(int64_t lanes, int64_t dim, const Wanted& wanted) {
 class ScalesOf {
   public:
     // `each`: columns of a kv head in a tile.
-    ScalesOf(const Sixteen& made, const Kept& kept, int64_t each, int64_t lanes) : made_(made), kept_(kept), lanes_(lanes) {
+    ScalesOf(const Sixteen& made, const Cache8bit& kept, int64_t each, int64_t lanes) : made_(made), kept_(kept), lanes_(lanes) {
         alignas(64) uint32_t heads[TILE] = {}, words[TILE] = {};
         for (int64_t lane = 0; lane < TILE; lane++) {
             heads[lane] = static_cast<uint32_t>(lane % lanes / each);
@@ -86,7 +86,7 @@ class ScalesOf {
 
   private:
     const Sixteen& made_;
-    const Kept& kept_;
+    const Cache8bit& kept_;
     const int64_t lanes_;
     Ints heads_, words_;  // of each lane, `words` in the upper half
     int64_t count_;          // of words

@@ -20,7 +20,7 @@ constexpr int64_t THIN = 256;    // bytes of kv heads of a token that one core s
 // Whether the tokens of a sequence of `length` before `position`, a multiple of PIECE, are a piece apart from those behind it.
 inline bool apart(int64_t position, int64_t length) { return position + DRAFTED <= length; }
 
-struct Cached {
+struct CachePages {
     const bf16* keys;     // of the first of some kv heads, in page 0
     int64_t token;        // elements from one token to the next
     const int32_t* pages;
@@ -31,12 +31,12 @@ struct Cached {
 };
 
 // What the queries of one row see.
-struct Seen {
+struct VisibleTokens {
     int64_t first, count, end;  // its tokens in the step, and its tokens in the cache
     int64_t root;               // each query sees all tokens before this position
     const uint64_t* bits;       // what each query sees from there on; null: all up to its own position
 
-    Seen(const Step& step, int64_t row) {
+    VisibleTokens(const Step& step, int64_t row) {
         first = step.offsets ? step.offsets[row] : row;
         count = step.offsets ? step.offsets[row + 1] - first : 1;
         end = step.lengths[row];
@@ -83,7 +83,7 @@ class Pieces {
     // There are none where a row has more queries.
     Pieces(const Op& op, const Step& step, int64_t rows, Scratch<float>& memory) : heads_(op.i1), dim_(op.i0) {
         for (int64_t row = 0; row < rows; row++) {
-            const Seen seen(step, row);
+            const VisibleTokens seen(step, row);
             if (seen.count != 1) {
                 starts_.resize(1);
                 return;

@@ -20,7 +20,7 @@ from kernels.devices.cuda.attention.verify import HEADER
 from kernels.devices.cuda.drafting.candidates import MOST, Parts, find_parts
 from kernels.devices.cuda.drafting.levels import choose_level, choose_tree
 from kernels.devices.cuda.launch import overlapping
-from kernels.devices.drafting import Accepted, TreeShape
+from kernels.devices.draft_kernels import AcceptedTokens, TreeShape
 
 __all__ = ["CudaTreeBuilder"]
 
@@ -146,7 +146,7 @@ def _start(
 class CudaTreeBuilder:
     """``TreeBuilder`` on a GPU; ``fits`` must hold."""
 
-    def __init__(self, shape: TreeShape, given: Accepted) -> None:
+    def __init__(self, shape: TreeShape, given: AcceptedTokens) -> None:
         self._shape, self._given = shape, given
         rows, levels = given.tokens.shape
         width, steps, device = shape.topk, shape.steps, given.tokens.device

@@ -28,7 +28,7 @@ from kernels.devices.cuda.graphs.staging import Staged, stage
 from kernels.devices.cuda.launch import is_precompiling
 from kernels.devices.cuda.precompile import of_each_kind
 from kernels.devices.graphs import GraphBuffers, Put, cause_of, first_error
-from kernels.devices.prepared import PassEnd, PassResult
+from kernels.devices.prepared import PassResult, VerifyOutputs
 
 __all__ = ["DecodeGraphs", "Kind", "capture_draft", "capture_each", "launches_last"]
 
@@ -110,12 +110,12 @@ class DecodeGraphs:
                 found.accepted.packed.zero_()
 
     @property
-    def ends(self) -> dict[int, PassEnd]:
-        """As ``Decodes.ends`` says."""
+    def ends(self) -> dict[int, VerifyOutputs]:
+        """As ``CapturedPasses.ends`` says."""
         if self._head is None or self._head.features is None:
             return {}
         return {
-            size: PassEnd(
+            size: VerifyOutputs(
                 self._staged.rows[:size],
                 self._state[:size, HEADER:],
                 found.accepted,
@@ -169,7 +169,7 @@ class DecodeGraphs:
         tree: DraftTree,
         slots: npt.NDArray[np.int64] | None = None,
     ) -> PassResult | None:
-        """As ``Decodes.verify``: ``run`` for trees with the maximum number of nodes."""
+        """As ``CapturedPasses.verify``: ``run`` for trees with the maximum number of nodes."""
         count, tokens = len(pages), self._tokens
         size = next((size for size in self.sizes if size >= count), 0)
         if not size or (size > count and not self._padded) or tree.tokens.shape[1] != tokens:

@@ -34,7 +34,7 @@ from kernels.devices.cuda.matmul.grouped import GroupedLinear, WideWeight
 from kernels.devices.cuda.matmul.linear import CudaLinear
 from kernels.devices.cuda.matmul.number_conversions import BYTES, EIGHTHS, NIBBLES
 from kernels.devices.cuda.matmul.qkv_projection import project
-from kernels.devices.drafting import Accepted, TreeShape
+from kernels.devices.draft_kernels import AcceptedTokens, TreeShape
 from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight
 from tests.kernels.devices.cuda.compiled import SHARED, compiling, empty, put
 
@@ -100,7 +100,7 @@ def draft_tokens(dtype):
         host = empty(rows, 2 + 129, dtype=torch.int64)
         outcome = empty(rows, 3 + steps, dtype=torch.int64)
         features = empty(rows * (steps + 1), 12288, dtype=dtype)
-        given = Accepted(
+        given = AcceptedTokens(
             host[:, 0], host[:, 1], host[:, 2:], outcome, outcome[:, 2:].contiguous(), features,
             empty(9, 4096, dtype=dtype),
         )  # fmt: skip

@@ -9,8 +9,8 @@ from kernels.devices.cuda.attention.plan import plan_draft
 from kernels.devices.cuda.drafting import candidates as parts
 from kernels.devices.cuda.drafting.candidates import candidates
 from kernels.devices.cuda.drafting.tree_builder import CudaTreeBuilder
-from kernels.devices.drafting import Accepted, TreeShape
-from kernels.speculation.drafting import DraftSampler
+from kernels.devices.draft_kernels import AcceptedTokens, TreeShape
+from kernels.speculation.draft_sampler import DraftSampler
 from kernels.speculation.early_draft import TorchGrowing
 
 PAGE, COLUMNS, WIDE, SLOTS = 16, 9, 40, 12
@@ -92,7 +92,7 @@ def test_the_same_is_grown(topk, steps, nodes, rows, vocab, mapped, coarse, devi
         own = host.to(on)
         states = torch.zeros((SLOTS, WIDE), device=on)
         parts_ = (tensor.clone().to(on) for tensor in (outcome, tokens, features))
-        return Accepted(own[:, 0], own[:, 1], own[:, 2:], *parts_, states)
+        return AcceptedTokens(own[:, 0], own[:, 1], own[:, 2:], *parts_, states)
 
     def plan(*numbers):
         return plan_draft(*numbers, PAGE)

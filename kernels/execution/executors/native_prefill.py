@@ -22,7 +22,7 @@ from kernels.devices.prepared import PassLogits, PrefillCall
 from kernels.execution.pending_step import PendingStep, StepContext
 from kernels.state.step_rows import PrefilledRows
 
-__all__ = ["HostPrefill"]
+__all__ = ["NativePrefill"]
 
 LONGEST = 48
 """The most tokens of a row. Attention of longer rows runs in blocks."""
@@ -30,9 +30,9 @@ TOKENS = 256
 """The most tokens of a step. In longer steps the Python around the model does not matter."""
 
 
-class HostPrefill:
+class NativePrefill:
     """Takes steps of up to ``max_rows`` rows. ``features``: the array to which the pass writes each token's features,
-    as raw bits. ``logits`` [rows, vocab]: those of the rows' ends. ``unobserved``: as in ``HostDecode``."""
+    as raw bits. ``logits`` [rows, vocab]: those of the rows' ends. ``unobserved``: as in ``NativeDecode``."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class HostPrefill:
         self._speculator = None if unobserved else loaded.speculator
         self._prefill, self._features, self._max_rows, self._unobserved = call, features, max_rows, unobserved
         self._draws = loaded.device.sampling.draw is not None
-        self._logits, self._grammars = logits, context.host_grammars
+        self._logits, self._grammars = logits, context.native_grammars
 
     @classmethod
     def make(
         cls, context: StepContext, windows: Sequence[int], max_rows: int, unobserved: bool = False, capture: bool = True
-    ) -> HostPrefill | None:
-        """The executor; None if the device makes no such calls. ``capture``: see ``HostModel.make``."""
+    ) -> NativePrefill | None:
+        """The executor; None if the device makes no such calls. ``capture``: see ``NativeModel.make``."""
         loaded = context.loaded
         device, model, greedy = loaded.device, loaded.model, loaded.device.sampling.greedy
         if greedy is None or loaded.slots.here is None:
@@ -66,7 +66,7 @@ class HostPrefill:
             kept.extend(model.split(result) if capture else (result, result))
             return result
 
-        body = device.capture.host_pass(forward, windows, TOKENS)
+        body = device.capture.native_pass(forward, windows, TOKENS)
         if body is None or kept[0].dtype != torch.bfloat16:
             return None
         hidden, features = kept
@@ -78,7 +78,7 @@ class HostPrefill:
             kept.extend((logits, *greedy(logits)))
             return logits
 
-        heading = device.capture.host_pass(head, windows, max_rows, last)
+        heading = device.capture.native_pass(head, windows, max_rows, last)
         if heading is None:
             return None
         logits, argmax, broken = kept[2:]
