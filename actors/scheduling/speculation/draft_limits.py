@@ -46,7 +46,7 @@ class DraftLimits:
         decide."""
         policy, rows = self._policy, step.decodes
         # A new sequence is the last row.
-        if policy is None or rows[-1].track is None or not policy.skip(len(rows)):
+        if policy is None or rows[-1].acceptance is None or not policy.skip(len(rows)):
             return False
         if policy.is_timed:
             step.adapted = len(rows)
@@ -95,9 +95,9 @@ class DraftLimits:
             policy.add_declined()
             return wanted
         for sequence in drafting:
-            if sequence.track is None:
-                sequence.track = policy.new_track()
-        levels = policy.choose([sequence.track for sequence in drafting if sequence.track is not None])
+            if sequence.acceptance is None:
+                sequence.acceptance = policy.new_estimate()
+        levels = policy.choose([sequence.acceptance for sequence in drafting if sequence.acceptance is not None])
         step.draft_levels, step.adapted = max(levels), len(drafting)
         chosen = iter(levels)
         return [min(most, self._nodes[next(chosen)]) if most else 0 for most in wanted]
@@ -130,8 +130,8 @@ class DraftLimits:
             if not depth:
                 continue
             right += max(tokens - 1, 0)
-            if sequence.track is not None and tokens:
-                policy.add_accepted(sequence.track, tokens - 1, depth)
+            if sequence.acceptance is not None and tokens:
+                policy.add_accepted(sequence.acceptance, tokens - 1, depth)
         levels, nodes = max(depths), sum(drafted)
         if not alone:
             policy.add_untimed(flight.adapted, levels, nodes, right)
