@@ -32,6 +32,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "acceptance",
         "arrival_order",
         "cached_tokens",
         "capacity",
@@ -40,7 +41,6 @@ class Sequence:
         "committed",
         "computed",
         "draft_limit",
-        "acceptance",
         "first_page",
         "generation",
         "id",

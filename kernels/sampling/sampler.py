@@ -78,9 +78,7 @@ class _Slots:
         self.held_until = np.zeros(count, np.int64)  # the position from which stop tokens may be sampled
         self.logprobs = np.full(count, -1, np.int32)
         self.edits: dict[int, SlotEdits] = {}
-        self.raced = np.ones(
-            count, dtype=bool
-        )  # whether the logits have no edits and no log-probabilities are requested
+        self.unedited = np.ones(count, dtype=bool)  # no edits of logits, and no log-probabilities are requested
         self.masked = np.zeros(count, dtype=bool)  # whether a grammar masks the logits
 
     def put(self, slot: int, sampling: SlotSampling, prompt_length: int, vocab_size: int) -> None:
@@ -103,7 +101,7 @@ class _Slots:
                 self.edits[slot] = edits
         penalized = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (1, 0, 0)
         self.masked[slot] = sampling.grammar is not None
-        self.raced[slot] = not (penalized or sampling.logprobs >= 0 or slot in self.edits)
+        self.unedited[slot] = not (penalized or sampling.logprobs >= 0 or slot in self.edits)
 
     def draws(self, at: npt.NDArray[np.int64]) -> Draws:
         found = np.empty(len(at), DRAWS)
@@ -166,10 +164,10 @@ class _Plan:
         self.scored = put(scored) if len(scored) else None
         self.top_counts = torch.from_numpy(logprobs.clip(min=0))
         self.most = int(logprobs.max(initial=0))
-        raced = bool(state.raced[at].all())
-        self.plain = raced and not len(sampled)
+        unedited = bool(state.unedited[at].all())
+        self.plain = unedited and not len(sampled)
         self.masked = bool(state.masked[at].any())
-        self.draws: Draws | None = state.draws(at) if raced and len(sampled) else None
+        self.draws: Draws | None = state.draws(at) if unedited and len(sampled) else None
 
 
 class Sampler:
@@ -239,11 +237,11 @@ class Sampler:
         if plan is not None:
             return plan.plain and not plan.masked
         state = self._slots
-        return bool((state.raced[at] & ~state.masked[at]).all()) and not state.temperature[at].any()
+        return bool((state.unedited[at] & ~state.masked[at]).all()) and not state.temperature[at].any()
 
-    def raced(self, slots: tuple[int, ...]) -> bool:
+    def unedited(self, slots: tuple[int, ...]) -> bool:
         """Whether none of them has logit edits, or requests log-probabilities. Grammars may mask them."""
-        return bool(self._slots.raced[list(slots)].all())
+        return bool(self._slots.unedited[list(slots)].all())
 
     def masked(self, slots: tuple[int, ...]) -> list[int]:
         """The indices of those that a grammar masks."""
@@ -251,7 +249,7 @@ class Sampler:
         return found
 
     def draws(self, slots: tuple[int, ...], greedy: bool = False) -> Draws | None:
-        """The draws of slots that are ``raced``; None if all are greedy, unless ``greedy`` asks for these too."""
+        """The draws of slots that are ``unedited``; None if all are greedy, unless ``greedy`` asks for these too."""
         at = np.array(slots, dtype=np.int64)
         return self._slots.draws(at) if greedy or self._slots.temperature[at].any() else None
 

@@ -106,7 +106,7 @@ class NativeDraftLoop:
             slots = np.frombuffer(batch.slots, dtype=np.int32)
             generations, counts = (np.frombuffer(part, dtype=np.int32) for part in (batch.generations, batch.counts))
             named = tuple(slots.tolist())
-            if state.errors(slots, generations, counts) or not self._sampler.raced(named):
+            if state.errors(slots, generations, counts) or not self._sampler.unedited(named):
                 return False
             draws, at = self._sampler.draws(named), slots.astype(np.int64)
             if (draws is not None and self._target.draw is None) or not self._speculator.is_wanted(at):

@@ -69,7 +69,7 @@ class NativeGrammars:
         self._grammars, self._sampler, self._draw, self._state = grammars, sampler, draw, state
 
     def rows(self, named: tuple[int, ...], masked: list[int]) -> MaskedRows:
-        """The rows ``masked`` of these slots, which are all ``raced`` (see ``Sampler``)."""
+        """The rows ``masked`` of these slots, which are all ``unedited`` (see ``Sampler``)."""
         draws = self._sampler.draws(tuple(named[row] for row in masked), greedy=True)
         assert draws is not None
         return MaskedRows(masked, named, draws)

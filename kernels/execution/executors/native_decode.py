@@ -77,7 +77,7 @@ class NativeDecode:
             return False
         slots, generations, counts = (unpack_ints(part) for part in columns)
         named = tuple(slots.tolist())
-        if self._state.errors(slots, generations, counts) or not self._sampler.raced(named):
+        if self._state.errors(slots, generations, counts) or not self._sampler.unedited(named):
             return False
         masked = self._sampler.masked(named)
         draws = self._sampler.draws(named, greedy=bool(masked))

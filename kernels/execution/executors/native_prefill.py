@@ -127,7 +127,7 @@ class NativePrefill:
         if (starts + run != state.known[at]).any() or (state.prompt_logprobs[at] >= 0).any():
             return None
         named = tuple(slots.tolist())
-        if not self._sampler.raced(named):
+        if not self._sampler.unedited(named):
             return None
         some = self._sampler.masked(named)
         draws = self._sampler.draws(named, greedy=bool(some))

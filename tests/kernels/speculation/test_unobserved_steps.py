@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.scheduling.speculation.policy import DIALS
+from actors.scheduling.speculation.policy import CONSTANTS
 from app.understudy import MODEL_DIR
 from kernels.contract.speculation import AdaptiveSettings
 from kernels.contract.step import SlotSampling
@@ -43,11 +43,11 @@ def test_drafts_are_right_a_few_steps_after_unobserved_ones(algorithm, drive):
         driver.step([(1, 1), (2, 1)], unobserved=True)
     assert plain == ["ends"] + [1] * 20 + ["ends"] * 3 + [2] * 40
     assert speculator.observer.is_empty
-    for _ in range(DIALS.awake):
+    for _ in range(CONSTANTS.awake_steps):
         driver.step([(1, 1), (2, 1)])
     assert (shown, rows) == ([], [])
     accepted = draft_on(driver, 12)
-    assert shown[:2] == [DIALS.awake, DIALS.awake]
+    assert shown[:2] == [CONSTANTS.awake_steps, CONSTANTS.awake_steps]
     assert rows[-8:] == [2] * 8
     assert np.mean(accepted) > 1.2
     expected = truth(drive, MODEL_DIR, prompts, GREEDY[:2], 300, **OPTIONS)[0]
