@@ -125,9 +125,9 @@ _TABLE: tuple[RefusedNames, ...] = (
     ),
     RefusedNames(
         group="API",
-        reason="returning hidden states of the model is not built yet",
+        reason="returning the experts of tokens is not built yet",
         remedy="leave it out",
-        flags=("enable-return-hidden-states", "enable-return-routed-experts"),
+        flags=("enable-return-routed-experts",),
     ),
     RefusedNames(
         group="Grammar",

@@ -400,6 +400,15 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         ),
     ] = None
 
+    enable_return_hidden_states: Annotated[
+        bool,
+        Option(
+            group="API",
+            help="Requests may set return_hidden_states: /generate, chats and completions then return final hidden "
+            "states. Such a request computes its whole prompt and drafts no tokens.",
+        ),
+    ] = False
+
     enable_cache_report: Annotated[
         bool,
         Option(

@@ -57,6 +57,7 @@ class Sequence:
         "shared",
         "slot",
         "spec",
+        "states",
         "status",
         "stop_ids",
         "target",
@@ -97,6 +98,7 @@ class Sequence:
         self.commit_at = 0  # number of computed tokens at which another page can be shared
         self.committed = 0  # tokens the prefix cache knows
         self.prompt_parts: list[TokenScores] = []
+        self.states: list[bytes] = []  # final hidden states of computed tokens, not emitted yet
 
     @property
     def length(self) -> int:
@@ -105,8 +107,9 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether prompt scores were requested and not yet sent: then every prompt position must be computed."""
-        return self.spec.sampling.prompt_logprobs >= 0 and not self.output
+        """Whether something of every prompt position was requested and not yet sent: then all must be computed."""
+        sampling = self.spec.sampling
+        return (sampling.prompt_logprobs >= 0 or sampling.hidden_states) and not self.output
 
     def tokens(self) -> bytes:
         """Prompt and output so far, int32."""

@@ -15,6 +15,7 @@ class CollectedChoice:
 
     __slots__ = (
         "finish_reason",
+        "hidden_states",
         "logprobs",
         "matched_stop",
         "prompt_logprobs",
@@ -28,6 +29,7 @@ class CollectedChoice:
         self.text: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.hidden_states: list[bytes] = []
         self.prompt_logprobs: tuple[TokenLogprob, ...] | None = None
         self.prompt_token_ids: tuple[int, ...] | None = None
         self.finish_reason: FinishReason | Literal["abort"] | None = None
@@ -40,6 +42,8 @@ class CollectedChoice:
         self.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
             self.logprobs.extend(delta.logprobs)
+        if delta.hidden_states:
+            self.hidden_states.append(delta.hidden_states)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         if delta.prompt_token_ids is not None:

@@ -14,6 +14,7 @@ from kernels.core.attention_rows import AttentionRows
 from kernels.core.operators import Norm, PendingResidual
 from kernels.devices.cache import KvCaches
 from kernels.devices.capped_attention import attend_capped
+from kernels.devices.latent_attention import LatentHeads, attend_latent_heads, write_latent
 from kernels.devices.linear import NormThenLinear
 
 __all__ = ["Attention", "ProjectedHeads"]
@@ -71,6 +72,22 @@ class Attention(ABC, Generic[Cache, Plan]):
         captured."""
         caches = self.caches
         return attend_capped(queries, partial(caches.gather, cache), rows, caches.page_size, window, scale, cap)
+
+    def plan_latent(self, rows: AttentionRows) -> Any:
+        """The plan of a step over latent caches."""
+        return rows
+
+    def write_latent(self, cache: Tensor, index: Tensor, vectors: Tensor) -> None:
+        """Write ``vectors`` [tokens, width] to ``index`` int64 [tokens] of a latent cache [pages, page_size, width]."""
+        write_latent(cache, index, vectors)
+
+    def attend_latent(self, queries: Tensor, cache: Tensor, plan: Any, heads: LatentHeads, scale: float) -> Tensor:
+        """Causal attention of ``queries`` [tokens, heads, plain_dim + rope_dim] over the latent vectors of their rows
+        -> [tokens, heads, value_dim]. The vectors of the queries' own tokens are already in the cache.
+
+        ``plan``: of ``plan_latent``. Here it reads rows on the host: no pass with it is captured.
+        """
+        return attend_latent_heads(queries, cache, plan, heads, scale)
 
     def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``scale`` times cos and sin of ``positions`` int64 [tokens] times ``frequencies`` float32 [dim], each

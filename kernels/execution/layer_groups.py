@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.contract.caches import CacheGroup, CacheSpec, GroupPages, Paged, Window, is_plain
+from kernels.contract.caches import CacheGroup, CacheSpec, GroupPages, Latent, Paged, Window, is_plain
 from kernels.contract.errors import ConfigError
 from kernels.core.arrays import Ints, Longs
 from kernels.core.attention_rows import AttentionRows
@@ -50,6 +50,7 @@ class LayerGroups:
         self.groups = groups
         self.bounded = tuple(group for group in groups if group.bounded)
         self.is_plain = is_plain([group.group for group in groups])
+        self._has_latent = any(isinstance(group.group.spec, Latent) for group in groups)
         by_layer: dict[int, Any] = {}
         self._group_caches: list[list[Any]] = []
         for group in groups:
@@ -97,7 +98,8 @@ class LayerGroups:
         bounded: Mapping[CacheSpec, BoundedRows] = {
             group.group.spec: self._rows(group, rows, table) for group, table in zip(self.bounded, pages, strict=True)
         }
-        return dataclasses.replace(batch, rows=rows, bounded=bounded)
+        latent = self._device.attention.plan_latent(rows) if self._has_latent else None
+        return dataclasses.replace(batch, rows=rows, bounded=bounded, latent=latent)
 
     def _rows(self, group: GroupPages, rows: AttentionRows, pages: Ints) -> BoundedRows:
         size, spec = group.page_tokens, group.group.spec

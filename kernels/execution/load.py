@@ -171,6 +171,11 @@ def _open_groups(config: RunnerConfig, part: ModelConfig, cache: CacheChoice, co
             f"attn_logit_softcapping of {part.architecture} is neither for speculative decoding nor for a cache in "
             "fewer bits; leave --speculative-algorithm and --kv-cache-dtype out"
         )
+    if part.latent is not None and config.invariant:
+        raise ConfigError(
+            f"latent attention of {part.architecture} has no form whose results are independent of the chunks of "
+            "prompts; leave --enable-deterministic-inference out"
+        )
     if is_plain(groups):
         return groups
     kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))

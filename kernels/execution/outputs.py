@@ -75,15 +75,18 @@ class StepOutputs:
         builder.argmax, builder.sampled_rows, builder.sampling = found.argmax, step.rows, grows
         builder.arrives = found.arrives
 
-    def needs_prompt_scores(self, step: StepRows) -> bool:
-        """Whether a row needs scores of its prompt's tokens, other than the last one."""
+    def needs_all_tokens(self, step: StepRows) -> bool:
+        """Whether a row needs the states of other tokens than its last one: for scores of its prompt's tokens, or to
+        return them."""
         state, slots = self._slots, step.slots
-        return bool(((state.prompt_logprobs[slots] >= 0) & (step.starts + 1 < state.prompt_length[slots])).any())
+        scored = (state.prompt_logprobs[slots] >= 0) & (step.starts + 1 < state.prompt_length[slots])
+        return bool((scored | (state.returns_states[slots] & (step.counts > 1))).any())
 
     def read_step(self, step: StepRows, found: CapturedStepResult, builder: ResultBuilder) -> None:
         """Score and sample the rows of a captured whole step, as ``read`` does for a pass."""
         self._slots.computed[step.slots] += step.counts
         self._score_prompts(step, found.hidden, builder)
+        self._return_states(step, found.hidden, builder)
         self._test_chunks(step, found.hidden, builder)
         self._pool(step, found.hidden, builder)
         self._sample(step, found.hidden, builder, found.logits)
@@ -94,6 +97,7 @@ class StepOutputs:
         hidden, features = self._model.split(found.result)
         self._slots.computed[step.slots] += step.certain()
         self._score_prompts(step, hidden, builder)
+        self._return_states(step, hidden, builder)
         self._test_chunks(step, hidden, builder)
         self._pool(step, hidden, builder)
         if self._speculator is not None:
@@ -117,6 +121,17 @@ class StepOutputs:
             if parts:
                 scores = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
                 builder.prompts.append(PromptScores(int(step.rows[row]), *scores))
+
+    def _return_states(self, step: StepRows, hidden: Tensor, builder: ResultBuilder) -> None:
+        """Add the states of the tokens of rows whose requests return them, float32."""
+        rows = np.flatnonzero(self._slots.returns_states[step.slots])
+        if not len(rows):
+            return
+        counts, last = step.counts[rows], self._places(step, hidden)[rows]
+        ends = np.cumsum(counts)
+        places = np.arange(ends[-1]) + np.repeat(last + 1 - ends, counts)
+        builder.state_rows, builder.state_counts = step.rows[rows], counts
+        builder.states = hidden.index_select(0, self._device.memory.put(places)).float()
 
     def _test_chunks(self, step: StepRows, hidden: Tensor, builder: ResultBuilder) -> None:
         """Check rows that sample nothing too, because their pages are shared before a token is sampled from them. The

@@ -134,7 +134,7 @@ class ModelRunner:
         """Drop the model and the cache. The runner is of no further use."""
         self._executors = ()
         if "_loaded" in self.__dict__ and self._loaded.grammars is not None:
-            self._loaded.grammars.compiler.close()
+            self._loaded.grammars.close()
         for name in ("_context", "_loaded"):
             self.__dict__.pop(name, None)
         self._group.close()

@@ -100,16 +100,20 @@ BUILT_IN = (
     *_encoders("Bert", "kernels.models.bert"),
     Entry("Cohere2ForCausalLM", "kernels.models.cohere2"),
     Entry("CohereForCausalLM", "kernels.models.cohere"),
+    Entry("DeepseekV2ForCausalLM", "kernels.models.deepseek_v2"),
+    Entry("DeepseekV3ForCausalLM", "kernels.models.deepseek_v3"),
     Entry("ExaoneForCausalLM", "kernels.models.exaone"),
     Entry("Exaone4ForCausalLM", "kernels.models.exaone4"),
     Entry("Gemma2ForCausalLM", "kernels.models.gemma2"),
     Entry("Gemma3ForCausalLM", "kernels.models.gemma3"),
     Entry("Glm4ForCausalLM", "kernels.models.glm4"),
+    Entry("Glm4MoeLiteForCausalLM", "kernels.models.glm4_moe_lite"),
     Entry("GlmForCausalLM", "kernels.models.glm"),
     Entry("GraniteForCausalLM", "kernels.models.granite"),
     Entry("InternLM2ForCausalLM", "kernels.models.internlm2"),
     Entry("LlamaForCausalLM", "kernels.models.llama", gguf="llama", gguf_window="ignored"),
     Entry("MiMoForCausalLM", "kernels.models.mimo"),
+    Entry("MiniCPM3ForCausalLM", "kernels.models.minicpm3"),
     Entry("MinistralForCausalLM", "kernels.models.ministral"),
     Entry("MistralForCausalLM", "kernels.models.mistral", gguf="llama", gguf_window="ignored"),
     Entry("MixtralForCausalLM", "kernels.models.mixtral", gguf="llama", gguf_experts=True, gguf_window="ignored"),
@@ -248,8 +252,8 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
 class Support:
     """What a family supports. ``gguf``: its name in GGUF files; "": none. ``experts``: layers of experts. ``windows``:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
-    ``capped``: scores of attention are capped, which only plain torch does. ``plain``: the layers have Llama's
-    operators alone, which native code has.
+    ``eager``: attention is what only plain torch does: its scores are capped, or keys and values are latent. ``plain``:
+    the layers have Llama's operators alone, which native code has.
     """
 
     architecture: str
@@ -258,7 +262,7 @@ class Support:
     windows: bool
     tied: bool
     quantizable: bool
-    capped: bool = False
+    eager: bool = False
     plain: bool = True
 
 
@@ -278,6 +282,11 @@ _EXAMPLE = {
     "embedding_multiplier": 2.0,
     "max_window_layers": 1,
     "tie_word_embeddings": True,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
 }
 """A small model with everything that a family may have."""
 
@@ -302,7 +311,7 @@ def families() -> tuple[Support, ...]:
                 windows=any(config.windows),
                 tied=not any(spec.role is Role.OUTPUT for spec in specs),
                 quantizable=any(spec.quantizable for spec in specs),
-                capped=config.attention_cap > 0,
+                eager=config.attention_cap > 0 or config.latent is not None,
                 plain=_is_plain(config),
             )
         )
@@ -312,4 +321,6 @@ def families() -> tuple[Support, ...]:
 def _is_plain(config: ModelConfig) -> bool:
     scales = {config.embedding_scale, config.residual_scale, config.logit_scale}
     capped = config.logit_cap > 0 or config.attention_cap > 0
-    return config.activation == "silu" and scales == {1.0} and not config.layer_norms and not capped
+    routed = config.experts is not None and (config.experts.scores != "softmax" or config.experts.scale != 1.0)
+    plain = config.latent is None and not routed and not capped
+    return config.activation == "silu" and scales == {1.0} and not config.layer_norms and plain

@@ -90,7 +90,8 @@ class WeightLoader:
         specs = [self._tensors[name] for name in names]
         shapes = [self._local_shape(spec) for spec in specs]
         rows = [shape[0] for shape in shapes]
-        weight = torch.empty((sum(rows), *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        dtype = torch.float32 if specs[0].role is Role.WIDE else self._dtype
+        weight = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype, device=self._device)
         for spec, target in zip(specs, weight.split(rows), strict=True):
             self._fill(spec, target)
             if len(target.shape) == 1 or spec.role is Role.ROUTER:  # small: to check all weights would take seconds

@@ -46,6 +46,7 @@ class Role(Enum):
     ROUTER = "small projection that stays in floats, such as the choice of experts"
     NORM = "weight of a norm"
     BIAS = "bias"
+    WIDE = "few numbers that stay in float32, such as the correction of a choice of experts"
 
 
 _QUANTIZABLE = frozenset((Role.OUTPUT, Role.PROJECTION, Role.DOWN))

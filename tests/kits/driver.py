@@ -17,10 +17,12 @@ from kernels.execution.runner import ModelRunner
 
 __all__ = [
     "COMMON",
+    "DEEPSEEK",
     "DENSE",
     "EXPERTS",
     "FAMILIES",
     "GREEDY",
+    "LATENT",
     "LLAMA3_ROPE",
     "SHARED",
     "SPARSE",
@@ -233,6 +235,34 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with norms, rotatio
         {"partial_rotary_factor": 0.5, "qk_layernorm": True, "use_parallel_residual": True},
     ),
     "starcoder2": ("Starcoder2", {"sliding_window": 21}),
+}
+
+LATENT_YARN = YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.9}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "num_nextn_predict_layers": 0,
+}
+
+LATENT: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with latent attention
+    "deepseek-v2": ("DeepseekV2", DEEPSEEK | {"topk_method": "group_limited_greedy", "rope_parameters": LATENT_YARN}),
+    "deepseek-v2-lite": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek-v3": ("DeepseekV3", DEEPSEEK | {"rope_parameters": LATENT_YARN, "attention_bias": True}),
+    "kimi-k2": ("DeepseekV3", DEEPSEEK | {"n_group": 1, "topk_group": 1, "rope_interleave": False}),
+    "glm4-moe-lite": ("Glm4MoeLite", DEEPSEEK | {"tie_word_embeddings": True}),
+    "minicpm3": ("MiniCPM3", DEEPSEEK | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32, "pad_token_id": 0}),
 }
 
 SHARED = EXPERTS | {"shared_expert_intermediate_size": 96}

@@ -28,7 +28,7 @@ _REFUSED = {
     "mm_inputs": _TEXT_ONLY,
     "input_embeds": "is not read; send tokenized.input_ids",
     "token_ids_logprob": "is not supported; use top_logprobs_num",
-    "return_hidden_states": "is not supported; leave it out",
+    "return_hidden_states": "has no place in a response; use /generate over HTTP",
     "disaggregated_params": "is not supported: one server does both prefill and decode; leave it out",
     "custom_logit_processor": "is code, which is not run; leave it out",
     "lora_id": "is not supported; leave it out",

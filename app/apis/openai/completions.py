@@ -11,6 +11,7 @@ from quart import Response
 
 from actors.protocol.requests import LIMITS, Delta
 from app.apis.collecting import CollectedChoice, collect
+from app.apis.hidden_states import last_state
 from app.apis.openai.answers import Choice, CompletionAnswer, completion_logprobs, prompt_logprobs, usage_answer
 from app.apis.openai.chunks import CompletionChunks, UsageReport
 from app.apis.openai.infill import fill_in
@@ -180,6 +181,7 @@ def _choice(body: CompletionRequest, choice: CollectedChoice, echo: str, scored:
         matched_stop=choice.matched_stop,
         prompt_logprobs=scored,
         token_ids=choice.token_ids if body.return_token_ids else msgspec.UNSET,
+        hidden_states=last_state(choice) if body.return_hidden_states else msgspec.UNSET,
         prompt_token_ids=(
             list(choice.prompt_token_ids)
             if body.return_token_ids and choice.prompt_token_ids is not None

@@ -12,6 +12,7 @@ from quart import Response
 
 from actors.protocol.requests import Acceptance, Delta, TokenLogprob
 from app.apis.collecting import CollectedChoice, collect
+from app.apis.hidden_states import all_states
 from app.apis.sessions import MOST_SECONDS, take_turn
 from app.apis.sglang.requests import Batch, GenerateRequest, Item, batch_of, native_names
 from app.server.errors import invalid
@@ -35,7 +36,8 @@ _ENTRY_SIZE = 24
 
 
 class GenerateAnswer(msgspec.Struct, kw_only=True):
-    """One choice. ``meta_info``: how it ended, its token counts and, if requested, log-probabilities."""
+    """One choice. ``meta_info``: how it ended, its token counts and, if requested, log-probabilities; hidden states
+    when it has ended."""
 
     text: str
     output_ids: list[int]
@@ -161,6 +163,8 @@ class _Answers:
         }
         if choice.usage.acceptance is not None:
             meta |= _acceptance(choice.usage.acceptance)
+        if item.params.hidden_states and choice.finish_reason is not None:
+            meta["hidden_states"] = all_states(choice)
         if item.logprobs:
             prompt = () if item.start is None else (choice.prompt_logprobs or ())[item.start :]
             scored = choice.logprobs[since:]

@@ -16,7 +16,7 @@ from kernels.devices.cpu.native_operators import NativeOperators
 from kernels.devices.cpu.operators import Native, NativeWeight
 from kernels.devices.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, CpuInt8Linear
 from kernels.devices.cpu.recording import NotNative
-from kernels.devices.experts import ExpertLayers, ExpertsInTurn, ExpertWeights
+from kernels.devices.experts import ExpertLayers, ExpertsInTurn, ExpertWeights, Routing, choose
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.linear import ClippedLinear, ConcatenatedLinear, FakeQuantizedLinear
 
@@ -53,7 +53,11 @@ class CpuExperts:
         if fits and self._sought is not native:
             self._sought, self._table = native, self._tabled()
         if native is not None and fits and self._table is not None:
-            return native.experts(x, layer.router(x), self._table, layer.chosen, layer.normalized)
+            routing = layer.routing
+            if routing.is_plain:
+                return native.experts(x, layer.router(x), self._table, routing.chosen, routing.normalized)
+            self._native.refuse("this choice of experts")
+            return native.experts_chosen(x, *choose(layer.router(x), routing), self._table)
         if native is not None and native.recording:
             raise NotNative("a layer of experts")
         self._fallbacks.log("experts are run one by one by torch's operators: decodes are no program")
@@ -105,9 +109,7 @@ class CpuExpertLayers(ExpertLayers):
         self._linear = linear
         self._native = native
 
-    def make(
-        self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool
-    ) -> Linear:
+    def make(self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], routing: Routing) -> Linear:
         linears = [
             (
                 self._linear.make_projection(expert.gate_up, expert.gate_up_bias),
@@ -116,9 +118,8 @@ class CpuExpertLayers(ExpertLayers):
             for expert in experts
         ]
         in_turn = ExpertsInTurn(
-            self._linear.make_dense(router, bias),
+            self.make_router(router, bias, routing),
             [(self._linear.gate(up), down) for up, down in linears],
-            chosen,
-            normalized,
+            routing,
         )
         return CpuExperts(in_turn, linears, self._native, self.fallbacks)

@@ -165,6 +165,29 @@ class Native(Engine):
         self._call(op, Step(rows), table)
         return out
 
+    def experts_chosen(self, x: Tensor, weights: Tensor, experts: Tensor, table: ExpertTable) -> Tensor:
+        """The same with the ``experts`` int64 [rows, chosen] that each token takes and their ``weights``."""
+        rows, width = x.shape
+        ids, order = experts.sort(-1)  # results are added in this order
+        ids, weights = ids.to(torch.int32), weights.float().gather(1, order)
+        out = self._empty(rows, width)
+        op = Op(
+            kind=_EXPERTS,
+            a=x.data_ptr(),
+            b=ids.data_ptr(),
+            c=table.address,
+            out=out.data_ptr(),
+            stride_a=x.stride(0),
+            stride_out=width,
+            i0=width,
+            i1=table.count,
+            i2=ids.shape[1],
+            i3=table.inner,
+            scales=weights.data_ptr(),
+        )
+        self._call(op, Step(rows), table, ids, weights)
+        return out
+
     @staticmethod
     def fits_rotary(x: Tensor) -> bool:
         return x.shape[-1] % 32 == 0

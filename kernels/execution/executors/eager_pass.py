@@ -32,6 +32,6 @@ class EagerPass:
     def _last_tokens(self, rows: StepRows) -> Tensor | None:
         """Indices of the rows' last tokens in the batch, if the results of all other tokens are unused; else None."""
         loaded = self._loaded
-        if loaded.speculator is not None or rows.decodes == len(rows.slots) or loaded.outputs.needs_prompt_scores(rows):
+        if loaded.speculator is not None or rows.decodes == len(rows.slots) or loaded.outputs.needs_all_tokens(rows):
             return None
         return loaded.device.memory.put(rows.last)

@@ -29,7 +29,7 @@ class WholeStep:
         found: CapturedStepResult | None = None
         if rows.decodes == len(rows.slots):
             found = steps.run(StepTokens(rows.slots, ends, grows, pages))
-        elif steps.prompts is not None and not self._outputs.needs_prompt_scores(rows):
+        elif steps.prompts is not None and not self._outputs.needs_all_tokens(rows):
             found = steps.prompts(PromptTokens(rows.slots, rows.starts, rows.counts, grows, pages, rows.decodes))
         if found is None:
             return None

@@ -11,7 +11,7 @@ it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,17 @@ from kernels.models.config import ModelConfig
 from kernels.models.layers import gqa
 from kernels.models.layers.builder import LayerBuilder
 
-__all__ = ["Block", "Norms", "SelfAttention", "attention", "gated_mlp", "plain_mlp", "wide_attention", "wide_norm"]
+__all__ = [
+    "AttentionLayer",
+    "Block",
+    "Norms",
+    "SelfAttention",
+    "attention",
+    "gated_mlp",
+    "plain_mlp",
+    "wide_attention",
+    "wide_norm",
+]
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,16 @@ class Norms:
     after_attention: Norm | None = None
     before_mlp: Norm | None = None
     after_mlp: Norm | None = None
+
+
+class AttentionLayer(Protocol):
+    """Attention of normed tokens, projected back."""
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
+    ) -> Tensor:
+        """``x`` [tokens, hidden] -> [tokens, hidden], of the tokens ``wanted`` int64 [rows] alone if it is given."""
+        ...
 
 
 class SelfAttention:
@@ -53,7 +73,7 @@ class SelfAttention:
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
     ) -> Tensor:
-        """``x`` [tokens, hidden] -> [tokens, hidden], of the tokens ``wanted`` int64 [rows] alone if it is given."""
+        """As ``AttentionLayer``."""
         heads = self.qkv(x).view(-1, self.total, self.dim)
         queries = self.attention.place_heads(heads, self.heads, self.norm, cos, sin, cache, batch.cache_index)
         if self._uncaptured is None:
@@ -137,7 +157,7 @@ class Block:
         self,
         builder: LayerBuilder,
         config: ModelConfig,
-        attention: SelfAttention,
+        attention: AttentionLayer,
         mlp: Linear,
         norms: Norms,
         parallel: bool = False,

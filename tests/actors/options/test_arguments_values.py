@@ -228,11 +228,11 @@ def test_the_struct_checks_itself_however_it_is_made() -> None:
 
 
 def test_keys_are_never_shown() -> None:
-    arguments = Arguments.from_keywords(model="m", api_key="hidden-1", admin_api_key="hidden-2")
+    arguments = Arguments.from_keywords(model="m", api_key="secret-1", admin_api_key="secret-2")
     described = arguments.describe()
     assert described["api_key"] == described["admin_api_key"] == "***"
     assert described["model_path"] == "m"
-    assert "hidden" not in repr(arguments) + str(described) + msgspec.json.encode(described).decode()
+    assert "secret-" not in repr(arguments) + str(described) + msgspec.json.encode(described).decode()
     assert Arguments().describe()["api_key"] is None
     assert "hidden" not in problem(api_key=["hidden-3"])
 

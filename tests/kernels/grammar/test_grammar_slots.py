@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import Future
 from itertools import takewhile
@@ -19,7 +20,7 @@ from kernels.devices.memory import DeviceMemory, MemoryUsage
 from kernels.execution.runner import ModelRunner
 from kernels.grammar.compiler import GrammarCompiler
 from kernels.grammar.llguidance_backend import LlMatcher
-from kernels.grammar.slots import GrammarSlots, TextTree
+from kernels.grammar.slots import GrammarSlots, TextTree, _Text
 from kernels.sampling.masks import RowMasks
 from kernels.sampling.sampler import Sampler
 from kernels.state.native_grammars import NativeGrammars
@@ -144,6 +145,39 @@ def test_each_node_of_a_draft_tree_has_its_own_mask(backend: str) -> None:
     drawn, outcome = torch.tensor([ids(sign)[0] for sign in "abd"]), torch.tensor([[2]])
     slots.sampled([1, 1, 1], drawn, outcome, lambda outcome: np.arange(3) < outcome[0, 0])
     assert allowed(slots, 4) == "c"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_threads_share_the_texts_of_a_step(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks, trees and errors are those of one thread."""
+    names: set[str] = set()
+    step = _Text._step
+
+    def spy(text: _Text, token: int, sure: bool) -> bool:
+        names.add(threading.current_thread().name)
+        return step(text, token, sure)
+
+    monkeypatch.setattr(_Text, "_step", spy)
+    found = []
+    for cores in (1, 4):
+        monkeypatch.setattr("kernels.grammar.slots.usable_cores", lambda cores=cores: cores)
+        names.clear()
+        slots = GrammarSlots(GrammarSettings(backend, str(FILE), (EOS, 0)), VOCAB, Memory(), None)
+        for slot in range(1, 18):
+            sampling = SlotSampling(grammar=Grammar("regex", f"a{{{slot}}}(b|c)d"))
+            output = pack([7, 8, *ids("a" * min(slot, 16))])  # slot 17 lacks one
+            slots.admit(Admission(slot, 1, output, 2, 0, b"", sampling))
+        sampling = SlotSampling(grammar=Grammar("regex", "b"))
+        slots.admit(Admission(18, 1, pack([7, 8, *ids("a")]), 2, 0, b"", sampling))
+        tree = TextTree([ids("a")[0], ids("b")[0], ids("d")[0]], [-1, 0, 1])
+        rows = [1, 1, 1, *range(2, 19)]
+        masks = slots.masks(rows, [2 + slot for slot in rows], {0: tree})
+        assert masks.masks is not None
+        assert list(masks.errors) == [18]
+        found.append(masks.masks.bits)
+        assert (len(names) > 1) == (cores > 1)
+        slots.close()
+    assert np.array_equal(*found)
 
 
 def test_output_from_before_a_restart_is_followed() -> None:

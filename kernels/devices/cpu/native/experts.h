@@ -67,6 +67,12 @@ inline Floats share_of(Floats below) { return exp(max(splat(-200.0f), below)); }
 // Chooses the most likely experts of a token and their weights: a softmax over all experts, or over the chosen ones. NaN logits are
 // chosen last and make all weights NaN.
 inline void choose(const Layer& layer, int64_t row) {
+    if (layer.op.scales) {  // chosen before: `b` are their ids int32 [rows, chosen], in order, and `scales` their weights
+        const int64_t first = row * layer.chosen();
+        std::copy_n(static_cast<const int32_t*>(layer.op.b) + first, layer.chosen(), layer.memory.ids.data() + first);
+        std::copy_n(static_cast<const float*>(layer.op.scales) + first, layer.chosen(), layer.memory.weights.data() + first);
+        return;
+    }
     thread_local std::vector<float> held;
     const int64_t count = layer.count(), chosen = layer.chosen(), wide = (count + TILE - 1) / TILE * TILE;
     if (static_cast<int64_t>(held.size()) < wide) held.resize(wide);
