@@ -113,12 +113,6 @@ _TABLE: tuple[RefusedNames, ...] = (
     ),
     RefusedNames(
         group="API",
-        reason="scoring several items in one prompt is not built yet",
-        remedy="leave it out",
-        unset=("multi-item-scoring-delimiter",),
-    ),
-    RefusedNames(
-        group="API",
         reason="code from clients is never run",
         remedy="leave it out and use the sampling parameters",
         flags=("enable-custom-logit-processor",),

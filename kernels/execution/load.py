@@ -157,18 +157,18 @@ def _open_groups(config: RunnerConfig, part: ModelConfig, cache: CacheChoice, co
     """The cache groups of a rank's layers. Raises ConfigError for options that only plain pages support."""
     kept = sum(min(context, window or context) for window in part.windows)
     plain_only = config.speculation is not None or cache.dtype is not None
-    share = 1.0 if part.attention_cap else _WINDOW_SHARE  # of which nothing is captured anyway
+    share = 1.0 if part.eager_attention else _WINDOW_SHARE  # of which nothing is captured anyway
     saves = kept < share * context * part.layers
     groups = caches(part, windows=config.window_pages and saves and not plain_only)
     check_groups(groups, part.layers)
-    if part.attention_cap and config.invariant:
+    if part.eager_attention and config.invariant:
         raise ConfigError(
-            f"attn_logit_softcapping of {part.architecture} has no attention whose results are independent of the "
+            f"{part.eager_attention} of {part.architecture} has no attention whose results are independent of the "
             "chunks of prompts; leave --enable-deterministic-inference out"
         )
-    if part.attention_cap and plain_only:
+    if part.eager_attention and plain_only:
         raise ConfigError(
-            f"attn_logit_softcapping of {part.architecture} is neither for speculative decoding nor for a cache in "
+            f"{part.eager_attention} of {part.architecture} is neither for speculative decoding nor for a cache in "
             "fewer bits; leave --speculative-algorithm and --kv-cache-dtype out"
         )
     if part.latent is not None and config.invariant:

@@ -109,6 +109,7 @@ BUILT_IN = (
     Entry("Glm4ForCausalLM", "kernels.models.glm4"),
     Entry("Glm4MoeLiteForCausalLM", "kernels.models.glm4_moe_lite"),
     Entry("GlmForCausalLM", "kernels.models.glm"),
+    Entry("GptOssForCausalLM", "kernels.models.gpt_oss"),
     Entry("GraniteForCausalLM", "kernels.models.granite"),
     Entry("InternLM2ForCausalLM", "kernels.models.internlm2"),
     Entry("LlamaForCausalLM", "kernels.models.llama", gguf="llama", gguf_window="ignored"),
@@ -311,7 +312,7 @@ def families() -> tuple[Support, ...]:
                 windows=any(config.windows),
                 tied=not any(spec.role is Role.OUTPUT for spec in specs),
                 quantizable=any(spec.quantizable for spec in specs),
-                eager=config.attention_cap > 0 or config.latent is not None,
+                eager=bool(config.eager_attention) or config.latent is not None,
                 plain=_is_plain(config),
             )
         )
@@ -320,7 +321,7 @@ def families() -> tuple[Support, ...]:
 
 def _is_plain(config: ModelConfig) -> bool:
     scales = {config.embedding_scale, config.residual_scale, config.logit_scale}
-    capped = config.logit_cap > 0 or config.attention_cap > 0
+    capped = config.logit_cap > 0 or bool(config.eager_attention)
     routed = config.experts is not None and (config.experts.scores != "softmax" or config.experts.scale != 1.0)
     plain = config.latent is None and not routed and not capped
     return config.activation == "silu" and scales == {1.0} and not config.layer_norms and plain

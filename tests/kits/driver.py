@@ -21,9 +21,11 @@ __all__ = [
     "DENSE",
     "EXPERTS",
     "FAMILIES",
+    "GPT_OSS",
     "GREEDY",
     "LATENT",
     "LLAMA3_ROPE",
+    "ROUTED",
     "SHARED",
     "SPARSE",
     "VOCAB",
@@ -266,6 +268,20 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with latent attent
 }
 
 SHARED = EXPERTS | {"shared_expert_intermediate_size": 96}
+
+GPT_OSS = {
+    "num_hidden_layers": 4,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "sliding_window": 21,
+    "rope_parameters": YARN_ROPE | {"truncate": False},
+    "attn_implementation": "eager",  # which has sinks
+}
+
+ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, gates or attention of their own
+    "gpt-oss": ("GptOss", GPT_OSS),
+}
 
 SPARSE: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 21}),

@@ -58,17 +58,26 @@ class AttentionLayer(Protocol):
 
 class SelfAttention:
     """Attention of normed tokens, projected back. ``qkv``: the heads of queries, keys and values. ``norm``: of query
-    and key heads."""
+    and key heads. ``sinks`` float32 [heads]: as ``Attention.attend_rows``."""
 
     def __init__(
-        self, builder: LayerBuilder, config: ModelConfig, qkv: Linear, output: Linear, window: int, norm: Norm | None
+        self,
+        builder: LayerBuilder,
+        config: ModelConfig,
+        qkv: Linear,
+        output: Linear,
+        window: int,
+        *,
+        norm: Norm | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         self.attention, self.rows, self.qkv, self.output = builder.ops.attention, builder.rows, qkv, output
         self.heads, self.total, self.dim = config.heads, config.heads + 2 * config.kv_heads, config.head_dim
         self.window, self.norm, self.cap = window, norm, config.attention_cap
         self.scale = config.attention_scale or config.head_dim**-0.5
         refuse = builder.ops.elementwise.compose(lambda x: x, lambda x: x)
-        self._uncaptured = refuse if self.cap else None  # capped attention reads the host's rows
+        self.sinks = sinks
+        self._uncaptured = refuse if config.eager_attention else None  # it reads the host's rows
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
@@ -80,8 +89,8 @@ class SelfAttention:
             found = self.attention.attend(queries, cache, batch.plans[self.window], self.scale)
         else:
             queries, rows = self._uncaptured(queries), batch.rows
-            assert rows is not None, "capped attention is part of no captured pass"
-            found = self.attention.attend_capped(queries, cache, rows, self.window, self.scale, self.cap)
+            assert rows is not None, "such attention is part of no captured pass"
+            found = self.attention.attend_rows(queries, cache, rows, self.window, self.scale, self.cap, self.sinks)
         if wanted is not None:
             found = found.index_select(0, wanted)
             if self.rows is not None:
@@ -99,7 +108,8 @@ def attention(
             *names, *counts, config.norm_eps, order=gqa.head_order(config), offset=config.norm_offset
         )
     qkv = gqa.projection(builder, config, f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj")
-    return SelfAttention(builder, config, qkv, builder.row_parallel(f"{module}.o_proj"), window, norm)
+    sinks = builder.source.take([f"{module}.sinks"]) if config.sinks else None
+    return SelfAttention(builder, config, qkv, builder.row_parallel(f"{module}.o_proj"), window, norm=norm, sinks=sinks)
 
 
 def wide_attention(builder: LayerBuilder, config: ModelConfig, module: str, window: int) -> SelfAttention:
@@ -118,7 +128,7 @@ def wide_attention(builder: LayerBuilder, config: ModelConfig, module: str, wind
         elementwise.add_rows(values, None, out[:, last:])
         return out
 
-    return SelfAttention(builder, config, qkv, builder.row_parallel(f"{module}.o_proj"), window, None)
+    return SelfAttention(builder, config, qkv, builder.row_parallel(f"{module}.o_proj"), window)
 
 
 def wide_norm(builder: LayerBuilder, module: str, eps: float) -> Norm | Linear:

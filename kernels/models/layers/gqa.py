@@ -16,7 +16,7 @@ from kernels.devices.linear import NormThenLinear, ResidualLinear
 from kernels.models.config import ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.rotary import rotary_order
-from kernels.weights.tensors import TensorSpec, by_inputs, by_outputs, linear, norm
+from kernels.weights.tensors import GgufPlace, Role, TensorSpec, by_inputs, by_outputs, linear, norm
 
 __all__ = ["Attention", "Heads", "attention", "caches", "head_order", "projection", "tensors"]
 
@@ -36,6 +36,9 @@ def tensors(config: ModelConfig, module: str, gguf: str, interleaved: bool = Fal
     yield from linear(
         f"{module}.o_proj", (hidden, queries), by_inputs(queries, heads), f"{gguf}_output", bias=config.output_bias
     )
+    if config.sinks:
+        place = GgufPlace(f"{gguf}_sinks.weight")
+        yield TensorSpec(f"{module}.sinks", (heads,), Role.WIDE, by_outputs((heads, heads)), place)
     if config.qk_norm:
         yield norm(f"{module}.q_norm", dim, f"{gguf}_q_norm")
         yield norm(f"{module}.k_norm", dim, f"{gguf}_k_norm")
