@@ -12,9 +12,8 @@ __all__ = ["REFUSALS"]
 _TABLE: tuple[Refused, ...] = (
     Refused(
         group="Model and tokenizer",
-        reason="code from model repositories is never run",
-        remedy="leave it out; supported architectures need no code",
-        flags=("trust-remote-code",),
+        reason="code of a checkpoint comes from the revision of its weights",
+        remedy="use --revision",
         unset=("code-revision",),
     ),
     Refused(
@@ -169,12 +168,6 @@ _TABLE: tuple[Refused, ...] = (
             "ds-heavy-channel-type": "qk",
             "ds-sparse-decode-threshold": 4096,
         },
-    ),
-    Refused(
-        group="Model and tokenizer",
-        reason="the engine has only its own model implementations",
-        remedy="leave it out or give auto",
-        only={"model-impl": ("auto", "troupe")},
     ),
     Refused(
         group="Weight loading",

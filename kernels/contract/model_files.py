@@ -9,7 +9,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-__all__ = ["GgufHeader", "gguf_config", "gguf_generation_config", "read_gguf_header", "read_gguf_text"]
+__all__ = ["LENGTH_KEYS", "GgufHeader", "gguf_config", "gguf_generation_config", "read_gguf_header", "read_gguf_text"]
+
+LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
+"""What config.json calls the most tokens of a sequence."""
 
 _HEADER = "kernels.weights.gguf.header"
 _DESCRIPTION = "kernels.models.gguf_description"

@@ -32,6 +32,7 @@ __all__ = [
     "Entry",
     "Family",
     "Support",
+    "UnknownArchitecture",
     "build",
     "caches",
     "entries",
@@ -42,6 +43,10 @@ __all__ = [
 ]
 
 GROUP = "troupe.models"
+
+
+class UnknownArchitecture(ConfigError):
+    """No family is for the architectures of config.json."""
 
 
 class Family(Protocol):
@@ -133,7 +138,7 @@ def entries() -> dict[str, Entry]:
 
 
 def find(architectures: Iterable[object]) -> tuple[str, Family]:
-    """The first of ``architectures`` that is supported, and its family. Raises ConfigError that names all that are.
+    """The first of ``architectures`` that is supported, and its family. Raises UnknownArchitecture, naming all others.
 
     A decoder that generates text is also found under the names of its forms that embed, classify or reward
     (``kernels.contract.pooling.base_architecture``).
@@ -145,7 +150,7 @@ def find(architectures: Iterable[object]) -> tuple[str, Family]:
             entry = known.get(base_architecture(name)) if isinstance(name, str) else None
             if isinstance(name, str) and entry is not None:
                 return name, _load(entry)
-        raise ConfigError(
+        raise UnknownArchitecture(
             f"no supported architecture in config.json (architectures: {names}); "
             f"supported are {', '.join(sorted(known))}"
         )
@@ -184,6 +189,8 @@ def tensors(config: ModelConfig) -> Tensors:
     """The declared tensors of a whole model, by name."""
     from kernels.weights.tensors import table_of
 
+    if config.code is not None:  # transformers reads them
+        return {}
     declared = find([config.architecture])[1].tensors(config)
     if config.pooling is not None and config.architecture not in ENCODERS:
         declared = _pooled(config, declared)
@@ -205,7 +212,12 @@ def _pooled(config: ModelConfig, declared: Iterable[TensorSpec]) -> Iterator[Ten
 
 def caches(config: ModelConfig, windows: bool = False) -> tuple[CacheGroup, ...]:
     """The caches of one rank's layers. ``windows``: whether layers with a sliding window keep only it."""
-    found = find([config.architecture])[1].caches(config)
+    if config.code is not None:
+        from kernels.models.fallback import model as fallback
+
+        found = fallback.caches(config)
+    else:
+        found = find([config.architecture])[1].caches(config)
     return found if windows or not any(config.windows) else keep_all(found)
 
 
@@ -217,6 +229,10 @@ def build(config: ModelConfig, make: ModelBuilder) -> Decoder | Encoder:
         raise ConfigError(
             f"the layers to capture, {list(captures)}, must be different ones of this model's 0 to {config.layers - 1}"
         )
+    if config.code is not None:
+        from kernels.models.fallback import model as fallback
+
+        return fallback.build(config, make)
     return find([config.architecture])[1].build(config, make)
 
 

@@ -115,7 +115,7 @@ class LatentAttention:
         attention.rotate(turning, cos, sin, out=turned)
         queries = torch.cat((queries[..., : sizes.plain_dim], turned[:, :-1]), -1)
         attention.write_latent(cache, batch.cache_index, torch.cat((self.norm(latent.contiguous()), turned[:, -1]), 1))
-        found = attention.attend_latent(queries, cache, batch.latent, self.expansion, self.scale).flatten(1)
+        found = attention.attend_latent(queries, cache, batch, self.expansion, self.scale).flatten(1)
         if wanted is not None:
             found = found.index_select(0, wanted)
             if self.rows is not None:
