@@ -10,6 +10,7 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -115,8 +116,16 @@ def attention(
 def wide_attention(builder: LayerBuilder, config: ModelConfig, module: str, window: int) -> SelfAttention:
     """The layer of ``gqa.tensors`` with norms over the width of all query heads, and of all key heads."""
     elementwise, total = builder.ops.elementwise, (config.heads + 2 * config.kv_heads) * config.head_dim
-    projections = [builder.linear(f"{module}.{part}_proj") for part in "qkv"]
-    norms = [wide_norm(builder, f"{module}.{part}_norm", config.norm_eps) for part in "qk"]
+    order = gqa.head_order(config)
+    norms, projections = [], []
+    for part, count in (("q", config.heads), ("k", config.kv_heads)):
+        places = None
+        if order is not None:
+            places = [head * config.head_dim + place for head in range(count) for place in order]
+        name = f"{module}.{part}_proj"
+        projections.append(builder.linear(name) if places is None else builder.ordered(places, name))
+        norms.append(wide_norm(builder, f"{module}.{part}_norm", config.norm_eps, places))
+    projections.append(builder.linear(f"{module}.v_proj"))
     first = config.heads * config.head_dim
     last = first + config.kv_heads * config.head_dim
 
@@ -131,11 +140,16 @@ def wide_attention(builder: LayerBuilder, config: ModelConfig, module: str, wind
     return SelfAttention(builder, config, qkv, builder.row_parallel(f"{module}.o_proj"), window)
 
 
-def wide_norm(builder: LayerBuilder, module: str, eps: float) -> Norm | Linear:
-    """A norm over the width of all heads, of which each rank has some."""
-    if builder.mesh.size == 1:
+def wide_norm(builder: LayerBuilder, module: str, eps: float, order: Sequence[int] | None = None) -> Norm | Linear:
+    """A norm over the width of all heads, of which each rank has some. ``order``: of its numbers."""
+    mesh = builder.mesh
+    if mesh.size == 1 and order is None:
         return builder.norm(module, eps)
-    weight, mesh = builder.source.take([f"{module}.weight"]), builder.mesh
+    weight = builder.source.take([f"{module}.weight"])
+    if order is not None:
+        weight = weight[list(order)]
+    if mesh.size == 1:
+        return builder.ops.elementwise.make_norm(weight, eps)
 
     def normed(x: Tensor) -> Tensor:
         wide = x.float()
