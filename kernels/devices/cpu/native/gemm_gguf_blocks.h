@@ -142,11 +142,7 @@ struct BlockProduct<BITS>::Supers {
     const uint8_t* part(int64_t line) const { return block + line / (GROUP ? 8 : of_lines) * part_size; }
     int64_t place(int64_t line) const { return line % (GROUP ? 8 : of_lines); }
     const uint8_t* cell(int64_t line) const { return part(line) + factors + place(line) * cell_size; }
-    void fetch(int64_t line) const {
-        const char* from = reinterpret_cast<const char*>(cell(line) + PREFETCHED);
-#pragma GCC unroll 16
-        for (int64_t i = 0; i < CELL * BITS / 8; i += LINE) prefetch(from + i);
-    }
+    void fetch(int64_t line) const { fetch_cell<BITS>(cell(line), GROUP ? 0 : LINE * (1 + ZEROS)); }  // and the factors of a single cell
     const uint8_t* of_group(int64_t line, int64_t half) const {
         return part(line) + LINE * (1 + ZEROS) + place(line) * (GROUP == TILE ? 2 : 1) * WIDE + half * TILE;
     }
