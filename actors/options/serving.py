@@ -400,6 +400,28 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         ),
     ] = None
 
+    multi_item_scoring_delimiter: Annotated[
+        int | None,
+        Option(
+            group="API",
+            default_text="none",
+            minimum=0,
+            maximum=2**31 - 1,
+            metavar="TOKEN",
+            help="Token id that stands between query and item where /v1/score scores label_token_ids. Each item reads "
+            "the query, this token and itself.",
+        ),
+    ] = None
+
+    enable_return_hidden_states: Annotated[
+        bool,
+        Option(
+            group="API",
+            help="Requests may set return_hidden_states: /generate, chats and completions then return final hidden "
+            "states. Such a request computes its whole prompt and drafts no tokens.",
+        ),
+    ] = False
+
     enable_cache_report: Annotated[
         bool,
         Option(

@@ -52,6 +52,7 @@ class Emission(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cached_tokens: int = 0
     ended: Ended | None = None
     drafted: int = 0  # draft tokens that were verified for these tokens; all but one of the tokens were among them
+    states: bytes = b""  # float32 [tokens, hidden]: of the tokens before each of these, the prompt's with the first
     vector: bytes = b""  # float32: of a task whose result is a vector, with the sequence's end
 
 

@@ -34,7 +34,7 @@ from actors.protocol.requests import (
     SamplingParams,
     Thought,
 )
-from actors.requests.admission import Ticket, TicketOffice
+from actors.requests.admission import AdmissionControl, Ticket
 from actors.requests.grammar_compiles import GrammarCompiles
 from actors.requests.router import Route, Router
 from actors.requests.sampling_rules import resolve, slot_sampling, validate
@@ -120,7 +120,7 @@ class Intake:
         timelines: Timelines,
         faults: FaultInjector | None = None,
     ) -> None:
-        self.tickets = TicketOffice(
+        self.tickets = AdmissionControl(
             max_sequences=arguments.max_running_requests + arguments.max_queued_requests,
             max_tokens=arguments.max_queued_tokens,
             tenants=max(1, len(arguments.api_keys)),
@@ -246,6 +246,13 @@ class Intake:
             self._check_grammar()
         if params.prediction:
             self._check_prediction(params.prediction)
+        if params.hidden_states and not self._arguments.enable_return_hidden_states:
+            raise InvalidRequest(
+                "hidden_states: this server returns none. Leave it out, or start the server with "
+                "--enable-return-hidden-states.",
+                param="hidden_states",
+                code="unsupported_parameter",
+            )
         if params.n > 1 and params.n * (params.max_tokens or 1) > _CHOICES_PER_CONTEXT * model.context_length:
             most = _CHOICES_PER_CONTEXT * model.context_length
             raise InvalidRequest(
@@ -368,9 +375,33 @@ class Intake:
             if room < 1 or (max_tokens is not None and max_tokens > room):
                 raise self._model.too_long(len(ids), max_tokens)
         if max_tokens is None:
-            max_tokens = min(default, room, _most_scored_tokens(len(ids), params))
+            most = min(_most_scored_tokens(len(ids), params), self._most_state_tokens(len(ids), params))
+            max_tokens = min(default, room, most)
         _check_logprobs(len(ids), max_tokens, params)
+        self._check_states(len(ids), max_tokens, params)
         return ids, max_tokens
+
+    def _most_state_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
+        """The most output tokens of a choice whose hidden states may all be answered; at least one."""
+        if not params.hidden_states:
+            return _MAX_TOKENS
+        return max(LIMITS.state_numbers // (params.n * max(self._state_size, 1)) - prompt_tokens, 1)
+
+    def _check_states(self, prompt_tokens: int, max_tokens: int, params: SamplingParams) -> None:
+        """Raise InvalidRequest for more hidden states than one answer may have."""
+        numbers = params.n * (prompt_tokens + max_tokens) * self._state_size
+        if params.hidden_states and numbers > LIMITS.state_numbers:
+            raise InvalidRequest(
+                f"hidden_states: {prompt_tokens} prompt tokens and up to {max_tokens} output tokens, times {params.n} "
+                f"choices of {self._state_size} numbers a token, are {numbers} numbers; at most "
+                f"{LIMITS.state_numbers} are answered. Ask for fewer tokens or choices.",
+                param="hidden_states",
+                code="too_many_hidden_states",
+            )
+
+    @property
+    def _state_size(self) -> int:
+        return self._model.info.hidden_size if self._model.info is not None else 0
 
     def _write_down(
         self,

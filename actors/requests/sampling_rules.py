@@ -57,7 +57,7 @@ def validate(params: SamplingParams, *, vocab_size: int | None = None, limits: L
             limits.draft_tokens,
             "1 decodes token by token; leave it out for the server's number.",
         )
-    for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "speculative"):
+    for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "speculative", "hidden_states"):
         if not isinstance(getattr(params, name), bool):
             raise _invalid(name, f"{name} must be true or false.")
     if not isinstance(params.prediction, str):
@@ -144,8 +144,9 @@ def slot_sampling(
         allowed_ids=tuple(params.allowed_token_ids or ()),
         bad_words=tuple(tuple(word) for word in bad_words),
         thought_budget=params.thought_budget,
-        logprobs=-1 if params.logprobs is None else params.logprobs,
+        logprobs=_logprobs(params),
         prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        hidden_states=params.hidden_states,
         max_drafts=_max_drafts(params),
         grammar=params.grammar,
         grammar_after=grammar_start[0],
@@ -154,8 +155,15 @@ def slot_sampling(
     )
 
 
+def _logprobs(params: SamplingParams) -> int:
+    """A slot that returns hidden states needs log-probabilities: without them a step may keep no states."""
+    if params.logprobs is None:
+        return 0 if params.hidden_states else -1
+    return params.logprobs
+
+
 def _max_drafts(params: SamplingParams) -> int:
-    if not params.speculative:
+    if not params.speculative or params.hidden_states:
         return 0
     return -1 if params.speculative_num_draft_tokens is None else params.speculative_num_draft_tokens - 1
 

@@ -16,11 +16,11 @@ from actors.scheduling.config import PlannerConfig
 from actors.scheduling.fairness import FairShare
 from actors.scheduling.planning import CacheMessage, CacheReply, StepPlanning, too_large
 from actors.scheduling.policy import Policy
-from actors.scheduling.scores import PromptScores, StepScores, join, pooled_vectors
+from actors.scheduling.scores import PromptScores, StepScores, join, pooled_vectors, row_states
 from actors.scheduling.sequence import Sequence, Status
 from actors.scheduling.sequence_table import Move, SequenceTable
 from actors.scheduling.speculation.draft_limits import DraftLimits, draft_limit
-from actors.scheduling.step_builder import Chunk, Flight
+from actors.scheduling.step_builder import Chunk, InFlightStep
 from kernels.contract.grammar import Grammar
 from kernels.contract.info import ModelInfo
 from kernels.contract.step import StepBatch, StepResult
@@ -64,7 +64,7 @@ class Planner:
         self._policy = Policy(config, shares)
         self._table = SequenceTable(config, shares)
         self._planning = StepPlanning(config, self._policy, self._table)
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[InFlightStep] = deque()
         self._deadlines: list[tuple[float, int]] = []
         self._start_limits: list[tuple[float, int]] = []
         self._info: ModelInfo | None = None
@@ -300,6 +300,7 @@ class Planner:
         scores = StepScores(result) if result.logprobs else None
         prompts = PromptScores(result) if result.prompt_rows else None
         vectors = pooled_vectors(result) if result.pooled_rows else {}
+        states = row_states(result.states) if result.states is not None else {}
         failed = {(error.slot, error.generation): error for error in result.failed}
         if self._draft_limits is not None and (flight.adapted or flight.decodes < len(flight.samples)):
             self._draft_limits.learn(flight, result)
@@ -324,9 +325,11 @@ class Planner:
                 ran.append((sequence, row < flight.decodes))
             if prompts is not None and (part := prompts.of(row)) is not None:
                 sequence.prompt_parts.append(part)
+            if row in states:
+                sequence.states += states[row]
             if row < speculating:
                 emission = self._accept(sequence, tokens[at:index], flight.max_extra[row], drafted[row], scores, at)
-                emissions.append(_with_vector(emission, vectors, row))
+                emissions.append(_with_vectors(emission, sequence, vectors, row))
                 continue
             if got != samples:
                 raise RuntimeError(f"step {result.number} was to sample {samples} tokens in row {row} but has {got}")
@@ -336,7 +339,7 @@ class Planner:
                 self._table.filled_page(sequence)
             if samples:
                 emission = self._emit(sequence, tokens[at], None if scores is None else scores.at(at))
-                emissions.append(_with_vector(emission, vectors, row))
+                emissions.append(_with_vectors(emission, sequence, vectors, row))
         for sequence, decode in ran:
             self._suspects.ran(sequence.id, sequence.computed, decode=decode)
         return emissions
@@ -388,8 +391,13 @@ class Planner:
         return Emission(sequence.id, start, (token,), scores, prompt_scores, sequence.cached_tokens, ended)
 
 
-def _with_vector(emission: Emission, vectors: dict[int, bytes], row: int) -> Emission:
-    """Add the pooled vector of the row, if there is one. ``vectors``: pooled vectors of the step, by row."""
+def _with_vectors(emission: Emission, sequence: Sequence, vectors: dict[int, bytes], row: int) -> Emission:
+    """Add the pooled vector of the row, if there is one, and the states of the sequence that were not emitted.
+    ``vectors``: pooled vectors of the step, by row."""
+    if sequence.states:
+        # The states before an output token were emitted with it, and are computed again after an interruption.
+        states, sequence.states = sequence.states[-1:] if emission.start else sequence.states, []
+        return msgspec.structs.replace(emission, states=b"".join(states))
     if not vectors or row not in vectors:
         return emission
     return msgspec.structs.replace(emission, vector=vectors[row])

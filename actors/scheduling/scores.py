@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 
 from actors.protocol import TokenScores
-from kernels.contract.step import StepResult
+from kernels.contract.step import StepResult, TokenStates
 
-__all__ = ["PromptScores", "StepScores", "join", "pooled_vectors"]
+__all__ = ["PromptScores", "StepScores", "join", "pooled_vectors", "row_states"]
 
 _BYTES = 4  # of an int32 and of a float32
 
@@ -78,6 +80,15 @@ def pooled_vectors(result: StepResult) -> dict[int, bytes]:
     ends = 4 * np.cumsum(np.frombuffer(result.pooled_sizes, dtype=np.int32))
     begins = [0, *ends.tolist()]
     return {row: result.pooled[begin:end] for row, begin, end in zip(rows, begins, ends.tolist(), strict=False)}
+
+
+def row_states(found: TokenStates) -> dict[int, list[bytes]]:
+    """The final hidden states of a step's tokens, each float32, by row."""
+    rows: list[int] = np.frombuffer(found.rows, dtype=np.int32).tolist()
+    counts: list[int] = np.frombuffer(found.counts, dtype=np.int32).tolist()
+    size = len(found.hidden) // sum(counts)
+    states = iter([found.hidden[begin : begin + size] for begin in range(0, len(found.hidden), size)])
+    return {row: list(itertools.islice(states, count)) for row, count in zip(rows, counts, strict=True)}
 
 
 def join(parts: list[TokenScores]) -> TokenScores:

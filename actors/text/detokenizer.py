@@ -126,7 +126,12 @@ class Detokenizer(Actor[DetokenizerProtocol]):
         if emission.drafted and tokens:
             entry.acceptance = (entry.acceptance or Acceptance()).and_step(emission.drafted, len(emission.tokens) - 1)
         ended = emission.ended
-        scores = self._scores(tokens, emission.scores, skip=known - emission.start) if emission.scores else None
+        scores = (
+            self._scores(tokens, emission.scores, skip=known - emission.start)
+            if emission.scores and entry.params.logprobs is not None
+            else None
+        )
+        states = emission.states if tokens else b""
         prompt_scores = None if entry.prompt_sent else self._prompt_scores(entry, emission.prompt_scores)
 
         text, matched, used = self._push(entry, tokens, ended)
@@ -139,6 +144,7 @@ class Detokenizer(Actor[DetokenizerProtocol]):
                 text=text,
                 logprobs=scores,
                 prompt_logprobs=prompt_scores,
+                hidden_states=states,
                 finish_reason="stop",
                 matched_stop=matched,
             )
@@ -151,6 +157,7 @@ class Detokenizer(Actor[DetokenizerProtocol]):
                 text=text,
                 logprobs=scores,
                 prompt_logprobs=prompt_scores,
+                hidden_states=states,
                 finish_reason=finish,
                 matched_stop=ended.matched if ended is not None else None,
             )

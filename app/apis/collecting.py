@@ -7,14 +7,15 @@ from typing import Literal
 
 from actors.protocol.requests import Delta, FinishReason, RequestAborted, TokenLogprob, Usage
 
-__all__ = ["Collected", "collect"]
+__all__ = ["CollectedChoice", "collect"]
 
 
-class Collected:
+class CollectedChoice:
     """The deltas of one choice, collected."""
 
     __slots__ = (
         "finish_reason",
+        "hidden_states",
         "logprobs",
         "matched_stop",
         "prompt_logprobs",
@@ -28,6 +29,7 @@ class Collected:
         self.text: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.hidden_states: list[bytes] = []
         self.prompt_logprobs: tuple[TokenLogprob, ...] | None = None
         self.prompt_token_ids: tuple[int, ...] | None = None
         self.finish_reason: FinishReason | Literal["abort"] | None = None
@@ -40,6 +42,8 @@ class Collected:
         self.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
             self.logprobs.extend(delta.logprobs)
+        if delta.hidden_states:
+            self.hidden_states.append(delta.hidden_states)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         if delta.prompt_token_ids is not None:
@@ -50,10 +54,10 @@ class Collected:
             self.matched_stop = delta.matched_stop
 
 
-async def collect(stream: AsyncIterable[Delta], choices: int, *, keep_aborted: bool = False) -> list[Collected]:
+async def collect(stream: AsyncIterable[Delta], choices: int, *, keep_aborted: bool = False) -> list[CollectedChoice]:
     """Collect every choice of a stream. An abort raises RequestAborted, or with ``keep_aborted`` returns what
     arrived."""
-    collected = [Collected() for _ in range(choices)]
+    collected = [CollectedChoice() for _ in range(choices)]
     try:
         async for delta in stream:
             collected[delta.index].add(delta)

@@ -36,6 +36,7 @@ __all__ = [
     "StepResult",
     "StepTiming",
     "ThoughtBudget",
+    "TokenStates",
 ]
 
 
@@ -71,6 +72,7 @@ class SlotSampling(msgspec.Struct, frozen=True, omit_defaults=True, array_like=T
     thought_budget: ThoughtBudget | None = None
     logprobs: int = -1  # -1: none; 0: the sampled token's; k: and the k most likely
     prompt_logprobs: int = -1  # the same for each prompt token
+    hidden_states: bool = False  # whether the final hidden states of the tokens that its rows run are returned
     max_drafts: int = -1  # draft tokens that a step verifies of this request; -1: as many as the runner does
     grammar: Grammar | None = None  # what the output must match
     grammar_after: tuple[int, ...] = ()  # tokens behind which the grammar begins; empty: with the first
@@ -117,9 +119,9 @@ class StepBatch(msgspec.Struct, frozen=True, array_like=True):
 
 class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     """Times of a step in seconds. ``queued``: from sending to start. ``prepare``: building inputs; ``draft``: the part
-    of it for observing and drafting. ``run``: model and sampling. ``whole``: from sending, or from the answer before if
+    of it for observing and drafting. ``run``: model and sampling. ``total``: from sending, or from the answer before if
     that was later, to the answer (in a runner alone: from the start, or the end of the step before). ``observe``: the
-    part of ``whole`` in which a draft observed earlier steps; set by a runner on the CPU for decodes without draft
+    part of ``total`` in which a draft observed earlier steps; set by a runner on the CPU for decodes without draft
     tokens, and for steps that waited for idle work.
 
     ``graph_rows``: rows that ran in a captured graph.
@@ -130,7 +132,7 @@ class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     run: float = 0.0
     graph_rows: int = 0
     draft: float = 0.0
-    whole: float = 0.0
+    total: float = 0.0
     observe: float = 0.0
 
 
@@ -141,6 +143,14 @@ class RowError(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     message: str
     invalid: bool = False
+
+
+class TokenStates(msgspec.Struct, frozen=True, array_like=True):
+    """The final hidden states of all tokens that rows ran."""
+
+    rows: bytes  # int32: indices of the rows
+    counts: bytes  # int32 [rows]: the tokens that each ran
+    hidden: bytes  # float32 [sum(counts), hidden]
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -168,3 +178,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     pooled_rows: bytes = b""  # int32: indices of rows that carry a pooled vector
     pooled_sizes: bytes = b""  # int32 per such row: numbers of its vector
     pooled: bytes = b""  # float32 [sum(pooled_sizes)]
+    states: TokenStates | None = None  # of rows whose requests return them

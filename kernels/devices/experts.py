@@ -29,10 +29,12 @@ from kernels.weights.quantization.weights import (
 )
 
 __all__ = [
+    "ClampedGate",
     "ExpertInputs",
     "ExpertLayers",
     "ExpertWeights",
     "ExpertsInTurn",
+    "Routing",
     "StackedExperts",
     "choose",
     "may_be_dense",
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 _Stack = TypeVar("_Stack")
+_LEAST = 1e-20  # where all chosen scores are 0
 _BLOCK = 1 << 22  # elements of rows that are prepared at a time
 
 
@@ -53,11 +56,61 @@ class ExpertWeights:
     down_bias: Tensor | None
 
 
-def choose(logits: Tensor, chosen: int, normalized: bool) -> tuple[Tensor, Tensor]:
-    """``logits`` [tokens, experts] -> the weights float32 [tokens, chosen] of the experts that each token takes, which
-    are those of a softmax over all, and the experts int64. ``normalized``: the weights add up to one."""
-    weights, experts = logits.softmax(-1, dtype=torch.float32).topk(chosen, -1)
-    return weights / weights.sum(-1, keepdim=True) if normalized else weights, experts
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """How a token's experts follow from a logit for each.
+
+    The ``chosen`` experts of the best ``scores`` (softmax | sigmoid), which are their weights; ``normalized``: divided
+    by their sum; then times ``scale``. ``correction`` float32 [experts] is added to the scores for the choice alone
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). With several ``groups`` of experts only those of the ``top_groups``
+    best are chosen (DeepSeek-V2, arXiv 2405.04434, section 2.2.2); a group is as good as its best expert, or as the sum
+    of its two best (``pair_sum``).
+    """
+
+    chosen: int
+    normalized: bool
+    scores: str = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    pair_sum: bool = False
+    scale: float = 1.0
+    correction: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a softmax and no more, which devices have kernels for."""
+        return self.scores == "softmax" and self.groups == 1 and self.scale == 1.0 and self.correction is None
+
+
+def choose(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """``logits`` [tokens, experts] -> the weights float32 [tokens, chosen] of the experts that each token takes, and
+    the experts int64."""
+    scores = logits.float().sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1, dtype=torch.float32)
+    ranked = scores if routing.correction is None else scores + routing.correction
+    if routing.groups > 1:
+        grouped = ranked.unflatten(-1, (routing.groups, -1))
+        best = grouped.topk(2, -1).values.sum(-1) if routing.pair_sum else grouped.amax(-1)
+        others = torch.ones_like(best, dtype=torch.bool).scatter_(1, best.topk(routing.top_groups, -1).indices, False)
+        ranked = grouped.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(1)
+    experts = ranked.topk(routing.chosen, -1).indices
+    weights = scores.gather(1, experts)
+    if routing.normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + _LEAST)
+    return weights * routing.scale if routing.scale != 1.0 else weights, experts
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """``(up + 1) * gate * sigmoid(alpha * gate)`` of gate | up [tokens, 2 * n], gates of at most ``limit`` and others
+    within it (gpt-oss, arXiv 2508.10925)."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        gate = gate.clamp(max=self.limit)
+        return (up.clamp(-self.limit, self.limit) + 1.0) * (gate * torch.sigmoid(self.alpha * gate))
 
 
 class ExpertsInTurn:
@@ -70,19 +123,17 @@ class ExpertsInTurn:
         self,
         router: Callable[[Tensor], Tensor],
         experts: Sequence[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]],
-        chosen: int,
-        normalized: bool,
+        routing: Routing,
     ) -> None:
         self.router = router
         self.experts = tuple(experts)
-        self.chosen = chosen
-        self.normalized = normalized
+        self.routing = routing
 
     def __call__(self, x: Tensor) -> Tensor:
-        weights, experts = choose(self.router(x), self.chosen, self.normalized)
+        weights, experts = choose(self.router(x), self.routing)
         order = experts.flatten().argsort(stable=True)
         counts = experts.flatten().bincount(minlength=len(self.experts)).tolist()
-        tokens, weights = order // self.chosen, weights.flatten()[order].unsqueeze(1)
+        tokens, weights = order // self.routing.chosen, weights.flatten()[order].unsqueeze(1)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         begin = 0
         for count, (gate_up, down) in zip(counts, self.experts, strict=True):
@@ -96,13 +147,10 @@ class ExpertsInTurn:
 class StackedExperts(ABC, Generic[_Stack]):
     """[tokens, hidden] -> [tokens, hidden]. ``router``: to a logit for each expert. ``gate_up``, ``down``: of all."""
 
-    def __init__(
-        self, router: Callable[[Tensor], Tensor], experts: Sequence[ExpertWeights], chosen: int, normalized: bool
-    ) -> None:
+    def __init__(self, router: Callable[[Tensor], Tensor], experts: Sequence[ExpertWeights], routing: Routing) -> None:
         self.router = router
         self.count = len(experts)
-        self.chosen = chosen
-        self.normalized = normalized
+        self.routing = routing
         self.gate_up = self.stack([expert.gate_up for expert in experts])
         self.down = self.stack([expert.down for expert in experts])
 
@@ -162,9 +210,15 @@ def may_be_dense(weight: QuantizedWeight) -> bool:
     return not (isinstance(weight, Int8Weight) and isinstance(weight.activation, StaticActivation))
 
 
-def refusal(experts: Sequence[ExpertWeights], kind: Callable[[Tensor | QuantizedWeight], object]) -> str | None:
+def refusal(
+    experts: Sequence[ExpertWeights],
+    kind: Callable[[Tensor | QuantizedWeight], object],
+    gate: ClampedGate | None = None,
+) -> str | None:
     """Why experts cannot stand side by side; None: they can. ``kind``: what those of a layer must share, None for a
     weight that there is no kernel for."""
+    if gate is not None:
+        return "their gates are clamped"
     if any(expert.gate_up_bias is not None or expert.down_bias is not None for expert in experts):
         return "they have biases"
     for part in ([expert.gate_up for expert in experts], [expert.down for expert in experts]):
@@ -200,18 +254,35 @@ class ExpertLayers:
         self.reads_back = False
 
     def make(
-        self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool
+        self,
+        router: Tensor,
+        bias: Tensor | None,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        gate: ClampedGate | None = None,
     ) -> Linear:
-        """A layer of experts of which each token takes ``chosen``: [tokens, hidden] -> [tokens, hidden].
+        """A layer of experts of which each token takes a few: [tokens, hidden] -> [tokens, hidden].
 
-        ``router`` [experts, hidden] and ``bias`` [experts] give a logit for each. ``normalized``: the weights of those
-        that are chosen add up to one.
+        ``router`` [experts, hidden] and ``bias`` [experts] give a logit for each. ``gate``: in place of SwiGLU's.
         """
         reason = "there is no kernel for all at once"
-        return self.make_in_turn(self.linear.make_dense(router, bias), experts, chosen, normalized, reason)
+        return self.make_in_turn(self.make_router(router, bias, routing), experts, routing, reason, gate)
+
+    def make_router(self, router: Tensor, bias: Tensor | None, routing: Routing, shared: bool = False) -> Linear:
+        """The logits of experts; in float32 where scores are more than a softmax, which DeepSeek-V3 is trained with.
+        ``shared``: as ``LinearLayers.make_dense``."""
+        if routing.is_plain:
+            return self.linear.make_dense(router, bias, shared)
+        linear = self.linear.make_float_linear(router.float())
+        return linear if bias is None else lambda x: linear(x) + bias
 
     def make_in_turn(
-        self, router: Linear, experts: Sequence[ExpertWeights], chosen: int, normalized: bool, reason: str
+        self,
+        router: Linear,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        reason: str,
+        gate: ClampedGate | None = None,
     ) -> Linear:
         """The same by ``ExpertsInTurn``. ``reason``: for the log."""
         self.reads_back = True
@@ -220,12 +291,19 @@ class ExpertLayers:
         )
         made = [
             (
-                self.linear.make_gated(expert.gate_up, expert.gate_up_bias),
+                self.make_gated(expert, gate),
                 self.linear.make_projection(expert.down, expert.down_bias),
             )
             for expert in experts
         ]
-        return ExpertsInTurn(router, made, chosen, normalized)
+        return ExpertsInTurn(router, made, routing)
+
+    def make_gated(self, expert: ExpertWeights, gate: ClampedGate | None) -> Linear:
+        """The inner activations of an expert."""
+        if gate is None:
+            return self.linear.make_gated(expert.gate_up, expert.gate_up_bias)
+        linear = self.linear.make_projection(expert.gate_up, expert.gate_up_bias)
+        return self.linear.elementwise.compose(lambda x: gate(linear(x)), lambda x: x)
 
     def stackable(
         self, experts: Sequence[ExpertWeights], kind: Callable[[Tensor | QuantizedWeight], object]

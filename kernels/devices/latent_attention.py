@@ -1,17 +1,50 @@
 """Attention over a latent cache in plain torch, for devices without a kernel for it.
 
 One vector of each token stands for the keys and values of all heads (MLA, DeepSeek-AI, arXiv 2405.04434, section 2.1):
-queries come projected into its space, values are its first numbers.
+its first numbers are what ``LatentHeads`` makes them from, its last ones are the rotated part of every key.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
 
-__all__ = ["attend_latent", "make_latent", "write_latent"]
+__all__ = ["LatentHeads", "attend_latent", "attend_latent_heads", "clear_latent", "make_latent", "write_latent"]
+
+_EXPANDED = 128
+"""Queries of a row from which on making keys and values of all tokens costs less than it saves: a query takes
+``2 * rank + rope_dim`` products with each token in the latent space, and ``plain_dim + rope_dim + value_dim`` with keys
+and values, which take ``rank * (plain_dim + value_dim)`` to make; for DeepSeek's sizes 170."""
+_QUERIES = 256  # of a row at a time, so that the scores of a long prompt fit in memory
+_NUMBERS = 1 << 25  # of keys and values that are made at a time
+
+
+@dataclass(frozen=True, eq=False)
+class LatentHeads:
+    """What makes keys and values of the first ``rank`` numbers of latent vectors: ``keys`` [heads, plain_dim, rank] and
+    ``values`` [heads, rank, value_dim]."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def rank(self) -> int:
+        """Numbers of a vector that keys and values are made from."""
+        return self.keys.shape[2]
+
+    def absorb(self, queries: Tensor) -> Tensor:
+        """``queries`` [tokens, heads, plain_dim + rope_dim] -> in latent space [tokens, heads, rank + rope_dim]."""
+        plain, rotated = queries.split((self.keys.shape[1], queries.shape[2] - self.keys.shape[1]), 2)
+        return torch.cat((torch.bmm(plain.transpose(0, 1), self.keys).transpose(0, 1), rotated), 2)
+
+    def expand(self, found: Tensor) -> Tensor:
+        """Sums of latent vectors ``found`` [tokens, heads, rank] -> of values, [tokens, heads, value_dim]."""
+        return torch.bmm(found.transpose(0, 1), self.values).transpose(0, 1)
 
 
 def make_latent(pages: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -19,9 +52,38 @@ def make_latent(pages: int, page_size: int, width: int, dtype: torch.dtype, devi
     return torch.zeros(pages, page_size, width, dtype=dtype, device=device)
 
 
+def clear_latent(caches: Sequence[Tensor], pages: Sequence[int]) -> None:
+    """Zero these pages of ``caches``."""
+    for cache in caches:
+        cache[list(pages)] = 0
+
+
 def write_latent(cache: Tensor, index: Tensor, vectors: Tensor) -> None:
     """Write ``vectors`` [tokens, width] to ``index`` int64 [tokens] (page * page_size + offset)."""
     cache.view(-1, cache.shape[-1]).index_copy_(0, index, vectors)
+
+
+def attend_latent_heads(
+    queries: Tensor, cache: Tensor, rows: AttentionRows, heads: LatentHeads, scale: float
+) -> Tensor:
+    """Causal attention of ``queries`` [tokens, heads, plain_dim + rope_dim] -> [tokens, heads, value_dim].
+
+    The first rows, up to one of many tokens, are attended to in the latent space, the others with keys and values that
+    are made for them.
+    """
+    many = (rows.counts >= _EXPANDED).nonzero()[0]
+    few = int(many[0]) if len(many) else len(rows.counts)
+    tokens = int(rows.counts[:few].sum())
+    out = queries.new_empty(*queries.shape[:2], heads.values.shape[2])
+    if tokens:
+        first = AttentionRows(rows.starts[:few], rows.counts[:few], rows.pages[:few], rows.decodes)
+        out[:tokens] = heads.expand(attend_latent(heads.absorb(queries[:tokens]), cache, first, heads.rank, scale))
+    for row in range(few, len(rows.counts)):
+        start, count = int(rows.starts[row]), int(rows.counts[row])
+        here = slice(tokens, tokens + count)
+        _attend_expanded(queries[here], _vectors(cache, rows, row), heads, start, scale, out[here])
+        tokens += count
+    return out
 
 
 def attend_latent(queries: Tensor, cache: Tensor, rows: AttentionRows, dim: int, scale: float) -> Tensor:
@@ -30,18 +92,53 @@ def attend_latent(queries: Tensor, cache: Tensor, rows: AttentionRows, dim: int,
     dim: numbers of a vector that are its value. The vectors of the queries' own tokens are already in the cache. Only
     positions of the row are read, so that other contents of a page, finite or not, have no effect.
     """
-    page_size, flat = cache.shape[1], cache.view(-1, cache.shape[-1])
     out = queries.new_empty(*queries.shape[:2], dim)
     begin = 0
     for row, (start, count) in enumerate(zip(rows.starts.tolist(), rows.counts.tolist(), strict=True)):
-        end = start + count
-        pages = torch.from_numpy(rows.pages[row, : -(-end // page_size)]).to(cache.device, torch.int64)
-        places = (pages.unsqueeze(1) * page_size + torch.arange(page_size, device=cache.device)).flatten()[:end]
-        keys = flat.index_select(0, places)
-        scores = torch.einsum("qhw,kw->hqk", queries[begin : begin + count], keys).float() * scale
-        seen = torch.arange(start, end, device=cache.device).unsqueeze(1)
-        scores.masked_fill_(torch.arange(end, device=cache.device) > seen, -torch.inf)
-        weights = scores.softmax(-1).to(keys.dtype)
-        out[begin : begin + count] = torch.einsum("hqk,kd->qhd", weights, keys[:, :dim])
+        vectors = _vectors(cache, rows, row)
+        for low in range(0, count, _QUERIES):
+            high = min(low + _QUERIES, count)
+            keys = vectors[: start + high]
+            here = slice(begin + low, begin + high)
+            scores = torch.matmul(queries[here].transpose(0, 1), keys.t())
+            weights = _weights(scores, start + low, scale)
+            out[here] = torch.matmul(weights, keys[:, :dim]).transpose(0, 1)
         begin += count
     return out
+
+
+def _attend_expanded(
+    queries: Tensor, vectors: Tensor, heads: LatentHeads, start: int, scale: float, out: Tensor
+) -> None:
+    """Attention of one row's ``queries`` [count, heads, plain_dim + rope_dim] over ``vectors`` [start + count, width],
+    to ``out`` [count, heads, value_dim]."""
+    count, dim, rank = len(queries), heads.keys.shape[1], heads.rank
+    latent, rotated = vectors[:, :rank], vectors[:, rank:]
+    size = max(1, _NUMBERS // (len(vectors) * (dim + out.shape[2])))
+    for first in range(0, queries.shape[1], size):
+        some = slice(first, first + size)
+        keys = torch.matmul(heads.keys[some], latent.t())  # [heads, plain_dim, tokens]
+        values = torch.matmul(latent, heads.values[some])  # [heads, tokens, value_dim]
+        for low in range(0, count, _QUERIES):
+            high = min(low + _QUERIES, count)
+            plain, turned = queries[low:high, some].transpose(0, 1).split((dim, rotated.shape[1]), 2)
+            end = start + high
+            scores = torch.matmul(plain, keys[..., :end]) + torch.matmul(turned, rotated[:end].t())
+            out[low:high, some] = torch.matmul(_weights(scores, start + low, scale), values[:, :end]).transpose(0, 1)
+
+
+def _vectors(cache: Tensor, rows: AttentionRows, row: int) -> Tensor:
+    """The vectors [tokens, width] that a row sees, its own tokens' among them."""
+    page_size, end = cache.shape[1], int(rows.starts[row] + rows.counts[row])
+    pages = torch.from_numpy(rows.pages[row, : -(-end // page_size)]).to(cache.device, torch.int64)
+    places = (pages.unsqueeze(1) * page_size + torch.arange(page_size, device=cache.device)).flatten()[:end]
+    return cache.view(-1, cache.shape[-1]).index_select(0, places)
+
+
+def _weights(scores: Tensor, first: int, scale: float) -> Tensor:
+    """The weights of ``scores`` [heads, queries, tokens], whose queries stand at ``first ..``, in the same dtype."""
+    wide = scores.float() * scale
+    if scores.shape[1] > 1:
+        tokens = torch.arange(scores.shape[2], device=scores.device)
+        wide.masked_fill_(tokens > tokens[first : first + scores.shape[1]].unsqueeze(1), -torch.inf)
+    return wide.softmax(-1).to(scores.dtype)

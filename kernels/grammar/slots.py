@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kernels.contract.grammar import GrammarError, GrammarSettings
 from kernels.contract.step import Admission, SlotSampling
-from kernels.devices.memory import DeviceMemory, Fetched
+from kernels.devices.cpu.host import usable_cores
+from kernels.devices.memory import DeviceMemory, PendingCopies
 from kernels.grammar.backend import Bits, Compiled, Matcher
 from kernels.grammar.compiler import GrammarCompiler
 from kernels.sampling.masks import RowMasks
@@ -22,7 +23,7 @@ from kernels.sampling.masks import RowMasks
 __all__ = ["NO_MASKS", "GrammarSlots", "StepMasks", "TextTree"]
 
 Longs = npt.NDArray[np.int64]
-Kept = Callable[[Longs], npt.NDArray[np.bool_]]
+KeptBits = Callable[[Longs], npt.NDArray[np.bool_]]
 
 _BITS: Bits = (1 << np.arange(32, dtype=np.int64)).astype(np.uint32).view(np.int32)
 _ALL = -1  # a word of bits: every token is allowed
@@ -36,6 +37,11 @@ has a limit of its own."""
 
 _QUICK = 0.001
 """Seconds that a text may take in a step without being charged for them."""
+
+
+_THREADS = 8
+_FEW = 4
+"""Texts that one thread follows and masks in less time than it takes to start another."""
 
 
 class TextTree(NamedTuple):
@@ -64,7 +70,9 @@ class GrammarSlots:
     only the runner can. Tokens that came with the admission, from before a restart, count too.
 
     ``table``: the tokens by slot, int32 [slots, tokens], where the device is the host. Elsewhere sampled tokens arrive
-    with a copy (``sampled``), for which ``masks`` of the next step waits, while the device runs that step's pass.
+    with a copy (``sampled``), for which ``masks`` of the next step waits, while the device runs that step's pass. Then
+    several threads share the texts of a step: the processors have nothing else to do, and libraries release the
+    interpreter's lock.
     """
 
     def __init__(
@@ -78,10 +86,19 @@ class GrammarSlots:
         self._eos = frozenset(settings.eos_ids)
         self._memory, self._table = memory, table
         self._texts: dict[int, _Text] = {}
-        self._arriving: list[tuple[Fetched, Kept | None, list[tuple[int, _Text]]]] = []
+        self._arriving: list[tuple[PendingCopies, KeptBits | None, list[tuple[int, _Text]]]] = []
+        threads = 1 if table is not None else min(_THREADS, usable_cores())
+        self._pool = ThreadPoolExecutor(threads - 1, "grammar-masks") if threads > 1 else None
+        self._threads = threads
         self._thought: Bits = np.full(-(-vocab_size // 32), _ALL, dtype=np.int32)
         for token in self._eos:
             self._thought[token // 32] &= ~_bit(token)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.compiler.close()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def __bool__(self) -> bool:
         """Whether a slot has a text with a grammar."""
@@ -121,16 +138,16 @@ class GrammarSlots:
             return NO_MASKS
         self._take_arrived()
         bits = np.empty((len(rows), len(self._thought)), dtype=np.int32)
-        texts, begun = [self._texts[slots[row]] for row in rows], time.thread_time()
+        texts = [self._texts[slots[row]] for row in rows]
+        work: list[_Work] = []
         end = 0
         for place, (text, row) in enumerate(zip(texts, rows, strict=True)):
             if place < end:
                 continue  # a node of the tree before it
             tree = None if trees is None else trees.get(row)
             end = place + (1 if tree is None else len(tree.tokens))
-            self._fill(text, slots[row], lengths[row], bits[place:end], begun, tree)
-            if text.error:
-                bits[place:end] = _ALL
+            work.append((text, slots[row], lengths[row], bits[place:end], tree))
+        self._fill_all(work)
         errors = {slots[row]: text.error for text, row in zip(texts, rows, strict=True) if text.error}
         return StepMasks(RowMasks(np.array(rows, dtype=np.int64), bits, self._memory.put), errors)
 
@@ -182,7 +199,7 @@ class GrammarSlots:
         return {slot: text.error for slot in slots if (text := self._texts.get(slot)) is not None and text.error}
 
     def sampled(
-        self, slots: Sequence[int], tokens: Tensor, outcome: Tensor | None = None, kept: Kept | None = None
+        self, slots: Sequence[int], tokens: Tensor, outcome: Tensor | None = None, kept: KeptBits | None = None
     ) -> None:
         """``tokens`` int64 [rows] follow in these slots. ``kept``: of draft tokens, which of them, by the ``outcome``
         of the verification."""
@@ -193,22 +210,34 @@ class GrammarSlots:
             found = [tokens] if outcome is None else [tokens, outcome]
             self._arriving.append((self._memory.fetch(found), kept, texts))
 
-    def _fill(self, text: _Text, slot: int, length: int, rows: Bits, begun: float, tree: TextTree | None) -> None:
-        """Follow a text and fill its masks. An error is the text's own; others go on. ``begun``: the thread's time
-        before the step's first text; to read it takes a call of the system."""
-        if text.error:
+    def _fill_all(self, work: list[_Work]) -> None:
+        parts = min(self._threads, len(work) // _FEW)
+        if self._pool is None or parts < 2:
+            self._fill(work)
             return
-        tokens, started = self._tokens(text, slot, length), time.perf_counter()
-        try:
-            text.follow(tokens)
-            text.fill(rows[0], self._thought)
-            if not rows[0].any():
-                raise GrammarError("no token may follow")
-            if tree is not None:
-                text.fill_tree(tree, rows, self._thought)
-            text.charge(started, begun)
-        except Exception as error:
-            text.fail(error)
+        others = [self._pool.submit(self._fill, work[part::parts]) for part in range(1, parts)]
+        self._fill(work[::parts])
+        for other in others:
+            other.result()
+
+    def _fill(self, work: list[_Work]) -> None:
+        """Follow texts and fill their masks. An error is the text's own; others go on."""
+        begun = time.thread_time()  # before the first text: to read it takes a call of the system
+        for text, slot, length, rows, tree in work:
+            if not text.error:
+                tokens, started = self._tokens(text, slot, length), time.perf_counter()
+                try:
+                    text.follow(tokens)
+                    text.fill(rows[0], self._thought)
+                    if not rows[0].any():
+                        raise GrammarError("no token may follow")
+                    if tree is not None:
+                        text.fill_tree(tree, rows, self._thought)
+                    text.charge(started, begun)
+                except Exception as error:
+                    text.fail(error)
+            if text.error:
+                rows[:] = _ALL
 
     def _take_arrived(self) -> None:
         for fetched, kept, texts in self._arriving:
@@ -225,6 +254,10 @@ class GrammarSlots:
             return found
         arrived, text.arrived = text.arrived, []
         return arrived
+
+
+_Work = tuple["_Text", int, int, Bits, TextTree | None]
+"""A text, its slot, the tokens before its mask, and the masks of the text and of its tree's other nodes."""
 
 
 def _bit(token: int) -> Any:

@@ -15,8 +15,18 @@ from typing import Any
 from kernels.contract.errors import ConfigError
 from kernels.contract.limits import MAX_EXPERTS, MAX_EXPERTS_OF_MODEL, MAX_LAYERS, MAX_SIZE
 from kernels.contract.pooling import PoolingConfig
+from kernels.models.fallback.sizes import CodeModel
 
-__all__ = ["ACTIVATIONS", "ConfigReader", "ExpertsConfig", "ModelConfig", "RopeConfig", "local_config"]
+__all__ = [
+    "ACTIVATIONS",
+    "MXFP4_BLOCK",
+    "ConfigReader",
+    "ExpertsConfig",
+    "LatentConfig",
+    "ModelConfig",
+    "RopeConfig",
+    "local_config",
+]
 
 
 ACTIVATIONS = {
@@ -29,6 +39,8 @@ ACTIVATIONS = {
 }
 """What config.json calls each activation."""
 
+MXFP4_BLOCK = 32
+"""Numbers that share an exponent."""
 _WINDOW = 4096  # tokens, of every family with a pattern of windows
 
 
@@ -62,8 +74,10 @@ class ExpertsConfig:
     """Mixture-of-experts layers: a token is routed to a few of many experts (Shazeer et al., arXiv 1701.06538).
 
     ``layers``: which of the decoder's layers. ``chosen``: experts that a token takes. ``normalized``: whether their
-    weights are made to add up to one. ``shared``: the inner dimension of an expert that all tokens take besides,
-    weighted by the sigmoid of a logit of its own; 0: there is none.
+    weights are made to add up to one. ``shared``: the inner dimension of an expert that all tokens take besides, 0:
+    there is none; ``weighted``: whether it is weighted by the sigmoid of a logit of its own. ``scores``, ``groups``,
+    ``top_groups``, ``pair_sum`` and ``scale``: as ``kernels.devices.experts.Routing``. ``alpha``, ``limit``: as
+    ``ClampedGate`` there. ``packed``: whether they are stored in MXFP4.
     """
 
     layers: frozenset[int]
@@ -72,6 +86,29 @@ class ExpertsConfig:
     inner: int
     normalized: bool
     shared: int = 0
+    weighted: bool = True
+    scores: str = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    pair_sum: bool = False
+    scale: float = 1.0
+    alpha: float = 1.0
+    limit: float = 0.0
+    packed: bool = False
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (MLA, DeepSeek-AI, arXiv 2405.04434, section 2.1). ``rank``: numbers of the vector
+    that keys and values of all heads are made from; ``query_rank``: of the one that queries are, 0: there is none.
+    ``plain_dim``, ``rope_dim``: numbers of a query and key head without and with a position. ``value_dim``: of a value.
+    """
+
+    query_rank: int
+    rank: int
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -80,13 +117,16 @@ class ModelConfig:
 
     ``rope``: of all layers but those in ``ropes``, which have their own. ``pairs``: whether neighbors of a head rotate
     against one another, in place of its halves. ``attention_scale``: of queries times keys; 0: ``head_dim ** -0.5``.
-    ``attention_cap``, ``logit_cap``: ``cap * tanh(x / cap)`` of these numbers; 0: none. ``embedding_scale``,
+    ``attention_cap``, ``logit_cap``: ``cap * tanh(x / cap)`` of these numbers; 0: none. ``sinks``: whether each head
+    attends to one more token, whose value is 0. ``embedding_scale``,
     ``residual_scale`` and ``logit_scale`` multiply embeddings, what a layer adds to the residual stream, and logits.
     ``norm_offset``: what norms add to their weights. ``parallel``: attention and feed-forward layer are added
     together. ``layer_norms``: norms subtract the mean. ``all_kv_heads``: the whole model's, on one of several
     ranks; else 0. ``pooling``: of a model that generates no text, which has no output to the vocabulary.
-    ``position_table``, ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
-    ``first_position``: the row of an input's first token.
+    ``reward_head``: the module of a family's own head that rewards; "": see ``layers.classification``.
+    ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``. ``position_table``,
+    ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
+    ``first_position``: the row of an input's first token. ``code``: of a model that runs transformers' modeling code.
     """
 
     architecture: str
@@ -112,6 +152,7 @@ class ModelConfig:
     pairs: bool = False
     attention_scale: float = 0.0
     attention_cap: float = 0.0
+    sinks: bool = False
     logit_cap: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -122,9 +163,19 @@ class ModelConfig:
     layer_norms: bool = False
     all_kv_heads: int = 0
     pooling: PoolingConfig | None = None
+    reward_head: str = ""
+    latent: LatentConfig | None = None
     position_table: int = 0
     segments: int = 0
     first_position: int = 0
+    code: CodeModel | None = None
+
+    @property
+    def eager_attention(self) -> str:
+        """What attention has that only plain torch does, which reads a step's rows on the host; "": nothing."""
+        if self.attention_cap:
+            return "attn_logit_softcapping"
+        return "the sinks of attention" if self.sinks else ""
 
     @property
     def rotary_dim(self) -> int:
@@ -148,6 +199,8 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
     if experts is not None:
         parts["moe_intermediate_size"] = experts.inner
         parts["shared_expert_intermediate_size"] = experts.shared
+        if experts.packed:
+            parts["the number of mxfp4's blocks in intermediate_size,"] = experts.inner // MXFP4_BLOCK
     for name, number in parts.items():
         if number % size:
             raise ConfigError(
@@ -177,7 +230,8 @@ def _remedy(config: ModelConfig) -> str:
 
 
 def _fits(config: ModelConfig, size: int) -> bool:
-    experts = () if config.experts is None else (config.experts.inner, config.experts.shared)
+    sizes = config.experts
+    experts = () if sizes is None else (sizes.inner // (MXFP4_BLOCK if sizes.packed else 1), sizes.shared)
     numbers = (config.heads, config.intermediate_size, *experts, config.vocab_size)
     return not any(number % size for number in numbers) and not (config.kv_heads % size and size % config.kv_heads)
 
@@ -267,6 +321,39 @@ class ConfigReader:
             layer_norms=norm_eps != "rms_norm_eps",
         )
 
+    def latent_decoder(
+        self, *, experts: ExpertsConfig | None = None, eps: float = 1e-6, pairs: bool = True
+    ) -> ModelConfig:
+        """The sizes of a decoder with latent attention. ``eps``: as ``decoder``. ``pairs``: as ``ModelConfig``, if
+        ``rope_interleave`` does not say it."""
+        raw, rank = self.raw, "q_lora_rank"
+        latent = LatentConfig(
+            0 if raw.get(rank) is None else self.size(rank),
+            self.size("kv_lora_rank"),
+            self.size("qk_nope_head_dim"),
+            self.size("qk_rope_head_dim"),
+            self.size("v_head_dim"),
+        )
+        heads, bias = self.size("num_attention_heads"), self.flag("attention_bias")
+        # Files give a head's size with or without its part that is not rotated, and the rotated share of it.
+        own: dict[str, Any] = {"head_dim": latent.rope_dim, "num_key_value_heads": heads, "partial_rotary_factor": None}
+        for key in ("rope_scaling", "rope_parameters"):
+            if isinstance(part := raw.get(key), dict):
+                own[key] = {name: value for name, value in part.items() if name != "partial_rotary_factor"}
+        plain = ConfigReader({**raw, **own}, self.architecture).decoder(
+            qkv_bias=bias, output_bias=bias, experts=experts, eps=eps
+        )
+        rope, scale = plain.rope, (latent.plain_dim + latent.rope_dim) ** -0.5
+        if rope.mscale_all_dim and rope.factor > 1.0:  # of queries times keys, beside what cos and sin are scaled by
+            scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+        interleave = raw.get("rope_interleave")
+        return dataclasses.replace(
+            plain,
+            latent=latent,
+            attention_scale=scale,
+            pairs=pairs if interleave is None else bool(interleave),
+        )
+
     def local_rope(self, head_dim: int, theta: float) -> RopeConfig:
         """The rotation of layers with a window: ``rope_parameters.sliding_attention``, or ``rope_local_base_freq``."""
         parameters = self.raw.get("rope_parameters")
@@ -317,7 +404,8 @@ class ConfigReader:
 
     def expert_counts(self) -> tuple[int, int]:
         """Experts of a layer, and how many of them a token takes."""
-        key = "num_experts" if "num_experts" in self.raw else "num_local_experts"  # tools write either
+        names = ("num_experts", "n_routed_experts", "num_local_experts")  # tools write any
+        key = next((name for name in names if name in self.raw), "num_local_experts")
         count = self.size(key, most=min(MAX_EXPERTS, MAX_EXPERTS_OF_MODEL // self.layers))
         chosen = self.size("num_experts_per_tok")
         if chosen > count:
@@ -330,6 +418,48 @@ class ConfigReader:
         if not isinstance(plain, list) or not all(type(layer) is int for layer in plain):
             raise ConfigError(f"config.json: mlp_only_layers must be a list of layers, and is {plain!r}")
         return frozenset(layer for layer in range(self.layers) if layer not in plain and (layer + 1) % step == 0)
+
+    def deepseek_experts(self, layers: frozenset[int], scores: str, pair_sum: bool) -> ExpertsConfig:
+        """DeepSeek's experts in ``layers``. ``scores``, ``pair_sum``: as ``ExpertsConfig``."""
+        count, chosen = self.expert_counts()
+        groups = self.size("n_group", 1)
+        top_groups, inner = self.size("topk_group", 1), self.size("moe_intermediate_size")
+        if count % groups or top_groups > groups:
+            raise ConfigError(
+                f"config.json: {count} experts cannot be divided into n_group {groups}, of which topk_group "
+                f"{top_groups} are taken"
+            )
+        if chosen > top_groups * (count // groups):
+            raise ConfigError(
+                f"config.json: num_experts_per_tok {chosen} is more than the experts of topk_group {top_groups} groups"
+            )
+        return ExpertsConfig(
+            layers,
+            count,
+            chosen,
+            inner,
+            self.flag("norm_topk_prob"),
+            inner * self.size("n_shared_experts") if self.raw.get("n_shared_experts") else 0,
+            weighted=False,
+            scores=scores,
+            groups=groups,
+            top_groups=top_groups,
+            pair_sum=pair_sum,
+            scale=self.number("routed_scaling_factor", 1.0),
+        )
+
+    def later_layers(self, first: int = 0) -> frozenset[int]:
+        """The layers from ``first_k_dense_replace`` on, or the sparse ones of ``mlp_layer_types``: every
+        ``moe_layer_freq``-th. ``first``: if config.json says nothing."""
+        kinds, layers = self.raw.get("mlp_layer_types"), self.layers
+        if kinds is not None:
+            if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+                raise ConfigError("config.json: mlp_layer_types must say dense or sparse for each layer")
+            return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+        given, every = self.raw.get("first_k_dense_replace", first), self.size("moe_layer_freq", 1)
+        if type(given) is not int or given < 0:
+            raise ConfigError(f"config.json: first_k_dense_replace must be a whole number, and is {given!r}")
+        return frozenset(layer for layer in range(given, layers) if layer % every == 0)
 
     def _typed_windows(self) -> tuple[int, ...]:
         """By ``layer_types``; empty where config.json has none."""

@@ -63,6 +63,7 @@ class SlotTable:
         self.computed: Longs = np.zeros(max_slots, dtype=np.int64)  # of these, with keys and values in the cache
         self.prompt_length: Longs = np.zeros(max_slots, dtype=np.int64)
         self.prompt_logprobs: Ints = np.full(max_slots, -1, dtype=np.int32)
+        self.returns_states = np.zeros(max_slots, dtype=bool)  # final hidden states of all tokens
         self.pooled: dict[int, Embed | Classify | NextToken] = {}  # by slot: tasks whose results are vectors
         self.generation: Ints = np.zeros(max_slots, dtype=np.int32)
         self.active = np.zeros(max_slots, dtype=bool)
@@ -129,8 +130,9 @@ class SlotTable:
             raise SlotError(f"prompt length {admission.prompt_length} does not fit {len(tokens)} tokens")
         if not 0 <= admission.computed < len(tokens):
             raise SlotError(f"{admission.computed} computed of {len(tokens)} tokens: at least one must be left to run")
-        if isinstance(admission.task, Embed | Classify | NextToken) and admission.sampling.logprobs < 0:
-            raise SlotError("a request for a vector must ask for log-probabilities, or its step may keep no states")
+        vector = isinstance(admission.task, Embed | Classify | NextToken)
+        if (vector or admission.sampling.hidden_states) and admission.sampling.logprobs < 0:
+            raise SlotError("a request for vectors must ask for log-probabilities, or its step may keep no states")
         if admission.computed > len(pages) * self.page_size:
             raise SlotError(f"{admission.computed} computed tokens do not fit {len(pages)} pages")
         if self.here is not None:
@@ -141,6 +143,7 @@ class SlotTable:
         self.computed[slot] = admission.computed
         self.prompt_length[slot] = admission.prompt_length
         self.prompt_logprobs[slot] = admission.sampling.prompt_logprobs
+        self.returns_states[slot] = admission.sampling.hidden_states
         self.active[slot] = True
         if isinstance(admission.task, Embed | Classify | NextToken):
             self.pooled[slot] = admission.task

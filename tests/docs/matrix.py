@@ -77,15 +77,15 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
     yield "F"
     if family.quantizable:
         yield "Q"
-    if not family.capped and "int8" in features.cache_dtypes:
+    if not family.eager and "int8" in features.cache_dtypes:
         yield "K"
-    if not family.capped and any(name.startswith("fp8") for name in features.cache_dtypes):
+    if not family.eager and any(name.startswith("fp8") for name in features.cache_dtypes):
         yield "E"
-    if not family.capped:
+    if not family.eager:
         yield "S"
     if features.collectives:
         yield "T"
-    if features.captures and not family.capped and (family.plain or not cpu):
+    if features.captures and not family.eager and (family.plain or not cpu):
         yield "G"
 
 

@@ -17,9 +17,13 @@ from kernels.core.layer_context import RowAdapters
 from kernels.execution.runner import ModelRunner
 from tests.kits.driver import (
     COMMON,
+    DEEPSEEK,
     DENSE,
     EXPERTS,
     FAMILIES,
+    GPT_OSS,
+    LATENT,
+    ROUTED,
     SHARED,
     SPARSE,
     VOCAB,
@@ -62,6 +66,12 @@ DIVISIBLE |= {
     "parallel-starcoder2": ("Starcoder2", {"vocab_size": 212, "sliding_window": 21}),
 }
 
+DIVISIBLE |= {
+    "parallel-deepseek-v3": ("DeepseekV3", DEEPSEEK | {"vocab_size": 212}),
+    "parallel-gpt-oss": ("GptOss", GPT_OSS | {"vocab_size": 212}),
+    "parallel-minicpm3": ("MiniCPM3", DEEPSEEK | {"vocab_size": 212, "pad_token_id": 0}),
+}
+
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {  # whose sizes the CPU's native operators take
     "native-qwen3": (
         "Qwen3",
@@ -79,12 +89,15 @@ class Reference:
         import torch
         import transformers
 
-        family, options = (FAMILIES | DENSE | SPARSE | DIVISIBLE | NATIVE)[name]
+        family, options = (FAMILIES | DENSE | LATENT | ROUTED | SPARSE | DIVISIBLE | NATIVE)[name]
         torch.manual_seed(sum(name.encode()))
         config = getattr(transformers, f"{family}Config")(**COMMON | options)
         model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
         for parameter in model.parameters():  # far from uniform predictions, biases and norms that count
             parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
         model.save_pretrained(directory, **save)
         self.model, self.path = model, directory
 

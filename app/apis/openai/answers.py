@@ -74,6 +74,7 @@ class Choice(msgspec.Struct, kw_only=True):
     matched_stop: str | int | None = None
     prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    hidden_states: list[float] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
 
 
@@ -128,6 +129,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     stop_reason: str | int | None = None
     matched_stop: str | int | None = None
     token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    hidden_states: list[float] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatAnswer(msgspec.Struct, kw_only=True):

@@ -10,9 +10,10 @@ from quart import Response
 
 from actors.protocol.requests import Delta
 from app.apis.choice_reader import ChoiceReader
-from app.apis.collecting import Collected, collect
+from app.apis.collecting import CollectedChoice, collect
 from app.apis.conversations import ConversationRequest, submit
 from app.apis.events import Answer, read_whole
+from app.apis.hidden_states import last_state
 from app.apis.openai.answers import (
     CalledFunction,
     ChatAnswer,
@@ -92,7 +93,7 @@ async def _answer(
     service: Service,
     exchange: Exchange,
     body: ChatRequest,
-    collected: list[Collected],
+    collected: list[CollectedChoice],
     created: int,
     reader: Callable[[], ChoiceReader | None],
 ) -> ChatAnswer:
@@ -119,6 +120,7 @@ async def _answer(
                 stop_reason=choice.matched_stop,
                 matched_stop=choice.matched_stop,
                 token_ids=choice.token_ids if body.return_token_ids else msgspec.UNSET,
+                hidden_states=last_state(choice) if body.return_hidden_states else msgspec.UNSET,
             )
             for index, (choice, answer) in enumerate(zip(collected, answers, strict=True))
         ],

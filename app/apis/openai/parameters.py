@@ -75,7 +75,11 @@ _TOOL_NAME = re.compile(f"[a-zA-Z0-9_-]{{1,{LIMITS.tool_name_chars}}}")
 
 
 def _params(body: SamplingFields, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    """The parameters that both APIs share. ``None`` stays None where the model has its own default."""
+    """The parameters that both APIs share. ``None`` stays None where the model has its own default. Raises 400."""
+    wanted = {"prompt_logprobs": body.prompt_logprobs is not None, "return_hidden_states": body.return_hidden_states}
+    for name, given in wanted.items():
+        if given and body.stream:
+            raise invalid(f"{name}: not in a stream; ask with stream false.", param=name)
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
@@ -97,6 +101,7 @@ def _params(body: SamplingFields, *, max_tokens: int | None, logprobs: int | Non
         skip_special_tokens=body.skip_special_tokens is not False,
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs,
+        hidden_states=bool(body.return_hidden_states),
         bad_words=tuple(body.bad_words or ()),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         speculative=body.speculative is not False,
@@ -117,8 +122,6 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
         params = msgspec.structs.replace(params, default_max_tokens=_COMPLETION_TOKENS)
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params = msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
-    if body.stream and body.prompt_logprobs is not None:
-        raise invalid("prompt_logprobs: not in a stream; ask with stream false.", param="prompt_logprobs")
     if body.best_of is not None and body.best_of != params.n:
         if body.stream:
             raise invalid("best_of: not in a stream; ask with stream false.", param="best_of")
@@ -132,8 +135,6 @@ def chat_params(body: ChatRequest) -> SamplingParams:
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if body.top_logprobs is not None and not body.logprobs and body.top_logprobs > 0:
         raise invalid("top_logprobs: needs logprobs true beside it.", param="top_logprobs")
-    if body.stream and body.prompt_logprobs is not None:
-        raise invalid("prompt_logprobs: not in a stream; ask with stream false.", param="prompt_logprobs")
     params = _params(body, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
     return (
         params if body.prediction is None else msgspec.structs.replace(params, prediction=_predicted(body.prediction))
@@ -147,12 +148,17 @@ def _predicted(prediction: Prediction) -> str:
 
 def completion_names(body: CompletionRequest) -> dict[str, str]:
     """The engine's parameter names -> the fields of this body."""
-    return {"grammar": grammar_of(body)[1], "n": "n" if body.best_of is None else "best_of"}
+    return {
+        "grammar": grammar_of(body)[1],
+        "n": "n" if body.best_of is None else "best_of",
+        "hidden_states": "return_hidden_states",
+    }
 
 
 def chat_names(body: ChatRequest) -> dict[str, str]:
     """The engine's parameter names -> the fields of this body."""
     names = {"logprobs": "top_logprobs", "prompt": "messages", "grammar": grammar_of(body)[1]}
+    names["hidden_states"] = "return_hidden_states"
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     return names

@@ -152,6 +152,7 @@ class SamplingFields(Labels, kw_only=True):
     speculative: bool | None = None
     speculative_num_draft_tokens: DraftTokens | None = None
     return_token_ids: bool | None = None
+    return_hidden_states: bool | None = None  # SGLang's name
     return_tokens_as_token_ids: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Salt | None = None

@@ -41,6 +41,7 @@ _NAMES = {
     "seed": "sampling_params.sampling_seed",
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "top_logprobs_num",
+    "hidden_states": "return_hidden_states",
     **{
         name: f"sampling_params.{name}"
         for name in (
@@ -106,6 +107,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     top_logprobs_num: Alternatives | Annotated[list[Alternatives], _MANY] | None = None
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
+    return_hidden_states: bool | Annotated[list[bool], _MANY] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Salt | None = None
     extra_key: Salt | None = None
@@ -164,10 +166,13 @@ def batch_of(body: GenerateRequest) -> Batch:
     wanted = _spread(body.return_logprob, count, "return_logprob")
     starts = _spread(body.logprob_start_len, count, "logprob_start_len")
     tops = _spread(body.top_logprobs_num, count, "top_logprobs_num")
+    states = _spread(body.return_hidden_states, count, "return_hidden_states")
     items = [
         _item(prompt, sampling[i] or NativeSampling(), labels[i], bool(wanted[i]), starts[i], tops[i] or 0)
         for i, prompt in enumerate(prompts)
     ]
+    for item, returned in zip(items, states, strict=True):
+        item.params = msgspec.structs.replace(item.params, hidden_states=bool(returned))
     choices = {item.params.n for item in items}
     if len(choices) > 1:
         raise invalid("sampling_params.n: must be the same for every prompt of a batch.", param="sampling_params.n")

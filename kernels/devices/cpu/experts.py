@@ -16,19 +16,20 @@ from kernels.devices.cpu.native_operators import NativeOperators
 from kernels.devices.cpu.operators import Native, NativeWeight
 from kernels.devices.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, CpuInt8Linear
 from kernels.devices.cpu.recording import NotNative
-from kernels.devices.experts import ExpertLayers, ExpertsInTurn, ExpertWeights
+from kernels.devices.experts import ClampedGate, ExpertLayers, ExpertsInTurn, ExpertWeights, Routing, choose
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.linear import ClippedLinear, ConcatenatedLinear, FakeQuantizedLinear
 
 __all__ = ["CpuExpertLayers", "CpuExperts"]
 
 _NATIVE = (CpuLinear, CpuInt8Linear, CpuGroupedLinear, CpuBlocksLinear)
-_ALIKE = (NativeWeight, NativeInt8)
+_BATCH_INVARIANT = (NativeWeight, NativeInt8)
 """Weights with which any number of rows is multiplied in one way, however many of them an expert has."""
 
 
 class CpuExperts:
     """[tokens, hidden] -> [tokens, hidden]. ``linears``: (gate and up, down) of each expert, as linear layers;
+    ``gate``: of each, in place of SwiGLU's.
     ``in_turn``: the same layer, one expert after the other; the log says once when only that can run it.
     """
 
@@ -38,7 +39,9 @@ class CpuExperts:
         linears: Sequence[tuple[Linear, Linear]],
         native: NativeOperators,
         fallbacks: Fallbacks,
+        gate: ClampedGate | None = None,
     ) -> None:
+        self._gate = gate
         self.in_turn = in_turn
         self._linears = tuple(linears)
         self._native = native
@@ -53,7 +56,11 @@ class CpuExperts:
         if fits and self._sought is not native:
             self._sought, self._table = native, self._tabled()
         if native is not None and fits and self._table is not None:
-            return native.experts(x, layer.router(x), self._table, layer.chosen, layer.normalized)
+            routing = layer.routing
+            if routing.is_plain:
+                return native.experts(x, layer.router(x), self._table, routing.chosen, routing.normalized)
+            self._native.refuse("this choice of experts")
+            return native.experts_chosen(x, *choose(layer.router(x), routing), self._table)
         if native is not None and native.recording:
             raise NotNative("a layer of experts")
         self._fallbacks.log("experts are run one by one by torch's operators: decodes are no program")
@@ -62,13 +69,15 @@ class CpuExperts:
     def _tabled(self) -> ExpertTable | None:
         found: list[tuple[list[ExpertProduct], list[ExpertProduct]]] = []
         for up, down in self._linears:
-            first, second = _products(up, True), _products(down, False)
+            first, second = _products(up, self._gate is None), _products(down, False)
             if first is None or second is None:
                 return None
-            if self._native.alike and not all(isinstance(one.weight, _ALIKE) for one in (*first, *second)):
+            if self._native.batch_invariant and not all(
+                isinstance(one.weight, _BATCH_INVARIANT) for one in (*first, *second)
+            ):
                 return None
             found.append((first, second))
-        return ExpertTable(found)
+        return ExpertTable(found, None if self._gate is None else (self._gate.alpha, self._gate.limit))
 
 
 def _products(linear: Linear, gated: bool) -> list[ExpertProduct] | None:
@@ -104,7 +113,12 @@ class CpuExpertLayers(ExpertLayers):
         self._native = native
 
     def make(
-        self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool
+        self,
+        router: Tensor,
+        bias: Tensor | None,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        gate: ClampedGate | None = None,
     ) -> Linear:
         linears = [
             (
@@ -114,9 +128,11 @@ class CpuExpertLayers(ExpertLayers):
             for expert in experts
         ]
         in_turn = ExpertsInTurn(
-            self._linear.make_dense(router, bias),
-            [(self._linear.gate(up), down) for up, down in linears],
-            chosen,
-            normalized,
+            self.make_router(router, bias, routing),
+            [(self._gated(up, gate), down) for up, down in linears],
+            routing,
         )
-        return CpuExperts(in_turn, linears, self._native, self.fallbacks)
+        return CpuExperts(in_turn, linears, self._native, self.fallbacks, gate)
+
+    def _gated(self, up: Linear, gate: ClampedGate | None) -> Linear:
+        return self._linear.gate(up) if gate is None else lambda x: gate(up(x))

@@ -12,7 +12,16 @@ import torch_npu
 from torch import Tensor
 
 from kernels.core.operators import Linear
-from kernels.devices.experts import ExpertInputs, ExpertLayers, ExpertWeights, StackedExperts, refusal
+from kernels.devices.experts import (
+    ClampedGate,
+    ExpertInputs,
+    ExpertLayers,
+    ExpertWeights,
+    Routing,
+    StackedExperts,
+    choose,
+    refusal,
+)
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.linear import LinearLayers
 from kernels.devices.npu.microscaling import mx_fits, mx_scales, round_mx
@@ -60,12 +69,11 @@ class NpuExperts(StackedExperts[_Stack]):
         self,
         router: Callable[[Tensor], Tensor],
         experts: Sequence[ExpertWeights],
-        chosen: int,
-        normalized: bool,
+        routing: Routing,
         soc: Soc,
     ) -> None:
         self._soc = soc
-        super().__init__(router, experts, chosen, normalized)
+        super().__init__(router, experts, routing)
 
     @staticmethod
     def kind(weight: Tensor | QuantizedWeight, soc: Soc) -> tuple[object, ...] | None:
@@ -109,6 +117,15 @@ class NpuExperts(StackedExperts[_Stack]):
             return _Stack(values.transpose(1, 2), None, powers.transpose(1, 2), before=before)
         return _stack_of_groups([weight for weight in weights if isinstance(weight, GroupedWeight)], before)
 
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``choose``, with experts in int32."""
+        routing = self.routing
+        if not routing.is_plain:
+            weights, experts = choose(logits, routing)
+            return weights, experts.to(torch.int32)
+        weights, experts, _ = torch_npu.npu_moe_gating_top_k_softmax(logits.float(), None, routing.chosen)
+        return weights / weights.sum(-1, keepdim=True) if routing.normalized else weights, experts
+
     def _tiles(self, values: Tensor) -> Tensor:
         """[experts, inputs, outputs] in the cube unit's tiles where the device keeps them and they divide it."""
         rows, columns = _TILE[values.itemsize]
@@ -116,14 +133,12 @@ class NpuExperts(StackedExperts[_Stack]):
         return torch_npu.npu_format_cast(values, FRACTAL_NZ) if tiled else values
 
     def __call__(self, x: Tensor) -> Tensor:
-        weights, experts, _ = torch_npu.npu_moe_gating_top_k_softmax(self.router(x).float(), None, self.chosen)
-        if self.normalized:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, experts = self._choose(self.router(x))
         rounds = self.gate_up.scales is not None and self.gate_up.before is None
         rows, index, counts, scales = torch_npu.npu_moe_init_routing_v2(
             x.contiguous(),
             experts,
-            active_num=len(x) * self.chosen,
+            active_num=len(x) * self.routing.chosen,
             expert_num=self.count,
             expert_tokens_num_type=1,  # counts
             expert_tokens_num_flag=True,
@@ -142,7 +157,7 @@ class NpuExperts(StackedExperts[_Stack]):
             inner = self.down.before(inner, owners)
         inner, scales = _rounded(inner, self.down)
         out = _multiply(inner, scales, self.down, counts, x.dtype)
-        found = out.index_select(0, index).view(len(x), self.chosen, -1)
+        found = out.index_select(0, index).view(len(x), self.routing.chosen, -1)
         weighted: Tensor = (found.float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
         return weighted
 
@@ -196,11 +211,16 @@ class NpuExpertLayers(ExpertLayers):
         self.soc = soc
 
     def make(
-        self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool
+        self,
+        router: Tensor,
+        bias: Tensor | None,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        gate: ClampedGate | None = None,
     ) -> Linear:
         kind = partial(NpuExperts.kind, soc=self.soc)
         experts = self.stackable(experts, kind)
-        reason = refusal(experts, kind)
+        reason = refusal(experts, kind, gate)
         if reason is not None:
-            return self.make_in_turn(self.linear.make_dense(router, bias), experts, chosen, normalized, reason)
-        return NpuExperts(self.linear.make_dense(router, bias, shared=True), experts, chosen, normalized, self.soc)
+            return self.make_in_turn(self.make_router(router, bias, routing), experts, routing, reason, gate)
+        return NpuExperts(self.make_router(router, bias, routing, shared=True), experts, routing, self.soc)

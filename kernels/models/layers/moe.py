@@ -10,26 +10,35 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels.devices.experts import ExpertWeights
+from kernels.core.operators import Linear
+from kernels.devices.experts import ExpertWeights, Routing
 from kernels.models.config import ExpertsConfig
 from kernels.models.layers.builder import LayerBuilder
-from kernels.weights.tensors import GgufPlace, Role, Stacked, TensorSpec, by_inputs, by_outputs, linear
+from kernels.weights.tensors import GgufPlace, Role, StackedExpert, TensorSpec, by_inputs, by_outputs, linear
 
-__all__ = ["QWEN", "ExpertNames", "SparseFeedForward", "tensors"]
+__all__ = ["DEEPSEEK", "QWEN", "ExpertNames", "SparseFeedForward", "tensors"]
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """A checkpoint's names of a layer's expert block and of an expert's projections."""
+    """A checkpoint's names of a layer's expert block and of an expert's projections; and in the block of the expert
+    that all tokens take, of the router, and of the correction of its scores, "": there is none. ``boxed``: it is
+    one row of a matrix. ``both``, ``down_of_all``: the tensors of all experts, in a layer."""
 
     block: str
     gate: str
     up: str
     down: str
+    shared: str = "shared_expert"
+    router: str = "gate"
+    correction: str = ""
+    boxed: bool = False
+    both: str = "mlp.experts.gate_up_proj"
+    down_of_all: str = "mlp.experts.down_proj"
 
 
 QWEN = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
-_SHARED = "shared_expert"
+DEEPSEEK = dataclasses.replace(QWEN, shared="shared_experts", correction="gate.e_score_correction_bias")
 
 
 def tensors(
@@ -41,11 +50,18 @@ def tensors(
     inner, hidden] is gate's, then up's; ``mlp.experts.down_proj`` [experts, hidden, inner].
     """
     block, stored = f"{layer}.{names.block}", f"{layer}.mlp"
-    (router,) = linear(f"{block}.gate", (config.count, hidden), None, f"{gguf}.ffn_gate_inp", role=Role.ROUTER)
+    (router,) = linear(
+        f"{block}.{names.router}", (config.count, hidden), None, f"{gguf}.ffn_gate_inp", role=Role.ROUTER
+    )
     yield router if block == stored else dataclasses.replace(router, aliases=(f"{stored}.gate.weight",))
+    if names.correction:
+        corrected = GgufPlace(f"{gguf}.exp_probs_b.bias")
+        shape = (1, config.count) if names.boxed else (config.count,)
+        other = () if block == stored else (f"{stored}.{names.correction}",)
+        yield TensorSpec(f"{block}.{names.correction}", shape, Role.WIDE, None, corrected, other)
     inner, count = config.inner, config.count
     rows, columns = by_outputs((inner, inner)), by_inputs(inner, inner)
-    both, down = f"{stored}.experts.gate_up_proj", f"{stored}.experts.down_proj"
+    both, down = f"{layer}.{names.both}", f"{layer}.{names.down_of_all}"
     projections = (  # name, role, shape, split; name in GGUF; part and parts of the stacked tensor
         (names.gate, Role.PROJECTION, (inner, hidden), rows, "ffn_gate", both, 0, 2),
         (names.up, Role.PROJECTION, (inner, hidden), rows, "ffn_up", both, 1, 2),
@@ -53,60 +69,84 @@ def tensors(
     )
     for expert in range(count):
         for name, role, shape, split, place, held, part, parts in projections:
-            stacked = Stacked(expert, count, held, part, parts, f"{gguf}.{place}_exps.weight")
+            stacked = StackedExpert(expert, count, held, part, parts, f"{gguf}.{place}_exps.weight")
             apart = GgufPlace(f"{gguf}.{place}.{expert}.weight")
             weight = f"{block}.experts.{expert}.{name}.weight"
             yield TensorSpec(weight, shape, role, split, apart, (), stacked)
     if config.shared:
-        name, width = f"{block}.{_SHARED}", config.shared
+        name, width = f"{block}.{names.shared}", config.shared
         outputs, inputs = by_outputs((width, width)), by_inputs(width, width)
         yield from linear(f"{name}.{names.gate}", (width, hidden), outputs, f"{gguf}.ffn_gate_shexp")
         yield from linear(f"{name}.{names.up}", (width, hidden), outputs, f"{gguf}.ffn_up_shexp")
         yield from linear(f"{name}.{names.down}", (hidden, width), inputs, f"{gguf}.ffn_down_shexp", role=Role.DOWN)
-        yield from linear(f"{name}_gate", (1, hidden), None, f"{gguf}.ffn_gate_inp_shexp", role=Role.ROUTER)
+        if config.weighted:
+            yield from linear(f"{name}_gate", (1, hidden), None, f"{gguf}.ffn_gate_inp_shexp", role=Role.ROUTER)
 
 
 class SharedExpert:
-    """``sigmoid(weight @ x) * down(silu(gate(x)) * up(x))``. Each rank has its part of the inner dimension."""
+    """``down(silu(gate(x)) * up(x))``, if it is ``weighted`` times ``sigmoid(weight @ x)``. Each rank has its part of
+    the inner dimension."""
 
-    def __init__(self, make: LayerBuilder, names: ExpertNames, module: str) -> None:
-        self._add_weighted = make.ops.elementwise.add_weighted
-        self.gate_up = make.gated(f"{module}.{names.gate}", f"{module}.{names.up}")
+    def __init__(self, builder: LayerBuilder, names: ExpertNames, module: str, weighted: bool) -> None:
+        self._elementwise = builder.ops.elementwise
+        self.gate_up = builder.gated(f"{module}.{names.gate}", f"{module}.{names.up}")
         down = f"{module}.{names.down}"
-        make.refuse_adapters((down,))
-        self.down = make.ops.linear.make_projection(make.source.projection([down]), make.row_bias(down))
-        weight = make.source.take([f"{module}_gate.weight"])
-        self.weight = make.ops.linear.make_dense(weight, make.source.biases([f"{module}_gate"]), shared=True)
+        builder.refuse_adapters((down,))
+        self.down = builder.ops.linear.make_projection(builder.source.projection([down]), builder.row_bias(down))
+        self.weight: Linear | None = None
+        if weighted:
+            weight = builder.source.take([f"{module}_gate.weight"])
+            self.weight = builder.ops.linear.make_dense(weight, builder.source.biases([f"{module}_gate"]), shared=True)
 
     def add(self, x: Tensor, others: Tensor) -> Tensor:
         """The sum with ``others`` [tokens, hidden], the result of the other experts for ``x`` [tokens, hidden]. May
         overwrite them."""
-        return self._add_weighted(others, self.down(self.gate_up(x)), self.weight(x))
+        found = self.down(self.gate_up(x))
+        if self.weight is None:
+            return self._elementwise.add_pending(found, others)
+        return self._elementwise.add_weighted(others, found, self.weight(x))
 
 
 class SparseFeedForward:
     """``sum(weight[e] * down[e](silu(gate[e](x)) * up[e](x)))`` over the experts e that a token takes, and the one that
     all take. Each rank has its part of every expert's inner dimension."""
 
-    def __init__(self, make: LayerBuilder, config: ExpertsConfig, layer: str, names: ExpertNames = QWEN) -> None:
-        block, source = f"{layer}.{names.block}", make.source
-        self.group = make.mesh
+    def __init__(self, builder: LayerBuilder, config: ExpertsConfig, layer: str, names: ExpertNames = QWEN) -> None:
+        block, source = f"{layer}.{names.block}", builder.source
+        self.group = builder.mesh
         experts = []
         for expert in range(config.count):
             name = f"{block}.experts.{expert}"
             gates, down = [f"{name}.{names.gate}", f"{name}.{names.up}"], f"{name}.{names.down}"
-            make.refuse_adapters((*gates, down))
+            builder.refuse_adapters((*gates, down))
             experts.append(
                 ExpertWeights(
-                    source.projection(gates), source.biases(gates), source.projection([down]), make.row_bias(down)
+                    source.projection(gates), source.biases(gates), source.projection([down]), builder.row_bias(down)
                 )
             )
-        router, bias = source.take([f"{block}.gate.weight"]), source.biases([f"{block}.gate"])
-        self.experts = make.ops.experts.make(router, bias, experts, config.chosen, config.normalized)
-        self.shared = SharedExpert(make, names, f"{block}.{_SHARED}") if config.shared else None
+        router = f"{block}.{names.router}"
+        weight, bias = source.take([f"{router}.weight"]), source.biases([router])
+        correction = source.take([f"{block}.{names.correction}"]) if names.correction else None
+        self.experts = builder.ops.experts.make(weight, bias, experts, _routing(config, correction))
+        self.shared: SharedExpert | None = None
+        if config.shared:
+            self.shared = SharedExpert(builder, names, f"{block}.{names.shared}", config.weighted)
 
     def __call__(self, x: Tensor) -> Tensor:
         out = self.experts(x)
         if self.shared is not None:
             out = self.shared.add(x, out)
         return out if self.group.size == 1 else self.group.all_reduce(out)
+
+
+def _routing(config: ExpertsConfig, correction: Tensor | None) -> Routing:
+    return Routing(
+        config.chosen,
+        config.normalized,
+        config.scores,
+        config.groups,
+        config.top_groups,
+        config.pair_sum,
+        config.scale,
+        correction,
+    )

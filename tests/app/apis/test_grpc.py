@@ -146,7 +146,7 @@ async def test_the_sampling_of_a_request_is_the_engines(served: Any) -> None:
         ({"input_embeds": [1.0]}, "input_embeds: is not read"),
         ({"lora_id": "x"}, "lora_id: is not supported"),
         ({"custom_logit_processor": "x"}, "custom_logit_processor: is code"),
-        ({"return_hidden_states": True}, "return_hidden_states: is not supported"),
+        ({"return_hidden_states": True}, "return_hidden_states: has no place in a response"),
         ({"data_parallel_rank": 3}, "data_parallel_rank: is not supported"),
         ({"sampling_params": {"temperature": -1.0}}, "sampling_params.temperature"),
         ({"sampling_params": {"n": 100_000}}, "sampling_params.n"),

@@ -94,6 +94,7 @@ OPENAI: dict[str, list[Any]] = SAMPLING | {
         ({"continuous_usage_stats": 3}, "stream_options.continuous_usage_stats", {})
     ],
     "return_token_ids": [5],
+    "return_hidden_states": [5],
     "return_tokens_as_token_ids": [5],
     "priority": [2**31, -(2**31) - 1, HUGE],
     "cache_salt": [OVER_SALT],
@@ -337,6 +338,7 @@ TABLE: dict[str, dict[str, list[Any]]] = {
         ],
         "return_text_in_logprobs": [5],
         "return_prompt_token_ids": [5],
+        "return_hidden_states": [5],
         "priority": [2**31],
         "cache_salt": [OVER_SALT],
         "extra_key": [OVER_SALT],

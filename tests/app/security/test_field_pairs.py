@@ -53,6 +53,7 @@ SHARED: Fields = {
     "include_stop_str_in_output": (flags, of([1])),
     "prompt_logprobs": (of([None, 0, 1, 20]), of([21, -1, HUGE])),
     "return_token_ids": (flags, of([1])),
+    "return_hidden_states": (flags, of([1])),
     "return_tokens_as_token_ids": (flags, of([1])),
     "priority": (of([0, 1, -5, None]), of([2**31, HUGE])),
     "cache_salt": (st.none() | of(["", "a", "b"]), of(["x" * 300])),

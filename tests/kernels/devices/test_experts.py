@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from kernels.contract.errors import ConfigError, LoadError
 from kernels.devices import experts as expert_layers
 from kernels.devices.elementwise import Elementwise
-from kernels.devices.experts import ExpertInputs, ExpertLayers, ExpertsInTurn, ExpertWeights, choose
+from kernels.devices.experts import ExpertInputs, ExpertLayers, ExpertsInTurn, ExpertWeights, Routing, choose
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.linear import LinearLayers
 from kernels.models.config import ExpertsConfig
+from kernels.models.config_loader import parse_config, read_config
 from kernels.models.layers import moe
-from kernels.models.reading import parse_config, read_config
 from kernels.models.registry import tensors
 from kernels.weights.loading import stored_shapes
 from kernels.weights.quantization.tokens import fake_quantize_tokens
@@ -44,11 +44,27 @@ MIXTURE = {
 def test_top_experts_are_chosen_with_weights_of_a_softmax_over_all():
     logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]], dtype=torch.bfloat16)
     over_all = logits.float().softmax(-1)[0]
-    weights, experts = choose(logits, 2, False)
+    weights, experts = choose(logits, Routing(2, False))
     assert experts.tolist() == [[1, 2]]
     assert weights.dtype == torch.float32
     torch.testing.assert_close(weights[0], over_all[[1, 2]])
-    torch.testing.assert_close(choose(logits, 2, True)[0][0], over_all[[1, 2]] / over_all[[1, 2]].sum())
+    torch.testing.assert_close(choose(logits, Routing(2, True))[0][0], over_all[[1, 2]] / over_all[[1, 2]].sum())
+
+
+def test_corrections_choose_experts_and_do_not_weight_them():
+    logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]])
+    routing = Routing(2, False, "sigmoid", scale=2.0, correction=torch.tensor([0.0, -9.0, 0.0, 9.0]))
+    weights, experts = choose(logits, routing)
+    assert experts.tolist() == [[3, 2]]
+    torch.testing.assert_close(weights, 2.0 * logits[:, [3, 2]].sigmoid())
+
+
+@pytest.mark.parametrize(("pair_sum", "expected"), [(False, [[3, 2]]), (True, [[0, 1]])])
+def test_experts_are_taken_from_the_best_groups(pair_sum, expected):
+    """The second group has the best expert, the first the best pair."""
+    logits = torch.tensor([[2.0, 1.9, -5.0, 2.1]])
+    routing = Routing(2, True, "sigmoid", groups=2, pair_sum=pair_sum)
+    assert choose(logits, routing)[1].tolist() == expected
 
 
 def test_each_expert_that_is_chosen_runs_once_over_its_tokens():
@@ -58,9 +74,9 @@ def test_each_expert_that_is_chosen_runs_once_over_its_tokens():
         return (lambda x: (calls.append((number, len(x))), x)[1], lambda x: x * (number + 1))
 
     router = torch.tensor([[9.0, 8.0, 0.0, 0.0], [0.0, 0.0, 0.0, 9.0], [9.0, 0.0, 0.0, 8.0]])
-    layer = ExpertsInTurn(lambda x: router, [expert(number) for number in range(4)], 2, True)
+    layer = ExpertsInTurn(lambda x: router, [expert(number) for number in range(4)], Routing(2, True))
     x = torch.randn(3, 5)
-    weights, experts = choose(router, 2, True)
+    weights, experts = choose(router, Routing(2, True))
     expected = x * (weights * (experts + 1)).sum(1, keepdim=True)
     torch.testing.assert_close(layer(x), expected)
     counts = experts.flatten().bincount(minlength=4).tolist()

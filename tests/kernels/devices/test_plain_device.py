@@ -17,7 +17,7 @@ from kernels.devices.cpu.device import CpuDevice
 from kernels.devices.cpu.memory import CpuMemory
 from kernels.devices.cpu.native_operators import NativeOperators
 from kernels.devices.elementwise import Elementwise
-from kernels.devices.experts import ExpertLayers, ExpertWeights
+from kernels.devices.experts import ExpertLayers, ExpertWeights, Routing
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.invariant.capabilities import InvariantAttention
 from kernels.devices.linear import LinearLayers
@@ -85,7 +85,7 @@ def test_experts_that_read_back_forbid_captures():
     device = PlainDevice()
     expert = ExpertWeights(torch.randn(16, 8), None, torch.randn(8, 8), None)
     assert not device.experts.reads_back
-    layer = device.experts.make(torch.randn(2, 8), None, [expert, expert], 1, True)
+    layer = device.experts.make(torch.randn(2, 8), None, [expert, expert], Routing(1, True))
     assert layer(torch.randn(3, 8)).shape == (3, 8)
     assert device.experts.reads_back
     assert device.capture.decodes(CaptureRequest(lambda batch: batch.states, [0], 1, 1, bool)) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import Future
 from itertools import takewhile
@@ -19,10 +20,10 @@ from kernels.devices.memory import DeviceMemory, MemoryUsage
 from kernels.execution.runner import ModelRunner
 from kernels.grammar.compiler import GrammarCompiler
 from kernels.grammar.llguidance_backend import LlMatcher
-from kernels.grammar.slots import GrammarSlots, TextTree
+from kernels.grammar.slots import GrammarSlots, TextTree, _Text
 from kernels.sampling.masks import RowMasks
 from kernels.sampling.sampler import Sampler
-from kernels.state.host_grammars import HostGrammars
+from kernels.state.native_grammars import NativeGrammars
 from tests.kits.driver import Driver, pack
 from tests.kits.executors import remove_executor
 from tests.kits.grammars import BACKENDS, EOS, FILE, VOCAB, tokenizer
@@ -146,6 +147,39 @@ def test_each_node_of_a_draft_tree_has_its_own_mask(backend: str) -> None:
     assert allowed(slots, 4) == "c"
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_threads_share_the_texts_of_a_step(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks, trees and errors are those of one thread."""
+    names: set[str] = set()
+    step = _Text._step
+
+    def spy(text: _Text, token: int, sure: bool) -> bool:
+        names.add(threading.current_thread().name)
+        return step(text, token, sure)
+
+    monkeypatch.setattr(_Text, "_step", spy)
+    found = []
+    for cores in (1, 4):
+        monkeypatch.setattr("kernels.grammar.slots.usable_cores", lambda cores=cores: cores)
+        names.clear()
+        slots = GrammarSlots(GrammarSettings(backend, str(FILE), (EOS, 0)), VOCAB, Memory(), None)
+        for slot in range(1, 18):
+            sampling = SlotSampling(grammar=Grammar("regex", f"a{{{slot}}}(b|c)d"))
+            output = pack([7, 8, *ids("a" * min(slot, 16))])  # slot 17 lacks one
+            slots.admit(Admission(slot, 1, output, 2, 0, b"", sampling))
+        sampling = SlotSampling(grammar=Grammar("regex", "b"))
+        slots.admit(Admission(18, 1, pack([7, 8, *ids("a")]), 2, 0, b"", sampling))
+        tree = TextTree([ids("a")[0], ids("b")[0], ids("d")[0]], [-1, 0, 1])
+        rows = [1, 1, 1, *range(2, 19)]
+        masks = slots.masks(rows, [2 + slot for slot in rows], {0: tree})
+        assert masks.masks is not None
+        assert list(masks.errors) == [18]
+        found.append(masks.masks.bits)
+        assert (len(names) > 1) == (cores > 1)
+        slots.close()
+    assert np.array_equal(*found)
+
+
 def test_output_from_before_a_restart_is_followed() -> None:
     assert allowed(admitted("ab?c", "ab"), 4) == "c"
 
@@ -228,7 +262,7 @@ def test_native_steps_that_grammars_judge_give_the_tokens_of_masks() -> None:
         return found
 
     first = play()
-    for name in ("HostDecode", "HostPromptEnds"):
+    for name in ("NativeDecode", "NativePrefill"):
         remove_executor(runner, name)
     assert play() == first
     for tokens in first[:-1]:
@@ -237,7 +271,7 @@ def test_native_steps_that_grammars_judge_give_the_tokens_of_masks() -> None:
 
 
 class Judged:
-    """``HostGrammars`` over slots 1 and 2 with a grammar and 3 without one, whose prompts are tokens 7 and 8, on a
+    """``NativeGrammars`` over slots 1 and 2 with a grammar and 3 without one, whose prompts are tokens 7 and 8, on a
     device whose draw is the argmax of what masks allow."""
 
     def __init__(self, pattern: str, **sampling: Any) -> None:
@@ -252,7 +286,7 @@ class Judged:
             settings = SlotSampling(temperature=1.0, grammar=grammar, **sampling)
             self.sampler.admit(slot, settings, 2)
             self.grammars.admit(Admission(slot, 1, pack([7, 8]), 2, 0, b"", settings))
-        self.host = HostGrammars(self.grammars, self.sampler, self._draw, self.state)
+        self.host = NativeGrammars(self.grammars, self.sampler, self._draw, self.state)
         self.rows = self.host.rows((3, 1, 2), self.sampler.masked((3, 1, 2)))
 
     def _draw(self, logits: Any, draws: Any, positions: Any, ids: Any, vocab: int, masks: Any = None) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels.contract.step import SlotSampling
-from tests.kits.driver import DENSE
+from tests.kits.driver import DENSE, LATENT, ROUTED
 
 FAMILIES = [
     "llama2",
@@ -30,6 +30,8 @@ FAMILIES = [
     "qwen3-moe-some",
     "qwen3-moe-step",
     *DENSE,
+    *LATENT,
+    *ROUTED,
 ]
 VOCAB = 211
 

@@ -67,6 +67,12 @@ inline Floats share_of(Floats below) { return exp(max(splat(-200.0f), below)); }
 // Chooses the most likely experts of a token and their weights: a softmax over all experts, or over the chosen ones. NaN logits are
 // chosen last and make all weights NaN.
 inline void choose(const Layer& layer, int64_t row) {
+    if (layer.op.scales) {  // chosen before: `b` are their ids int32 [rows, chosen], in order, and `scales` their weights
+        const int64_t first = row * layer.chosen();
+        std::copy_n(static_cast<const int32_t*>(layer.op.b) + first, layer.chosen(), layer.memory.ids.data() + first);
+        std::copy_n(static_cast<const float*>(layer.op.scales) + first, layer.chosen(), layer.memory.weights.data() + first);
+        return;
+    }
     thread_local std::vector<float> held;
     const int64_t count = layer.count(), chosen = layer.chosen(), wide = (count + TILE - 1) / TILE * TILE;
     if (static_cast<int64_t>(held.size()) < wide) held.resize(wide);
@@ -83,7 +89,7 @@ inline void choose(const Layer& layer, int64_t row) {
     Floats sums = Floats{};
     for (int64_t i = 0; i < wide; i += TILE)
         sums = select(mask(i), sums + share_of(load(logits + i, mask(i)) - top), sums);
-    const float whole = add_all(sums);
+    const float total = add_all(sums);
     float some = 0;
     int32_t* ids = layer.memory.ids.data() + row * chosen;
     float* weights = layer.memory.weights.data() + row * chosen;
@@ -100,7 +106,7 @@ inline void choose(const Layer& layer, int64_t row) {
         for (; place > 0 && ids[place - 1] > at; place--) ids[place] = ids[place - 1], weights[place] = weights[place - 1];
         ids[place] = static_cast<int32_t>(at), weights[place] = share;
     }
-    if (!layer.op.i4 || std::isnan(whole)) some = whole;
+    if (!layer.op.i4 || std::isnan(total)) some = total;
     for (int64_t i = 0; i < chosen; i++) weights[i] /= some;
 }
 
@@ -152,7 +158,9 @@ inline void between_chunk(void* context, int64_t chunk, int) {
     const bf16* both = layer.memory.both.of(0);
     bf16* inner = layer.memory.inner.of(0);
     for (int64_t pair = at.begins[expert]; pair < at.begins[expert + 1]; pair++) {
-        if (!layer.expert(expert).up->gated) silu_row(both + 2 * pair * width, inner + pair * width, width);
+        if (const auto* gate = static_cast<const float*>(layer.op.fixed))
+            clamped_gate_row(both + 2 * pair * width, inner + pair * width, width, gate[0], gate[1]);
+        else if (!layer.expert(expert).up->gated) silu_row(both + 2 * pair * width, inner + pair * width, width);
         prepare_row(inner + pair * width, width, layer.expert(expert).clip_down, layer.expert(expert).fake_quantized_down);
     }
 }
@@ -205,7 +213,7 @@ inline void prepare_chunk(void* context, int64_t chunk, int) {
                 p.x = reinterpret_cast<const char*>(ordered), p.stride_x = p.inputs() * sizeof(bf16);
             }
         }
-        if constexpr (requires { p.whole; })
+        if constexpr (requires { p.quantized; })
             if (const Preparing<P> preparing = {p, layer.memory.planes, job.first}; preparing.wanted()) {
                 for (int64_t row = 0; row < p.rows; row++) preparing.row(row);
                 preparing.attach(p);
@@ -247,7 +255,7 @@ inline void run_jobs(Layer& layer) {
             if constexpr (requires { p.tokens; }) prepared = true, at.rounded.reserve(tokens, inputs);
             if constexpr (requires { p.order; })
                 if (p.order) prepared = true, at.ordered.of(tokens * inputs);
-            if constexpr (requires { p.whole; })
+            if constexpr (requires { p.quantized; })
                 if (const Preparing<P> preparing = {p, at.planes}; preparing.wanted()) prepared = true, preparing.reserve(tokens);
                 else preparing.attach(p);
         }, job.product);

@@ -22,7 +22,16 @@ from torch import Tensor
 
 from kernels.core.operators import Linear
 from kernels.devices.cuda.elementwise.activation import swiglu
-from kernels.devices.experts import ExpertInputs, ExpertLayers, ExpertWeights, StackedExperts, choose, refusal
+from kernels.devices.experts import (
+    ClampedGate,
+    ExpertInputs,
+    ExpertLayers,
+    ExpertWeights,
+    Routing,
+    StackedExperts,
+    choose,
+    refusal,
+)
 from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
 
 __all__ = ["CudaExpertLayers", "CudaExperts"]
@@ -185,18 +194,19 @@ class CudaExperts(StackedExperts[_Stack]):
         return _Stack(values, scales, None, 8, group, tall, before)
 
     def __call__(self, x: Tensor) -> Tensor:
-        weights, experts = choose(self.router(x), self.chosen, self.normalized)
+        weights, experts = choose(self.router(x), self.routing)
         flat = experts.flatten()
         order = flat.argsort(stable=True).to(torch.int32)
         counts = torch.zeros(self.count, dtype=torch.int32, device=x.device)
         counts.index_add_(0, flat, torch.ones_like(order))
-        rows, each = x.contiguous(), self.chosen
+        chosen = self.routing.chosen
+        rows, each = x.contiguous(), chosen
         if self.gate_up.before is not None:
-            rows, each = self.gate_up.before(x.repeat_interleave(self.chosen, 0), flat), 1
+            rows, each = self.gate_up.before(x.repeat_interleave(chosen, 0), flat), 1
         inner = swiglu(self._product(rows, self.gate_up, order, counts, each))
         if self.down.before is not None:
             inner = self.down.before(inner, flat)
-        found = self._product(inner, self.down, order, counts, 1).view(len(x), self.chosen, -1)
+        found = self._product(inner, self.down, order, counts, 1).view(len(x), chosen, -1)
         return (found.float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
 
     def _product(self, x: Tensor, weight: _Stack, order: Tensor, counts: Tensor, each: int) -> Tensor:
@@ -239,12 +249,17 @@ def _block(group: int) -> int:
 
 class CudaExpertLayers(ExpertLayers):
     def make(
-        self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool
+        self,
+        router: Tensor,
+        bias: Tensor | None,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        gate: ClampedGate | None = None,
     ) -> Linear:
         device = self.linear.elementwise.torch_device
         kind = partial(CudaExperts.kind, capability=torch.cuda.get_device_capability(device))
         experts = self.stackable(experts, kind)
-        made, reason = self.linear.make_dense(router, bias), refusal(experts, kind)
+        made, reason = self.make_router(router, bias, routing), refusal(experts, kind, gate)
         if reason is not None:
-            return self.make_in_turn(made, experts, chosen, normalized, reason)
-        return CudaExperts(made, experts, chosen, normalized)
+            return self.make_in_turn(made, experts, routing, reason, gate)
+        return CudaExperts(made, experts, routing)

@@ -16,7 +16,7 @@ from kernels.core.noise import clocks, keys_at
 from kernels.devices.cpu.device import CpuDevice
 from kernels.devices.cpu.experts import CpuExperts
 from kernels.devices.cpu.native.library import Op, Step
-from kernels.devices.experts import ExpertWeights
+from kernels.devices.experts import ExpertWeights, Routing
 from kernels.sampling.sampler import Sampler
 from kernels.weights.quantization.weights import quantize_int8
 from tests.kits.float64 import BF16, ROWS, assert_near, bits, device, numbers, proof, same_alone
@@ -205,7 +205,7 @@ def test_experts_are_those_of_float64(
     given = [tuple(quantize_int8(one) for one in each) if kind == "int8" else each for each in weights]
     router = numbers(generator, count, hidden)
     layer = device.experts.make(
-        router, None, [ExpertWeights(up, None, down, None) for up, down in given], chosen, normalized
+        router, None, [ExpertWeights(up, None, down, None) for up, down in given], Routing(chosen, normalized)
     )
     assert isinstance(layer, CpuExperts)
     x = numbers(generator, rows, hidden)

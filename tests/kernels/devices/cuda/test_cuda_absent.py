@@ -12,7 +12,7 @@ from triton.runtime.jit import JITFunction
 from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import UnsupportedError
 from kernels.contract.speculation import SpeculativeSettings
-from kernels.devices.experts import ExpertsInTurn, ExpertWeights
+from kernels.devices.experts import ExpertsInTurn, ExpertWeights, Routing
 from kernels.devices.sampling import SamplingKernels
 from kernels.devices.select import select_device
 from tests.bench.device_speculative import Decoding, write_draft
@@ -111,7 +111,7 @@ def test_an_invariant_platform_runs_experts_one_by_one_and_is_of_one_gpu(monkeyp
     experts = [ExpertWeights(empty(128, 64), None, empty(64, 64), None) for _ in range(4)]
     for invariant in (False, True):
         platform = select_device(RunnerConfig(model_path="", device="cuda", invariant=invariant))
-        made = platform.experts.make(empty(4, 64), None, experts, 2, True)
+        made = platform.experts.make(empty(4, 64), None, experts, Routing(2, True))
         assert isinstance(made, ExpertsInTurn) == invariant
         assert platform.experts.reads_back == invariant
     with pytest.raises(UnsupportedError, match=r"several GPUs.*--enable-deterministic-inference with one GPU"):

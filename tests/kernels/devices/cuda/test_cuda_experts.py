@@ -10,7 +10,7 @@ import torch
 import triton
 
 from kernels.devices.cuda.moe.experts import CudaExperts
-from kernels.devices.experts import ExpertsInTurn, ExpertWeights, refusal
+from kernels.devices.experts import ExpertsInTurn, ExpertWeights, Routing, refusal
 from kernels.weights.quantization.tokens import clip_tokens, fake_quantize_tokens
 from kernels.weights.quantization.weights import (
     Fp8Weight,
@@ -116,8 +116,8 @@ def test_two_products_are_those_of_experts_one_by_one(kind, dtype, tokens, devic
     x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens)).to(dtype)
     assert refused(given) is None
     onto = router.to(device)
-    found = CudaExperts(lambda x: x @ onto.t(), given, 2, True)(x.to(device)).cpu()
-    expected = ExpertsInTurn(lambda x: x @ router.t(), functions, 2, True)(x)
+    found = CudaExperts(lambda x: x @ onto.t(), given, Routing(2, True))(x.to(device)).cpu()
+    expected = ExpertsInTurn(lambda x: x @ router.t(), functions, Routing(2, True))(x)
     limit = 1e-4 if dtype == torch.float32 else 2e-2
     assert (found - expected).float().norm() <= limit * expected.float().norm()
 
@@ -172,7 +172,7 @@ def test_it_compiles(capability, monkeypatch, tmp_path):
         for form in FORMS[: len(FORMS) if capability >= 90 else 4]:
             weights = [form(*shape) for shape in ((1536, 2048), (2048, 768))]
             onto, expert = empty(2048, 128), ExpertWeights(weights[0], None, weights[1], None)
-            layer = CudaExperts(lambda x, onto=onto: x @ onto, [expert] * 128, 8, True)
+            layer = CudaExperts(lambda x, onto=onto: x @ onto, [expert] * 128, Routing(8, True))
             for tokens in (1, 300):
                 layer(empty(tokens, 2048))
     assert len(found) >= 6

@@ -16,7 +16,7 @@ from kernels.contract.config import RunnerConfig
 from kernels.contract.step import SlotSampling
 from kernels.core.tree import chain
 from kernels.devices.elementwise import BiasedNorm
-from kernels.devices.experts import ExpertsInTurn, ExpertWeights
+from kernels.devices.experts import ExpertsInTurn, ExpertWeights, Routing
 from kernels.devices.linear import NormThenLinear
 from kernels.devices.npu.device import NpuDevice
 from kernels.devices.npu.experts import NpuExperts
@@ -123,7 +123,7 @@ def test_grouped_products_are_those_of_experts_one_by_one(normalized, count):
     x = torch.randn(count, 128, generator=torch.Generator().manual_seed(count)).to(BF16)
     onto = router.npu()
     before = called((ROUNDS, EXPERTS))
-    found = NpuExperts(lambda x: x @ onto.t(), given, 2, normalized, A5)(x.npu()).cpu()
+    found = NpuExperts(lambda x: x @ onto.t(), given, Routing(2, normalized), A5)(x.npu()).cpu()
     assert all(now == then + 2 for now, then in zip(called((ROUNDS, EXPERTS)), before, strict=True))
 
     def plain(weight):
@@ -138,7 +138,7 @@ def test_grouped_products_are_those_of_experts_one_by_one(normalized, count):
         return run
 
     linears = [(gated(first), plain(second)) for first, second in both]
-    expected = ExpertsInTurn(lambda x: x @ router.t(), linears, 2, normalized)(x)
+    expected = ExpertsInTurn(lambda x: x @ router.t(), linears, Routing(2, normalized))(x)
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=5e-2)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch_npu
 
 from kernels.contract.step import SlotSampling
-from kernels.devices.experts import ExpertsInTurn, ExpertWeights, refusal
+from kernels.devices.experts import ExpertsInTurn, ExpertWeights, Routing, refusal
 from kernels.devices.npu.experts import NpuExperts
 from kernels.devices.npu.operators import FRACTAL_NZ
 from kernels.devices.npu.soc import Soc
@@ -72,8 +72,8 @@ def test_grouped_products_are_those_of_experts_one_by_one(whole, normalized, tok
             given.append(ExpertWeights(gate_up.npu(), None, down.npu(), None))
     assert refused(given) is None
     onto = router.npu()
-    found = NpuExperts(lambda x: x @ onto.t(), given, 2, normalized, A3)(x.npu())
-    expected = ExpertsInTurn(lambda x: x @ router.t(), linears, 2, normalized)(x)
+    found = NpuExperts(lambda x: x @ onto.t(), given, Routing(2, normalized), A3)(x.npu())
+    expected = ExpertsInTurn(lambda x: x @ router.t(), linears, Routing(2, normalized))(x)
     torch.testing.assert_close(found.cpu(), expected, atol=2e-2, rtol=2e-2)
 
 
@@ -101,7 +101,7 @@ def test_weights_are_in_tiles_where_the_device_keeps_them():
             first, second = pair if kind is None else map(kind, pair)
             given.append(ExpertWeights(first.to("npu"), None, second.to("npu"), None))
         for soc, kept in ((A3, tiled), (Soc("A5", "Ascend950"), False)):
-            layer = NpuExperts(lambda x: x @ router.npu().t(), given, 2, True, soc)
+            layer = NpuExperts(lambda x: x @ router.npu().t(), given, Routing(2, True), soc)
             formats = {torch_npu.get_npu_format(stack.values) for stack in (layer.gate_up, layer.down)}
             assert formats == {FRACTAL_NZ if kept else 2}
 
@@ -200,9 +200,9 @@ def test_weights_that_are_made_floats_on_the_way(kind):
         given.append(ExpertWeights(narrow[0].to(torch.device("npu")), None, narrow[1].to(torch.device("npu")), None))
     assert refused(given) is None
     onto = router.npu()
-    layer = NpuExperts(lambda x: x @ onto.t(), given, 2, True, A3)
+    layer = NpuExperts(lambda x: x @ onto.t(), given, Routing(2, True), A3)
     found = layer(x.npu())
-    expected = ExpertsInTurn(lambda x: x @ router.t(), linears, 2, True)(x)
+    expected = ExpertsInTurn(lambda x: x @ router.t(), linears, Routing(2, True))(x)
     torch.testing.assert_close(found.cpu(), expected, atol=3e-2, rtol=3e-2)
 
 

@@ -1,0 +1,141 @@
+"""Multi-head latent attention (MLA, DeepSeek-AI, arXiv 2405.04434, section 2.1).
+
+    q = queries(x), maybe of norm(down(x));   c, k = split(latent(x));   c = norm(c)
+    head h:  key = (W_UK[h] c, rotate(k)),  value = W_UV[h] c
+
+The cache holds (c, rotate(k)) of each token, the same on all ranks, which divide the heads. ``W_UK`` and ``W_UV`` are
+held in floats: devices multiply queries with the former and results with the latter, in place of keys and values with
+both, where that takes less time (``Attention.attend_latent``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.contract.caches import CacheGroup, Latent
+from kernels.core.batch import ForwardBatch
+from kernels.core.operators import Linear
+from kernels.devices.latent_attention import LatentHeads
+from kernels.models.config import LatentConfig, ModelConfig
+from kernels.models.layers.builder import LayerBuilder
+from kernels.models.layers.rotary import rotary_order
+from kernels.weights.quantization.weights import QuantizedWeight
+from kernels.weights.tensors import TensorSpec, by_inputs, by_outputs, linear, norm
+
+__all__ = ["LatentAttention", "attention", "caches", "tensors"]
+
+_EPS = 1e-6  # of both norms, whatever the model's other norms have
+
+
+def tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
+    """The projections of queries and latent vectors, their norms, and the output. ``gguf``: what their names begin with
+    there."""
+    latent, hidden, heads = _sizes(config), config.hidden_size, config.heads
+    queries, rank, bias = latent.plain_dim + latent.rope_dim, latent.query_rank, config.qkv_bias
+    by_head = by_outputs((heads * queries, heads))
+    if rank:
+        yield from linear(f"{module}.q_a_proj", (rank, hidden), None, f"{gguf}_q_a", bias=bias)
+        yield norm(f"{module}.q_a_layernorm", rank, f"{gguf}_q_a_norm")
+        yield from linear(f"{module}.q_b_proj", (heads * queries, rank), by_head, f"{gguf}_q_b")
+    else:
+        yield from linear(f"{module}.q_proj", (heads * queries, hidden), by_head, f"{gguf}_q")
+    width = latent.rank + latent.rope_dim
+    yield from linear(f"{module}.kv_a_proj_with_mqa", (width, hidden), None, f"{gguf}_kv_a_mqa", bias=bias)
+    yield norm(f"{module}.kv_a_layernorm", latent.rank, f"{gguf}_kv_a_norm")
+    both, values = heads * (latent.plain_dim + latent.value_dim), heads * latent.value_dim
+    yield from linear(f"{module}.kv_b_proj", (both, latent.rank), by_outputs((both, heads)), f"{gguf}_kv_b")
+    outputs = by_inputs(values, heads)
+    yield from linear(f"{module}.o_proj", (hidden, values), outputs, f"{gguf}_output", bias=config.output_bias)
+
+
+def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
+    """One vector of each token, in every layer."""
+    latent = _sizes(config)
+    return (CacheGroup(Latent(latent.rank, latent.rope_dim), tuple(range(config.layers))),)
+
+
+def attention(builder: LayerBuilder, config: ModelConfig, module: str, window: int) -> LatentAttention:
+    """The layer of ``tensors``, without a ``window``."""
+    assert not window, "latent attention sees all tokens"
+    return LatentAttention(builder, config, module)
+
+
+class LatentAttention:
+    """The layer of ``tensors``: attention of normed tokens, projected back."""
+
+    def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str) -> None:
+        self.sizes = latent = _sizes(config)
+        self.attention, self.rows = builder.ops.attention, builder.rows
+        self.heads, self.scale = config.heads, config.attention_scale
+        queries = _head_order(config, latent.plain_dim, config.heads)
+        vectors = _head_order(config, latent.rank, 1)
+        self.query_norm: Linear | None = None
+        self.queries: Linear | None = None
+        if latent.query_rank:
+            first, names = list(range(latent.query_rank)), (f"{module}.q_a_proj", f"{module}.kv_a_proj_with_mqa")
+            self.query_norm = builder.norm(f"{module}.q_a_layernorm", _EPS)
+            self.queries = _ordered(builder, config, queries, f"{module}.q_b_proj")
+        else:
+            first, names = queries, (f"{module}.q_proj", f"{module}.kv_a_proj_with_mqa")
+        self.split = len(first)
+        self.down = _ordered(builder, config, [*first, *(self.split + place for place in vectors)], *names)
+        self.norm = builder.norm(f"{module}.kv_a_layernorm", _EPS)
+        self.expansion = self._expansion(builder, f"{module}.kv_b_proj")
+        self.output = builder.row_parallel(f"{module}.o_proj")
+
+    def _expansion(self, builder: LayerBuilder, module: str) -> LatentHeads:
+        builder.refuse_adapters((module,))
+        weight, latent = builder.source.projection([module]), self.sizes
+        assert not isinstance(weight, tuple), "one module has one weight"
+        if isinstance(weight, QuantizedWeight):
+            dense = builder.ops.linear.dequantize(weight, weight.dtype)
+            builder.ops.linear.dequantized_bytes += dense.nbytes - weight.nbytes
+            weight = dense
+        heads = weight.view(self.heads, latent.plain_dim + latent.value_dim, latent.rank)
+        keys, values = heads.split((latent.plain_dim, latent.value_dim), 1)
+        return LatentHeads(keys.contiguous(), values.transpose(1, 2).contiguous())
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
+    ) -> Tensor:
+        """As ``AttentionLayer``."""
+        sizes, attention = self.sizes, self.attention
+        queries, vectors = self.down(x).tensor_split((self.split,), 1)
+        if self.queries is not None and self.query_norm is not None:
+            queries = self.queries(self.query_norm(queries.contiguous()))
+        queries = queries.view(len(x), self.heads, -1)
+        latent, key = vectors.split((sizes.rank, sizes.rope_dim), 1)
+        # The key's rotated part is one more head.
+        turning = torch.cat((queries[..., sizes.plain_dim :], key.unsqueeze(1)), 1)
+        turned = torch.empty_like(turning)
+        attention.rotate(turning, cos, sin, out=turned)
+        queries = torch.cat((queries[..., : sizes.plain_dim], turned[:, :-1]), -1)
+        attention.write_latent(cache, batch.cache_index, torch.cat((self.norm(latent.contiguous()), turned[:, -1]), 1))
+        found = attention.attend_latent(queries, cache, batch, self.expansion, self.scale).flatten(1)
+        if wanted is not None:
+            found = found.index_select(0, wanted)
+            if self.rows is not None:
+                self.rows.select(wanted)
+        return self.output(found)
+
+
+def _sizes(config: ModelConfig) -> LatentConfig:
+    assert config.latent is not None, "the family reads config.json by latent_decoder"
+    return config.latent
+
+
+def _head_order(config: ModelConfig, before: int, heads: int) -> list[int]:
+    """The order of the outputs of ``heads`` in which the halves of their rotated parts, which follow ``before`` others,
+    rotate against one another."""
+    rotated = _sizes(config).rope_dim
+    order = rotary_order(rotated, rotated, config.pairs) or range(rotated)
+    head = [*range(before), *(before + place for place in order)]
+    return [index * len(head) + place for index in range(heads) for place in head]
+
+
+def _ordered(builder: LayerBuilder, config: ModelConfig, order: Sequence[int], *modules: str) -> Linear:
+    return builder.ordered(order, *modules) if config.pairs else builder.linear(*modules)

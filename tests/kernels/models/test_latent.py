@@ -1,0 +1,113 @@
+"""Latent attention and DeepSeek's experts: long prompts, ranks, quantized weights, and what is refused;
+``test_equality`` compares the families with transformers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.contract.caches import CacheGroup, Latent
+from kernels.contract.errors import ConfigError
+from kernels.contract.speculation import SpeculativeSettings
+from kernels.devices import latent_attention
+from kernels.models.config_loader import parse_config, read_config
+from kernels.models.registry import caches
+from tests.kernels.distributed.ranks import run_ranks
+from tests.kits.driver import COMMON, DEEPSEEK
+from tests.kits.parity import scored
+
+CONFIG = COMMON | DEEPSEEK | {"architectures": ["DeepseekV3ForCausalLM"]}
+
+
+@pytest.mark.parametrize("numbers", [1 << 25, 5000], ids=["all-heads", "some-heads"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "minicpm3"])
+def test_long_chunks_are_attended_to_with_keys_and_values(name, numbers, reference, drive, prompts, monkeypatch):
+    monkeypatch.setattr(latent_attention, "_NUMBERS", numbers)
+    monkeypatch.setattr(latent_attention, "_QUERIES", 50)
+    model, (prompt,) = reference(name), prompts(240)
+    found = scored(drive(model.path), prompt, [5, 135, 1, 99])
+    np.testing.assert_allclose(found, model.logprobs(prompt).numpy(), atol=2e-4, rtol=1e-4)
+
+
+def test_expanded_and_latent_rows_share_a_step(reference, drive, prompts):
+    model, (short, long, last) = reference("deepseek-v3"), prompts(20, 200, 30)
+    driver = drive(model.path)
+    for slot, text in enumerate((short, long, last), start=1):
+        driver.admit(slot, text)
+    driver.step([(1, 20)])
+    driver.step([(1, 1), (2, 200), (3, 30)])
+    for slot, text in enumerate((short, long, last), start=1):
+        assert driver.generate(slot, len(text) + 4) == model.greedy(text, len(text) + 4)
+
+
+@pytest.mark.parametrize("name", ["parallel-deepseek-v3", "parallel-minicpm3"])
+def test_two_ranks_compute_what_one_does(name, reference, prompts):
+    model, (text,) = reference(name), prompts(23)
+    first, second = run_ranks([{"model": str(model.path), "prompts": [text], "length": 32}])
+    assert first[0]["tokens"] == second[0]["tokens"] == [model.greedy(text, 32)]
+
+
+def test_caches_hold_one_vector_of_each_token(reference):
+    config = read_config(reference("deepseek-v3").path)
+    assert caches(config) == (CacheGroup(Latent(24, 8), (0, 1, 2)),)
+
+
+def test_pages_of_broken_rows_are_cleared(reference, drive, prompts):
+    driver, (text,) = drive(reference("deepseek-v3").path), prompts(70)
+    driver.admit(1, text)
+    driver.step([(1, 70)])
+    loaded, pages = driver.runner._loaded, list(driver.pages[1])
+    assert all(cache[pages].any() for cache in loaded.caches)
+    with torch.inference_mode():
+        loaded.clear_pages(pages)
+    assert not any(cache[pages].any() for cache in loaded.caches)
+
+
+def test_quantized_projections_are_close(reference, drive, prompts):
+    model, (prompt,) = reference("minicpm3"), prompts(20)
+    found = scored(drive(model.path, quantization="int8"), prompt, [20])
+    expected, exact = model.logprobs(prompt).numpy(), scored(drive(model.path), prompt, [20])
+    assert np.abs(found - expected).mean() < 0.1 * np.abs(expected - expected.mean(1, keepdims=True)).mean()
+    assert np.abs(found - exact).max() > 0  # it was quantized
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"speculation": SpeculativeSettings("NGRAM")}, "leave --speculative-algorithm out"),
+        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype is for keys and values"),
+        ({"invariant": True}, "leave --enable-deterministic-inference out"),
+    ],
+)
+def test_options_without_a_latent_form_are_refused(options, says, reference, drive):
+    with pytest.raises(ConfigError, match=says):
+        drive(reference("deepseek-v3").path, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"kv_lora_rank": None}, "kv_lora_rank"),
+        ({"n_group": 3}, "8 experts cannot be divided into n_group 3"),
+        ({"n_group": 2, "topk_group": 3}, "topk_group 3 are taken"),
+        ({"n_group": 8, "topk_group": 2}, "num_experts_per_tok 3 is more than the experts of topk_group 2 groups"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace must be a whole number"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types must say dense or sparse for each layer"),
+    ],
+)
+def test_what_is_wrong_with_deepseeks_sizes_is_named(change, says):
+    with pytest.raises(ConfigError, match=says):
+        parse_config(CONFIG | change)
+
+
+def test_layers_of_experts_follow_config_json():
+    def layers(**more):
+        experts = parse_config(CONFIG | {"num_hidden_layers": 6} | more).experts
+        return experts is not None and sorted(experts.layers)
+
+    assert layers() == [1, 2, 3, 4, 5]
+    assert layers(first_k_dense_replace=3) == [3, 4, 5]
+    assert layers(moe_layer_freq=2) == [2, 4]
+    assert layers(mlp_layer_types=["dense", "sparse"] * 3) == [1, 3, 5]
