@@ -18,7 +18,7 @@ __all__ = ["move_accepted", "move_caches"]
 
 
 @triton.jit(do_not_specialize=["each"])
-def _move(
+def move_kv_kernel(
     pointers,
     like,
     source,
@@ -47,7 +47,7 @@ def _move(
 
 
 @triton.jit(do_not_specialize=["outcome_stride"])
-def _move_accepted(
+def move_accepted_kv_kernel(
     pointers,
     like,
     index,
@@ -108,7 +108,7 @@ def move_accepted(
     for parts in _kinds(caches):
         _, both, kv_heads, page_size, dim = parts[0].shape
         levels = outcome.shape[1] - 2
-        _move_accepted[(len(outcome), both * kv_heads, len(parts))](
+        move_accepted_kv_kernel[(len(outcome), both * kv_heads, len(parts))](
             pointers(parts),
             parts[0],
             index,
@@ -144,7 +144,7 @@ def _move_parts(
 ) -> None:
     _, both, kv_heads, page_size, dim = caches[0].shape
     pointers = put(np.array([cache.data_ptr() for cache in caches], dtype=np.int64))
-    _move[(len(source) // each, both * kv_heads, len(caches))](
+    move_kv_kernel[(len(source) // each, both * kv_heads, len(caches))](
         pointers,
         caches[0],
         source,

@@ -142,7 +142,7 @@ def _weights(score, top, scale):
 
 
 @gluon.jit
-def _answer(
+def prefill_attention_sm90_kernel(
     shared,
     blocks,
     out,
@@ -270,8 +270,8 @@ def _specialized(
     pieces = (query_tiles, key_pieces, value_pieces, query_bars, key_bars, value_bars)
     gl.warp_specialize(
         [
-            (_answer, (shared, blocks, out, scale, every, heads, dim, stages, 0)),
-            (_answer, (shared, blocks, out, scale, every, heads, dim, stages, 1)),
+            (prefill_attention_sm90_kernel, (shared, blocks, out, scale, every, heads, dim, stages, 0)),
+            (prefill_attention_sm90_kernel, (shared, blocks, out, scale, every, heads, dim, stages, 1)),
             (
                 _ask,
                 (queries, cache, pieces, blocks, pages, every, page_stride, heads, kv_heads, dim, page_size, stages),

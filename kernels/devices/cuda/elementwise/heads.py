@@ -23,7 +23,7 @@ __all__ = ["Placing", "place_heads"]
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _place_heads(
+def norm_rope_cache_kernel(
     given,
     qkv,
     weight,
@@ -177,7 +177,7 @@ def place_heads(
             scales, offsets, kept = cache.fixed.scales, cache.fixed.offsets, 2
             offsets = torch.zeros_like(scales) if offsets is None else offsets
     assert isinstance(values, Tensor)
-    _place_heads[(triton.cdiv(tokens, block), every)](
+    norm_rope_cache_kernel[(triton.cdiv(tokens, block), every)](
         qkv if parts is None else parts,
         qkv,
         qkv if weight is None else weight,

@@ -46,7 +46,7 @@ def _less(n, zero, bits: tl.constexpr, like: tl.constexpr):
 
 
 @triton.jit
-def _multiply(
+def moe_gemm_kernel(
     x,
     weight,
     scales,
@@ -206,7 +206,7 @@ class CudaExperts(StackedExperts[_Stack]):
         size = _FEW if pairs <= _FEW * self.count else _MANY
         out = x.new_empty((pairs, outputs))
         most = min(pairs, pairs // size + min(self.count, pairs))  # upper bound of blocks for any routing
-        _multiply[(triton.cdiv(outputs, _ROWS), most)](
+        moe_gemm_kernel[(triton.cdiv(outputs, _ROWS), most)](
             x,
             values,
             values if scales is None else scales,

@@ -59,7 +59,7 @@ def test_kernels_for_an_8bit_cache_compile(shape, name, fixed, capability, monke
     with compiling(monkeypatch, capability) as found:
         run(name, fixed, *shape)
     kernels = {kernel.kernel for kernel in found}
-    assert {"_decode", "_drafts", "_prefill"} <= kernels
+    assert {"decode_attention_kernel", "verify_attention_kernel", "prefill_attention_kernel"} <= kernels
     for kernel in found:
         assert kernel.shared <= SHARED[capability], kernel
         assert kernel.spilled <= 8, kernel  # a register or two, of the 128 that a program of these may have
