@@ -12,9 +12,8 @@ __all__ = ["REFUSALS"]
 _TABLE: tuple[RefusedNames, ...] = (
     RefusedNames(
         group="Model and tokenizer",
-        reason="code from model repositories is never run",
-        remedy="leave it out; supported architectures need no code",
-        flags=("trust-remote-code",),
+        reason="code of a checkpoint comes from the revision of its weights",
+        remedy="use --revision",
         unset=("code-revision",),
     ),
     RefusedNames(
@@ -113,12 +112,6 @@ _TABLE: tuple[RefusedNames, ...] = (
     ),
     RefusedNames(
         group="API",
-        reason="scoring several items in one prompt is not built yet",
-        remedy="leave it out",
-        unset=("multi-item-scoring-delimiter",),
-    ),
-    RefusedNames(
-        group="API",
         reason="code from clients is never run",
         remedy="leave it out and use the sampling parameters",
         flags=("enable-custom-logit-processor",),
@@ -175,12 +168,6 @@ _TABLE: tuple[RefusedNames, ...] = (
             "ds-heavy-channel-type": "qk",
             "ds-sparse-decode-threshold": 4096,
         },
-    ),
-    RefusedNames(
-        group="Model and tokenizer",
-        reason="the engine has only its own model implementations",
-        remedy="leave it out or give auto",
-        only={"model-impl": ("auto", "troupe")},
     ),
     RefusedNames(
         group="Weight loading",

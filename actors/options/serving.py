@@ -400,6 +400,19 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         ),
     ] = None
 
+    multi_item_scoring_delimiter: Annotated[
+        int | None,
+        Option(
+            group="API",
+            default_text="none",
+            minimum=0,
+            maximum=2**31 - 1,
+            metavar="TOKEN",
+            help="Token id that stands between query and item where /v1/score scores label_token_ids. Each item reads "
+            "the query, this token and itself.",
+        ),
+    ] = None
+
     enable_return_hidden_states: Annotated[
         bool,
         Option(

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 from kernels.contract.pooling import PoolingConfig
 
 __all__ = [
+    "LENGTH_KEYS",
     "GgufHeader",
     "gguf_config",
     "gguf_generation_config",
@@ -21,6 +22,9 @@ __all__ = [
     "read_gguf_text",
     "read_pooling",
 ]
+
+LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
+"""What config.json calls the most tokens of a sequence."""
 
 _HEADER = "kernels.weights.gguf.header"
 _DESCRIPTION = "kernels.models.gguf_description"

@@ -6,6 +6,7 @@ its first numbers are what ``LatentHeads`` makes them from, its last ones are th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
 
-__all__ = ["LatentHeads", "attend_latent", "attend_latent_heads", "make_latent", "write_latent"]
+__all__ = ["LatentHeads", "attend_latent", "attend_latent_heads", "clear_latent", "make_latent", "write_latent"]
 
 _EXPANDED = 128
 """Queries of a row from which on making keys and values of all tokens costs less than it saves: a query takes
@@ -49,6 +50,12 @@ class LatentHeads:
 def make_latent(pages: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """One layer's cache [pages, page_size, width], zeroed."""
     return torch.zeros(pages, page_size, width, dtype=dtype, device=device)
+
+
+def clear_latent(caches: Sequence[Tensor], pages: Sequence[int]) -> None:
+    """Zero these pages of ``caches``."""
+    for cache in caches:
+        cache[list(pages)] = 0
 
 
 def write_latent(cache: Tensor, index: Tensor, vectors: Tensor) -> None:

@@ -30,7 +30,7 @@ from kernels.execution.outputs import StepOutputs
 from kernels.execution.warmup import WarmUp
 from kernels.grammar.slots import GrammarSlots
 from kernels.models.config import ModelConfig, local_config
-from kernels.models.config_loader import read_config
+from kernels.models.config_loader import CodeChoice, read_config
 from kernels.models.decoder import Decoder
 from kernels.models.layers.builder import ModelBuilder
 from kernels.models.registry import build, caches, tensors
@@ -125,7 +125,15 @@ class LoadedModel:
 
 def open_model(config: RunnerConfig, device: Device, progress: Progress) -> OpenModel:
     """Open the files and check that the model can run. Raises ConfigError, LoadError or UnsupportedError."""
-    whole = read_config(config.model_path, config.config_overrides, quantized=True, is_embedding=config.is_embedding)
+    whole = read_config(
+        config.model_path,
+        config.config_overrides,
+        quantized=True,
+        is_embedding=config.is_embedding,
+        code=CodeChoice(config.model_impl, config.trust_remote_code, config.load_format == "dummy", config.random_seed),
+    )
+    if whole.code is not None:
+        _check_code(whole, config)
     if whole.pooling is not None and config.speculation is not None:
         raise ConfigError(
             f"{whole.architecture} generates no text that could be drafted; leave --speculative-algorithm out"
@@ -148,6 +156,24 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
     return OpenModel(whole, part, dtype, context, captures, weights, cache, groups)
 
 
+def _check_code(whole: ModelConfig, config: RunnerConfig) -> None:
+    """Raises ConfigError for options that transformers' modeling code does not support."""
+    wrong = {
+        "--tensor-parallel-size": config.tp_size > 1,
+        "--speculative-algorithm": config.speculation is not None,
+        "--quantization": config.quantization not in ("", "unquant"),
+        "--kv-cache-dtype": bool(config.kv_cache_dtype),
+        "--enable-fp32-lm-head": config.fp32_head,
+        "--enable-deterministic-inference": config.invariant,
+    }
+    given = [name for name, is_given in wrong.items() if is_given]
+    if given:
+        raise ConfigError(
+            f"{whole.architecture} runs by transformers' modeling code, which is without {', '.join(given)}; leave "
+            "it out"
+        )
+
+
 _WINDOW_SHARE = 0.5
 """Layers keep their windows alone if the longest sequence then takes less than this share of memory: graphs, drafts and
 narrow caches know one page table."""
@@ -157,18 +183,18 @@ def _open_groups(config: RunnerConfig, part: ModelConfig, cache: CacheChoice, co
     """The cache groups of a rank's layers. Raises ConfigError for options that only plain pages support."""
     kept = sum(min(context, window or context) for window in part.windows)
     plain_only = config.speculation is not None or cache.dtype is not None
-    share = 1.0 if part.attention_cap else _WINDOW_SHARE  # of which nothing is captured anyway
+    share = 1.0 if part.eager_attention else _WINDOW_SHARE  # of which nothing is captured anyway
     saves = kept < share * context * part.layers
     groups = caches(part, windows=config.window_pages and saves and not plain_only)
     check_groups(groups, part.layers)
-    if part.attention_cap and config.invariant:
+    if part.eager_attention and config.invariant:
         raise ConfigError(
-            f"attn_logit_softcapping of {part.architecture} has no attention whose results are independent of the "
+            f"{part.eager_attention} of {part.architecture} has no attention whose results are independent of the "
             "chunks of prompts; leave --enable-deterministic-inference out"
         )
-    if part.attention_cap and plain_only:
+    if part.eager_attention and plain_only:
         raise ConfigError(
-            f"attn_logit_softcapping of {part.architecture} is neither for speculative decoding nor for a cache in "
+            f"{part.eager_attention} of {part.architecture} is neither for speculative decoding nor for a cache in "
             "fewer bits; leave --speculative-algorithm and --kv-cache-dtype out"
         )
     if part.latent is not None and config.invariant:

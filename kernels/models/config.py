@@ -15,8 +15,18 @@ from typing import Any
 from kernels.contract.errors import ConfigError
 from kernels.contract.limits import MAX_EXPERTS, MAX_EXPERTS_OF_MODEL, MAX_LAYERS, MAX_SIZE
 from kernels.contract.pooling import PoolingConfig
+from kernels.models.fallback.sizes import CodeModel
 
-__all__ = ["ACTIVATIONS", "ConfigReader", "ExpertsConfig", "LatentConfig", "ModelConfig", "RopeConfig", "local_config"]
+__all__ = [
+    "ACTIVATIONS",
+    "MXFP4_BLOCK",
+    "ConfigReader",
+    "ExpertsConfig",
+    "LatentConfig",
+    "ModelConfig",
+    "RopeConfig",
+    "local_config",
+]
 
 
 ACTIVATIONS = {
@@ -29,6 +39,8 @@ ACTIVATIONS = {
 }
 """What config.json calls each activation."""
 
+MXFP4_BLOCK = 32
+"""Numbers that share an exponent."""
 _WINDOW = 4096  # tokens, of every family with a pattern of windows
 
 
@@ -64,7 +76,8 @@ class ExpertsConfig:
     ``layers``: which of the decoder's layers. ``chosen``: experts that a token takes. ``normalized``: whether their
     weights are made to add up to one. ``shared``: the inner dimension of an expert that all tokens take besides, 0:
     there is none; ``weighted``: whether it is weighted by the sigmoid of a logit of its own. ``scores``, ``groups``,
-    ``top_groups``, ``pair_sum`` and ``scale``: as ``kernels.devices.experts.Routing``.
+    ``top_groups``, ``pair_sum`` and ``scale``: as ``kernels.devices.experts.Routing``. ``alpha``, ``limit``: as
+    ``ClampedGate`` there. ``packed``: whether they are stored in MXFP4.
     """
 
     layers: frozenset[int]
@@ -79,6 +92,9 @@ class ExpertsConfig:
     top_groups: int = 1
     pair_sum: bool = False
     scale: float = 1.0
+    alpha: float = 1.0
+    limit: float = 0.0
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +117,8 @@ class ModelConfig:
 
     ``rope``: of all layers but those in ``ropes``, which have their own. ``pairs``: whether neighbors of a head rotate
     against one another, in place of its halves. ``attention_scale``: of queries times keys; 0: ``head_dim ** -0.5``.
-    ``attention_cap``, ``logit_cap``: ``cap * tanh(x / cap)`` of these numbers; 0: none. ``embedding_scale``,
+    ``attention_cap``, ``logit_cap``: ``cap * tanh(x / cap)`` of these numbers; 0: none. ``sinks``: whether each head
+    attends to one more token, whose value is 0. ``embedding_scale``,
     ``residual_scale`` and ``logit_scale`` multiply embeddings, what a layer adds to the residual stream, and logits.
     ``norm_offset``: what norms add to their weights. ``parallel``: attention and feed-forward layer are added
     together. ``layer_norms``: norms subtract the mean. ``all_kv_heads``: the whole model's, on one of several
@@ -109,7 +126,7 @@ class ModelConfig:
     ``reward_head``: the module of a family's own head that rewards; "": see ``layers.classification``.
     ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``. ``position_table``,
     ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
-    ``first_position``: the row of an input's first token.
+    ``first_position``: the row of an input's first token. ``code``: of a model that runs transformers' modeling code.
     """
 
     architecture: str
@@ -135,6 +152,7 @@ class ModelConfig:
     pairs: bool = False
     attention_scale: float = 0.0
     attention_cap: float = 0.0
+    sinks: bool = False
     logit_cap: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -150,6 +168,14 @@ class ModelConfig:
     position_table: int = 0
     segments: int = 0
     first_position: int = 0
+    code: CodeModel | None = None
+
+    @property
+    def eager_attention(self) -> str:
+        """What attention has that only plain torch does, which reads a step's rows on the host; "": nothing."""
+        if self.attention_cap:
+            return "attn_logit_softcapping"
+        return "the sinks of attention" if self.sinks else ""
 
     @property
     def rotary_dim(self) -> int:
@@ -173,6 +199,8 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
     if experts is not None:
         parts["moe_intermediate_size"] = experts.inner
         parts["shared_expert_intermediate_size"] = experts.shared
+        if experts.packed:
+            parts["the number of mxfp4's blocks in intermediate_size,"] = experts.inner // MXFP4_BLOCK
     for name, number in parts.items():
         if number % size:
             raise ConfigError(
@@ -202,7 +230,8 @@ def _remedy(config: ModelConfig) -> str:
 
 
 def _fits(config: ModelConfig, size: int) -> bool:
-    experts = () if config.experts is None else (config.experts.inner, config.experts.shared)
+    sizes = config.experts
+    experts = () if sizes is None else (sizes.inner // (MXFP4_BLOCK if sizes.packed else 1), sizes.shared)
     numbers = (config.heads, config.intermediate_size, *experts, config.vocab_size)
     return not any(number % size for number in numbers) and not (config.kv_heads % size and size % config.kv_heads)
 

@@ -76,7 +76,7 @@ class Decoder:
         self.device, self.rows = builder.ops, builder.rows
         self.captures = builder.captures
         self.hidden_size = config.hidden_size
-        self.reads_rows = config.attention_cap > 0
+        self.reads_rows = bool(config.eager_attention)
         self.embeddings, self.head = vocab
         self.pooling = pooling = config.pooling
         self.classifier = classifier(builder, config) if pooling is not None and pooling.task == "classify" else None

@@ -43,7 +43,8 @@ def read_pooling(directory: Path, config: Mapping[str, Any], is_embedding: bool 
     if name.endswith(HEADS):
         return _classifier(name, config, entry)
     modules = _modules(directory)
-    if not (modules or encoder or name.endswith("Model") or is_embedding):
+    headless = name.endswith("Model") and not name.endswith("LMHeadModel")
+    if not (modules or encoder or headless or is_embedding):
         return None
     if not encoder and config.get("is_causal") is False:
         raise ConfigError(

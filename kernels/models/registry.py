@@ -32,6 +32,7 @@ __all__ = [
     "Entry",
     "Family",
     "Support",
+    "UnknownArchitecture",
     "base_architecture",
     "build",
     "caches",
@@ -44,6 +45,10 @@ __all__ = [
 ]
 
 GROUP = "troupe.models"
+
+
+class UnknownArchitecture(ConfigError):
+    """No family is for the architectures of config.json."""
 
 
 class Family(Protocol):
@@ -102,23 +107,29 @@ BUILT_IN = (
     Entry("CohereForCausalLM", "kernels.models.cohere"),
     Entry("DeepseekV2ForCausalLM", "kernels.models.deepseek_v2"),
     Entry("DeepseekV3ForCausalLM", "kernels.models.deepseek_v3"),
+    Entry("Ernie4_5_MoeForCausalLM", "kernels.models.ernie4_5_moe"),
     Entry("ExaoneForCausalLM", "kernels.models.exaone"),
     Entry("Exaone4ForCausalLM", "kernels.models.exaone4"),
     Entry("Gemma2ForCausalLM", "kernels.models.gemma2"),
     Entry("Gemma3ForCausalLM", "kernels.models.gemma3"),
     Entry("Glm4ForCausalLM", "kernels.models.glm4"),
+    Entry("Glm4MoeForCausalLM", "kernels.models.glm4_moe"),
     Entry("Glm4MoeLiteForCausalLM", "kernels.models.glm4_moe_lite"),
     Entry("GlmForCausalLM", "kernels.models.glm"),
+    Entry("GptOssForCausalLM", "kernels.models.gpt_oss"),
     Entry("GraniteForCausalLM", "kernels.models.granite"),
+    Entry("GraniteMoeForCausalLM", "kernels.models.granite_moe"),
     Entry("InternLM2ForCausalLM", "kernels.models.internlm2"),
     Entry("LlamaForCausalLM", "kernels.models.llama", gguf="llama", gguf_window="ignored"),
     Entry("MiMoForCausalLM", "kernels.models.mimo"),
     Entry("MiniCPM3ForCausalLM", "kernels.models.minicpm3"),
+    Entry("MiniMaxM2ForCausalLM", "kernels.models.minimax_m2"),
     Entry("MinistralForCausalLM", "kernels.models.ministral"),
     Entry("MistralForCausalLM", "kernels.models.mistral", gguf="llama", gguf_window="ignored"),
     Entry("MixtralForCausalLM", "kernels.models.mixtral", gguf="llama", gguf_experts=True, gguf_window="ignored"),
     Entry("Olmo2ForCausalLM", "kernels.models.olmo2", gguf="olmo2", gguf_window="another"),
     Entry("Olmo3ForCausalLM", "kernels.models.olmo3"),
+    Entry("OlmoeForCausalLM", "kernels.models.olmoe"),
     Entry("Phi3ForCausalLM", "kernels.models.phi3", gguf="phi3"),
     Entry("Qwen2ForCausalLM", "kernels.models.qwen2", gguf="qwen2"),
     Entry(
@@ -146,7 +157,7 @@ def entries() -> dict[str, Entry]:
 
 
 def find(architectures: Iterable[object]) -> tuple[str, Family]:
-    """The first of ``architectures`` that is supported, and its family. Raises ConfigError that names all that are.
+    """The first of ``architectures`` that is supported, and its family. Raises UnknownArchitecture, naming all others.
 
     A decoder that generates text is also found under the names of its forms that embed, classify or reward
     (``base_architecture``).
@@ -158,7 +169,7 @@ def find(architectures: Iterable[object]) -> tuple[str, Family]:
             entry = known.get(base_architecture(name)) if isinstance(name, str) else None
             if isinstance(name, str) and entry is not None:
                 return name, _load(entry)
-        raise ConfigError(
+        raise UnknownArchitecture(
             f"no supported architecture in config.json (architectures: {names}); "
             f"supported are {', '.join(sorted(known))}"
         )
@@ -212,6 +223,8 @@ def tensors(config: ModelConfig) -> Tensors:
     """The declared tensors of a whole model, by name."""
     from kernels.weights.tensors import table_of
 
+    if config.code is not None:  # transformers reads them
+        return {}
     declared = find([config.architecture])[1].tensors(config)
     if config.pooling is not None and find_encoder(config.architecture) is None:
         declared = _pooled(config, declared)
@@ -233,7 +246,12 @@ def _pooled(config: ModelConfig, declared: Iterable[TensorSpec]) -> Iterator[Ten
 
 def caches(config: ModelConfig, windows: bool = False) -> tuple[CacheGroup, ...]:
     """The caches of one rank's layers. ``windows``: whether layers with a sliding window keep only it."""
-    found = find([config.architecture])[1].caches(config)
+    if config.code is not None:
+        from kernels.models.fallback import model as fallback
+
+        found = fallback.caches(config)
+    else:
+        found = find([config.architecture])[1].caches(config)
     return found if windows or not any(config.windows) else keep_all(found)
 
 
@@ -245,6 +263,10 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
         raise ConfigError(
             f"the layers to capture, {list(captures)}, must be different ones of this model's 0 to {config.layers - 1}"
         )
+    if config.code is not None:
+        from kernels.models.fallback import model as fallback
+
+        return fallback.build(config, builder)
     return find([config.architecture])[1].build(config, builder)
 
 
@@ -311,7 +333,7 @@ def families() -> tuple[Support, ...]:
                 windows=any(config.windows),
                 tied=not any(spec.role is Role.OUTPUT for spec in specs),
                 quantizable=any(spec.quantizable for spec in specs),
-                eager=config.attention_cap > 0 or config.latent is not None,
+                eager=bool(config.eager_attention) or config.latent is not None,
                 plain=_is_plain(config),
             )
         )
@@ -320,7 +342,7 @@ def families() -> tuple[Support, ...]:
 
 def _is_plain(config: ModelConfig) -> bool:
     scales = {config.embedding_scale, config.residual_scale, config.logit_scale}
-    capped = config.logit_cap > 0 or config.attention_cap > 0
+    capped = config.logit_cap > 0 or bool(config.eager_attention)
     routed = config.experts is not None and (config.experts.scores != "softmax" or config.experts.scale != 1.0)
     plain = config.latent is None and not routed and not capped
     return config.activation == "silu" and scales == {1.0} and not config.layer_norms and plain

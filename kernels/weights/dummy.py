@@ -56,6 +56,9 @@ class DummyWeights:
             target.fill_(1.0)
         elif spec.role is Role.BIAS:
             target.zero_()
+        elif spec.role in (Role.NIBBLES, Role.EXPONENTS):
+            whole = self.read(name)
+            target.copy_(whole if part is None else part.of(whole))
         else:
             seed = zlib.crc32(f"{self._seed} {name}".encode())  # the CPU's generator uses 32 bits of a seed
             generator = torch.Generator(target.device).manual_seed(seed)

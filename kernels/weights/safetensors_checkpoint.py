@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.contract.errors import LoadError
 from kernels.contract.limits import MAX_EXPERTS
 from kernels.weights.quantization.scheme import Scheme, StoredTensor
-from kernels.weights.tensors import Part, StackedExpert, Tensors
+from kernels.weights.tensors import Part, Role, StackedExpert, Tensors
 
 __all__ = ["SafetensorsCheckpoint", "expected_tensors"]
 
@@ -28,7 +28,8 @@ def expected_tensors(tensors: Tensors, scheme: Scheme | None) -> dict[str, Store
     found: dict[str, StoredTensor] = {}
     for name, spec in tensors.items():
         stored = scheme.tensors(spec) if scheme is not None and spec.quantizable else None
-        found.update({name: StoredTensor(_FLOATS, (spec.shape,))} if stored is None else stored)
+        dtypes = ("U8",) if spec.role in (Role.NIBBLES, Role.EXPONENTS) else _FLOATS
+        found.update({name: StoredTensor(dtypes, (spec.shape,))} if stored is None else stored)
     return found
 
 

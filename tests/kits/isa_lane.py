@@ -16,6 +16,7 @@ ISA = (
     "kernels/execution/test_runner.py",
     "kernels/grammar/test_grammar_slots.py",
     "kernels/models/test_equality.py",
+    "kernels/models/test_gpt_oss.py",
     "kernels/models/test_layer_context.py",
     "kernels/sampling",
     "kernels/speculation/test_grammar_drafts.py",

@@ -124,13 +124,14 @@ async def _label_scores(
             f"label_token_ids: this model's ids are 0 to {service.engine.vocab_size - 1}.", param="label_token_ids"
         )
     query = body.query
+    delimiter = await _delimiter(service, item_first=body.item_first)
     prompts: list[str | list[int]] = []
     for item in inputs_of(body.items, "items"):
         first, second = (item, query) if body.item_first else (query, item)
         if isinstance(first, str) and isinstance(second, str):
-            prompts.append(first + second)
+            prompts.append(first + delimiter[0] + second)
         elif isinstance(first, list) and isinstance(second, list):
-            prompts.append([*first, *second])
+            prompts.append([*first, *delimiter[1], *second])
         else:
             raise invalid("items: are texts where query is one, and token ids where it is ids.", param="items")
     task = NextToken(tuple(labels))
@@ -147,6 +148,26 @@ async def _label_scores(
             usage=RankUsage(tokens, tokens),
         )
     )
+
+
+async def _delimiter(service: Service, *, item_first: bool) -> tuple[str, list[int]]:
+    """What stands between a query and an item (``--multi-item-scoring-delimiter``), as text and as ids. Raises 400."""
+    token = service.arguments.multi_item_scoring_delimiter
+    if token is None:
+        return "", []
+    if item_first:
+        raise invalid(
+            "item_first: items stand behind the query, since this server runs with --multi-item-scoring-delimiter. "
+            "Leave it out.",
+            param="item_first",
+        )
+    if token >= service.engine.vocab_size:
+        raise invalid(
+            f"label_token_ids: this server's --multi-item-scoring-delimiter, {token}, is no token of its model. Start "
+            "it with another one.",
+            param="label_token_ids",
+        )
+    return await service.engine.detokenize([token], skip_special_tokens=False), [token]
 
 
 def _probabilities(logprobs: np.ndarray, among: bool) -> list[float]:

@@ -160,6 +160,7 @@ class Native(Engine):
             i1=logits.shape[1],
             i2=chosen,
             i3=table.inner,
+            fixed=None if table.gate is None else ctypes.addressof(table.gate),
             i4=normalized,
         )
         self._call(op, Step(rows), table)
@@ -183,6 +184,7 @@ class Native(Engine):
             i1=table.count,
             i2=ids.shape[1],
             i3=table.inner,
+            fixed=None if table.gate is None else ctypes.addressof(table.gate),
             scales=weights.data_ptr(),
         )
         self._call(op, Step(rows), table, ids, weights)

@@ -20,7 +20,7 @@ from kernels.core.operators import Linear, Norm
 from kernels.devices.attention import Attention
 from kernels.devices.cache import KvCaches
 from kernels.devices.elementwise import ACTIVATIONS, Elementwise
-from kernels.devices.experts import ExpertLayers, ExpertWeights, Routing
+from kernels.devices.experts import ClampedGate, ExpertLayers, ExpertWeights, Routing
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.invariant.attention import InvariantPlan, Put, attend
 from kernels.devices.invariant.elementwise import by_lines
@@ -106,9 +106,16 @@ class InvariantLinearLayers(LinearLayers):
 
 
 class InvariantExpertLayers(ExpertLayers):
-    def make(self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], routing: Routing) -> Linear:
+    def make(
+        self,
+        router: Tensor,
+        bias: Tensor | None,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        gate: ClampedGate | None = None,
+    ) -> Linear:
         made, reason = self.make_router(router, bias, routing), "so that a token's result depends on no other"
-        return self.make_in_turn(made, experts, routing, reason)
+        return self.make_in_turn(made, experts, routing, reason, gate)
 
 
 class GatheredCaches(Protocol[Read]):

@@ -12,7 +12,16 @@ import torch_npu
 from torch import Tensor
 
 from kernels.core.operators import Linear
-from kernels.devices.experts import ExpertInputs, ExpertLayers, ExpertWeights, Routing, StackedExperts, choose, refusal
+from kernels.devices.experts import (
+    ClampedGate,
+    ExpertInputs,
+    ExpertLayers,
+    ExpertWeights,
+    Routing,
+    StackedExperts,
+    choose,
+    refusal,
+)
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.linear import LinearLayers
 from kernels.devices.npu.microscaling import mx_fits, mx_scales, round_mx
@@ -201,10 +210,17 @@ class NpuExpertLayers(ExpertLayers):
         super().__init__(linear, fallbacks)
         self.soc = soc
 
-    def make(self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], routing: Routing) -> Linear:
+    def make(
+        self,
+        router: Tensor,
+        bias: Tensor | None,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        gate: ClampedGate | None = None,
+    ) -> Linear:
         kind = partial(NpuExperts.kind, soc=self.soc)
         experts = self.stackable(experts, kind)
-        reason = refusal(experts, kind)
+        reason = refusal(experts, kind, gate)
         if reason is not None:
-            return self.make_in_turn(self.make_router(router, bias, routing), experts, routing, reason)
+            return self.make_in_turn(self.make_router(router, bias, routing), experts, routing, reason, gate)
         return NpuExperts(self.make_router(router, bias, routing, shared=True), experts, routing, self.soc)

@@ -10,6 +10,7 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,17 +59,26 @@ class AttentionLayer(Protocol):
 
 class SelfAttention:
     """Attention of normed tokens, projected back. ``qkv``: the heads of queries, keys and values. ``norm``: of query
-    and key heads."""
+    and key heads. ``sinks`` float32 [heads]: as ``Attention.attend_rows``."""
 
     def __init__(
-        self, builder: LayerBuilder, config: ModelConfig, qkv: Linear, output: Linear, window: int, norm: Norm | None
+        self,
+        builder: LayerBuilder,
+        config: ModelConfig,
+        qkv: Linear,
+        output: Linear,
+        window: int,
+        *,
+        norm: Norm | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         self.attention, self.rows, self.qkv, self.output = builder.ops.attention, builder.rows, qkv, output
         self.heads, self.total, self.dim = config.heads, config.heads + 2 * config.kv_heads, config.head_dim
         self.window, self.norm, self.cap = window, norm, config.attention_cap
         self.scale = config.attention_scale or config.head_dim**-0.5
         refuse = builder.ops.elementwise.compose(lambda x: x, lambda x: x)
-        self._uncaptured = refuse if self.cap else None  # capped attention reads the host's rows
+        self.sinks = sinks
+        self._uncaptured = refuse if config.eager_attention else None  # it reads the host's rows
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
@@ -80,8 +90,8 @@ class SelfAttention:
             found = self.attention.attend(queries, cache, batch.plans[self.window], self.scale)
         else:
             queries, rows = self._uncaptured(queries), batch.rows
-            assert rows is not None, "capped attention is part of no captured pass"
-            found = self.attention.attend_capped(queries, cache, rows, self.window, self.scale, self.cap)
+            assert rows is not None, "such attention is part of no captured pass"
+            found = self.attention.attend_rows(queries, cache, rows, self.window, self.scale, self.cap, self.sinks)
         if wanted is not None:
             found = found.index_select(0, wanted)
             if self.rows is not None:
@@ -99,14 +109,23 @@ def attention(
             *names, *counts, config.norm_eps, order=gqa.head_order(config), offset=config.norm_offset
         )
     qkv = gqa.projection(builder, config, f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj")
-    return SelfAttention(builder, config, qkv, builder.row_parallel(f"{module}.o_proj"), window, norm)
+    sinks = builder.source.take([f"{module}.sinks"]) if config.sinks else None
+    return SelfAttention(builder, config, qkv, builder.row_parallel(f"{module}.o_proj"), window, norm=norm, sinks=sinks)
 
 
 def wide_attention(builder: LayerBuilder, config: ModelConfig, module: str, window: int) -> SelfAttention:
     """The layer of ``gqa.tensors`` with norms over the width of all query heads, and of all key heads."""
     elementwise, total = builder.ops.elementwise, (config.heads + 2 * config.kv_heads) * config.head_dim
-    projections = [builder.linear(f"{module}.{part}_proj") for part in "qkv"]
-    norms = [wide_norm(builder, f"{module}.{part}_norm", config.norm_eps) for part in "qk"]
+    order = gqa.head_order(config)
+    norms, projections = [], []
+    for part, count in (("q", config.heads), ("k", config.kv_heads)):
+        places = None
+        if order is not None:
+            places = [head * config.head_dim + place for head in range(count) for place in order]
+        name = f"{module}.{part}_proj"
+        projections.append(builder.linear(name) if places is None else builder.ordered(places, name))
+        norms.append(wide_norm(builder, f"{module}.{part}_norm", config.norm_eps, places))
+    projections.append(builder.linear(f"{module}.v_proj"))
     first = config.heads * config.head_dim
     last = first + config.kv_heads * config.head_dim
 
@@ -118,14 +137,19 @@ def wide_attention(builder: LayerBuilder, config: ModelConfig, module: str, wind
         elementwise.add_rows(values, None, out[:, last:])
         return out
 
-    return SelfAttention(builder, config, qkv, builder.row_parallel(f"{module}.o_proj"), window, None)
+    return SelfAttention(builder, config, qkv, builder.row_parallel(f"{module}.o_proj"), window)
 
 
-def wide_norm(builder: LayerBuilder, module: str, eps: float) -> Norm | Linear:
-    """A norm over the width of all heads, of which each rank has some."""
-    if builder.mesh.size == 1:
+def wide_norm(builder: LayerBuilder, module: str, eps: float, order: Sequence[int] | None = None) -> Norm | Linear:
+    """A norm over the width of all heads, of which each rank has some. ``order``: of its numbers."""
+    mesh = builder.mesh
+    if mesh.size == 1 and order is None:
         return builder.norm(module, eps)
-    weight, mesh = builder.source.take([f"{module}.weight"]), builder.mesh
+    weight = builder.source.take([f"{module}.weight"])
+    if order is not None:
+        weight = weight[list(order)]
+    if mesh.size == 1:
+        return builder.ops.elementwise.make_norm(weight, eps)
 
     def normed(x: Tensor) -> Tensor:
         wide = x.float()

@@ -16,9 +16,9 @@ from kernels.devices.linear import NormThenLinear, ResidualLinear
 from kernels.models.config import ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.rotary import rotary_order
-from kernels.weights.tensors import TensorSpec, by_inputs, by_outputs, linear, norm
+from kernels.weights.tensors import GgufPlace, Role, TensorSpec, by_inputs, by_outputs, linear, norm
 
-__all__ = ["Attention", "Heads", "attention", "caches", "head_order", "projection", "tensors"]
+__all__ = ["Attention", "Heads", "attention", "caches", "head_order", "projection", "tensors", "wide_tensors"]
 
 
 def tensors(config: ModelConfig, module: str, gguf: str, interleaved: bool = False) -> Iterator[TensorSpec]:
@@ -36,9 +36,20 @@ def tensors(config: ModelConfig, module: str, gguf: str, interleaved: bool = Fal
     yield from linear(
         f"{module}.o_proj", (hidden, queries), by_inputs(queries, heads), f"{gguf}_output", bias=config.output_bias
     )
+    if config.sinks:
+        place = GgufPlace(f"{gguf}_sinks.weight")
+        yield TensorSpec(f"{module}.sinks", (heads,), Role.WIDE, by_outputs((heads, heads)), place)
     if config.qk_norm:
         yield norm(f"{module}.q_norm", dim, f"{gguf}_q_norm")
         yield norm(f"{module}.k_norm", dim, f"{gguf}_k_norm")
+
+
+def wide_tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
+    """``tensors`` with norms over the width of all query heads, and of all key heads."""
+    yield from tensors(config, module, gguf)
+    for part, count in (("q", config.heads), ("k", config.kv_heads)):
+        width = count * config.head_dim
+        yield norm(f"{module}.{part}_norm", width, f"{gguf}_{part}_norm", by_outputs((width, count)))
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:

@@ -26,7 +26,7 @@ from kernels.models.layers.rotary import rotary_order
 from kernels.weights.quantization.weights import QuantizedWeight
 from kernels.weights.tensors import TensorSpec, by_inputs, by_outputs, linear, norm
 
-__all__ = ["LatentAttention", "caches", "tensors"]
+__all__ = ["LatentAttention", "attention", "caches", "tensors"]
 
 _EPS = 1e-6  # of both norms, whatever the model's other norms have
 
@@ -56,6 +56,12 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     """One vector of each token, in every layer."""
     latent = _sizes(config)
     return (CacheGroup(Latent(latent.rank, latent.rope_dim), tuple(range(config.layers))),)
+
+
+def attention(builder: LayerBuilder, config: ModelConfig, module: str, window: int) -> LatentAttention:
+    """The layer of ``tensors``, without a ``window``."""
+    assert not window, "latent attention sees all tokens"
+    return LatentAttention(builder, config, module)
 
 
 class LatentAttention:
@@ -109,7 +115,7 @@ class LatentAttention:
         attention.rotate(turning, cos, sin, out=turned)
         queries = torch.cat((queries[..., : sizes.plain_dim], turned[:, :-1]), -1)
         attention.write_latent(cache, batch.cache_index, torch.cat((self.norm(latent.contiguous()), turned[:, -1]), 1))
-        found = attention.attend_latent(queries, cache, batch.latent, self.expansion, self.scale).flatten(1)
+        found = attention.attend_latent(queries, cache, batch, self.expansion, self.scale).flatten(1)
         if wanted is not None:
             found = found.index_select(0, wanted)
             if self.rows is not None:

@@ -22,7 +22,8 @@ __all__ = ["DEEPSEEK", "QWEN", "ExpertNames", "SparseFeedForward", "tensors"]
 @dataclass(frozen=True)
 class ExpertNames:
     """A checkpoint's names of a layer's expert block and of an expert's projections; and in the block of the expert
-    that all tokens take, of the router, and of the correction of its scores, "": there is none."""
+    that all tokens take, of the router, and of the correction of its scores, "": there is none. ``boxed``: it is
+    one row of a matrix. ``both``, ``down_of_all``: the tensors of all experts, in a layer."""
 
     block: str
     gate: str
@@ -31,6 +32,9 @@ class ExpertNames:
     shared: str = "shared_expert"
     router: str = "gate"
     correction: str = ""
+    boxed: bool = False
+    both: str = "mlp.experts.gate_up_proj"
+    down_of_all: str = "mlp.experts.down_proj"
 
 
 QWEN = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
@@ -52,10 +56,12 @@ def tensors(
     yield router if block == stored else dataclasses.replace(router, aliases=(f"{stored}.gate.weight",))
     if names.correction:
         corrected = GgufPlace(f"{gguf}.exp_probs_b.bias")
-        yield TensorSpec(f"{block}.{names.correction}", (config.count,), Role.WIDE, None, corrected)
+        shape = (1, config.count) if names.boxed else (config.count,)
+        other = () if block == stored else (f"{stored}.{names.correction}",)
+        yield TensorSpec(f"{block}.{names.correction}", shape, Role.WIDE, None, corrected, other)
     inner, count = config.inner, config.count
     rows, columns = by_outputs((inner, inner)), by_inputs(inner, inner)
-    both, down = f"{stored}.experts.gate_up_proj", f"{stored}.experts.down_proj"
+    both, down = f"{layer}.{names.both}", f"{layer}.{names.down_of_all}"
     projections = (  # name, role, shape, split; name in GGUF; part and parts of the stacked tensor
         (names.gate, Role.PROJECTION, (inner, hidden), rows, "ffn_gate", both, 0, 2),
         (names.up, Role.PROJECTION, (inner, hidden), rows, "ffn_up", both, 1, 2),

@@ -91,7 +91,7 @@ class StandaloneModel:
     def __init__(self, context: DrafterContext) -> None:
         settings, config, group = context.settings, context.config, context.group
         whole = read_config(settings.draft_model_path, quantized=True)
-        if not is_plain(caches(whole)) or whole.attention_cap:
+        if not is_plain(caches(whole)) or whole.eager_attention:
             raise ConfigError(
                 f"a draft model must keep keys and values of all tokens in every layer, and not cap scores of "
                 f"attention, which {whole.architecture} does not: use another draft model"

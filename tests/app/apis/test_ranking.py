@@ -122,6 +122,34 @@ async def test_a_generating_model_scores_labels(tiny_model: Path) -> None:
         assert "Qwen3-Reranker" in answer["error"]["message"]
 
 
+async def test_a_delimiter_stands_between_query_and_items(tiny_model: Path) -> None:
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    query, items, labels = list(range(10, 50)), [[9], [10, 11], [12, 9, 13]], [5, 9]
+    options = {"model_path": str(tiny_model), "served_model_name": ("tiny",), "skip_server_warmup": True}
+    async with small_engine(tiny_model) as engine:
+        application = create_app(Arguments(**options, multi_item_scoring_delimiter=33), engine=engine)
+        _, found = await post(application, "/v1/score", query=query, items=items, label_token_ids=labels)
+        for item, scores in zip(items, found["scores"], strict=True):
+            with torch.inference_mode():
+                logits = model(torch.tensor([[*query, 33, *item]])).logits[0, -1]
+            assert scores == pytest.approx(logits.softmax(-1)[labels].tolist(), rel=1e-3)
+        texts = {"query": await engine.detokenize(query), "items": [await engine.detokenize(one) for one in items]}
+        mark = await engine.detokenize([33])
+        _, found = await post(application, "/v1/score", **texts, label_token_ids=labels)
+        plain = served(engine, tiny_model)
+        joined = {"query": texts["query"] + mark, "items": texts["items"], "label_token_ids": labels}
+        _, same = await post(plain, "/v1/score", **joined)
+        assert found["scores"] == same["scores"]
+        status, answer = await post(
+            application, "/v1/score", query=query, items=items, label_token_ids=labels, item_first=True
+        )
+        assert (status, answer["error"]["param"]) == (400, "item_first")
+        far = create_app(Arguments(**options, multi_item_scoring_delimiter=10**6), engine=engine)
+        status, answer = await post(far, "/v1/score", query=query, items=items, label_token_ids=labels)
+        assert status == 400
+        assert "is no token of its model" in answer["error"]["message"]
+
+
 async def test_a_trained_model_ranks_what_is_related_first(tmp_path: Path) -> None:
     """Query and related document have no subject's word in common."""
     make_trained_encoder(tmp_path)

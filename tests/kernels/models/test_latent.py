@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from kernels.contract.caches import CacheGroup, Latent
 from kernels.contract.errors import ConfigError
@@ -51,6 +52,17 @@ def test_two_ranks_compute_what_one_does(name, reference, prompts):
 def test_caches_hold_one_vector_of_each_token(reference):
     config = read_config(reference("deepseek-v3").path)
     assert caches(config) == (CacheGroup(Latent(24, 8), (0, 1, 2)),)
+
+
+def test_pages_of_broken_rows_are_cleared(reference, drive, prompts):
+    driver, (text,) = drive(reference("deepseek-v3").path), prompts(70)
+    driver.admit(1, text)
+    driver.step([(1, 70)])
+    loaded, pages = driver.runner._loaded, list(driver.pages[1])
+    assert all(cache[pages].any() for cache in loaded.caches)
+    with torch.inference_mode():
+        loaded.clear_pages(pages)
+    assert not any(cache[pages].any() for cache in loaded.caches)
 
 
 def test_quantized_projections_are_close(reference, drive, prompts):

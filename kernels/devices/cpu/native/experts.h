@@ -158,7 +158,9 @@ inline void between_chunk(void* context, int64_t chunk, int) {
     const bf16* both = layer.memory.both.of(0);
     bf16* inner = layer.memory.inner.of(0);
     for (int64_t pair = at.begins[expert]; pair < at.begins[expert + 1]; pair++) {
-        if (!layer.expert(expert).up->gated) silu_row(both + 2 * pair * width, inner + pair * width, width);
+        if (const auto* gate = static_cast<const float*>(layer.op.fixed))
+            clamped_gate_row(both + 2 * pair * width, inner + pair * width, width, gate[0], gate[1]);
+        else if (!layer.expert(expert).up->gated) silu_row(both + 2 * pair * width, inner + pair * width, width);
         prepare_row(inner + pair * width, width, layer.expert(expert).clip_down, layer.expert(expert).fake_quantized_down);
     }
 }

@@ -22,7 +22,16 @@ from torch import Tensor
 
 from kernels.core.operators import Linear
 from kernels.devices.cuda.elementwise.activation import swiglu
-from kernels.devices.experts import ExpertInputs, ExpertLayers, ExpertWeights, Routing, StackedExperts, choose, refusal
+from kernels.devices.experts import (
+    ClampedGate,
+    ExpertInputs,
+    ExpertLayers,
+    ExpertWeights,
+    Routing,
+    StackedExperts,
+    choose,
+    refusal,
+)
 from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
 
 __all__ = ["CudaExpertLayers", "CudaExperts"]
@@ -239,11 +248,18 @@ def _block(group: int) -> int:
 
 
 class CudaExpertLayers(ExpertLayers):
-    def make(self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], routing: Routing) -> Linear:
+    def make(
+        self,
+        router: Tensor,
+        bias: Tensor | None,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        gate: ClampedGate | None = None,
+    ) -> Linear:
         device = self.linear.elementwise.torch_device
         kind = partial(CudaExperts.kind, capability=torch.cuda.get_device_capability(device))
         experts = self.stackable(experts, kind)
-        made, reason = self.make_router(router, bias, routing), refusal(experts, kind)
+        made, reason = self.make_router(router, bias, routing), refusal(experts, kind, gate)
         if reason is not None:
-            return self.make_in_turn(made, experts, routing, reason)
+            return self.make_in_turn(made, experts, routing, reason, gate)
         return CudaExperts(made, experts, routing)

@@ -1,4 +1,5 @@
-"""Attention with capped scores in plain torch, for devices without a kernel for it (Gemma 2, arXiv 2408.00118)."""
+"""Attention with capped scores (Gemma 2, arXiv 2408.00118) or sinks (Xiao et al., arXiv 2309.17453; gpt-oss, arXiv
+2508.10925) in plain torch, for devices without a kernel for it."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from torch import Tensor
 from kernels.contract.errors import UnsupportedError
 from kernels.core.attention_rows import AttentionRows
 
-__all__ = ["attend_capped"]
+__all__ = ["attend_rows"]
 
 _QUERIES = 256  # of a row at a time, so that the scores of a long prompt fit in memory
 
 
-def attend_capped(
+def attend_rows(
     queries: Tensor,
     gather: Callable[[Tensor], Tensor],
     rows: AttentionRows,
@@ -23,15 +24,17 @@ def attend_capped(
     window: int,
     scale: float,
     cap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of ``queries`` [tokens, heads, dim] over the tokens of their rows -> [tokens, heads * dim].
-    Scores are ``cap * tanh(scale * q @ k / cap)``.
+    Scores are ``scale * q @ k``, or with a ``cap`` above 0 ``cap * tanh(scale * q @ k / cap)``. ``sinks`` float32
+    [heads]: scores of one more token, whose value is 0.
 
     gather: the keys and values of places int64 [n] in the cache, [n, 2, kv_heads, dim or more]. window: tokens that a
     query sees, 0 for all. Only positions that are seen are read.
     """
     if rows.tree is not None:
-        raise UnsupportedError("attention with capped scores has no trees of draft tokens; leave speculation out")
+        raise UnsupportedError("attention with caps or sinks has no trees of draft tokens; leave speculation out")
     heads, dim = queries.shape[1:]
     out = torch.empty_like(queries)
     begin = 0
@@ -48,9 +51,18 @@ def attend_capped(
             if window:
                 hidden |= seen <= at - window
             grouped = queries[begin : begin + high - low].unflatten(1, (keys.shape[1], heads // keys.shape[1]))
-            scores = torch.einsum("qhgd,khd->hgqk", grouped, keys).float() * (scale / cap)
-            weights = scores.tanh_().mul_(cap).masked_fill_(hidden, -torch.inf).softmax(-1).to(values.dtype)
+            scores = torch.einsum("qhgd,khd->hgqk", grouped, keys).float()
+            scores = scores.mul_(scale / cap).tanh_().mul_(cap) if cap else scores.mul_(scale)
+            weights = _shares(scores.masked_fill_(hidden, -torch.inf), sinks).to(values.dtype)
             result = torch.einsum("hgqk,khd->qhgd", weights, values)
             out[begin : begin + high - low] = result.flatten(1, 2)
             begin += high - low
     return out.flatten(1)
+
+
+def _shares(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax of ``scores`` [kv_heads, heads of each, queries, tokens], of which ``sinks`` take a part."""
+    if sinks is None:
+        return scores.softmax(-1)
+    beside = sinks.view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat((scores, beside), -1).softmax(-1)[..., :-1]
