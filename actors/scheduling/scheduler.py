@@ -58,9 +58,9 @@ _log = logging.getLogger("troupe.scheduler")
 
 T = TypeVar("T")
 
-_CACHE_TIMEOUT = 30.0
+_CACHE_TIMEOUT_SECONDS = 30.0
 
-_COMPILES = 4
+_MAX_COMPILES = 4
 """Grammars of held sequences that the worker is asked to compile at a time."""
 _COMPILE_SECONDS = 60.0
 _NO_EPOCH = -1
@@ -128,7 +128,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._board.judge = None
         if self.context.incarnation > 0:
             # Emissions of the last incarnation must be in the journal before the journal is read.
-            await self._detokenizer.ask(Fence(), timeout=_CACHE_TIMEOUT)
+            await self._detokenizer.ask(Fence(), timeout=_CACHE_TIMEOUT_SECONDS)
         now = self.context.clock.monotonic()
         entries = list(self._journal.live())
         if entries:
@@ -175,7 +175,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         if self._epoch is not None:
             await self._emit(self._worker_lost(self._epoch, "the worker was replaced"))
         reset = ResetCache(num_pages=info.num_pages, page_size=info.page_size, bounded=info.bounded_groups)
-        await self._cache.ask(reset, timeout=_CACHE_TIMEOUT)
+        await self._cache.ask(reset, timeout=_CACHE_TIMEOUT_SECONDS)
         self._epoch = self._sent_epoch = epoch
         self._sent.clear()
         self._compiling.clear()
@@ -272,7 +272,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         """Let the ranks compile the grammars of held sequences, while others run."""
         grammars = self._planner.held_grammars()
         for grammar in [each for each in grammars if each not in self._compiling]:
-            if len(self._compiling) >= _COMPILES:
+            if len(self._compiling) >= _MAX_COMPILES:
                 return
             self._compiling[grammar] = []
             for rank in (self._worker, *self._peers):
@@ -309,7 +309,7 @@ class Scheduler(Actor[SchedulerProtocol]):
             ended = Ended("invalid", message=f"the grammar cannot go on: {answer}")
         await self._schedule(self._planner.grammar_compiled(message.grammar, ended))
 
-    # -- questions
+    # -- control
 
     @handles
     async def pause(self, message: Pause) -> Deferred[None]:
@@ -342,7 +342,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         if planner.running() or planner.in_flight or (planner.has_work and not planner.paused):
             return False
         await self._run_with_cache(planner.sync_cache())
-        return await self._cache.ask(FlushCache(), timeout=_CACHE_TIMEOUT)
+        return await self._cache.ask(FlushCache(), timeout=_CACHE_TIMEOUT_SECONDS)
 
     # -- steps
 
@@ -379,7 +379,7 @@ class Scheduler(Actor[SchedulerProtocol]):
             call = next(planning)
             while True:
                 sent = self.context.clock.monotonic()
-                reply: CacheReply = await self._cache.ask(call, timeout=_CACHE_TIMEOUT)
+                reply: CacheReply = await self._cache.ask(call, timeout=_CACHE_TIMEOUT_SECONDS)
                 if isinstance(call, OpenSequence) and isinstance(reply, Lease):
                     self._timeline_writer.leased(call.sequence, sent, self.context.clock.monotonic(), reply)
                 call = planning.send(reply)

@@ -101,7 +101,7 @@ class BlockProduct<BITS>::Maker {
         const uint8_t* part = block_ + input / of_.super * of_.part();
         const uint8_t* cell = part + of_.factors() + at / DEPTH * of_.cell();
         for (int64_t i = SECOND * half; i < (SECOND + 1) * half; i += LINE)
-            prefetch(cell + PREFETCHED + i);
+            prefetch(cell + PREFETCH_BYTES + i);
         if (SECOND ? of_.group < DEPTH : at % of_.group == 0) factors_of(of_, part, at / of_.group + SECOND, by_);
         widen_fours<4 * SECOND, 4 * SECOND + 4>(cell, order_, out, codes_, [&](Floats code, int64_t quarter) {
             return fms(code, by_.scales[quarter], by_.zeros[quarter]);
@@ -141,7 +141,7 @@ struct BlockProduct<BITS>::Supers {
     int64_t place(int64_t line) const { return line % (GROUP ? 8 : of_lines); }
     const uint8_t* cell(int64_t line) const { return part(line) + factors + place(line) * cell_size; }
     void fetch(int64_t line) const {
-        const char* from = reinterpret_cast<const char*>(cell(line) + PREFETCHED);
+        const char* from = reinterpret_cast<const char*>(cell(line) + PREFETCH_BYTES);
 #pragma GCC unroll 12
         for (int64_t i = 0; i < CELL * BITS / 8; i += LINE) prefetch(from + i);
     }

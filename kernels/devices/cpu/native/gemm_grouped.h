@@ -79,7 +79,7 @@ struct Grouped<BITS>::Supers {
     int64_t lines() const { return each; }
     const uint8_t* cell(int64_t line) const { return cells + line * CELL * BITS / 8; }
     void fetch(int64_t line) const {
-        const char* from = reinterpret_cast<const char*>(cell(line) + PREFETCHED);
+        const char* from = reinterpret_cast<const char*>(cell(line) + PREFETCH_BYTES);
 #pragma GCC unroll 16
         for (int64_t i = 0; i < CELL * BITS / 8; i += LINE) prefetch(from + i);
     }
