@@ -64,5 +64,5 @@ class Emit(Message[DetokenizerProtocol, None], frozen=True):
 
 
 class Fence(Message[DetokenizerProtocol, None], frozen=True):
-    """A barrier: answered when every earlier Emit has reached the journal. A restarted scheduler sends it before it reads
-    the journal."""
+    """A barrier: answered when every earlier Emit has reached the journal. A restarted scheduler sends it before it
+    reads the journal."""

@@ -239,12 +239,12 @@ class MtpModel:
                 f"{len(prefixes)}: lower --speculative-num-steps or leave out --enable-multi-layer-eagle"
             )
         prefixes = prefixes[:count]
-        architecture = context.whole.architecture
+        architecture = context.full_config.architecture
         whole = checkpoint.config(architecture, 1, prefixes[0], layer_types=None, sliding_window=None)
-        need_same_hidden_size(checkpoint, whole, context.whole)
+        need_same_hidden_size(checkpoint, whole, context.full_config)
         tensors: dict[str, TensorSpec] = {}
         for prefix in prefixes:
-            tensors |= _tensors(checkpoint, layout, prefix, whole, context.whole.vocab_size)
+            tensors |= _tensors(checkpoint, layout, prefix, whole, context.full_config.vocab_size)
         self.weights = DraftWeights(context, checkpoint, tensors, whole)
         self.heads = [MtpHead(context, self.weights, layout, prefix) for prefix in prefixes]
 

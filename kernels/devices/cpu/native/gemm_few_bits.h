@@ -6,7 +6,7 @@
 // gemm_scaled.h needs AVX-512 FP16, which every processor with AMX has. Without AMX up to 32 tokens are quantized and weights are unpacked
 // by way of float32.
 //
-// A kind of product `P` has `with_supers(block, call)`, which calls with a block's description (gemm_superblocks.h). `whole_numbers()`: its codes
+// A kind of product `P` has `with_supers(block, call)`, which calls with a block's description (gemm_superblocks.h). `integer_codes()`: its codes
 // are integers (packed_codes.h). `Maker(p, block)` unpacks: `part<0>(line, out)` and then `part<1>(line, out)` give the 32 inputs of a line.
 // `shares()`: inputs that share a scale; `by_shares()` and `by_scaled()`: whether MAX_QUANTIZED_TOKENS to 32 tokens are multiplied
 // as in gemm_superblocks.h or as in gemm_scaled.h.
