@@ -128,6 +128,7 @@ def test_an_error_of_a_pass_leaves_launches_as_they_were(made):
 def test_ranks_that_would_wait_for_each_other_precompile_nothing(ranks):
     reported = []
     platform = SimpleNamespace(
+        attention=SimpleNamespace(plans_latent=False),
         cache=SimpleNamespace(make=lambda *_: []),
         capture=SimpleNamespace(precompile=lambda _: reported.append("ahead")),
         memory=SimpleNamespace(measure_step=lambda _: 7),
