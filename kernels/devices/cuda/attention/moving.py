@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.devices.cuda.attention.cache_8bit import NarrowCache, bits
+from kernels.devices.cuda.attention.cache_8bit import Cache8bit, bits
 from kernels.devices.cuda.launch import overlapping
 
 __all__ = ["move_accepted", "move_caches"]
@@ -85,7 +85,7 @@ def move_accepted_kv_kernel(
 
 
 def move_caches(
-    caches: Sequence[Tensor | NarrowCache],
+    caches: Sequence[Tensor | Cache8bit],
     source: Tensor,
     target: Tensor,
     each: int,
@@ -97,7 +97,7 @@ def move_caches(
 
 
 def move_accepted(
-    caches: Sequence[Tensor | NarrowCache],
+    caches: Sequence[Tensor | Cache8bit],
     index: Tensor,
     rows: Tensor,
     outcome: Tensor,
@@ -127,10 +127,10 @@ def move_accepted(
         )
 
 
-def _kinds(caches: Sequence[Tensor | NarrowCache]) -> list[list[Tensor]]:
+def _kinds(caches: Sequence[Tensor | Cache8bit]) -> list[list[Tensor]]:
     """The tensors of ``caches``, by dtype and shape: those of a list are moved in one launch."""
     whole = [cache for cache in caches if isinstance(cache, Tensor)]
-    narrow = [cache for cache in caches if isinstance(cache, NarrowCache)]
+    narrow = [cache for cache in caches if isinstance(cache, Cache8bit)]
     scales = [cache.scales.unsqueeze(-1) for cache in narrow if cache.scales is not None]
     return [parts for parts in (whole, [bits(cache.values) for cache in narrow], scales) if parts]
 
