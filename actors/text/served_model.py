@@ -12,7 +12,8 @@ from actors.text.model_files import ModelFiles, ModelPathError, resolve_model_pa
 from actors.text.text_codec import TextCodec
 from kernels.contract.errors import ConfigError
 from kernels.contract.info import ModelInfo
-from kernels.contract.pooling import PoolingConfig, read_pooling
+from kernels.contract.model_files import read_pooling
+from kernels.contract.pooling import PoolingConfig
 from kernels.contract.tasks import Classify, Generate, Task, task_name
 
 __all__ = ["ServedModel"]

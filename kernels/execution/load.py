@@ -30,11 +30,11 @@ from kernels.execution.outputs import StepOutputs
 from kernels.execution.warmup import WarmUp
 from kernels.grammar.slots import GrammarSlots
 from kernels.models.config import ModelConfig, local_config
+from kernels.models.config_loader import CodeChoice, read_config
 from kernels.models.decoder import Decoder
-from kernels.models.kinds import one_of_each_kind
 from kernels.models.layers.builder import ModelBuilder
-from kernels.models.reading import CodeChoice, read_config
 from kernels.models.registry import build, caches, tensors
+from kernels.models.representative_layers import one_of_each_kind
 from kernels.sampling.sampler import Sampler
 from kernels.speculation.drafter import Drafter, DrafterContext
 from kernels.speculation.drafters.ngram import NgramDrafter
@@ -337,7 +337,7 @@ def load_model(
         speculative_depth=drafter.depth if drafter is not None else 0,
         speculative_levels=drafter.levels(speculation) if drafter is not None and speculation is not None else (0,),
         speculative_tokens=device.traits.verify_budget if drafter is not None and drafter.stepwise else 0,
-        speculative_apart=drafter is not None and device.traits.verifies_without_prefills,
+        speculative_decode_only=drafter is not None and device.traits.verifies_without_prefills,
         draft_parameters=drafter.parameters if drafter is not None else 0,
         draft_weight_bytes=draft_bytes,
     )

@@ -31,6 +31,6 @@ def tensors(config: ModelConfig, names: ExpertNames = DEEPSEEK) -> Iterator[Tens
     return sparse.tensors(config, names, mla.tensors)
 
 
-def build(config: ModelConfig, make: ModelBuilder, names: ExpertNames = DEEPSEEK) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder, names: ExpertNames = DEEPSEEK) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    return sparse.build(config, make, names, mla.attention)
+    return sparse.build(config, builder, names, mla.attention)

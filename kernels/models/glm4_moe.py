@@ -30,6 +30,6 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     return sparse.tensors(config, DEEPSEEK)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    return sparse.build(config, make, DEEPSEEK)
+    return sparse.build(config, builder, DEEPSEEK)

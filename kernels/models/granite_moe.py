@@ -44,6 +44,6 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     return sparse.tensors(config, _NAMES)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    return sparse.build(config, make, _NAMES, attention)
+    return sparse.build(config, builder, _NAMES, attention)

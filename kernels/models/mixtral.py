@@ -49,18 +49,18 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return gqa.caches(config)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    vocab = vocabulary.vocabulary(make, config)
-    layers = [_layer(config, make, index) for index in range(config.layers)]
-    return Decoder(make, config, vocab, layers, make.norm("model.norm", config.norm_eps))
+    vocab = vocabulary.vocabulary(builder, config)
+    layers = [_layer(config, builder, index) for index in range(config.layers)]
+    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
 
 
-def _layer(config: ModelConfig, make: ModelBuilder, index: int) -> PreNormLayer:
+def _layer(config: ModelConfig, builder: ModelBuilder, index: int) -> PreNormLayer:
     assert config.experts is not None
     name = f"model.layers.{index}"
-    first = make.norm(f"{name}.input_layernorm", config.norm_eps)
-    attention = gqa.attention(make, config, f"{name}.self_attn", config.windows[index])
-    second = make.norm(f"{name}.post_attention_layernorm", config.norm_eps)
-    experts = moe.SparseFeedForward(make, config.experts, name, NAMES)
-    return PreNormLayer(make, first, attention, second, NormThenLinear(second, experts))
+    first = builder.norm(f"{name}.input_layernorm", config.norm_eps)
+    attention = gqa.attention(builder, config, f"{name}.self_attn", config.windows[index])
+    second = builder.norm(f"{name}.post_attention_layernorm", config.norm_eps)
+    experts = moe.SparseFeedForward(builder, config.experts, name, NAMES)
+    return PreNormLayer(builder, first, attention, second, NormThenLinear(second, experts))

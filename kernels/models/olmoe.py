@@ -36,6 +36,6 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     return sparse.tensors(config, QWEN, gqa.wide_tensors)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    return sparse.build(config, make, QWEN, wide_attention)
+    return sparse.build(config, builder, QWEN, wide_attention)

@@ -32,6 +32,6 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     return sparse.tensors(config)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    return sparse.build(config, make)
+    return sparse.build(config, builder)

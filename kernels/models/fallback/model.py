@@ -90,10 +90,10 @@ def _spec(layer: LayerCall) -> Paged | Window:
     return Window(paged, layer.window) if layer.window else paged
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> CodeDecoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> CodeDecoder:
     """The decoder, with its weights on the device."""
     assert config.code is not None
-    return CodeDecoder(config, config.code, make)
+    return CodeDecoder(config, config.code, builder)
 
 
 class _Reached(Exception):
@@ -103,16 +103,16 @@ class _Reached(Exception):
 class CodeDecoder(Decoder):
     """transformers' model as a decoder. ``base``: its part that makes hidden states."""
 
-    def __init__(self, config: ModelConfig, code: CodeModel, make: ModelBuilder) -> None:
-        self.device, self.rows, self.captures = make.ops, None, ()
+    def __init__(self, config: ModelConfig, code: CodeModel, builder: ModelBuilder) -> None:
+        self.device, self.rows, self.captures = builder.ops, None, ()
         self.hidden_size, self.reads_rows = config.hidden_size, True
         self.pooling = self.classifier = None
-        self._layers, self._dtype = code.layers, make.dtype
-        model = load(code, PAGED, make.dtype)
-        self._model = model.requires_grad_(False).to(make.ops.torch_device)
-        if isinstance(make.source, WeightLoader):
+        self._layers, self._dtype = code.layers, builder.dtype
+        model = load(code, PAGED, builder.dtype)
+        self._model = model.requires_grad_(False).to(builder.ops.torch_device)
+        if isinstance(builder.source, WeightLoader):
             tensors = {id(part): part for part in (*model.parameters(), *model.buffers())}.values()
-            make.source.add(sum(part.numel() for part in model.parameters()), sum(part.nbytes for part in tensors))
+            builder.source.add(sum(part.numel() for part in model.parameters()), sum(part.nbytes for part in tensors))
         base = model.get_submodule(code.base)
         self._inner = base.forward
         self._hidden: Tensor | None = None

@@ -62,18 +62,18 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return (CacheGroup(Latent(latent.rank, latent.rope_dim), tuple(range(config.layers))),)
 
 
-def attention(make: LayerBuilder, config: ModelConfig, module: str, window: int) -> LatentAttention:
+def attention(builder: LayerBuilder, config: ModelConfig, module: str, window: int) -> LatentAttention:
     """The layer of ``tensors``, without a ``window``."""
     assert not window, "latent attention sees all tokens"
-    return LatentAttention(make, config, module)
+    return LatentAttention(builder, config, module)
 
 
 class LatentAttention:
     """The layer of ``tensors``: attention of normed tokens, projected back."""
 
-    def __init__(self, make: LayerBuilder, config: ModelConfig, module: str) -> None:
+    def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str) -> None:
         self.sizes = latent = _sizes(config)
-        self.attention, self.rows = make.ops.attention, make.rows
+        self.attention, self.rows = builder.ops.attention, builder.rows
         self.heads, self.scale = config.heads, config.attention_scale
         queries = _head_order(config, latent.plain_dim, config.heads)
         vectors = _head_order(config, latent.rank, 1)
@@ -81,23 +81,23 @@ class LatentAttention:
         self.queries: Linear | None = None
         if latent.query_rank:
             first, names = list(range(latent.query_rank)), (f"{module}.q_a_proj", f"{module}.kv_a_proj_with_mqa")
-            self.query_norm = make.norm(f"{module}.q_a_layernorm", _EPS)
-            self.queries = _ordered(make, config, queries, f"{module}.q_b_proj")
+            self.query_norm = builder.norm(f"{module}.q_a_layernorm", _EPS)
+            self.queries = _ordered(builder, config, queries, f"{module}.q_b_proj")
         else:
             first, names = queries, (f"{module}.q_proj", f"{module}.kv_a_proj_with_mqa")
         self.split = len(first)
-        self.down = _ordered(make, config, [*first, *(self.split + place for place in vectors)], *names)
-        self.norm = make.norm(f"{module}.kv_a_layernorm", _EPS)
-        self.expansion = self._expansion(make, module)
-        self.output = make.row_parallel(f"{module}.o_proj")
+        self.down = _ordered(builder, config, [*first, *(self.split + place for place in vectors)], *names)
+        self.norm = builder.norm(f"{module}.kv_a_layernorm", _EPS)
+        self.expansion = self._expansion(builder, module)
+        self.output = builder.row_parallel(f"{module}.o_proj")
 
-    def _expansion(self, make: LayerBuilder, module: str) -> LatentHeads:
+    def _expansion(self, builder: LayerBuilder, module: str) -> LatentHeads:
         latent, heads = self.sizes, self.heads
         if latent.apart:  # keys with their inputs and outputs exchanged
-            keys = _floats(make, f"{module}.k_b_proj").view(heads, latent.rank, latent.plain_dim).transpose(1, 2)
-            values = _floats(make, f"{module}.v_b_proj").view(heads, latent.value_dim, latent.rank)
+            keys = _floats(builder, f"{module}.k_b_proj").view(heads, latent.rank, latent.plain_dim).transpose(1, 2)
+            values = _floats(builder, f"{module}.v_b_proj").view(heads, latent.value_dim, latent.rank)
         else:
-            both = _floats(make, f"{module}.kv_b_proj").view(heads, -1, latent.rank)
+            both = _floats(builder, f"{module}.kv_b_proj").view(heads, -1, latent.rank)
             keys, values = both.split((latent.plain_dim, latent.value_dim), 1)
         return LatentHeads(keys.contiguous(), values.transpose(1, 2).contiguous())
 
@@ -125,15 +125,15 @@ class LatentAttention:
         return self.output(found)
 
 
-def _floats(make: LayerBuilder, module: str) -> Tensor:
+def _floats(builder: LayerBuilder, module: str) -> Tensor:
     """The weight of a module, in floats."""
-    make.refuse_adapters((module,))
-    weight = make.source.projection([module])
+    builder.refuse_adapters((module,))
+    weight = builder.source.projection([module])
     assert not isinstance(weight, tuple), "one module has one weight"
     if isinstance(weight, Tensor):
         return weight
-    dense = make.ops.linear.dequantize(weight, weight.dtype)
-    make.ops.linear.dequantized_bytes += dense.nbytes - weight.nbytes
+    dense = builder.ops.linear.dequantize(weight, weight.dtype)
+    builder.ops.linear.dequantized_bytes += dense.nbytes - weight.nbytes
     return dense
 
 
@@ -151,5 +151,5 @@ def _head_order(config: ModelConfig, before: int, heads: int) -> list[int]:
     return [index * len(head) + place for index in range(heads) for place in head]
 
 
-def _ordered(make: LayerBuilder, config: ModelConfig, order: Sequence[int], *modules: str) -> Linear:
-    return make.ordered(order, *modules) if config.pairs else make.linear(*modules)
+def _ordered(builder: LayerBuilder, config: ModelConfig, order: Sequence[int], *modules: str) -> Linear:
+    return builder.ordered(order, *modules) if config.pairs else builder.linear(*modules)

@@ -14,7 +14,7 @@ from kernels.core.operators import Linear
 from kernels.devices.experts import ExpertWeights, Routing
 from kernels.models.config import ExpertsConfig
 from kernels.models.layers.builder import LayerBuilder
-from kernels.weights.tensors import GgufPlace, Role, Stacked, TensorSpec, by_inputs, by_outputs, linear
+from kernels.weights.tensors import GgufPlace, Role, StackedExpert, TensorSpec, by_inputs, by_outputs, linear
 
 __all__ = ["DEEPSEEK", "QWEN", "ExpertNames", "SparseFeedForward", "tensors"]
 
@@ -69,7 +69,7 @@ def tensors(
     )
     for expert in range(count):
         for name, role, shape, split, place, held, part, parts in projections:
-            stacked = Stacked(expert, count, held, part, parts, f"{gguf}.{place}_exps.weight")
+            stacked = StackedExpert(expert, count, held, part, parts, f"{gguf}.{place}_exps.weight")
             apart = GgufPlace(f"{gguf}.{place}.{expert}.weight")
             weight = f"{block}.experts.{expert}.{name}.weight"
             yield TensorSpec(weight, shape, role, split, apart, (), stacked)
@@ -87,16 +87,16 @@ class SharedExpert:
     """``down(silu(gate(x)) * up(x))``, if it is ``weighted`` times ``sigmoid(weight @ x)``. Each rank has its part of
     the inner dimension."""
 
-    def __init__(self, make: LayerBuilder, names: ExpertNames, module: str, weighted: bool) -> None:
-        self._elementwise = make.ops.elementwise
-        self.gate_up = make.gated(f"{module}.{names.gate}", f"{module}.{names.up}")
+    def __init__(self, builder: LayerBuilder, names: ExpertNames, module: str, weighted: bool) -> None:
+        self._elementwise = builder.ops.elementwise
+        self.gate_up = builder.gated(f"{module}.{names.gate}", f"{module}.{names.up}")
         down = f"{module}.{names.down}"
-        make.refuse_adapters((down,))
-        self.down = make.ops.linear.make_projection(make.source.projection([down]), make.row_bias(down))
+        builder.refuse_adapters((down,))
+        self.down = builder.ops.linear.make_projection(builder.source.projection([down]), builder.row_bias(down))
         self.weight: Linear | None = None
         if weighted:
-            weight = make.source.take([f"{module}_gate.weight"])
-            self.weight = make.ops.linear.make_dense(weight, make.source.biases([f"{module}_gate"]), shared=True)
+            weight = builder.source.take([f"{module}_gate.weight"])
+            self.weight = builder.ops.linear.make_dense(weight, builder.source.biases([f"{module}_gate"]), shared=True)
 
     def add(self, x: Tensor, others: Tensor) -> Tensor:
         """The sum with ``others`` [tokens, hidden], the result of the other experts for ``x`` [tokens, hidden]. May
@@ -111,26 +111,26 @@ class SparseFeedForward:
     """``sum(weight[e] * down[e](silu(gate[e](x)) * up[e](x)))`` over the experts e that a token takes, and the one that
     all take. Each rank has its part of every expert's inner dimension."""
 
-    def __init__(self, make: LayerBuilder, config: ExpertsConfig, layer: str, names: ExpertNames = QWEN) -> None:
-        block, source = f"{layer}.{names.block}", make.source
-        self.group = make.mesh
+    def __init__(self, builder: LayerBuilder, config: ExpertsConfig, layer: str, names: ExpertNames = QWEN) -> None:
+        block, source = f"{layer}.{names.block}", builder.source
+        self.group = builder.mesh
         experts = []
         for expert in range(config.count):
             name = f"{block}.experts.{expert}"
             gates, down = [f"{name}.{names.gate}", f"{name}.{names.up}"], f"{name}.{names.down}"
-            make.refuse_adapters((*gates, down))
+            builder.refuse_adapters((*gates, down))
             experts.append(
                 ExpertWeights(
-                    source.projection(gates), source.biases(gates), source.projection([down]), make.row_bias(down)
+                    source.projection(gates), source.biases(gates), source.projection([down]), builder.row_bias(down)
                 )
             )
         router = f"{block}.{names.router}"
         weight, bias = source.take([f"{router}.weight"]), source.biases([router])
         correction = source.take([f"{block}.{names.correction}"]) if names.correction else None
-        self.experts = make.ops.experts.make(weight, bias, experts, _routing(config, correction))
+        self.experts = builder.ops.experts.make(weight, bias, experts, _routing(config, correction))
         self.shared: SharedExpert | None = None
         if config.shared:
-            self.shared = SharedExpert(make, names, f"{block}.{names.shared}", config.weighted)
+            self.shared = SharedExpert(builder, names, f"{block}.{names.shared}", config.weighted)
 
     def __call__(self, x: Tensor) -> Tensor:
         out = self.experts(x)

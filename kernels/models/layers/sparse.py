@@ -42,41 +42,43 @@ def tensors(
 
 
 def build(
-    config: ModelConfig, make: ModelBuilder, names: ExpertNames = QWEN, attention: MakeAttention | None = None
+    config: ModelConfig, builder: ModelBuilder, names: ExpertNames = QWEN, attention: MakeAttention | None = None
 ) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``. ``attention``: makes that of a layer, by its name and its
     window; None: grouped-query attention, which devices fuse with the norm before it."""
-    vocab = vocabulary.vocabulary(make, config)
+    vocab = vocabulary.vocabulary(builder, config)
     layers: list[DecoderLayer] = []
     for index in range(config.layers):
         name = f"model.layers.{index}"
         if attention is None:
-            layers.append(_pre_norm_layer(config, make, index, names))
+            layers.append(_pre_norm_layer(config, builder, index, names))
         else:
-            found = attention(make, config, f"{name}.self_attn", config.windows[index])
-            layers.append(_block(config, make, index, names, found))
-    return Decoder(make, config, vocab, layers, make.norm("model.norm", config.norm_eps))
+            found = attention(builder, config, f"{name}.self_attn", config.windows[index])
+            layers.append(_block(config, builder, index, names, found))
+    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
 
 
-def _pre_norm_layer(config: ModelConfig, make: LayerBuilder, index: int, names: ExpertNames) -> PreNormLayer:
+def _pre_norm_layer(config: ModelConfig, builder: LayerBuilder, index: int, names: ExpertNames) -> PreNormLayer:
     name, experts = f"model.layers.{index}", config.experts
-    first = make.norm(f"{name}.input_layernorm", config.norm_eps)
-    attention = gqa.attention(make, config, f"{name}.self_attn", config.windows[index])
-    second = make.norm(f"{name}.post_attention_layernorm", config.norm_eps)
+    first = builder.norm(f"{name}.input_layernorm", config.norm_eps)
+    attention = gqa.attention(builder, config, f"{name}.self_attn", config.windows[index])
+    second = builder.norm(f"{name}.post_attention_layernorm", config.norm_eps)
     feed_forward: FeedForward | NormThenLinear
     if experts is not None and index in experts.layers:
-        feed_forward = NormThenLinear(second, moe.SparseFeedForward(make, experts, name, names))
+        feed_forward = NormThenLinear(second, moe.SparseFeedForward(builder, experts, name, names))
     else:
-        feed_forward = mlp.feed_forward(make, second, f"{name}.mlp")
-    return PreNormLayer(make, first, attention, second, feed_forward)
+        feed_forward = mlp.feed_forward(builder, second, f"{name}.mlp")
+    return PreNormLayer(builder, first, attention, second, feed_forward)
 
 
-def _block(config: ModelConfig, make: LayerBuilder, index: int, names: ExpertNames, attention: AttentionLayer) -> Block:
+def _block(
+    config: ModelConfig, builder: LayerBuilder, index: int, names: ExpertNames, attention: AttentionLayer
+) -> Block:
     name, experts = f"model.layers.{index}", config.experts
     norms = Norms(
-        before_attention=make.norm(f"{name}.input_layernorm", config.norm_eps),
-        before_mlp=make.norm(f"{name}.post_attention_layernorm", config.norm_eps),
+        before_attention=builder.norm(f"{name}.input_layernorm", config.norm_eps),
+        before_mlp=builder.norm(f"{name}.post_attention_layernorm", config.norm_eps),
     )
     if experts is not None and index in experts.layers:
-        return Block(make, config, attention, moe.SparseFeedForward(make, experts, name, names), norms)
-    return Block(make, config, attention, gated_mlp(make, config, f"{name}.mlp"), norms)
+        return Block(builder, config, attention, moe.SparseFeedForward(builder, experts, name, names), norms)
+    return Block(builder, config, attention, gated_mlp(builder, config, f"{name}.mlp"), norms)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import gguf
 import numpy as np
@@ -12,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from kernels.contract.errors import GgufError
-from kernels.models.reading import read_config
+from kernels.models.config_loader import read_config
 from kernels.weights.gguf.checkpoint import READ
 from kernels.weights.loading import CheckpointFiles, Placement, open_weights
 from kernels.weights.quantization.detect import detect_scheme
 from kernels.weights.quantization.weights import GroupedWeight
-from kernels.weights.tensors import Part
+from kernels.weights.tensors import Part, Role
 from tests.kits.declared import declared, open_gguf
 from tests.kits.gguf_checkpoints import floats, greedy
 from tests.kits.gguf_writer import kind_of, write_gguf
@@ -137,6 +138,17 @@ def test_types_that_stay_quantized_stand_for_the_same(kind, bits, wide, tmp_path
         assert weight.nbytes < 1.1 * bits / 8 * shape[0] * shape[1] + 2 * shape[0] * shape[1] / 32
         assert weight.dequantize(torch.float32).equal(checkpoint.floats(f"{module}.weight"))
     assert detect_scheme(file, "unquant") is None
+
+
+@pytest.mark.parametrize(("kind", "most"), [("Q8_0", 0.6), ("Q4_0", 0.35)])
+def test_a_tied_table_stays_quantized(kind, most, drive, tmp_path):
+    model = make_tiny_model(tmp_path / "tiny", tie_word_embeddings=True)
+    file = write_gguf(model, tmp_path / "model.gguf", kind)
+    table = next(spec for spec in declared(file).values() if spec.role is Role.EMBEDDING)
+    scheme = detect_scheme(file, "")
+    assert scheme.keeps_table(table)
+    read = scheme.read(open_gguf(file), table)
+    assert read.nbytes < most * 2 * math.prod(table.shape)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kernels.contract.errors import ConfigError
-from kernels.contract.pooling import read_pooling
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.gguf_description import describe
+from kernels.models.pooling import read_pooling
 from kernels.models.registry import UnknownArchitecture, find
 from kernels.weights.config_json import merge_overrides
 from kernels.weights.config_json import read_json as read_config_json
