@@ -39,7 +39,7 @@ class Hop(msgspec.Struct, eq=False):
 
 
 class Mark(msgspec.Struct, eq=False):
-    """An event at one moment: first_token, preempted, resumed, worker_died, set_apart, aborted ..."""
+    """An event at one moment: first_token, preempted, resumed, worker_died, quarantined, aborted ..."""
 
     name: str
     at: float

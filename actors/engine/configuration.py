@@ -114,6 +114,8 @@ def runner_config(
         window_pages=not a.disable_hybrid_swa_memory,
         fp32_head=a.enable_fp32_lm_head,
         grammar=grammar,
+        model_impl=a.model_impl,
+        trust_remote_code=a.trust_remote_code,
         is_embedding=a.is_embedding,
         invariant=a.enable_deterministic_inference,
     )

@@ -59,8 +59,8 @@ integer ids that the engine makes; the client's own ids never leave the engine.
 
 from actors.protocol.cache import (
     CacheProtocol,
-    CacheTurn,
-    CacheTurnDone,
+    CacheUpdate,
+    CacheUpdated,
     CacheUsage,
     Commit,
     FlushCache,
@@ -122,8 +122,8 @@ from actors.protocol.worker import (
 __all__ = [
     "Abort",
     "CacheProtocol",
-    "CacheTurn",
-    "CacheTurnDone",
+    "CacheUpdate",
+    "CacheUpdated",
     "CacheUsage",
     "Commit",
     "CompileGrammar",

@@ -6,7 +6,7 @@ from actors.protocol.requests import QueueFull
 from actors.requests.drain_rate import DrainRate
 from telemetry.metrics.tally import Tally
 
-__all__ = ["Ticket", "TicketOffice", "most_for_one"]
+__all__ = ["AdmissionControl", "Ticket", "most_for_one"]
 
 _RETRY_AFTER = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 90.0, 120.0)
 
@@ -46,7 +46,7 @@ class _Holding:
         self.tokens = 0
 
 
-class TicketOffice:
+class AdmissionControl:
     """Counts sequences and prompt tokens of all live requests.
 
     ``max_sequences`` and ``max_tokens`` bound them (None: no bound). With several ``tenants`` half of each bound is

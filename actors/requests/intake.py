@@ -34,7 +34,7 @@ from actors.protocol.requests import (
     SamplingParams,
     Thought,
 )
-from actors.requests.admission import Ticket, TicketOffice
+from actors.requests.admission import AdmissionControl, Ticket
 from actors.requests.grammar_compiles import GrammarCompiles
 from actors.requests.router import Route, Router
 from actors.requests.sampling_rules import resolve, slot_sampling, validate
@@ -120,7 +120,7 @@ class Intake:
         timelines: Timelines,
         faults: FaultInjector | None = None,
     ) -> None:
-        self.tickets = TicketOffice(
+        self.tickets = AdmissionControl(
             max_sequences=arguments.max_running_requests + arguments.max_queued_requests,
             max_tokens=arguments.max_queued_tokens,
             tenants=max(1, len(arguments.api_keys)),

@@ -65,7 +65,7 @@ _COMPILES = 4
 _COMPILE_SECONDS = 60.0
 _NO_EPOCH = -1
 
-_SET_APART = (
+_QUARANTINED = (
     "The model's worker died while it ran this request, and again when it ran this request alone, "
     "so the request is not run a third time. Change the request or send it again later; if it fails again, report it."
 )
@@ -134,12 +134,12 @@ class Scheduler(Actor[SchedulerProtocol]):
         if entries:
             self._timeline_writer.resumed(entries, now)
             await self._emit(self._planner.submit(tuple(entry.resume_spec() for entry in entries), now))
-        await self._emit(self._set_apart(now))
+        await self._emit(self._quarantine(now))
         self._board.judge = self._judge  # only now: the planner must know which suspects live
         ready = self._board.worker
         if ready is not None:
             await self._take_worker(*ready)
-        await self._pump()
+        await self._schedule()
 
     # -- requests
 
@@ -149,23 +149,23 @@ class Scheduler(Actor[SchedulerProtocol]):
             await self._faults.strike_async("queue")
         # Aborts take the faster lane: a sequence that is not in the journal was aborted before it arrived here.
         specs = tuple(spec for spec in message.sequences if spec.sequence in self._journal)
-        await self._pump(self._planner.submit(specs, self.context.clock.monotonic()))
+        await self._schedule(self._planner.submit(specs, self.context.clock.monotonic()))
 
     @handles
     async def abort(self, message: Abort) -> None:
-        await self._pump(self._planner.abort(message.sequences))
+        await self._schedule(self._planner.abort(message.sequences))
 
     @handles
     async def text_stopped(self, message: TextStopped) -> None:
         self._planner.text_stopped(message.sequences)
-        await self._pump()
+        await self._schedule()
 
     # -- the worker
 
     @handles
     async def worker_ready(self, message: WorkerReady) -> None:
         await self._take_worker(message.info, message.epoch)
-        await self._pump()
+        await self._schedule()
 
     async def _take_worker(self, info: ModelInfo, epoch: int) -> None:
         if epoch == self._epoch or self._board.died_at(epoch) is not None:
@@ -192,17 +192,17 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._timeline_writer.worker_died(self._planner.running(), lost, at, now, reason)
         self._journal.worker_died(lost)
         self._judge(epoch)
-        return self._set_apart(now)
+        return self._quarantine(now)
 
-    def _set_apart(self, now: float) -> list[Emission]:
+    def _quarantine(self, now: float) -> list[Emission]:
         """End condemned sequences and all other choices of their requests: a request fails as a whole, and its other
         choices may kill the worker too."""
         journal = self._journal
         streams = {id(entry.stream) for each in journal.condemned if (entry := journal.get(each)) is not None}
         condemned = [entry.sequence for entry in journal.live() if id(entry.stream) in streams] if streams else []
         journal.condemned.clear()
-        self._timeline_writer.set_apart(condemned, now)
-        ended = Ended("error", message=_SET_APART)
+        self._timeline_writer.quarantined(condemned, now)
+        ended = Ended("error", message=_QUARANTINED)
         return [msgspec.structs.replace(word, ended=ended) for word in self._planner.abort(condemned)]
 
     def _judge(self, epoch: int) -> Verdict:
@@ -250,7 +250,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._timeline_writer.answered(message.result, now)
         emissions = self._planner.finish_step(message.result, now)
         self._board.step_finished(now, message.result, sum([len(word.tokens) for word in emissions]))
-        await self._pump(emissions)
+        await self._schedule(emissions)
 
     @handles
     async def step_failed(self, message: StepFailed) -> None:
@@ -264,7 +264,7 @@ class Scheduler(Actor[SchedulerProtocol]):
             # It hangs or does not take messages: only a restart helps.
             reason = f"step {message.number} got no answer: {message.reason}"
             self.context.system.crash_actor(self._worker, ChildCrash(reason))
-        await self._pump(self._worker_lost(message.epoch, message.reason))
+        await self._schedule(self._worker_lost(message.epoch, message.reason))
 
     # -- grammars
 
@@ -307,7 +307,7 @@ class Scheduler(Actor[SchedulerProtocol]):
             ended = Ended("error", message=_NOT_COMPILED)
         elif answer:
             ended = Ended("invalid", message=f"the grammar cannot go on: {answer}")
-        await self._pump(self._planner.grammar_compiled(message.grammar, ended))
+        await self._schedule(self._planner.grammar_compiled(message.grammar, ended))
 
     # -- questions
 
@@ -316,13 +316,13 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._planner.paused = self._journal.paused = True
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pauses.append((message, answer))
-        await self._pump()
+        await self._schedule()
         return answer
 
     @handles
     async def continue_(self, message: Continue) -> None:
         self._planner.paused = self._journal.paused = False
-        await self._pump()
+        await self._schedule()
 
     async def _finish_pauses(self) -> None:
         """Answer the pauses, if no step is in flight."""
@@ -346,7 +346,7 @@ class Scheduler(Actor[SchedulerProtocol]):
 
     # -- steps
 
-    async def _pump(self, emissions: Sequence[Emission] = ()) -> None:
+    async def _schedule(self, emissions: Sequence[Emission] = ()) -> None:
         """Send as many steps as may be in flight, then emit ``emissions`` and the sequences that planning ended.
 
         Steps first: the next step is on its way before the tokens of the last one are processed.

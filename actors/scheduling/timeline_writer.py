@@ -161,9 +161,9 @@ class TimelineWriter:
                 entry.end_decode(now, len(entry.output))
                 self._queue_again(entry, now)
 
-    def set_apart(self, sequences: Iterable[int], now: float) -> None:
+    def quarantined(self, sequences: Iterable[int], now: float) -> None:
         """Record that these sequences are not run again."""
         for sequence in sequences:
             entry = self._journal.get(sequence)
             if entry is not None:
-                entry.timeline.mark("set_apart", now, entry.index, worker_deaths=entry.worker_deaths)
+                entry.timeline.mark("quarantined", now, entry.index, worker_deaths=entry.worker_deaths)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from actors.protocol import Render, RendererConfig, RendererProtocol
 from actors.protocol.requests import LIMITS, Chat, EngineFailed, InvalidRequest, RequestFailed
 from actors.runtime import ActorDied, ActorRef, ActorSystem, AskTimeout, Backoff, ChildCrash, Strategy, Supervision
+from actors.text.fair_pool import FairPool
 from actors.text.renderer import TIME_IS_UP
-from actors.text.turns import Turns
 
 __all__ = ["Rendering"]
 
@@ -35,8 +35,8 @@ class Rendering:
     def __init__(
         self, renderers: Sequence[ActorRef[RendererProtocol]], guests: ActorRef[RendererProtocol] | None
     ) -> None:
-        self._renderers = Turns(renderers) if renderers else None
-        self._guests = Turns([guests]) if guests is not None else None
+        self._renderers = FairPool(renderers) if renderers else None
+        self._guests = FairPool([guests]) if guests is not None else None
 
     @classmethod
     async def start(
@@ -123,7 +123,7 @@ class Rendering:
                 f"messages, tools and chat_template_kwargs must be plain JSON: {error}", param="messages"
             ) from None
 
-    def _pool(self, chat: Chat) -> Turns[ActorRef[RendererProtocol]]:
+    def _pool(self, chat: Chat) -> FairPool[ActorRef[RendererProtocol]]:
         if chat.template is not None:
             if self._guests is None:
                 raise InvalidRequest(

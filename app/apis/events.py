@@ -14,7 +14,7 @@ import msgspec
 
 from actors.protocol.requests import Delta, FinishReason, Usage
 from app.apis.choice_reader import ChoiceReader
-from app.apis.collecting import Collected
+from app.apis.collecting import CollectedChoice
 from app.parsers.events import CallArguments, CallBegun, Piece, Reasoning, Text
 from app.server.errors import ApiError
 
@@ -193,7 +193,7 @@ def join(events: Iterable[Event]) -> list[Text | Reasoning | Call]:
     return parts
 
 
-async def read_whole(collected: Collected, reader: ChoiceReader | None) -> Answer:
+async def read_whole(collected: CollectedChoice, reader: ChoiceReader | None) -> Answer:
     """The events of a choice whose deltas were collected, joined. The loop runs between pieces: a long answer takes
     seconds, in which other streams go on."""
     choice = ChoiceEvents(reader)

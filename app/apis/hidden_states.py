@@ -6,12 +6,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from app.apis.collecting import Collected
+from app.apis.collecting import CollectedChoice
 
 __all__ = ["all_states", "last_state"]
 
 
-def all_states(choice: Collected) -> msgspec.Raw:
+def all_states(choice: CollectedChoice) -> msgspec.Raw:
     """A list as JSON: the states of all prompt tokens [prompt tokens, hidden], then one vector for each output token
     but the last, which no pass has read."""
     states = _states(choice)
@@ -20,14 +20,14 @@ def all_states(choice: Collected) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(parts))
 
 
-def last_state(choice: Collected) -> list[float]:
+def last_state(choice: CollectedChoice) -> list[float]:
     """The state from which the last output token was sampled; empty where this is the prompt's."""
     states = _states(choice)
     last: list[float] = states[-1].tolist() if choice.usage.completion_tokens > 1 else []
     return last
 
 
-def _states(choice: Collected) -> npt.NDArray[np.float32]:
+def _states(choice: CollectedChoice) -> npt.NDArray[np.float32]:
     """float32 [tokens, hidden]."""
     packed = b"".join(choice.hidden_states)
     tokens = choice.usage.prompt_tokens + choice.usage.completion_tokens - 1 if packed else 0

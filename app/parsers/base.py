@@ -19,8 +19,8 @@ from app.parsers.reasoning.thoughts import Thoughts
 from app.parsers.tools.lark import Rules, Schema, Unenforceable
 
 __all__ = [
-    "Cut",
-    "Malformed",
+    "IncompleteCall",
+    "ParseError",
     "Reading",
     "Sink",
     "StreamingParser",
@@ -43,18 +43,18 @@ _LONGEST_NAME = 256
 _PIECE = 4096
 
 
-class Malformed(Exception):
+class ParseError(Exception):
     """The text is not what the format says. What was read of it since the last mark becomes content."""
 
 
-class Cut(Malformed):
+class IncompleteCall(ParseError):
     """The text ends in the middle of a call."""
 
     def __init__(self) -> None:
         super().__init__("it is not complete")
 
 
-class _Written(msgspec.Struct):
+class _PartialCall(msgspec.Struct):
     """What is known of a call that is written as JSON. ``begun``: its arguments were passed on. ``unknown``: an object
     under another key was skipped."""
 
@@ -175,12 +175,12 @@ class StreamingParser:
     # -- what formats override
 
     def block(self, mark: str) -> Reading[None]:
-        """Read the calls behind ``mark``, which is one of ``OPEN``. Raises Malformed."""
-        raise Malformed("the format has no blocks")
+        """Read the calls behind ``mark``, which is one of ``OPEN``. Raises ParseError."""
+        raise ParseError("the format has no blocks")
         yield
 
     def at_start(self) -> Reading[None]:
-        """Read calls that begin the answer without a mark, in formats that have such. Raises Malformed."""
+        """Read calls that begin the answer without a mark, in formats that have such. Raises ParseError."""
         return
         yield
 
@@ -330,10 +330,10 @@ class StreamingParser:
         self._read, self._called, self._calling = [], False, False
         try:
             yield from reading
-        except Malformed as error:
-            if self._called or (expected and not isinstance(error, Cut)):
+        except ParseError as error:
+            if self._called or (expected and not isinstance(error, IncompleteCall)):
                 _log.warning("The model wrote a tool call that cannot be read: %s. The rest of it stays text.", error)
-            if self._calling and isinstance(error, Cut):
+            if self._calling and isinstance(error, IncompleteCall):
                 self._text = ""  # the begin of a mark
             else:
                 self.give_up()
@@ -342,10 +342,10 @@ class StreamingParser:
             yield from self.space()
 
     def begin_call(self, name: str, identity: str | None = None) -> None:
-        """Begin a call; raises Malformed if there is no such tool. Its arguments follow."""
+        """Begin a call; raises ParseError if there is no such tool. Its arguments follow."""
         name = name.strip()
         if self._tools is None or name not in self._tools:
-            raise Malformed(f"no tool {name[:64]!r}")
+            raise ParseError(f"no tool {name[:64]!r}")
         self._read, self._called, self._calling = [], True, True
         self._suppressed = not self._parallel and self.calls > 0
         if not self._suppressed:
@@ -401,10 +401,10 @@ class StreamingParser:
             self._read = ["".join(self._read).removesuffix(text)]
 
     def peek(self) -> Reading[str]:
-        """The next character; raises Malformed at the end."""
+        """The next character; raises ParseError at the end."""
         while not self._text:
             if not (yield from self.more()):
-                raise Cut
+                raise IncompleteCall
         return self._text[0]
 
     def run(self, pattern: re.Pattern[str], sink: Sink | None = None) -> Reading[None]:
@@ -441,17 +441,17 @@ class StreamingParser:
                 return ""
 
     def name_until(self, *marks: str) -> Reading[tuple[str, str]]:
-        """A name before one of the marks, and the mark; raises Malformed if there is none."""
+        """A name before one of the marks, and the mark; raises ParseError if there is none."""
         parts: list[str] = []
 
         def sink(text: str) -> None:
             parts.append(text)
             if sum(map(len, parts)) > _LONGEST_NAME or "<" in text or "\n" in text:
-                raise Malformed(f"{''.join(parts)[:32]!r} is no name")
+                raise ParseError(f"{''.join(parts)[:32]!r} is no name")
 
         mark = yield from self.until(marks, sink)
         if not mark:
-            raise Cut
+            raise IncompleteCall
         return "".join(parts), mark
 
     def skip(self, *words: str) -> Reading[str]:
@@ -464,13 +464,13 @@ class StreamingParser:
                 return ""
 
     def expect(self, *words: str) -> Reading[str]:
-        """Read white space and one of the words; raises Malformed if something else follows."""
+        """Read white space and one of the words; raises ParseError if something else follows."""
         yield from self.space()
         word = yield from self.skip(*words)
         if not word and self._ended and any(word.startswith(self._text) for word in words):
-            raise Cut
+            raise IncompleteCall
         if not word:
-            raise Malformed(f"expected {' or '.join(words)}")
+            raise ParseError(f"expected {' or '.join(words)}")
         return word
 
     def symbol(self, *symbols: str) -> Reading[str]:
@@ -478,20 +478,20 @@ class StreamingParser:
         yield from self.space()
         symbol = yield from self.peek()
         if symbol not in symbols:
-            raise Malformed(f"expected {' or '.join(symbols)}")
+            raise ParseError(f"expected {' or '.join(symbols)}")
         return self.take(1)
 
     # -- JSON
 
     def json_value(self, sink: Sink, depth: int = 0) -> Reading[None]:
-        """Pass a JSON value on as it arrives; raises Malformed where it ends to be one.
+        """Pass a JSON value on as it arrives; raises ParseError where it ends to be one.
 
         Raw control characters and unknown escapes in strings, which models write, are escaped.
         """
         yield from self.space()
         first = yield from self.peek()
         if depth > _DEPTH:
-            raise Malformed("it is nested too deeply")
+            raise ParseError("it is nested too deeply")
         if first == '"':
             yield from self.json_string(sink)
         elif first in "{[":
@@ -513,7 +513,7 @@ class StreamingParser:
                     return
 
     def text_string(self) -> Reading[str]:
-        """A JSON string, decoded; raises Malformed."""
+        """A JSON string, decoded; raises ParseError."""
         parts: list[str] = []
         yield from self.json_string(parts.append)
         return decoded("".join(parts), str)
@@ -563,8 +563,8 @@ class StreamingParser:
         if _SCALAR.fullmatch(text) is None:
             if self._at_end():
                 sink(text)
-                raise Cut
-            raise Malformed(f"{text[:32]!r} is no JSON value")
+                raise IncompleteCall
+            raise ParseError(f"{text[:32]!r} is no JSON value")
         sink(text)
 
     def named_call(self, name: str, identity: str | None = None) -> Reading[None]:
@@ -578,7 +578,7 @@ class StreamingParser:
                 yield from self.json_value(self.add_arguments)
             else:
                 self._call_with(name, (yield from self._whole()), identity)
-        except Cut:
+        except IncompleteCall:
             if not self._called:
                 self.begin_call(name, identity)
             raise
@@ -591,22 +591,22 @@ class StreamingParser:
 
     def json_call(self, name_key: str = "name", *argument_keys: str) -> Reading[None]:
         """Read a call as a JSON object with the tool's name and its arguments. Other keys are skipped."""
-        written = _Written()
+        written = _PartialCall()
         try:
             yield from self._json_members(written, name_key, argument_keys or ("arguments", "parameters"))
-        except Cut:
+        except IncompleteCall:
             if written.name and not written.begun:
                 self.begin_call(written.name, written.id)
             raise
         if not written.name:
-            raise Malformed("it has no name")
+            raise ParseError("it has no name")
         if not written.begun and written.arguments is None and written.unknown:
-            raise Malformed("its arguments are under another key")
+            raise ParseError("its arguments are under another key")
         if not written.begun:
             self._call_with(written.name, written.arguments, written.id)
         self.end_call()
 
-    def _json_members(self, written: _Written, name_key: str, argument_keys: tuple[str, ...]) -> Reading[None]:
+    def _json_members(self, written: _PartialCall, name_key: str, argument_keys: tuple[str, ...]) -> Reading[None]:
         yield from self.symbol("{")
         while True:
             key = yield from self.text_string()
@@ -614,7 +614,7 @@ class StreamingParser:
             if key == name_key:
                 written.name = yield from self.text_string()
                 if self._tools is None or written.name not in self._tools:
-                    raise Malformed(f"no tool {written.name[:64]!r}")
+                    raise ParseError(f"no tool {written.name[:64]!r}")
             elif key in argument_keys and written.name and not written.begun:
                 written.begun = True
                 yield from self.named_call(written.name, written.id)
@@ -650,11 +650,11 @@ class StreamingParser:
 
 
 def decoded(text: str, kind: type[T]) -> T:
-    """The value of a JSON text; raises Malformed."""
+    """The value of a JSON text; raises ParseError."""
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        raise Malformed(str(error)) from None
+        raise ParseError(str(error)) from None
 
 
 def _object(text: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 
-from app.parsers.base import Malformed, Reading, StreamingParser
+from app.parsers.base import ParseError, Reading, StreamingParser
 from app.parsers.tools.lark import ANY, Rules, Schema, Unenforceable
 
 __all__ = ["ForcedHarmonyParser", "HarmonyParser"]
@@ -45,7 +45,7 @@ class HarmonyParser(StreamingParser):
         def sink(text: str) -> None:
             header.append(text)
             if sum(map(len, header)) > _MOST_HEADER:
-                raise Malformed("the header of a message has no end")
+                raise ParseError("the header of a message has no end")
 
         self._read = [begun]
         try:
@@ -54,8 +54,8 @@ class HarmonyParser(StreamingParser):
                 begun = ""
                 mark = yield from self.until(self.MARKS, sink)
             if mark != _MESSAGE and not _is_header("".join(header)):
-                raise Malformed("the header has no message")
-        except Malformed as error:
+                raise ParseError("the header has no message")
+        except ParseError as error:
             _log.warning("The model wrote a message that cannot be read: %s. It stays text.", error)
             self.give_up()
             return

@@ -119,9 +119,9 @@ class StepBatch(msgspec.Struct, frozen=True, array_like=True):
 
 class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     """Times of a step in seconds. ``queued``: from sending to start. ``prepare``: building inputs; ``draft``: the part
-    of it for observing and drafting. ``run``: model and sampling. ``whole``: from sending, or from the answer before if
+    of it for observing and drafting. ``run``: model and sampling. ``total``: from sending, or from the answer before if
     that was later, to the answer (in a runner alone: from the start, or the end of the step before). ``observe``: the
-    part of ``whole`` in which a draft observed earlier steps; set by a runner on the CPU for decodes without draft
+    part of ``total`` in which a draft observed earlier steps; set by a runner on the CPU for decodes without draft
     tokens, and for steps that waited for idle work.
 
     ``graph_rows``: rows that ran in a captured graph.
@@ -132,7 +132,7 @@ class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     run: float = 0.0
     graph_rows: int = 0
     draft: float = 0.0
-    whole: float = 0.0
+    total: float = 0.0
     observe: float = 0.0
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.devices.memory import Fetched
+from kernels.devices.memory import PendingCopies
 
 __all__ = ["Staging", "fetch"]
 
@@ -79,7 +79,7 @@ class Staging:
         self._filled = 0
 
 
-def fetch(tensors: Sequence[Tensor], beside: torch.cuda.Stream | None = None) -> Fetched:
+def fetch(tensors: Sequence[Tensor], beside: torch.cuda.Stream | None = None) -> PendingCopies:
     """Start copies to the host behind the current stream's work; what is returned waits for them alone.
 
     ``beside``: a stream to copy on, so that what the current one has next does not wait for them; nothing may write to

@@ -30,11 +30,11 @@ from kernels.execution.outputs import StepOutputs
 from kernels.execution.warmup import WarmUp
 from kernels.grammar.slots import GrammarSlots
 from kernels.models.config import ModelConfig, local_config
+from kernels.models.config_loader import CodeChoice, read_config
 from kernels.models.decoder import Decoder
-from kernels.models.kinds import one_of_each_kind
 from kernels.models.layers.builder import ModelBuilder
-from kernels.models.reading import read_config
 from kernels.models.registry import build, caches, tensors
+from kernels.models.representative_layers import one_of_each_kind
 from kernels.sampling.sampler import Sampler
 from kernels.speculation.drafter import Drafter, DrafterContext
 from kernels.speculation.drafters.ngram import NgramDrafter
@@ -125,7 +125,15 @@ class LoadedModel:
 
 def open_model(config: RunnerConfig, device: Device, progress: Progress) -> OpenModel:
     """Open the files and check that the model can run. Raises ConfigError, LoadError or UnsupportedError."""
-    whole = read_config(config.model_path, config.config_overrides, quantized=True, is_embedding=config.is_embedding)
+    whole = read_config(
+        config.model_path,
+        config.config_overrides,
+        quantized=True,
+        is_embedding=config.is_embedding,
+        code=CodeChoice(config.model_impl, config.trust_remote_code, config.load_format == "dummy", config.random_seed),
+    )
+    if whole.code is not None:
+        _check_code(whole, config)
     if whole.pooling is not None and config.speculation is not None:
         raise ConfigError(
             f"{whole.architecture} generates no text that could be drafted; leave --speculative-algorithm out"
@@ -146,6 +154,24 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
     device.cache.dtype = cache.dtype
     groups = _open_groups(config, part, cache, context)
     return OpenModel(whole, part, dtype, context, captures, weights, cache, groups)
+
+
+def _check_code(whole: ModelConfig, config: RunnerConfig) -> None:
+    """Raises ConfigError for options that transformers' modeling code does not support."""
+    wrong = {
+        "--tensor-parallel-size": config.tp_size > 1,
+        "--speculative-algorithm": config.speculation is not None,
+        "--quantization": config.quantization not in ("", "unquant"),
+        "--kv-cache-dtype": bool(config.kv_cache_dtype),
+        "--enable-fp32-lm-head": config.fp32_head,
+        "--enable-deterministic-inference": config.invariant,
+    }
+    given = [name for name, is_given in wrong.items() if is_given]
+    if given:
+        raise ConfigError(
+            f"{whole.architecture} runs by transformers' modeling code, which is without {', '.join(given)}; leave "
+            "it out"
+        )
 
 
 _WINDOW_SHARE = 0.5
@@ -311,7 +337,7 @@ def load_model(
         speculative_depth=drafter.depth if drafter is not None else 0,
         speculative_levels=drafter.levels(speculation) if drafter is not None and speculation is not None else (0,),
         speculative_tokens=device.traits.verify_budget if drafter is not None and drafter.stepwise else 0,
-        speculative_apart=drafter is not None and device.traits.verifies_without_prefills,
+        speculative_decode_only=drafter is not None and device.traits.verifies_without_prefills,
         draft_parameters=drafter.parameters if drafter is not None else 0,
         draft_weight_bytes=draft_bytes,
     )

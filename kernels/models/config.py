@@ -15,6 +15,7 @@ from typing import Any
 from kernels.contract.errors import ConfigError
 from kernels.contract.limits import MAX_EXPERTS, MAX_EXPERTS_OF_MODEL, MAX_LAYERS, MAX_SIZE
 from kernels.contract.pooling import PoolingConfig
+from kernels.models.fallback.sizes import CodeModel
 
 __all__ = [
     "ACTIVATIONS",
@@ -122,9 +123,10 @@ class ModelConfig:
     ``norm_offset``: what norms add to their weights. ``parallel``: attention and feed-forward layer are added
     together. ``layer_norms``: norms subtract the mean. ``all_kv_heads``: the whole model's, on one of several
     ranks; else 0. ``pooling``: of a model that generates no text, which has no output to the vocabulary.
+    ``reward_head``: the module of a family's own head that rewards; "": see ``layers.classification``.
     ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``. ``position_table``,
     ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
-    ``first_position``: the row of an input's first token.
+    ``first_position``: the row of an input's first token. ``code``: of a model that runs transformers' modeling code.
     """
 
     architecture: str
@@ -161,10 +163,12 @@ class ModelConfig:
     layer_norms: bool = False
     all_kv_heads: int = 0
     pooling: PoolingConfig | None = None
+    reward_head: str = ""
     latent: LatentConfig | None = None
     position_table: int = 0
     segments: int = 0
     first_position: int = 0
+    code: CodeModel | None = None
 
     @property
     def eager_attention(self) -> str:

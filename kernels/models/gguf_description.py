@@ -12,7 +12,7 @@ from typing import Any
 
 from kernels.contract.errors import GgufError
 from kernels.contract.limits import MAX_EXPERTS, MAX_EXPERTS_OF_MODEL
-from kernels.models.registry import BUILT_IN, find_gguf
+from kernels.models.registry import BUILT_IN, Entry, find_gguf
 from kernels.weights.gguf.header import GgufHeader
 from kernels.weights.gguf.joined import cut
 
@@ -30,8 +30,8 @@ def describe(header: GgufHeader) -> dict[str, Any]:
     """The object of config.json. Raises GgufError, naming the key."""
     meta = _Metadata(header)
     name = meta.text("general.architecture")
-    architecture = find_gguf(name, bool(header.metadata.get(f"{name}.expert_count")))
-    if architecture is None:
+    entry = find_gguf(name, bool(header.metadata.get(f"{name}.expert_count")))
+    if entry is None:
         read = ", ".join(sorted({entry.gguf for entry in BUILT_IN if entry.gguf}))
         raise GgufError(
             f"{header.path} has architecture {name!r} (general.architecture); those that are read from GGUF are "
@@ -42,7 +42,7 @@ def describe(header: GgufHeader) -> dict[str, Any]:
             f"{header.path} is one of several files of a model; join them with llama-gguf-split --merge and give the "
             "whole one"
         )
-    experts = _experts(header, meta, name)
+    experts = _experts(header, meta, entry)
     hidden = meta.size(f"{name}.embedding_length")
     heads = meta.size(f"{name}.attention.head_count")
     dim = meta.size(f"{name}.attention.key_length", hidden // heads)
@@ -65,15 +65,14 @@ def describe(header: GgufHeader) -> dict[str, Any]:
         most = MAX_EXPERTS_OF_MODEL // layers
         raise meta.wrong(f"{name}.expert_count", f"at most {most} in each of {layers} layers")
     tensors = cut(header.tensors)
-    # 0: none. As in llama.cpp, a window in a file of llama has no meaning.
-    window = 0 if name == "llama" else meta.number(f"{name}.attention.sliding_window", 0)
-    if window and name == "olmo2":
+    window = 0 if entry.gguf_window == "ignored" else meta.number(f"{name}.attention.sliding_window", 0)  # 0: none
+    if window and entry.gguf_window == "another":
         raise GgufError(
-            f"{header.path} is an OLMo 3 ({name}.attention.sliding_window), which is not supported: use an OLMo 2, "
-            "whose layers see all tokens"
+            f"{header.path} has sliding windows ({name}.attention.sliding_window): it is of a successor of "
+            f"{entry.architecture} that is not read from GGUF; give the directory of its safetensors files"
         )
     return {
-        "architectures": [architecture],
+        "architectures": [entry.architecture],
         "model_type": name,
         "vocab_size": embeddings.shape[0],
         "hidden_size": hidden,
@@ -85,7 +84,7 @@ def describe(header: GgufHeader) -> dict[str, Any]:
         "rms_norm_eps": meta.number(f"{name}.attention.layer_norm_rms_epsilon", 1e-5),
         "max_position_embeddings": meta.size(f"{name}.context_length"),
         "rope_parameters": _rope(header, meta, name, dim),
-        "attention_bias": name == "llama" and "blk.0.attn_q.bias" in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         "sliding_window": meta.size(f"{name}.attention.sliding_window") if window else None,
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -96,39 +95,40 @@ def describe(header: GgufHeader) -> dict[str, Any]:
     }
 
 
-def _experts(header: GgufHeader, meta: _Metadata, name: str) -> dict[str, Any]:
+def _experts(header: GgufHeader, meta: _Metadata, entry: Entry) -> dict[str, Any]:
     """What is said of experts; empty: there are none. llama.cpp makes the weights of those that are chosen add up to
-    one, whatever the model's maker says of it, but for Qwen2-MoE."""
+    one, whatever the model's maker says of it, but for families with a shared expert."""
+    name = meta.text("general.architecture")
     if not meta.number(f"{name}.expert_count", 0):
         if name.endswith("moe"):
             raise meta.wrong(f"{name}.expert_count", "a whole number of at least 1")
         return {}
-    if name not in ("llama", "qwen2moe", "qwen3moe"):
+    if not entry.gguf_experts:
+        read = ", ".join(sorted(each.gguf for each in BUILT_IN if each.gguf_experts))
         raise GgufError(
-            f"{header.path} is a mixture of experts of {name} ({name}.expert_count); those that are read are llama, "
-            "qwen2moe and qwen3moe: use a model of one of these"
+            f"{header.path} is a mixture of experts of {name} ({name}.expert_count); those that are read are {read}: "
+            "use a model of one of these"
         )
     count, used = meta.size(f"{name}.expert_count"), meta.size(f"{name}.expert_used_count")
     if count > MAX_EXPERTS:
         raise meta.wrong(f"{name}.expert_count", f"at most {MAX_EXPERTS}")
-    found = {"num_experts": count, "num_experts_per_tok": used, "norm_topk_prob": name != "qwen2moe"}
-    if name == "qwen2moe":
-        return found | _beside_the_shared(meta, used)
+    found = {"num_experts": count, "num_experts_per_tok": used, "norm_topk_prob": not entry.gguf_shared_expert}
+    if entry.gguf_shared_expert:
+        return found | _beside_the_shared(meta, name, used)
     shared = next((tensor for tensor in header.tensors if tensor.partition(".weight")[0].endswith("_shexp")), "")
     if shared or meta.number(f"{name}.expert_shared_count", 0):
         raise GgufError(
             f"{header.path} has an expert that all tokens take ({shared or f'{name}.expert_shared_count'}), which a "
-            f"model of {name} has not here: of those that have one qwen2moe is read; use such a model"
+            f"model of {name} has not here; use one that has none"
         )
     if name == "llama":
         return found
     return found | {"moe_intermediate_size": meta.size(f"{name}.expert_feed_forward_length")}
 
 
-def _beside_the_shared(meta: _Metadata, used: int) -> dict[str, Any]:
-    """Sizes of Qwen2-MoE's experts, and of the one that all tokens take. Early files say neither: then those that a
+def _beside_the_shared(meta: _Metadata, name: str, used: int) -> dict[str, Any]:
+    """Sizes of experts, and of the one that all tokens take. Early files say neither: then those that a
     token takes are together as wide as that one, which is as wide as a plain layer."""
-    name = "qwen2moe"
     whole = meta.size(f"{name}.feed_forward_length")
     return {
         "moe_intermediate_size": meta.size(f"{name}.expert_feed_forward_length", max(whole // used, 1)),

@@ -95,33 +95,33 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return gqa.caches(config)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    vocab = vocabulary.vocabulary(make, config)
-    layers = [_layer(config, make, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
-    return Decoder(make, config, vocab, layers, make.norm("model.norm", config.norm_eps))
+    vocab = vocabulary.vocabulary(builder, config)
+    layers = [_layer(config, builder, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
+    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
 
 
-def _layer(config: ModelConfig, make: ModelBuilder, name: str, window: int) -> Block:
+def _layer(config: ModelConfig, builder: ModelBuilder, name: str, window: int) -> Block:
     norms = Norms(
-        before_attention=make.norm(f"{name}.input_layernorm", config.norm_eps),
-        before_mlp=make.norm(f"{name}.post_attention_layernorm", config.norm_eps),
+        before_attention=builder.norm(f"{name}.input_layernorm", config.norm_eps),
+        before_mlp=builder.norm(f"{name}.post_attention_layernorm", config.norm_eps),
     )
-    found = attention(make, config, f"{name}.self_attn", window)
-    return Block(make, config, found, _experts(config, make, f"{name}.mlp"), norms)
+    found = attention(builder, config, f"{name}.self_attn", window)
+    return Block(builder, config, found, _experts(config, builder, f"{name}.mlp"), norms)
 
 
-def _experts(config: ModelConfig, make: ModelBuilder, module: str) -> Linear:
+def _experts(config: ModelConfig, builder: ModelBuilder, module: str) -> Linear:
     """The experts of one layer."""
-    sizes, take, mesh = config.experts, make.source.take, make.mesh
+    sizes, take, mesh = config.experts, builder.source.take, builder.mesh
     assert sizes is not None
     both, down = f"{module}.experts.gate_up_proj", f"{module}.experts.down_proj"
-    make.refuse_adapters((both, down))
+    builder.refuse_adapters((both, down))
     firsts: Sequence[Projection]
     lasts: Sequence[Projection]
     if sizes.packed:
-        firsts = _packed(make, both, apart=True)
-        lasts = _packed(make, down, apart=False)
+        firsts = _packed(builder, both, apart=True)
+        lasts = _packed(builder, down, apart=False)
     else:
         firsts = [_apart(expert.t()) for expert in take([both])]
         lasts = [expert.t().contiguous() for expert in take([down])]
@@ -132,7 +132,7 @@ def _experts(config: ModelConfig, make: ModelBuilder, module: str) -> Linear:
     ]
     router, bias = take([f"{module}.router.weight"]), take([f"{module}.router.bias"])
     routing, gate = Routing(sizes.chosen, sizes.normalized), ClampedGate(sizes.alpha, sizes.limit)
-    layer = make.ops.experts.make(router, bias, experts, routing, gate)
+    layer = builder.ops.experts.make(router, bias, experts, routing, gate)
     return layer if mesh.size == 1 else _summed(mesh, layer)
 
 
@@ -140,12 +140,14 @@ def _summed(mesh: Group, layer: Linear) -> Linear:
     return lambda x: mesh.all_reduce(layer(x))
 
 
-def _packed(make: ModelBuilder, name: str, apart: bool) -> list[Mxfp4Weight]:
+def _packed(builder: ModelBuilder, name: str, apart: bool) -> list[Mxfp4Weight]:
     """The weights of all experts. ``apart``: gates are put before the others."""
-    blocks, scales = make.source.take([f"{name}_blocks"]), make.source.take([f"{name}_scales"])
+    blocks, scales = builder.source.take([f"{name}_blocks"]), builder.source.take([f"{name}_scales"])
     if apart:
-        return [Mxfp4Weight.of(_apart(one), _apart(own), make.dtype) for one, own in zip(blocks, scales, strict=True)]
-    return [Mxfp4Weight.of(one, own, make.dtype) for one, own in zip(blocks, scales, strict=True)]
+        return [
+            Mxfp4Weight.of(_apart(one), _apart(own), builder.dtype) for one, own in zip(blocks, scales, strict=True)
+        ]
+    return [Mxfp4Weight.of(one, own, builder.dtype) for one, own in zip(blocks, scales, strict=True)]
 
 
 def _apart(rows: Tensor) -> Tensor:

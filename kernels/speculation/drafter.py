@@ -27,12 +27,12 @@ from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import Admission
 from kernels.core.tree import Drafts, DraftTree
 from kernels.devices.base import Device
-from kernels.devices.prepared import PassEnd
+from kernels.devices.prepared import VerifyOutputs
 from kernels.distributed.group import Group
 from kernels.models.config import ModelConfig
 from kernels.models.decoder import Decoder
 from kernels.sampling.sampler import Noise
-from kernels.speculation.host_drafts import HostDrafts
+from kernels.speculation.native_drafts import NativeDrafts
 from kernels.state.slots import SlotTable
 
 __all__ = ["AcceptedRows", "DraftRows", "Drafter", "DrafterContext", "Observation"]
@@ -106,8 +106,8 @@ class AcceptedRows(NamedTuple):
     """The accepted tokens of a step, on the device, before the host knows them. All rows are greedy and verified.
 
     ``roots`` [rows]: positions of the trees' roots. ``pages`` [rows, columns]: enough for accepted and newly drafted
-    tokens. ``outcome``: ``Verified.outcome``. ``tokens`` int64 [rows, levels or fewer]: the token after each accepted
-    node. ``features`` [tokens, n]: the step's; a row's begin at ``places`` [rows].
+    tokens. ``outcome``: ``VerifyResult.outcome``. ``tokens`` int64 [rows, levels or fewer]: the token after each
+    accepted node. ``features`` [tokens, n]: the step's; a row's begin at ``places`` [rows].
     """
 
     roots: Longs
@@ -153,12 +153,12 @@ class Drafter(ABC):
         target's."""
         return []
 
-    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, PassEnd]) -> None:
+    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, VerifyOutputs]) -> None:
         """Capture passes, where the device gains by it (``Capture.decodes``). ``ends``: results of the target's passes
         that accept; the drafter may draft directly after these."""
         return None
 
-    def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
+    def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:
         """Prepare drafting in one native call for up to ``rows`` rows, on the CPU; None: not supported."""
         return None
 

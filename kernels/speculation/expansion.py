@@ -20,13 +20,13 @@ from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.tree import MOST_NODES, Drafts, Growth, chain
 from kernels.devices.capture import CaptureRequest
-from kernels.devices.drafting import GrowthShape
-from kernels.devices.prepared import Decodes, PassEnd
+from kernels.devices.draft_kernels import TreeShape
+from kernels.devices.prepared import CapturedPasses, VerifyOutputs
 from kernels.models.config import ModelConfig
+from kernels.speculation.draft_sampler import DraftPlaces, DraftSampler
 from kernels.speculation.drafter import DrafterContext, DraftRows, Observation
-from kernels.speculation.drafting import DraftPlaces, DraftSampler
 from kernels.speculation.early_draft import EarlyDraftModel, EarlyDraftPasses
-from kernels.speculation.host_drafts import ChainModel, HostChains, HostDrafts
+from kernels.speculation.native_drafts import ChainModel, NativeChains, NativeDrafts
 from kernels.state.slots import SlotTable
 
 __all__ = ["DraftModel", "Expansion", "observed_rows"]
@@ -78,8 +78,8 @@ class Expansion:
                 f"through the draft, and at most {MOST_NODES} fit: lower one of them"
             )
         self._places = DraftPlaces(context.device, config.page_size, config.max_slots, places, first)
-        self._observing: Decodes | None = None  # prepared passes over accepted tokens ...
-        self._levels: Decodes | None = None  # ... and over the nodes of a level, with their logits
+        self._observing: CapturedPasses | None = None  # prepared passes over accepted tokens ...
+        self._levels: CapturedPasses | None = None  # ... and over the nodes of a level, with their logits
 
     @property
     def cache_bytes(self) -> int:
@@ -131,19 +131,19 @@ class Expansion:
             )
 
     def prepare_early(
-        self, model: EarlyDraftModel, states: Tensor, agree: Callable[[bool], bool], ends: Mapping[int, PassEnd]
+        self, model: EarlyDraftModel, states: Tensor, agree: Callable[[bool], bool], ends: Mapping[int, VerifyOutputs]
     ) -> EarlyDraftPasses | None:
         """Passes that observe and draft in one launch (``early_draft``); None if the device captures none.
 
         ``states``: of the slots' last tokens. ``ends``: see ``Drafter.capture``.
         """
         config, ids = self._context.config, self._model.ids
-        shape = GrowthShape(self.steps, self.topk, self.nodes, self._first, config.page_size, tuple(self._windows), ids)
+        shape = TreeShape(self.steps, self.topk, self.nodes, self._first, config.page_size, tuple(self._windows), ids)
         passes = EarlyDraftPasses(self._context, model, self._sampler, self.caches, states, shape)
         passes.capture(config.max_slots - 1, agree, ends)
         return passes if passes.size(1) else None
 
-    def host_chains(
+    def native_chains(
         self,
         state: SlotTable,
         rows: int,
@@ -151,8 +151,8 @@ class Expansion:
         reached: npt.NDArray[np.int64],
         start: Callable[[Tensor], Tensor],
         features: int,
-    ) -> HostDrafts | None:
-        """As ``Drafter.host_drafts``; the rest as ``ChainModel`` says."""
+    ) -> NativeDrafts | None:
+        """As ``Drafter.native_drafts``; the rest as ``ChainModel`` says."""
         if self.topk > 1:
             return None
         model = self._model
@@ -167,7 +167,7 @@ class Expansion:
             reached=reached,
             first=self._first,
         )
-        return HostChains.make(self._device, state, self._places, chain_model, rows, self.nodes)
+        return NativeChains.make(self._device, state, self._places, chain_model, rows, self.nodes)
 
     def observe(self, seen: Observation, tokens: Tensor, states: Tensor) -> Tensor:
         """Run ``tokens`` [tokens] at the observed positions -> output states [tokens, width]."""

@@ -23,16 +23,16 @@ from kernels.contract.speculation import SpeculativeSettings
 from kernels.devices.base import Device
 from kernels.devices.select import select_device
 from kernels.models.config import ModelConfig, local_config
+from kernels.models.config_loader import parse_config, read_json
 from kernels.models.layers import pre_norm
 from kernels.models.layers.builder import LayerBuilder
-from kernels.models.reading import parse_config, read_json
 from kernels.speculation.drafter import Drafter, DrafterContext
 from kernels.weights.gguf.header import is_gguf
 from kernels.weights.loading import CheckpointFiles, Placement, WeightLoader, open_weights, read_tensor, stored_shapes
 from kernels.weights.quantization.detect import detect_scheme
 from kernels.weights.quantization.modelslim import description_file
 from kernels.weights.quantization.online import ONLINE
-from kernels.weights.quantization.scheme import Files, Scheme, Stored
+from kernels.weights.quantization.scheme import Files, Scheme, StoredTensor
 from kernels.weights.quantization.weights import Projection, QuantizedWeight
 from kernels.weights.tensors import Role, Shard, Tensors, TensorSpec, embedding, linear, norm, table_of
 
@@ -158,7 +158,7 @@ class DraftWeights:
             Placement(context.dtype, context.device.torch_device, Shard(context.group.rank, size)),
             draft_scheme(checkpoint.path, context.config, context.settings, checkpoint.tensors),
         )
-        self.make = LayerBuilder(self, context.device, context.group)
+        self.builder = LayerBuilder(self, context.device, context.group)
 
     @property
     def parameters(self) -> int:
@@ -242,7 +242,7 @@ class _AsStored(Scheme):
     def adapt(self, tensors: Tensors) -> Tensors:
         return self._scheme.adapt(tensors)
 
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored] | None:
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
         return None if weight.module in self._floats else self._scheme.tensors(weight)
 
     def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kernels.weights.quantization.scheme import Stored
+from kernels.weights.quantization.scheme import StoredTensor
 from kernels.weights.tensors import Part, Role, Tensors
 
 __all__ = ["DummyWeights"]
@@ -32,7 +32,7 @@ _DTYPES = {
 class DummyWeights:
     """Weights from a seed and each tensor's name, independent of the order of reads. Norms are ones, biases zeros."""
 
-    def __init__(self, seed: int, tensors: Tensors, stored: Mapping[str, Stored]) -> None:
+    def __init__(self, seed: int, tensors: Tensors, stored: Mapping[str, StoredTensor]) -> None:
         self._seed = seed
         self._tensors = tensors
         self._stored = stored

@@ -86,6 +86,11 @@ class WeightLoader:
         self.parameters = 0
         self.weight_bytes = 0
 
+    def add(self, parameters: int, weight_bytes: int) -> None:
+        """Count weights that were loaded elsewhere."""
+        self.parameters += parameters
+        self.weight_bytes += weight_bytes
+
     def take(self, names: Sequence[str]) -> Tensor:
         """A new tensor of the named ones, concatenated along their first dimension."""
         specs = [self._tensors[name] for name in names]

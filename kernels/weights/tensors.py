@@ -23,7 +23,7 @@ __all__ = [
     "Role",
     "Shard",
     "Split",
-    "Stacked",
+    "StackedExpert",
     "TensorSpec",
     "Tensors",
     "biased_norm",
@@ -130,7 +130,7 @@ class GgufPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Stacked:
+class StackedExpert:
     """Where files that keep all ``count`` experts of a layer in one tensor have this ``expert``.
 
     ``stored``: the tensor in safetensors, [count, rows, columns]; this expert's rows are part ``part`` of ``parts``
@@ -159,7 +159,7 @@ class TensorSpec:
     split: Split | None = None
     gguf: GgufPlace | None = None
     aliases: tuple[str, ...] = ()
-    stacked: Stacked | None = None
+    stacked: StackedExpert | None = None
 
     @property
     def module(self) -> str:

@@ -10,8 +10,8 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
+from telemetry.metrics.compatible_names import foreign_exposition
 from telemetry.metrics.exposition import Exposition, Readings, Samples
-from telemetry.metrics.foreign import foreign_exposition
 from telemetry.metrics.loop_lag import LoopLag
 from telemetry.metrics.names import METRICS
 from telemetry.metrics.options import MetricOptions

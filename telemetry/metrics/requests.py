@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from telemetry.metrics.bounded import Bounded
 from telemetry.metrics.exposition import Samples
+from telemetry.metrics.label_limiter import LabelLimiter
 from telemetry.metrics.names import PROVIDER
 from telemetry.metrics.options import CUSTOM_LABEL, MetricOptions
 from telemetry.metrics.tally import Tally
@@ -63,8 +63,8 @@ class RequestMetrics:
         self._first_token_bounds = options.first_token_buckets or FIRST_TOKEN_BUCKETS
         self._per_token_bounds = options.inter_token_buckets or PER_TOKEN_BUCKETS
         self._duration_bounds = options.duration_buckets or _DURATION
-        self._error_types: Bounded[str] = Bounded("other")
-        self._custom: Bounded[tuple[str, ...]] = Bounded(("other",) * len(options.custom_labels))
+        self._error_types: LabelLimiter[str] = LabelLimiter("other")
+        self._custom: LabelLimiter[tuple[str, ...]] = LabelLimiter(("other",) * len(options.custom_labels))
         self.duration: dict[tuple[str, ...], Tally] = {}
         self.first_token: dict[tuple[str, ...], Tally] = {}
         self.per_token: dict[tuple[str, ...], Tally] = {}
@@ -83,7 +83,7 @@ class RequestMetrics:
         self.cached_tokens = 0
         self.prompt_tokens = 0  # of prompts that were run
         self.resumed = 0
-        self.set_apart = 0
+        self.quarantined = 0
         self.stream_errors: Counter[tuple[str]] = Counter()
         self.disconnects: Counter[tuple[str]] = Counter()
         self.measured: dict[str, list[Tally]] = {
@@ -145,8 +145,8 @@ class RequestMetrics:
             self.disconnects[next((stage,) for stage in _STAGES if stage in begun or stage == "admission")] += 1
         elif mark.name == "resumed":
             self.resumed += 1
-        elif mark.name == "set_apart":
-            self.set_apart += 1
+        elif mark.name == "quarantined":
+            self.quarantined += 1
 
     def _first_token(self, timeline: RequestTimeline, at: float) -> None:
         """The first token of a request, of any choice."""
@@ -225,7 +225,7 @@ class RequestMetrics:
             "troupe_stream_errors_total": self.stream_errors,
             "troupe_client_disconnects_total": self.disconnects,
             "troupe_requests_resumed_total": self.resumed,
-            "troupe_requests_set_apart_total": self.set_apart,
+            "troupe_requests_quarantined_total": self.quarantined,
             "troupe_stream_gap_seconds": self.stream_gap,
         }
         if self._options.collect_tokens:

@@ -280,7 +280,34 @@ GPT_OSS = {
 }
 
 ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, gates or attention of their own
+    "ernie4.5-moe": (
+        "Ernie4_5_Moe",
+        PADDED
+        | {
+            "moe_num_experts": 7,
+            "moe_k": 3,
+            "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 2,
+        },
+    ),
+    "glm4-moe": ("Glm4Moe", DEEPSEEK | {"num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True}),
     "gpt-oss": ("GptOss", GPT_OSS),
+    "granite-moe": (
+        "GraniteMoe",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 32},
+    ),
+    "olmoe": ("Olmoe", PADDED | {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32}),
 }
 
 SPARSE: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models

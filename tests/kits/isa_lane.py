@@ -20,7 +20,7 @@ ISA = (
     "kernels/models/test_layer_context.py",
     "kernels/sampling",
     "kernels/speculation/test_grammar_drafts.py",
-    "kernels/speculation/test_host_chains.py",
+    "kernels/speculation/test_native_chains.py",
     "kernels/speculation/test_lossless_runner.py",
     "kernels/speculation/test_padded_vocabulary.py",
     "kernels/speculation/test_rejected_draft_tokens.py",

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from actors.runtime import Actor, ActorSystem, AskTimeout, EventKind, Message, RequestError, handles
-from telemetry.metrics.bounded import Bounded
+from telemetry.metrics.label_limiter import LabelLimiter
 from telemetry.metrics.loop_lag import LoopLag
 from telemetry.metrics.traffic import Traffic
 
@@ -101,5 +101,5 @@ async def test_a_blocked_loop_shows_as_lag() -> None:
 
 
 def test_label_values_of_clients_are_bounded() -> None:
-    bounded: Bounded[str] = Bounded("other", most=2)
+    bounded: LabelLimiter[str] = LabelLimiter("other", most=2)
     assert [bounded(value) for value in ("a", "b", "c", "a", "d")] == ["a", "b", "other", "a", "other"]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from actors.protocol.requests import Delta, SamplingParams, TokenLogprob
-from app.apis.collecting import Collected
+from app.apis.collecting import CollectedChoice
 from app.apis.openai.answers import chat_logprobs
 from app.server.exchange import Exchange
 
@@ -81,7 +81,7 @@ class Form:
             completion_probabilities=_probabilities(delta.logprobs),
         )
 
-    def end(self, index: int, choice: Collected, *, whole: bool) -> LlamaCompletionAnswer:
+    def end(self, index: int, choice: CollectedChoice, *, whole: bool) -> LlamaCompletionAnswer:
         """The last answer of a choice; ``whole``: with its text, which no event has brought."""
         usage = choice.usage
         word = choice.matched_stop if isinstance(choice.matched_stop, str) else ""
@@ -136,7 +136,7 @@ class CompletionChunks:
     def __init__(self, exchange: Exchange, form: Form, choices: int) -> None:
         self._exchange = exchange
         self._form = form
-        self._choices = [Collected() for _ in range(choices)]
+        self._choices = [CollectedChoice() for _ in range(choices)]
 
     def chunk(self, delta: Delta) -> bytes:
         self._form.mark()

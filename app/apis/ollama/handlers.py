@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from quart import Response
 
-from app.apis.collecting import Collected
+from app.apis.collecting import CollectedChoice
 from app.apis.conversations import NO_TOOLS, AcceptedRequest, ConversationRequest, ToolChoice, submit
 from app.apis.embeddings.handlers import check_dimensions, cut_all, embed_all, normalizes, require_embeddings
 from app.apis.events import read_whole
@@ -97,7 +97,7 @@ async def _answer(
     is_chat, times = isinstance(body, OllamaChatRequest), Times(exchange)
     if body.stream is not False:
         return sse_response(service, exchange, submitted.stream, Lines(submitted.reader(), model, times, chat=is_chat))
-    collected = Collected()
+    collected = CollectedChoice()
     async for delta in submitted.stream:
         times.mark()
         collected.add(delta)

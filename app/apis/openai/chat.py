@@ -10,7 +10,7 @@ from quart import Response
 
 from actors.protocol.requests import Delta
 from app.apis.choice_reader import ChoiceReader
-from app.apis.collecting import Collected, collect
+from app.apis.collecting import CollectedChoice, collect
 from app.apis.conversations import ConversationRequest, submit
 from app.apis.events import Answer, read_whole
 from app.apis.hidden_states import last_state
@@ -93,7 +93,7 @@ async def _answer(
     service: Service,
     exchange: Exchange,
     body: ChatRequest,
-    collected: list[Collected],
+    collected: list[CollectedChoice],
     created: int,
     reader: Callable[[], ChoiceReader | None],
 ) -> ChatAnswer:

@@ -10,7 +10,7 @@ import msgspec
 from quart import Response
 
 from actors.protocol.requests import LIMITS, Delta
-from app.apis.collecting import Collected, collect
+from app.apis.collecting import CollectedChoice, collect
 from app.apis.hidden_states import last_state
 from app.apis.openai.answers import Choice, CompletionAnswer, completion_logprobs, prompt_logprobs, usage_answer
 from app.apis.openai.chunks import CompletionChunks, UsageReport
@@ -115,7 +115,7 @@ def _answer(
     service: Service,
     exchange: Exchange,
     body: CompletionRequest,
-    collected: list[list[Collected]],
+    collected: list[list[CollectedChoice]],
     echoes: list[str],
     created: int,
 ) -> CompletionAnswer:
@@ -142,26 +142,26 @@ def _answer(
     )
 
 
-def _best(choices: list[Collected], count: int) -> list[Collected]:
+def _best(choices: list[CollectedChoice], count: int) -> list[CollectedChoice]:
     """The choices whose tokens have the highest mean log-probability, best first; all of them in their order if no more
     were asked for than are returned."""
     if len(choices) <= count:
         return choices
 
-    def mean(choice: Collected) -> float:
+    def mean(choice: CollectedChoice) -> float:
         return sum(entry.logprob or 0.0 for entry in choice.logprobs) / max(1, len(choice.logprobs))
 
     return sorted(choices, key=mean, reverse=True)[:count]
 
 
-def _scored(body: CompletionRequest, first: Collected) -> Any:
+def _scored(body: CompletionRequest, first: CollectedChoice) -> Any:
     """The prompt's log-probabilities, encoded once for all choices."""
     if body.prompt_logprobs is None:
         return msgspec.UNSET
     return msgspec.Raw(msgspec.json.encode(prompt_logprobs(first.prompt_logprobs)))
 
 
-def _choice(body: CompletionRequest, choice: Collected, echo: str, scored: Any, index: int) -> Choice:
+def _choice(body: CompletionRequest, choice: CollectedChoice, echo: str, scored: Any, index: int) -> Choice:
     only_prompt = body.max_tokens == 0
     text = "" if only_prompt else "".join(choice.text)
     logprobs = None

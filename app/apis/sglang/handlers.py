@@ -11,7 +11,7 @@ from msgspec import Meta
 from quart import Response
 
 from actors.protocol.requests import Acceptance, Delta, TokenLogprob
-from app.apis.collecting import Collected, collect
+from app.apis.collecting import CollectedChoice, collect
 from app.apis.hidden_states import all_states
 from app.apis.sessions import MOST_SECONDS, take_turn
 from app.apis.sglang.requests import Batch, GenerateRequest, Item, batch_of, native_names
@@ -139,7 +139,7 @@ class _Answers:
         self._weight_version = service.arguments.weight_version
         self._encoded: tuple[object, tuple[msgspec.Raw, msgspec.Raw]] | None = None  # of the last prompt
 
-    def of(self, index: int, choice: Collected, text: Sequence[str], since: int = 0) -> GenerateAnswer:
+    def of(self, index: int, choice: CollectedChoice, text: Sequence[str], since: int = 0) -> GenerateAnswer:
         """``since``: the first output token to report (for disjoint events)."""
         item = self.batch.items[index // self.batch.choices]
         answer = GenerateAnswer(
@@ -149,7 +149,7 @@ class _Answers:
             answer.prompt_token_ids = list(choice.prompt_token_ids)
         return answer
 
-    def _meta(self, item: Item, index: int, choice: Collected, since: int) -> dict[str, Any]:
+    def _meta(self, item: Item, index: int, choice: CollectedChoice, since: int) -> dict[str, Any]:
         number = index // self.batch.choices
         meta: dict[str, Any] = {
             "id": item.label or self._ids[number],
@@ -185,7 +185,7 @@ class _Answers:
         tops = [None if place == 0 else self._top(entry) for place, entry in enumerate(prompt)]
         return msgspec.Raw(_encode(own)), msgspec.Raw(_encode(tops))
 
-    def _finish(self, choice: Collected) -> dict[str, Any] | None:
+    def _finish(self, choice: CollectedChoice) -> dict[str, Any] | None:
         match choice.finish_reason:
             case None:
                 return None
@@ -203,7 +203,7 @@ class _Answers:
     def _top(self, entry: TokenLogprob) -> list[tuple[float | None, int, str | None]]:
         return [self._entry(other, other.logprob) for other in entry.top]
 
-    def note_tokens(self, collected: Sequence[Collected]) -> None:
+    def note_tokens(self, collected: Sequence[CollectedChoice]) -> None:
         prompts = sum(choice.usage.prompt_tokens for choice in collected[:: self.batch.choices])
         self._exchange.tokens = (prompts, sum(choice.usage.completion_tokens for choice in collected))
 
@@ -231,7 +231,7 @@ class _NativeChunks:
     def __init__(self, answers: _Answers, disjoint: bool) -> None:
         self._answers = answers
         self._disjoint = disjoint
-        self._choices = [Collected() for _ in range(answers.count)]
+        self._choices = [CollectedChoice() for _ in range(answers.count)]
         self._sent = [_Sent() for _ in range(answers.count)]
 
     def chunk(self, delta: Delta) -> bytes:

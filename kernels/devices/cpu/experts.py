@@ -23,7 +23,7 @@ from kernels.devices.linear import ClippedLinear, ConcatenatedLinear, FakeQuanti
 __all__ = ["CpuExpertLayers", "CpuExperts"]
 
 _NATIVE = (CpuLinear, CpuInt8Linear, CpuGroupedLinear, CpuBlocksLinear)
-_ALIKE = (NativeWeight, NativeInt8)
+_BATCH_INVARIANT = (NativeWeight, NativeInt8)
 """Weights with which any number of rows is multiplied in one way, however many of them an expert has."""
 
 
@@ -72,7 +72,9 @@ class CpuExperts:
             first, second = _products(up, self._gate is None), _products(down, False)
             if first is None or second is None:
                 return None
-            if self._native.alike and not all(isinstance(one.weight, _ALIKE) for one in (*first, *second)):
+            if self._native.batch_invariant and not all(
+                isinstance(one.weight, _BATCH_INVARIANT) for one in (*first, *second)
+            ):
                 return None
             found.append((first, second))
         return ExpertTable(found, None if self._gate is None else (self._gate.alpha, self._gate.limit))

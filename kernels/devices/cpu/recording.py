@@ -30,13 +30,15 @@ class NotNative(RuntimeError):
 
 
 class Engine:
-    """Runs native operators on ``threads`` threads, or records them. ``alike``: products with weights of few bits treat
-    few rows as they treat many, so that a row's result depends on no other.
+    """Runs native operators on ``threads`` threads, or records them.
+
+    ``batch_invariant``: products with weights of few bits treat few rows as they treat many, so that a row's result
+    depends on no other.
     """
 
-    def __init__(self, library: Library, threads: int, alike: bool = False) -> None:
+    def __init__(self, library: Library, threads: int, batch_invariant: bool = False) -> None:
         self.library = library
-        self.alike = alike
+        self.batch_invariant = batch_invariant
         engine = library.open(threads)
         if engine is None:
             raise RuntimeError(f"the system did not start {threads} threads for native operators; lower --cpu-threads")

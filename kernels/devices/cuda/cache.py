@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kernels.contract.errors import UnsupportedError
 from kernels.devices.cache import KvCaches
+from kernels.devices.cuda.attention.cache_8bit import NarrowCache
 from kernels.devices.cuda.attention.moving import move_caches
-from kernels.devices.cuda.attention.narrow_cache import NarrowCache
 from kernels.devices.memory import DeviceMemory
 from kernels.weights.quantization.cache import LayerScales, narrow
 

@@ -26,7 +26,7 @@ from kernels.models.layers.rotary import rotary_order
 from kernels.weights.quantization.weights import QuantizedWeight
 from kernels.weights.tensors import TensorSpec, by_inputs, by_outputs, linear, norm
 
-__all__ = ["LatentAttention", "caches", "tensors"]
+__all__ = ["LatentAttention", "attention", "caches", "tensors"]
 
 _EPS = 1e-6  # of both norms, whatever the model's other norms have
 
@@ -58,12 +58,18 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return (CacheGroup(Latent(latent.rank, latent.rope_dim), tuple(range(config.layers))),)
 
 
+def attention(builder: LayerBuilder, config: ModelConfig, module: str, window: int) -> LatentAttention:
+    """The layer of ``tensors``, without a ``window``."""
+    assert not window, "latent attention sees all tokens"
+    return LatentAttention(builder, config, module)
+
+
 class LatentAttention:
     """The layer of ``tensors``: attention of normed tokens, projected back."""
 
-    def __init__(self, make: LayerBuilder, config: ModelConfig, module: str) -> None:
+    def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str) -> None:
         self.sizes = latent = _sizes(config)
-        self.attention, self.rows = make.ops.attention, make.rows
+        self.attention, self.rows = builder.ops.attention, builder.rows
         self.heads, self.scale = config.heads, config.attention_scale
         queries = _head_order(config, latent.plain_dim, config.heads)
         vectors = _head_order(config, latent.rank, 1)
@@ -71,23 +77,23 @@ class LatentAttention:
         self.queries: Linear | None = None
         if latent.query_rank:
             first, names = list(range(latent.query_rank)), (f"{module}.q_a_proj", f"{module}.kv_a_proj_with_mqa")
-            self.query_norm = make.norm(f"{module}.q_a_layernorm", _EPS)
-            self.queries = _ordered(make, config, queries, f"{module}.q_b_proj")
+            self.query_norm = builder.norm(f"{module}.q_a_layernorm", _EPS)
+            self.queries = _ordered(builder, config, queries, f"{module}.q_b_proj")
         else:
             first, names = queries, (f"{module}.q_proj", f"{module}.kv_a_proj_with_mqa")
         self.split = len(first)
-        self.down = _ordered(make, config, [*first, *(self.split + place for place in vectors)], *names)
-        self.norm = make.norm(f"{module}.kv_a_layernorm", _EPS)
-        self.expansion = self._expansion(make, f"{module}.kv_b_proj")
-        self.output = make.row_parallel(f"{module}.o_proj")
+        self.down = _ordered(builder, config, [*first, *(self.split + place for place in vectors)], *names)
+        self.norm = builder.norm(f"{module}.kv_a_layernorm", _EPS)
+        self.expansion = self._expansion(builder, f"{module}.kv_b_proj")
+        self.output = builder.row_parallel(f"{module}.o_proj")
 
-    def _expansion(self, make: LayerBuilder, module: str) -> LatentHeads:
-        make.refuse_adapters((module,))
-        weight, latent = make.source.projection([module]), self.sizes
+    def _expansion(self, builder: LayerBuilder, module: str) -> LatentHeads:
+        builder.refuse_adapters((module,))
+        weight, latent = builder.source.projection([module]), self.sizes
         assert not isinstance(weight, tuple), "one module has one weight"
         if isinstance(weight, QuantizedWeight):
-            dense = make.ops.linear.dequantize(weight, weight.dtype)
-            make.ops.linear.dequantized_bytes += dense.nbytes - weight.nbytes
+            dense = builder.ops.linear.dequantize(weight, weight.dtype)
+            builder.ops.linear.dequantized_bytes += dense.nbytes - weight.nbytes
             weight = dense
         heads = weight.view(self.heads, latent.plain_dim + latent.value_dim, latent.rank)
         keys, values = heads.split((latent.plain_dim, latent.value_dim), 1)
@@ -131,5 +137,5 @@ def _head_order(config: ModelConfig, before: int, heads: int) -> list[int]:
     return [index * len(head) + place for index in range(heads) for place in head]
 
 
-def _ordered(make: LayerBuilder, config: ModelConfig, order: Sequence[int], *modules: str) -> Linear:
-    return make.ordered(order, *modules) if config.pairs else make.linear(*modules)
+def _ordered(builder: LayerBuilder, config: ModelConfig, order: Sequence[int], *modules: str) -> Linear:
+    return builder.ordered(order, *modules) if config.pairs else builder.linear(*modules)

@@ -27,14 +27,13 @@ from kernels.core.operators import PendingResidual
 from kernels.core.tree import MOST_NODES, Drafts, chain
 from kernels.devices.capture import CaptureRequest
 from kernels.devices.linear import norm_of_sum
-from kernels.devices.prepared import Decodes, PassEnd
+from kernels.devices.prepared import CapturedPasses, VerifyOutputs
 from kernels.models.config import ModelConfig
 from kernels.models.layers import pre_norm
 from kernels.models.layers.rotary import RotaryEmbedding
+from kernels.speculation.draft_sampler import DraftPlaces, DraftSampler
 from kernels.speculation.drafter import Drafter, DrafterContext, DraftRows, Observation
 from kernels.speculation.drafters.heads import open_checkpoint
-from kernels.speculation.drafting import DraftPlaces, DraftSampler
-from kernels.speculation.host_drafts import BlockModel, HostBlocks, HostDrafts
 from kernels.speculation.load import (
     DraftCheckpoint,
     DraftWeights,
@@ -43,6 +42,7 @@ from kernels.speculation.load import (
     need_same_hidden_size,
     plain,
 )
+from kernels.speculation.native_drafts import BlockModel, NativeBlockDrafts, NativeDrafts
 from kernels.state.slots import SlotTable
 
 __all__ = ["DflashDrafter", "DflashModel", "default_layers"]
@@ -112,7 +112,7 @@ class DflashModel:
         self.context_norm = device.elementwise.make_norm(weights.take(["hidden_norm.weight"]), config.norm_eps)
         prefixes = [f"layers.{layer}" for layer in range(layers)]
         self.injections = [Injection(config, weights, prefix, context) for prefix in prefixes]
-        self.layers = [pre_norm.layer(weights.make, config, prefix, window) for prefix in prefixes]
+        self.layers = [pre_norm.layer(weights.builder, config, prefix, window) for prefix in prefixes]
         self.last_norm = device.elementwise.make_norm(weights.take(["norm.weight"]), config.norm_eps)
         self.weight_bytes = weights.weight_bytes
 
@@ -157,7 +157,7 @@ class DflashDrafter(Drafter):
         self._sampler = DraftSampler(None, context.device.sampling.greedy)
         self._places = DraftPlaces(context.device, config.page_size, config.max_slots, block)
         self._caches: list[Any] = []
-        self._blocks: Decodes | None = None  # prepared passes over blocks
+        self._blocks: CapturedPasses | None = None  # prepared passes over blocks
         device = context.device.torch_device
         self._ahead = torch.arange(block, device=device)
         self._everything = torch.full((1, block), (1 << block) - 1 if block < MOST_NODES else -1, device=device)
@@ -181,7 +181,7 @@ class DflashDrafter(Drafter):
         )
         return self._caches
 
-    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, PassEnd]) -> None:
+    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, VerifyOutputs]) -> None:
         context, block = self._context, self._block
         columns = -(-(context.context + block) // context.config.page_size) + 1
         self._blocks = context.device.capture.decodes(
@@ -196,7 +196,7 @@ class DflashDrafter(Drafter):
             )
         )
 
-    def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
+    def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:
         context = self._context
         blocks = BlockModel(
             model=self._model,
@@ -208,7 +208,7 @@ class DflashDrafter(Drafter):
             mask=self._mask,
             rows=rows,
         )
-        return HostBlocks.make(context.device, state, self._places, blocks)
+        return NativeBlockDrafts.make(context.device, state, self._places, blocks)
 
     def observe(self, seen: Observation) -> None:
         assert seen.features is not None, "made from features"

@@ -22,7 +22,7 @@ from kernels.core.operators import Norm, PendingResidual
 from kernels.core.tree import Drafts, DraftTree
 from kernels.devices.base import Device
 from kernels.devices.linear import NormThenLinear
-from kernels.devices.prepared import PassEnd
+from kernels.devices.prepared import VerifyOutputs
 from kernels.distributed.group import Group
 from kernels.models.config import ModelConfig
 from kernels.models.layers import gqa, mlp
@@ -31,8 +31,8 @@ from kernels.models.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from kernels.speculation.drafter import AcceptedRows, Drafter, DrafterContext, DraftRows, Observation
 from kernels.speculation.early_draft import EarlyDraftPasses
 from kernels.speculation.expansion import DraftModel, Expansion
-from kernels.speculation.host_drafts import HostDrafts
 from kernels.speculation.load import DraftCheckpoint, DraftWeights
+from kernels.speculation.native_drafts import NativeDrafts
 from kernels.speculation.token_map import head_rows, read_token_map
 from kernels.state.slots import SlotTable
 
@@ -90,11 +90,11 @@ class HeadLayer:
     """A decoder layer whose input is already normed. ``prefix``: its name in the checkpoint."""
 
     def __init__(self, weights: DraftWeights, prefix: str, context: DrafterContext) -> None:
-        config, make = weights.local, weights.make
-        self.attention = gqa.attention(make, config, f"{prefix}.self_attn", config.windows[0])
+        config, builder = weights.local, weights.builder
+        self.attention = gqa.attention(builder, config, f"{prefix}.self_attn", config.windows[0])
         norm_weight = weights.take([f"{prefix}.post_attention_layernorm.weight"])
         norm = context.device.elementwise.make_norm(norm_weight, config.norm_eps)
-        self.mlp = mlp.feed_forward(make, norm, f"{prefix}.mlp")
+        self.mlp = mlp.feed_forward(builder, norm, f"{prefix}.mlp")
         self.attention.output.next_norm = norm
         self.heads = self.attention.behind(NormThenLinear(_Normed(), self.attention.qkv))
 
@@ -168,7 +168,7 @@ class HeadDrafter(Drafter):
     def make_caches(self, pages: int) -> list[Any]:
         return self._expansion.make_caches(pages)
 
-    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, PassEnd]) -> None:
+    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, VerifyOutputs]) -> None:
         self._expansion.capture(agree)
         self._early = self._expansion.prepare_early(self._model, self._states, agree, ends)
 
@@ -186,9 +186,9 @@ class HeadDrafter(Drafter):
     def mark_observed(self, slots: Longs, lengths: Longs) -> None:
         self._observed[slots] = lengths
 
-    def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
+    def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:
         size = self._model.features or self._model.width
-        return self._expansion.host_chains(state, rows, self._states, self._observed, self._model.start, size)
+        return self._expansion.native_chains(state, rows, self._states, self._observed, self._model.start, size)
 
     def admit(self, admission: Admission, tokens: npt.NDArray[np.int32]) -> None:
         self._observed[admission.slot] = -1

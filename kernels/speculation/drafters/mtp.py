@@ -34,14 +34,14 @@ from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.tree import Drafts, DraftTree, chain
 from kernels.devices.linear import norm_of_sum
-from kernels.devices.prepared import PassEnd
+from kernels.devices.prepared import VerifyOutputs
 from kernels.models.config import ModelConfig
+from kernels.speculation.draft_sampler import DraftSampler
 from kernels.speculation.drafter import AcceptedRows, Drafter, DrafterContext, DraftRows, Observation
 from kernels.speculation.drafters.heads import HeadDrafter, HeadLayer, HeadModel, open_checkpoint
-from kernels.speculation.drafting import DraftSampler
 from kernels.speculation.expansion import observed_rows
-from kernels.speculation.host_drafts import HostDrafts
 from kernels.speculation.load import DraftCheckpoint, DraftWeights, layer_tensors, need_same_hidden_size, plain
+from kernels.speculation.native_drafts import NativeDrafts
 from kernels.state.slots import SlotTable
 from kernels.weights.tensors import Tensors, TensorSpec
 
@@ -286,11 +286,11 @@ class MtpDrafter(Drafter):
     def draft(self, rows: DraftRows) -> Drafts:
         return self._drafter.draft(rows)
 
-    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, PassEnd]) -> None:
+    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, VerifyOutputs]) -> None:
         self._drafter.capture(agree, ends)
 
-    def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
-        return self._drafter.host_drafts(state, rows)
+    def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:
+        return self._drafter.native_drafts(state, rows)
 
     def reach(self) -> int:
         return self._drafter.reach()

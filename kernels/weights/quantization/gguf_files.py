@@ -17,7 +17,7 @@ from kernels.weights.gguf.checkpoint import factor_of, not_finite
 from kernels.weights.gguf.header import GgufHeader
 from kernels.weights.gguf.joined import cut
 from kernels.weights.quantization.gguf_weight import BlockRows, GgufWeight
-from kernels.weights.quantization.scheme import Files, Scheme, Stored
+from kernels.weights.quantization.scheme import Files, Scheme, StoredTensor
 from kernels.weights.quantization.weights import GroupedWeight, QuantizedWeight
 from kernels.weights.tensors import TensorSpec
 
@@ -48,7 +48,7 @@ class GgufScheme(Scheme):
             return weight.gguf.name
         return "" if weight.stacked is None else weight.stacked.gguf
 
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored] | None:
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
         number, shape, module = self._kind(weight), weight.matrix, weight.module
         if number in KINDS:
             row = shape[1] // KINDS[number].block * KINDS[number].size
@@ -56,7 +56,7 @@ class GgufScheme(Scheme):
             row = shape[1] // _BLOCK * _BYTES[number]
         else:
             return None
-        return {f"{module}.weight": Stored(("U8",), ((shape[0], row),))}
+        return {f"{module}.weight": StoredTensor(("U8",), ((shape[0], row),))}
 
     def keeps_table(self, table: TensorSpec) -> bool:
         return self._kind(table) in KINDS

@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.contract.errors import ConfigError
 from kernels.weights.gguf.blocks import Codes, Kind
 from kernels.weights.quantization.gguf_weight import BlockRows, GgufWeight
-from kernels.weights.quantization.scheme import Files, Scheme, Stored
+from kernels.weights.quantization.scheme import Files, Scheme, StoredTensor
 from kernels.weights.quantization.weights import QuantizedWeight
 from kernels.weights.tensors import Role, Tensors, TensorSpec
 
@@ -76,7 +76,7 @@ class Mxfp4(Scheme):
             raise ConfigError("quantization_config: quant_method mxfp4 is read for gpt-oss alone; use bf16")
         return tensors
 
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored] | None:
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
         return None
 
     def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight:

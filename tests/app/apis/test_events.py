@@ -8,7 +8,7 @@ import pytest
 
 from actors.protocol.requests import Delta, RequestAborted, Usage
 from app.apis.choice_reader import ChoiceReader
-from app.apis.collecting import Collected
+from app.apis.collecting import CollectedChoice
 from app.apis.events import (
     Call,
     CallArguments,
@@ -91,7 +91,7 @@ def test_a_cut_answer_ends_its_call() -> None:
 
 
 async def test_a_whole_answer_is_its_events_joined() -> None:
-    collected = Collected()
+    collected = CollectedChoice()
     for delta in deltas(7):
         collected.add(delta)
     answer = await read_whole(collected, reader())

@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import FP4_VALUES
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.devices.cpu.dense_linear import CpuLinear
-from kernels.models.reading import parse_config
+from kernels.models.config_loader import parse_config
 from kernels.weights.quantization.mxfp4 import Mxfp4Weight
 from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.driver import COMMON, GPT_OSS

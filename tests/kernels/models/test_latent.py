@@ -12,7 +12,7 @@ from kernels.contract.caches import CacheGroup, Latent
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.devices import latent_attention
-from kernels.models.reading import parse_config, read_config
+from kernels.models.config_loader import parse_config, read_config
 from kernels.models.registry import caches
 from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.driver import COMMON, DEEPSEEK

@@ -68,15 +68,15 @@ inline Advanced prepare(const SlotTable& table, const int64_t* slots, int64_t ro
     return DONE;
 }
 
-// Each row knows one token more: `argmax`, as `found`. BROKEN, and nothing is kept, when one is not to be used.
+// Each row knows one token more: `argmax`, as `result`. BROKEN, and nothing is kept, when one is not to be used.
 inline Advanced keep(const SlotTable& table, const int64_t* slots, int64_t rows, const int64_t* argmax,
-                     const uint8_t* broken, int32_t* found) {
+                     const uint8_t* broken, int32_t* result) {
     for (int64_t row = 0; row < rows; row++)
         if (broken[row]) return BROKEN;
     for (int64_t row = 0; row < rows; row++) {
         const int64_t slot = slots[row], length = table.known[slot];
-        found[row] = static_cast<int32_t>(argmax[row]);
-        table.tokens[slot * table.tokens_stride + length] = found[row];
+        result[row] = static_cast<int32_t>(argmax[row]);
+        table.tokens[slot * table.tokens_stride + length] = result[row];
         table.computed[slot] = length, table.known[slot] = length + 1;
     }
     return DONE;

@@ -89,7 +89,7 @@ inline void choose(const Layer& layer, int64_t row) {
     Floats sums = Floats{};
     for (int64_t i = 0; i < wide; i += TILE)
         sums = select(mask(i), sums + share_of(load(logits + i, mask(i)) - top), sums);
-    const float whole = add_all(sums);
+    const float total = add_all(sums);
     float some = 0;
     int32_t* ids = layer.memory.ids.data() + row * chosen;
     float* weights = layer.memory.weights.data() + row * chosen;
@@ -106,7 +106,7 @@ inline void choose(const Layer& layer, int64_t row) {
         for (; place > 0 && ids[place - 1] > at; place--) ids[place] = ids[place - 1], weights[place] = weights[place - 1];
         ids[place] = static_cast<int32_t>(at), weights[place] = share;
     }
-    if (!layer.op.i4 || std::isnan(whole)) some = whole;
+    if (!layer.op.i4 || std::isnan(total)) some = total;
     for (int64_t i = 0; i < chosen; i++) weights[i] /= some;
 }
 
@@ -213,7 +213,7 @@ inline void prepare_chunk(void* context, int64_t chunk, int) {
                 p.x = reinterpret_cast<const char*>(ordered), p.stride_x = p.inputs() * sizeof(bf16);
             }
         }
-        if constexpr (requires { p.whole; })
+        if constexpr (requires { p.quantized; })
             if (const Preparing<P> preparing = {p, layer.memory.planes, job.first}; preparing.wanted()) {
                 for (int64_t row = 0; row < p.rows; row++) preparing.row(row);
                 preparing.attach(p);
@@ -255,7 +255,7 @@ inline void run_jobs(Layer& layer) {
             if constexpr (requires { p.tokens; }) prepared = true, at.rounded.reserve(tokens, inputs);
             if constexpr (requires { p.order; })
                 if (p.order) prepared = true, at.ordered.of(tokens * inputs);
-            if constexpr (requires { p.whole; })
+            if constexpr (requires { p.quantized; })
                 if (const Preparing<P> preparing = {p, at.planes}; preparing.wanted()) prepared = true, preparing.reserve(tokens);
                 else preparing.attach(p);
         }, job.product);

@@ -42,7 +42,7 @@ struct BlockProduct : Widened {
     const uint8_t* part(int64_t block) const {
         return reinterpret_cast<const uint8_t*>(weight) + sizeof(Layout) + block * layout().block(inputs());
     }
-    static constexpr bool whole_numbers() { return true; }
+    static constexpr bool integer_codes() { return true; }
     static constexpr bool by_scaled() { return true; }
     static constexpr bool by_shares() { return false; }
     static constexpr bool opens = false;
@@ -158,9 +158,9 @@ struct BlockProduct<BITS>::Supers {
     Ints bytes(const uint8_t* cell, int64_t half, int64_t four) const {
         return BYTES ? codes(cell, half, four) : bytes_of<BITS>(cell, half, four);
     }
-    Floats end(int64_t super, int64_t half, Floats some, Floats less, Floats found) const {
-        found = fma(some, scale(super, half), found);
-        return ZEROS ? fnma(less, zero(super, half), found) : found;
+    Floats end(int64_t super, int64_t half, Floats some, Floats less, Floats result) const {
+        result = fma(some, scale(super, half), result);
+        return ZEROS ? fnma(less, zero(super, half), result) : result;
     }
 };
 

@@ -29,8 +29,8 @@ inline void fake_quantize_row(const bf16* x, bf16* out, int64_t size) {
     const Floats wide = splat(scale);
     for (int64_t i = 0; i < size; i += 16) {
         const Floats share = load(x + i) / wide;
-        const Floats whole = round(share);
-        store(out + i, whole * wide);
+        const Floats integers = round(share);
+        store(out + i, integers * wide);
     }
 }
 

@@ -219,7 +219,7 @@ template <int ROWS, int HALVES, class Sum>
 template <int ROWS, class Sum>
 [[gnu::noinline]] void multiply_pair(const Lines& of, const char* other, Sum* sums, Sum* others) {
     using Vector = decltype(load_sums(sums));
-    Vector found[ROWS][4] = {};
+    Vector result[ROWS][4] = {};
     const char* tokens = of.x;
     const int64_t apart = other - of.weight;
     for (const char *weight = of.weight, *end = weight + of.lines * LINES; weight < end; weight += TILE * LINE, tokens += of.next)
@@ -230,12 +230,12 @@ template <int ROWS, class Sum>
                 const char* from = (part < 2 ? weight : second) + part % 2 * TILE * LINE;
                 const Ints line = load_line(from);
                 prefetch(from + of.ahead);
-                unrolled<ROWS>([&](auto row) { found[row][part] = dot(found[row][part], splat_at(tokens + row * of.stride + i), line); });
+                unrolled<ROWS>([&](auto row) { result[row][part] = dot(result[row][part], splat_at(tokens + row * of.stride + i), line); });
             });
         }
     unrolled<ROWS>([&](auto row) {
-        store_sums(sums + row * WIDE, found[row][0]), store_sums(sums + row * WIDE + TILE, found[row][1]);
-        store_sums(others + row * WIDE, found[row][2]), store_sums(others + row * WIDE + TILE, found[row][3]);
+        store_sums(sums + row * WIDE, result[row][0]), store_sums(sums + row * WIDE + TILE, result[row][1]);
+        store_sums(others + row * WIDE, result[row][2]), store_sums(others + row * WIDE + TILE, result[row][3]);
     });
 }
 

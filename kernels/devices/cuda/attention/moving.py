@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.devices.cuda.attention.narrow_cache import NarrowCache, bits
+from kernels.devices.cuda.attention.cache_8bit import NarrowCache, bits
 from kernels.devices.cuda.launch import overlapping
 
 __all__ = ["move_accepted", "move_caches"]
@@ -103,7 +103,7 @@ def move_accepted(
     outcome: Tensor,
     pointers: Callable[[Sequence[Tensor]], Tensor],
 ) -> None:
-    """``Drafting.move_accepted``. ``pointers``: makes int64 [caches], the addresses of the caches."""
+    """``DraftKernels.move_accepted``. ``pointers``: makes int64 [caches], the addresses of the caches."""
     pdl = overlapping(index.device)
     for parts in _kinds(caches):
         _, both, kv_heads, page_size, dim = parts[0].shape

@@ -12,8 +12,8 @@ import triton
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
+from kernels.devices.cuda.attention.cache_8bit import NarrowCache, scale_found, scale_queries
 from kernels.devices.cuda.attention.decode import DecodeScratch, attend_decodes, split_count
-from kernels.devices.cuda.attention.narrow_cache import NarrowCache, scale_found, scale_queries
 from kernels.devices.cuda.attention.prefill import PrefillBlocks, attend_prefills, plan_prefills
 from kernels.devices.cuda.attention.verify import HEADER, attend_drafts, draft_splits
 from kernels.devices.cuda.invariant_kernels import attend_decodes_alone, attend_drafts_alone, attend_prompts_alone

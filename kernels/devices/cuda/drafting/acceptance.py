@@ -107,7 +107,7 @@ def _accept(
 def accept(
     tree: DraftTree, rows: Tensor, sampled: Tensor, broken: Tensor, depth: int, forced: int, table: Tensor
 ) -> Acceptance:
-    """See ``Drafting.accept``."""
+    """See ``DraftKernels.accept``."""
     count, width = tree.tokens.shape
     depth = min(depth, forced - 1) if forced else depth
     levels, device = depth + 1, sampled.device
@@ -217,7 +217,7 @@ def bring(
     kept_tokens: Tensor,
     kept_features: Tensor,
 ) -> None:
-    """See ``Drafting.copy_accepted``."""
+    """See ``DraftKernels.copy_accepted``."""
     rows, size = len(outcome), len(given)
     columns, levels, wide = host.shape[1] - 2, kept_tokens.shape[1], features.shape[1]
     pdl = overlapping(outcome.device)

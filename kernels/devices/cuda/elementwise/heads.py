@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.devices.cuda.attention.narrow_cache import NarrowCache
+from kernels.devices.cuda.attention.cache_8bit import NarrowCache
 from kernels.devices.cuda.launch import overlapping
 from kernels.weights.quantization.cache import most
 

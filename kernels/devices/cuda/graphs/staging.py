@@ -91,7 +91,7 @@ def _stage(
 class Staged(NamedTuple):
     """The input of a graph of drafts with ``size`` rows. As a ``ForwardBatch`` has them, ``token_ids`` int32,
     ``positions`` and ``index`` int64 [size * tokens]; ``state`` int32 [size, HEADER + columns or more], as
-    ``DraftRows`` has it; ``rows`` int64 [size, 4], as for ``Drafting.accept``; padding rows have only a root and no
+    ``DraftRows`` has it; ``rows`` int64 [size, 4], as for ``DraftKernels.accept``; padding rows have only a root and no
     request. ``tree``: the nodes' tokens are ``token_ids``.
     """
 

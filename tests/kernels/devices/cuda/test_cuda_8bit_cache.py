@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.devices.cuda.attention.cache_8bit import NarrowCache, bits
 from kernels.devices.cuda.attention.decode import DecodeScratch
 from kernels.devices.cuda.attention.moving import move_caches
-from kernels.devices.cuda.attention.narrow_cache import NarrowCache, bits
 from kernels.devices.cuda.attention.plan import attention, plan_attention
 from kernels.devices.cuda.elementwise.heads import place_heads
 from kernels.weights.quantization.cache import (

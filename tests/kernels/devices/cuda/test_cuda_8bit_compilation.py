@@ -8,9 +8,9 @@ import torch
 import triton
 
 from kernels.core.attention_rows import AttentionRows
+from kernels.devices.cuda.attention.cache_8bit import NarrowCache
 from kernels.devices.cuda.attention.decode import DecodeScratch
 from kernels.devices.cuda.attention.moving import move_caches
-from kernels.devices.cuda.attention.narrow_cache import NarrowCache
 from kernels.devices.cuda.attention.plan import attention, plan_attention, plan_draft
 from kernels.devices.cuda.elementwise.heads import place_heads
 from kernels.weights.quantization.cache import CACHE_DTYPES, SCALE, LayerScales

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kernels.contract.errors import ConfigError, GgufError, LoadError
+from kernels.models.config_loader import parse_config
 from kernels.models.gguf_description import describe
-from kernels.models.reading import parse_config
 from kernels.models.registry import tensors
 from kernels.weights.gguf.checkpoint import GgufCheckpoint
 from kernels.weights.gguf.header import read_header

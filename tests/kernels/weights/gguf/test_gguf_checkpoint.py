@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from kernels.contract.errors import GgufError
-from kernels.models.reading import read_config
+from kernels.models.config_loader import read_config
 from kernels.weights.gguf.checkpoint import READ
 from kernels.weights.loading import CheckpointFiles, Placement, open_weights
 from kernels.weights.quantization.detect import detect_scheme

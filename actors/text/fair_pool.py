@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
-__all__ = ["Turns"]
+__all__ = ["FairPool"]
 
 T = TypeVar("T")
 
 
-class Turns(Generic[T]):
+class FairPool(Generic[T]):
     """A pool whose members are lent to one user at a time. The waiting tenant that was served longest ago is next.
 
     Requests of one tenant are served in order. No member is idle while a request waits.

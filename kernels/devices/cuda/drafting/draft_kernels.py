@@ -13,14 +13,14 @@ from kernels.devices.cuda.attention.moving import move_accepted
 from kernels.devices.cuda.cache import CudaCache
 from kernels.devices.cuda.drafting.acceptance import accept, bring
 from kernels.devices.cuda.drafting.candidates import candidates
-from kernels.devices.cuda.drafting.growing import CudaGrowing
-from kernels.devices.drafting import Accepted, Drafting, Growing, GrowthShape
+from kernels.devices.cuda.drafting.tree_builder import CudaTreeBuilder
+from kernels.devices.draft_kernels import AcceptedTokens, DraftKernels, TreeBuilder, TreeShape
 from kernels.devices.memory import DeviceMemory
 
-__all__ = ["CudaDrafting"]
+__all__ = ["CudaDraftKernels"]
 
 
-class CudaDrafting(Drafting):
+class CudaDraftKernels(DraftKernels):
     def __init__(self, memory: DeviceMemory) -> None:
         self._put = memory.put
         self._pointers: dict[tuple[int, ...], Tensor] = {}
@@ -28,8 +28,8 @@ class CudaDrafting(Drafting):
     def candidates(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return candidates(logits, count)
 
-    def make_growing(self, shape: GrowthShape, given: Accepted) -> Growing | None:
-        return CudaGrowing(shape, given) if CudaGrowing.fits(shape) else None
+    def make_tree_builder(self, shape: TreeShape, given: AcceptedTokens) -> TreeBuilder | None:
+        return CudaTreeBuilder(shape, given) if CudaTreeBuilder.fits(shape) else None
 
     def accept(
         self, tree: DraftTree, rows: Tensor, sampled: Tensor, broken: Tensor, depth: int, forced: int, table: Tensor

@@ -61,14 +61,14 @@ class DraftSampler:
         values, chosen = logits.topk(min(max(most, _SAMPLED), vocab))
         ids = self._target(chosen)
         positions = roots.unsqueeze(1) + ahead
-        best, at = _raced(values.float(), total, ids, noise, positions).topk(min(most, vocab))
+        best, at = _add_gumbel_noise(values.float(), total, ids, noise, positions).topk(min(most, vocab))
         return ids.gather(1, at), best
 
     def _target(self, chosen: Tensor) -> Tensor:
         return chosen if self._ids is None else self._ids[chosen]
 
 
-def _raced(values: Tensor, total: Tensor, ids: Tensor, noise: Noise, positions: Tensor) -> Tensor:
+def _add_gumbel_noise(values: Tensor, total: Tensor, ids: Tensor, noise: Noise, positions: Tensor) -> Tensor:
     """The log of each candidate's [nodes, candidates] chance to be the target's sample. In sampled rows it is estimated
     from the candidates' clocks.
     """
@@ -77,8 +77,8 @@ def _raced(values: Tensor, total: Tensor, ids: Tensor, noise: Noise, positions: 
     temperature = noise.temperature.repeat_interleave(each).unsqueeze(1)
     sampled = temperature > 0
     scaled = values / torch.where(sampled, temperature, 1.0)
-    raced = scaled - clocks(keys.unsqueeze(1), ids.to(torch.int32)).log()
-    return torch.where(sampled, raced.log_softmax(-1), values - total)
+    noisy = scaled - clocks(keys.unsqueeze(1), ids.to(torch.int32)).log()
+    return torch.where(sampled, noisy.log_softmax(-1), values - total)
 
 
 Ints = npt.NDArray[np.int32]

@@ -19,12 +19,28 @@ from kernels.core.attention_rows import DecodeTokens
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Draw, Draws
 from kernels.devices.base import Device
-from kernels.devices.prepared import ChainPasses, DraftCycle, DraftSlots, HostPass, ObserveTokens, PassLogits
-from kernels.models.host_model import HostModel
-from kernels.speculation.drafting import DraftPlaces
+from kernels.devices.prepared import (
+    ChainDraftPasses,
+    DraftCacheSlots,
+    DraftCycle,
+    NativePass,
+    ObserveTokens,
+    PassLogits,
+)
+from kernels.models.native_model import NativeModel
+from kernels.speculation.draft_sampler import DraftPlaces
 from kernels.state.slots import SlotTable
 
-__all__ = ["HostBlocks", "HostChains", "HostDrafts", "HostObservation", "HostTrees", "Raw", "places_of", "raw"]
+__all__ = [
+    "NativeBlockDrafts",
+    "NativeChains",
+    "NativeDrafts",
+    "NativeObservation",
+    "NativeTrees",
+    "Raw",
+    "places_of",
+    "raw",
+]
 
 LONGEST = 128
 """Most tokens of prompts that use the attention of decodes, one query after another."""
@@ -33,7 +49,7 @@ Longs = npt.NDArray[np.int64]
 Raw = npt.NDArray[np.int16]
 
 
-class HostObservation(NamedTuple):
+class NativeObservation(NamedTuple):
     """Computed tokens to observe: in each row ``counts`` tokens from position ``starts`` on.
 
     ``features`` [tokens, n] are raw bits; ``places`` int64 says which of them are the rows' tokens. None for a drafter
@@ -48,7 +64,7 @@ class HostObservation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HostTrees:
+class NativeTrees:
     """A tree for each row, as ``Drafts`` and ``DraftTree`` say; ``depths`` and what follows it None for chains."""
 
     tokens: Longs
@@ -92,31 +108,31 @@ class Choice:
         return chosen if self._stands_for is None else self._stands_for[chosen]
 
 
-class HostDrafts(ABC):
+class NativeDrafts(ABC):
     """Drafting in one native call. A call returns False or None where it is not possible; then use the drafter."""
 
     @abstractmethod
-    def observe(self, seen: HostObservation) -> bool:
+    def observe(self, seen: NativeObservation) -> bool:
         """As ``Drafter.observe``."""
 
-    def cycle(self, target: HostModel) -> DraftCycle | None:
+    def cycle(self, target: NativeModel) -> DraftCycle | None:
         """A native call that drafts and lets the ``target`` verify. It replaces ``draft``; None: there is none."""
         return None
 
     def draft(
         self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int, draws: Draws | None
-    ) -> HostTrees | None:
+    ) -> NativeTrees | None:
         """Draft up to ``limits`` nodes and ``steps`` levels after each row's root. ``draws`` [rows]: how the target
         samples, see ``Choice``; None: all rows are greedy."""
         return None
 
     @staticmethod
-    def chains(root_tokens: Longs, drafts: Longs, limits: Longs) -> HostTrees:
+    def chains(root_tokens: Longs, drafts: Longs, limits: Longs) -> NativeTrees:
         """Chains of the draft tokens ``drafts`` int64 [rows, n]."""
         width = min(drafts.shape[1], int(limits.max()))
         tokens = np.empty((len(drafts), 1 + width), dtype=np.int64)
         tokens[:, 0], tokens[:, 1:] = root_tokens, drafts[:, :width]
-        return HostTrees(tokens, np.minimum(limits, width) + 1)
+        return NativeTrees(tokens, np.minimum(limits, width) + 1)
 
 
 def raw(tensor: Tensor) -> Raw:
@@ -150,7 +166,7 @@ class ChainModel:
     first: int
 
 
-class HostChains(HostDrafts):
+class NativeChains(NativeDrafts):
     """Chains from a ``ChainModel``. ``most``: draft tokens that a row verifies."""
 
     def __init__(
@@ -159,7 +175,7 @@ class HostChains(HostDrafts):
         places: DraftPlaces,
         model: ChainModel,
         observe: ObserveTokens,
-        passes: ChainPasses,
+        passes: ChainDraftPasses,
         most: int,
     ) -> None:
         self._state, self._places, self._reached, self._first = state, places, model.reached, model.first
@@ -168,7 +184,7 @@ class HostChains(HostDrafts):
     @classmethod
     def make(
         cls, device: Device, state: SlotTable, places: DraftPlaces, model: ChainModel, rows: int, nodes: int
-    ) -> HostChains | None:
+    ) -> NativeChains | None:
         """Record the model's passes over up to ``rows`` rows. None where the device makes no such calls."""
         forward, start, logits, windows, ids = model.forward, model.start, model.logits, model.windows, model.ids
         states, first, features = model.states, model.first, model.features
@@ -200,21 +216,21 @@ class HostChains(HostDrafts):
             device.elementwise.add_rows(found, None, before)
             return found
 
-        observing = device.capture.host_pass(observe, windows, rows * nodes, seen)
-        heading = None if observing is None else device.capture.host_pass(head, windows, rows, headed)
-        drafting = None if heading is None else device.capture.host_pass(draft_pass, windows, rows, before)
+        observing = device.capture.native_pass(observe, windows, rows * nodes, seen)
+        heading = None if observing is None else device.capture.native_pass(head, windows, rows, headed)
+        drafting = None if heading is None else device.capture.native_pass(draft_pass, windows, rows, before)
         if observing is None or heading is None or drafting is None:
             return None
         left, *found = kept
         at_first, then = PassLogits(*found[:2]), PassLogits(*found[2:])
         ahead = 1 - first
         seeing = observing.observe(state.table, ahead, seen, left, states)
-        passes = ChainPasses(
+        passes = ChainDraftPasses(
             *(observing, ahead, seen, left, heading, drafting, at_first, then, ids, states, headed, before)
         )
         return cls(state, places, model, seeing, passes, nodes - 1)
 
-    def observe(self, seen: HostObservation) -> bool:
+    def observe(self, seen: NativeObservation) -> bool:
         state, slots, starts, counts = self._state, seen.slots, seen.starts, seen.counts
         ends = starts + counts
         if self._first:  # it does not read the target's features
@@ -229,8 +245,8 @@ class HostChains(HostDrafts):
         self._reached[slots] = ends
         return True
 
-    def cycle(self, target: HostModel) -> DraftCycle | None:
-        state, places = self._state, DraftSlots(self._reached, self._first, *self._places.own)
+    def cycle(self, target: NativeModel) -> DraftCycle | None:
+        state, places = self._state, DraftCacheSlots(self._reached, self._first, *self._places.own)
         features = target.features if self._passes.seen.shape[1] else None
         return target.run.cycle(
             *(self._passes, places, state.table, target.logits, target.tokens, target.broken, features),
@@ -256,7 +272,7 @@ class BlockModel:
     rows: int
 
 
-class HostBlocks(HostDrafts):
+class NativeBlockDrafts(NativeDrafts):
     """Chains from a ``BlockModel``."""
 
     def __init__(
@@ -265,7 +281,7 @@ class HostBlocks(HostDrafts):
         places: DraftPlaces,
         model: BlockModel,
         observe: ObserveTokens,
-        draft_pass: HostPass,
+        draft_pass: NativePass,
         choice: Choice,
     ) -> None:
         block = model.block
@@ -274,7 +290,9 @@ class HostBlocks(HostDrafts):
         self._everything = np.full((1, block), -1 if block == 64 else (1 << block) - 1, dtype=np.int64)
 
     @classmethod
-    def make(cls, device: Device, state: SlotTable, places: DraftPlaces, blocks: BlockModel) -> HostBlocks | None:
+    def make(
+        cls, device: Device, state: SlotTable, places: DraftPlaces, blocks: BlockModel
+    ) -> NativeBlockDrafts | None:
         """Record the model's passes. None where the device makes no such calls."""
         model, caches, dtype, rows, block, nodes = (
             *(blocks.model, blocks.caches, blocks.dtype),
@@ -298,8 +316,8 @@ class HostBlocks(HostDrafts):
             return found
 
         windows = [model.config.windows[0]]
-        observing = device.capture.host_pass(observe, windows, rows * nodes, seen)
-        drafting = None if observing is None else device.capture.host_pass(draft_pass, windows, rows * block)
+        observing = device.capture.native_pass(observe, windows, rows * nodes, seen)
+        drafting = None if observing is None else device.capture.native_pass(draft_pass, windows, rows * block)
         if observing is None or drafting is None:
             return None
         logits, tokens = kept
@@ -307,7 +325,7 @@ class HostBlocks(HostDrafts):
         seeing = observing.observe(state.table, 0, seen, None, None)
         return cls(state, places, blocks, seeing, drafting, choice)
 
-    def observe(self, seen: HostObservation) -> bool:
+    def observe(self, seen: NativeObservation) -> bool:
         assert seen.features is not None
         if seen.counts.sum() > self._tokens:
             return False
@@ -316,7 +334,7 @@ class HostBlocks(HostDrafts):
 
     def draft(
         self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int, draws: Draws | None
-    ) -> HostTrees | None:
+    ) -> NativeTrees | None:
         state, count, block = self._state, len(slots), self._block
         given = state.pages[slots, : int(roots.max() + steps) // state.page_size + 1]
         table = self._places.table(slots, roots, given, capacity, block)

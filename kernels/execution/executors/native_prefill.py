@@ -18,11 +18,11 @@ from kernels.contract.runner import RunningStep
 from kernels.contract.step import RowError, StepBatch, StepResult, StepTiming
 from kernels.core.arrays import unpack_ints
 from kernels.core.batch import ForwardBatch
-from kernels.devices.prepared import PassLogits, ReachEnds
+from kernels.devices.prepared import PassLogits, PrefillCall
 from kernels.execution.pending_step import PendingStep, StepContext
-from kernels.state.step_rows import ReachedRows
+from kernels.state.step_rows import PrefilledRows
 
-__all__ = ["HostPromptEnds"]
+__all__ = ["NativePrefill"]
 
 LONGEST = 48
 """The most tokens of a row. Attention of longer rows runs in blocks."""
@@ -30,14 +30,14 @@ TOKENS = 256
 """The most tokens of a step. In longer steps the Python around the model does not matter."""
 
 
-class HostPromptEnds:
+class NativePrefill:
     """Takes steps of up to ``max_rows`` rows. ``features``: the array to which the pass writes each token's features,
-    as raw bits. ``logits`` [rows, vocab]: those of the rows' ends. ``unobserved``: as in ``HostDecode``."""
+    as raw bits. ``logits`` [rows, vocab]: those of the rows' ends. ``unobserved``: as in ``NativeDecode``."""
 
     def __init__(
         self,
         context: StepContext,
-        reach: ReachEnds,
+        call: PrefillCall,
         features: npt.NDArray[np.int16],
         logits: Tensor,
         max_rows: int,
@@ -46,15 +46,15 @@ class HostPromptEnds:
         loaded = context.loaded
         self._context, self._state, self._sampler = context, loaded.slots, loaded.sampler
         self._speculator = None if unobserved else loaded.speculator
-        self._reach, self._features, self._max_rows, self._unobserved = reach, features, max_rows, unobserved
+        self._prefill, self._features, self._max_rows, self._unobserved = call, features, max_rows, unobserved
         self._draws = loaded.device.sampling.draw is not None
-        self._logits, self._grammars = logits, context.host_grammars
+        self._logits, self._grammars = logits, context.native_grammars
 
     @classmethod
     def make(
         cls, context: StepContext, windows: Sequence[int], max_rows: int, unobserved: bool = False, capture: bool = True
-    ) -> HostPromptEnds | None:
-        """The executor; None if the device makes no such calls. ``capture``: see ``HostModel.make``."""
+    ) -> NativePrefill | None:
+        """The executor; None if the device makes no such calls. ``capture``: see ``NativeModel.make``."""
         loaded = context.loaded
         device, model, greedy = loaded.device, loaded.model, loaded.device.sampling.greedy
         if greedy is None or loaded.slots.here is None:
@@ -66,7 +66,7 @@ class HostPromptEnds:
             kept.extend(model.split(result) if capture else (result, result))
             return result
 
-        body = device.capture.host_pass(forward, windows, TOKENS)
+        body = device.capture.native_pass(forward, windows, TOKENS)
         if body is None or kept[0].dtype != torch.bfloat16:
             return None
         hidden, features = kept
@@ -78,13 +78,13 @@ class HostPromptEnds:
             kept.extend((logits, *greedy(logits)))
             return logits
 
-        heading = device.capture.host_pass(head, windows, max_rows, last)
+        heading = device.capture.native_pass(head, windows, max_rows, last)
         if heading is None:
             return None
         logits, argmax, broken = kept[2:]
-        reach = body.reach(heading, loaded.slots.table, hidden, last, PassLogits(logits, argmax), broken.numpy())
+        call = body.prefill(heading, loaded.slots.table, hidden, last, PassLogits(logits, argmax), broken.numpy())
         bits: npt.NDArray[np.int16] = features.view(torch.int16).numpy()
-        return cls(context, reach, bits, logits, max_rows, unobserved)
+        return cls(context, call, bits, logits, max_rows, unobserved)
 
     def execute(self, step: PendingStep) -> RunningStep | None:
         if step.batch.draft_limits or step.batch.unobserved is not self._unobserved:
@@ -108,13 +108,13 @@ class HostPromptEnds:
             run=ended - prepared,
             graph_rows=rows,
             draft=builder.draft,
-            whole=ended - step.begun,
+            total=ended - step.begun,
         )
         accepted = np.ones(rows, dtype=np.int32).tobytes()
         result = StepResult(batch.number, accepted=accepted, tokens=found.tokens, failed=found.failed, timing=timing)
         return RunningStep(lambda: result, True, None if self._speculator is None else self._context.idle_work)
 
-    def run(self, batch: StepBatch) -> ReachedRows | None:
+    def run(self, batch: StepBatch) -> PrefilledRows | None:
         """Run the rows of a prepared step. None if they do not fit or one is not finite; state is unchanged then."""
         slots, generations, counts = (unpack_ints(part) for part in (batch.slots, batch.generations, batch.counts))
         state = self._state
@@ -127,7 +127,7 @@ class HostPromptEnds:
         if (starts + run != state.known[at]).any() or (state.prompt_logprobs[at] >= 0).any():
             return None
         named = tuple(slots.tolist())
-        if not self._sampler.raced(named):
+        if not self._sampler.unedited(named):
             return None
         some = self._sampler.masked(named)
         draws = self._sampler.draws(named, greedy=bool(some))
@@ -137,10 +137,10 @@ class HostPromptEnds:
         if some and self._grammars is not None:
             masked = self._grammars.rows(named, some)
             masks = self._grammars.masks(masked, len(slots))
-        tokens = self._reach(at, starts, run, draws, masks)
+        tokens = self._prefill(at, starts, run, draws, masks)
         if tokens is None:
             return None
         failed: tuple[RowError, ...] = ()
         if masked is not None and self._grammars is not None:
             tokens, failed = self._grammars.judge(masked, self._logits, tokens)
-        return ReachedRows(tokens, at, starts, run, self._features, failed)
+        return PrefilledRows(tokens, at, starts, run, self._features, failed)

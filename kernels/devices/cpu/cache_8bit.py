@@ -12,15 +12,15 @@ from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
 from kernels.devices.cpu.kept_pages import kept_pages
-from kernels.devices.cpu.operators import Kept, Native
+from kernels.devices.cpu.operators import Cache8bit, Native
 from kernels.devices.cpu.paged_attention import AttentionPlan, AttentionPlanner
 from kernels.weights.quantization.cache import LayerScales, round_fixed, round_tokens, widen
 
-__all__ = ["NarrowPages", "NarrowPlan"]
+__all__ = ["Pages8bit", "Plan8bit"]
 
 
 @dataclass(frozen=True, eq=False)
-class NarrowPages:
+class Pages8bit:
     """One layer. ``values`` [pages, page_size, 2, kv_heads, dim]; ``scales`` [pages, page_size, 2, kv_heads], each
     token's, or ``fixed``, or neither where 16 bits are kept.
     """
@@ -30,7 +30,7 @@ class NarrowPages:
     fixed: LayerScales | None
 
     @cached_property
-    def kept(self) -> Kept | None:
+    def kept(self) -> Cache8bit | None:
         """The same for native operators; None: they do not know its numbers."""
         if self.values.element_size() > 1 or self.values.shape[-1] % 32:
             return None
@@ -38,12 +38,12 @@ class NarrowPages:
         if self.fixed is not None and self.fixed.offsets is None:
             first = self.fixed.scales[..., :1]
             by_head = first.squeeze(-1).contiguous() if bool((self.fixed.scales == first).all()) else None
-        return Kept(self.values, self.scales, self.fixed, by_head)
+        return Cache8bit(self.values, self.scales, self.fixed, by_head)
 
     def write(self, index: Tensor, keys_values: Tensor, native: Native | None) -> None:
         """As ``KvCaches.write``."""
         if native is not None and self.kept is not None:
-            return native.write_narrow(self.kept, index, keys_values)
+            return native.write_8bit(self.kept, index, keys_values)
         both, kept = keys_values.unflatten(1, (2, -1)), self.values.dtype
         if self.scales is not None:
             both, scales = round_tokens(both, kept, self.scales.dtype)
@@ -86,7 +86,7 @@ class NarrowPages:
 
 
 @dataclass(frozen=True)
-class NarrowPlan:
+class Plan8bit:
     """The plan of a step's ``rows`` over floats that are made from its pages."""
 
     planner: AttentionPlanner

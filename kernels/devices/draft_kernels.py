@@ -13,11 +13,11 @@ from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Acceptance
 from kernels.core.tree import DraftTree
 
-__all__ = ["Accepted", "Drafting", "Growing", "GrowthShape"]
+__all__ = ["AcceptedTokens", "DraftKernels", "TreeBuilder", "TreeShape"]
 
 
 @dataclass(frozen=True)
-class GrowthShape:
+class TreeShape:
     """``steps`` levels of ``topk`` nodes each, of which ``nodes``, with the root, are verified. ``first``: as
     ``Expansion`` says. ``windows``: of the draft's attention. ``ids`` int64: the target's of the draft's tokens."""
 
@@ -41,11 +41,11 @@ class GrowthShape:
 
 
 @dataclass(frozen=True)
-class Accepted:
+class AcceptedTokens:
     """The results of rows that verified, in device tensors that stay where they are.
 
     ``roots``, ``slots`` int64 [rows] and ``pages`` int64 [rows, columns]: of the verified roots. ``outcome`` int64
-    [rows, 2 + levels]: ``Verified.outcome``. ``tokens`` int64 [rows, levels]: what follows each node passed.
+    [rows, 2 + levels]: ``VerifyResult.outcome``. ``tokens`` int64 [rows, levels]: what follows each node passed.
     ``features`` [rows * levels, n]: of these nodes; those of rows that are not sound may be overwritten. ``states``
     [slots, width]: those of the slots' last tokens are written there.
     """
@@ -59,7 +59,7 @@ class Accepted:
     states: Tensor
 
 
-class Growing(Protocol):
+class TreeBuilder(Protocol):
     """One pass: ``observe`` and ``start``, then ``level`` for each level but the last, then ``tree``."""
 
     def observe(self) -> ForwardBatch:
@@ -79,8 +79,8 @@ class Growing(Protocol):
         ...
 
 
-class Drafting(ABC):
-    """A device without these kernels has no ``Drafting`` at all: plain torch, or the host, does the same."""
+class DraftKernels(ABC):
+    """A device without these kernels has no ``DraftKernels`` at all: plain torch, or the host, does the same."""
 
     @abstractmethod
     def candidates(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ class Drafting(ABC):
         [rows, count], the best first; of equals the lowest id first."""
 
     @abstractmethod
-    def make_growing(self, shape: GrowthShape, given: Accepted) -> Growing | None:
+    def make_tree_builder(self, shape: TreeShape, given: AcceptedTokens) -> TreeBuilder | None:
         """Kernels for the steps between the passes that grow a tree; None if there are none for this ``shape``."""
 
     @abstractmethod

@@ -13,8 +13,8 @@ from kernels.contract.step import SlotSampling
 from kernels.speculation import observe
 from tests.kits.driver import ints
 from tests.kits.executors import find_executor, remove_executor
-from tests.kits.speculation.host_loops import GREEDY, OPTIONS, PROMPTS, draft_on, draft_rows
 from tests.kits.speculation.lossless import truth
+from tests.kits.speculation.native_loops import GREEDY, OPTIONS, PROMPTS, draft_on, draft_rows
 from tests.kits.speculation.oracles import run_mixed
 
 _TOKENIZER = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
@@ -73,7 +73,7 @@ def test_a_step_observes_the_accepted_tokens_of_the_last_one(algorithm, drive):
     for apart in (False, True):
         driver, _ = draft_rows(drive, algorithm)
         runner, count = driver.runner, len(shown)
-        speculator, chains = runner._loaded.speculator, find_executor(runner, "HostChains")._loop
+        speculator, chains = runner._loaded.speculator, find_executor(runner, "NativeChains")._loop
         show, hosts = speculator.observer.show, chains._drafts.observe
         if apart:
             speculator.can_continue = lambda slots: False
@@ -103,7 +103,7 @@ def test_a_step_observes_the_accepted_tokens_of_the_last_one(algorithm, drive):
 
 def test_decodes_beside_prompts_draft_in_the_next_step(drive):
     driver, _ = draft_rows(drive, "EAGLE")
-    assert driver.info.speculative_apart
+    assert driver.info.speculative_decode_only
     driver.admit(1, PROMPTS[0])
     driver.step([(1, driver.pending(1))])
     driver.admit(2, PROMPTS[1])
@@ -120,7 +120,7 @@ def test_steps_without_draft_tokens_run_plainly_and_are_observed_later(algorithm
     again."""
     monkeypatch.setattr(observe, "MAX_TOKENS", 64)
     driver, rows = draft_rows(drive, algorithm)
-    decode, plain = find_executor(driver.runner, "HostDecode"), []
+    decode, plain = find_executor(driver.runner, "NativeDecode"), []
     run = decode.advance
     decode.advance = lambda: plain.append(len(decode._slots)) or run()
     driver.admit(1, STORIES[0])
@@ -173,7 +173,7 @@ def test_no_step_runs_after_the_end(algorithm, drive):
     driver.admit(1, prompt)
     expected = driver.generate(1, len(prompt) + 12)[len(prompt) :]
     driver.release(1)
-    plain, decode = [], find_executor(driver.runner, "HostDecode")
+    plain, decode = [], find_executor(driver.runner, "NativeDecode")
     advance = decode._advance
     decode._advance = lambda *given: plain.append(1) or advance(*given)
     last = next(place for place in range(3, 12) if expected[place] not in expected[:place])
@@ -223,14 +223,14 @@ def test_a_row_at_its_end_drafts_no_more_beside_one_that_goes_on(drive):
     while expected[last] not in driver.tokens[1][len(prompt) :]:
         driver.step([(1, 1), (2, 1)], {1: 4, 2: 4})
     for _ in range(3):
-        assert find_executor(driver.runner, "HostChains")._loop.can_continue
+        assert find_executor(driver.runner, "NativeChains")._loop.can_continue
         assert ints(driver.step([(1, 1), (2, 1)], {1: 4, 2: 4}).drafted) == [0, 4]
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "DFLASH"])
 def test_what_others_accepted_counts_for_where_a_sequence_ends(algorithm, drive):
     driver, _ = draft_rows(drive, algorithm)
-    chains, state = find_executor(driver.runner, "HostChains")._loop, driver.runner._loaded.slots
+    chains, state = find_executor(driver.runner, "NativeChains")._loop, driver.runner._loaded.slots
     run, accepted = chains.run, [1]
     driver.admit(1, PROMPTS[0])
     driver.step([(1, driver.pending(1))])
@@ -321,7 +321,7 @@ def test_a_step_without_draft_tokens_reports_its_observation_time(drive):
     driver.step([(1, driver.pending(1))])
     driver.step([(1, 1)], {1: 4})
     timings = [driver.step([(1, 1)]).timing for _ in range(3)]
-    assert 0 < timings[0].observe < timings[0].whole
+    assert 0 < timings[0].observe < timings[0].total
     assert [timing.observe for timing in timings[1:]] == [0, 0]
 
 
@@ -329,7 +329,7 @@ def test_a_step_without_draft_tokens_reports_its_observation_time(drive):
 def test_prompts_run_to_their_ends_in_one_call_and_are_observed_when_idle(sampling, drive, expected):
     """Alone, together and beside decodes; long ones, and those whose scores are wanted, are left to others."""
     driver, _ = draft_rows(drive, "EAGLE3")
-    ends, speculator = find_executor(driver.runner, "HostPromptEnds"), driver.runner._loaded.speculator
+    ends, speculator = find_executor(driver.runner, "NativePrefill"), driver.runner._loaded.speculator
     ran, shown = [], []
     run, show = ends.run, speculator.observer.show
 
@@ -363,7 +363,7 @@ def test_prompts_run_to_their_ends_in_one_call_and_are_observed_when_idle(sampli
     assert ran == [2, 3]
     for slot in (1, 2, 3, 4):
         assert driver.tokens[slot] == truths[slot - 1][: len(driver.tokens[slot])]
-    remove_executor(driver.runner, "HostPromptEnds")
+    remove_executor(driver.runner, "NativePrefill")
     for slot in (7, 8):
         driver.admit(slot, PROMPTS[slot - 7], sampling=sampling[slot - 7])
         driver.step([(slot, driver.pending(slot))])
@@ -376,7 +376,7 @@ def test_after_the_end_of_all_sequences_no_step_drafts(drive):
     for slot in (1, 2):
         driver.admit(slot, PROMPTS[slot])
     driver.step([(1, driver.pending(1)), (2, driver.pending(2))])
-    state, chains = driver.runner._loaded.slots, find_executor(driver.runner, "HostChains")._loop
+    state, chains = driver.runner._loaded.slots, find_executor(driver.runner, "NativeChains")._loop
     state._targets[1] = state.known[1] + 2
     while state.known[1] < state._targets[1]:
         driver.step([(1, 1)], {1: 4})

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-__all__ = ["Bounded"]
+__all__ = ["LabelLimiter"]
 
 T = TypeVar("T", bound=Hashable)
 
 
-class Bounded(Generic[T]):
+class LabelLimiter(Generic[T]):
     """The first ``most`` values are kept; later ones become ``other``."""
 
     def __init__(self, other: T, most: int = 100) -> None:

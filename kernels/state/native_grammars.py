@@ -24,7 +24,7 @@ from kernels.sampling.masks import RowMasks
 from kernels.sampling.sampler import Sampler
 from kernels.state.slots import SlotTable
 
-__all__ = ["HostChainsFound", "HostGrammars", "MaskedRows"]
+__all__ = ["MaskedRows", "NativeChainsResult", "NativeGrammars"]
 
 
 class MaskedRows:
@@ -51,7 +51,7 @@ class MaskedRows:
         self.early = sorted({*np.flatnonzero(self.cut).tolist(), *some})
 
 
-class HostChainsFound(NamedTuple):
+class NativeChainsResult(NamedTuple):
     """Rows whose chains were verified: the positions of their ``roots`` and the numbers of ``accepted`` tokens int64
     [rows]; row by row these ``tokens`` int32, and the tokens of the pass that they follow, ``places`` int64."""
 
@@ -62,14 +62,14 @@ class HostChainsFound(NamedTuple):
     failed: tuple[RowError, ...] = ()
 
 
-class HostGrammars:
+class NativeGrammars:
     """The grammars of one runner. ``draw``: the device's."""
 
     def __init__(self, grammars: GrammarSlots, sampler: Sampler, draw: Draw, state: SlotTable) -> None:
         self._grammars, self._sampler, self._draw, self._state = grammars, sampler, draw, state
 
     def rows(self, named: tuple[int, ...], masked: list[int]) -> MaskedRows:
-        """The rows ``masked`` of these slots, which are all ``raced`` (see ``Sampler``)."""
+        """The rows ``masked`` of these slots, which are all ``unedited`` (see ``Sampler``)."""
         draws = self._sampler.draws(tuple(named[row] for row in masked), greedy=True)
         assert draws is not None
         return MaskedRows(masked, named, draws)
@@ -105,8 +105,8 @@ class HostGrammars:
         return tokens, self._failed(masked)
 
     def judge_chains(
-        self, masked: MaskedRows, chains: HostChainsFound, logits: Tensor, drafts: Sequence[list[int]] = ()
-    ) -> HostChainsFound:
+        self, masked: MaskedRows, chains: NativeChainsResult, logits: Tensor, drafts: Sequence[list[int]] = ()
+    ) -> NativeChainsResult:
         """Cut chains of accepted draft tokens behind the first token that grammars replace. The table then ends there,
         too. ``logits`` [tokens, vocab] of the pass.
 
@@ -149,7 +149,7 @@ class HostGrammars:
             places[row] = places[row][0] + np.arange(len(emitted[row]))
             counts[row], ends[at] = len(emitted[row]), known[row] + len(emitted[row])
         state.known[masked.slots], state.computed[masked.slots] = ends, ends - 1
-        return HostChainsFound(
+        return NativeChainsResult(
             chains.roots, counts, np.concatenate(emitted), np.concatenate(places), self._failed(masked)
         )
 

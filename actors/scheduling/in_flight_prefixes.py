@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from actors.scheduling.sequence import Sequence
 
-__all__ = ["PrefillsUnderWay"]
+__all__ = ["InFlightPrefixes"]
 
 
-class PrefillsUnderWay:
+class InFlightPrefixes:
     """Running sequences with prompt pages that the prefix cache does not know yet, by salt and first page."""
 
     def __init__(self, page_size: int) -> None:

@@ -18,13 +18,13 @@ from kernels.core.arrays import ragged
 from kernels.core.attention_rows import DecodeTokens
 from kernels.core.operators import Draws
 from kernels.devices.prepared import DraftCycle
-from kernels.models.host_model import HostModel
+from kernels.models.native_model import NativeModel
 from kernels.speculation.drafter import Drafter
-from kernels.speculation.host_drafts import HostDrafts, HostObservation, HostTrees, places_of
+from kernels.speculation.native_drafts import NativeDrafts, NativeObservation, NativeTrees, places_of
 from kernels.speculation.speculator import Speculator
-from kernels.state.host_grammars import HostChainsFound, HostGrammars, MaskedRows
+from kernels.state.native_grammars import MaskedRows, NativeChainsResult, NativeGrammars
 
-__all__ = ["HostDraftLoop", "HostDraftResult"]
+__all__ = ["NativeDraftLoop", "NativeDraftResult"]
 
 _ONE = np.ones(1, dtype=np.int32).tobytes()
 
@@ -32,7 +32,7 @@ Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
 
-class HostDraftResult(NamedTuple):
+class NativeDraftResult(NamedTuple):
     """``tokens`` int32 [accepted]: all rows', one after the other. ``accepted``, ``drafted`` (draft tokens verified)
     and ``depths`` (as in ``StepResult``) int32 [rows]. ``drafted_at``: ``time.perf_counter`` when they were drafted.
     ``failed``: rows whose grammar cannot go on."""
@@ -50,17 +50,17 @@ class HostDraftResult(NamedTuple):
         return not self.accepted
 
 
-class HostDraftLoop:
+class NativeDraftLoop:
     """Drafts with ``drafts`` and verifies by ``target``, over its ``caches``, for up to ``max_rows`` rows."""
 
     def __init__(
         self,
         speculator: Speculator,
-        drafts: HostDrafts,
-        target: HostModel,
+        drafts: NativeDrafts,
+        target: NativeModel,
         caches: list[object],
         max_rows: int,
-        grammars: HostGrammars | None = None,
+        grammars: NativeGrammars | None = None,
     ) -> None:
         self._grammars = grammars
         self._masked: MaskedRows | None = None  # of the bound rows
@@ -106,7 +106,7 @@ class HostDraftLoop:
             slots = np.frombuffer(batch.slots, dtype=np.int32)
             generations, counts = (np.frombuffer(part, dtype=np.int32) for part in (batch.generations, batch.counts))
             named = tuple(slots.tolist())
-            if state.errors(slots, generations, counts) or not self._sampler.raced(named):
+            if state.errors(slots, generations, counts) or not self._sampler.unedited(named):
                 return False
             draws, at = self._sampler.draws(named), slots.astype(np.int64)
             if (draws is not None and self._target.draw is None) or not self._speculator.is_wanted(at):
@@ -137,7 +137,7 @@ class HostDraftLoop:
         self._left = self._state.left(self._slots)
         return not self._left.any()
 
-    def run(self, batch: StepBatch) -> HostDraftResult | None:
+    def run(self, batch: StepBatch) -> NativeDraftResult | None:
         """Draft and verify for the bound rows.
 
         Returns None where the rows do not fit or logits are not finite. State is unchanged then; the caller may try the
@@ -148,7 +148,7 @@ class HostDraftLoop:
         trees = self._draft(batch)
         return None if trees is None else self._verify_trees(batch, trees)
 
-    def _run_cycle(self, cycle: DraftCycle, batch: StepBatch) -> HostDraftResult | None:
+    def _run_cycle(self, cycle: DraftCycle, batch: StepBatch) -> NativeDraftResult | None:
         steps, speculator = min(batch.draft_levels or self._steps, self._steps), self._speculator
         continues = speculator.can_continue(self._slots)
         left = None if continues else self._left
@@ -158,33 +158,33 @@ class HostDraftLoop:
         if found is None:
             return None
         if not found.emitted:
-            return HostDraftResult(found.tokens, found.emitted, found.drafted, found.depths, found.drafted_at)
+            return NativeDraftResult(found.tokens, found.emitted, found.drafted, found.depths, found.drafted_at)
         features = self._target.features if speculator.drafter.features else None
         tokens = np.frombuffer(found.tokens, dtype=np.int32)
-        judged = self._judge(HostChainsFound(found.roots, found.accepted, tokens, found.places))
+        judged = self._judge(NativeChainsResult(found.roots, found.accepted, tokens, found.places))
         whole = judged.accepted is found.accepted  # else the cycle does not know what is left to observe
-        shown = HostObservation(self._slots, judged.roots, judged.accepted, features, judged.places)
+        shown = NativeObservation(self._slots, judged.roots, judged.accepted, features, judged.places)
         self._show(batch, shown, found.depths, whole and not found.over)
         emitted = found.emitted if whole else judged.accepted.astype(np.int32).tobytes()
-        return HostDraftResult(
+        return NativeDraftResult(
             *(judged.tokens.tobytes(), emitted, found.drafted, found.depths, found.drafted_at, judged.failed)
         )
 
-    def _judge(self, chains: HostChainsFound, trees: HostTrees | None = None) -> HostChainsFound:
+    def _judge(self, chains: NativeChainsResult, trees: NativeTrees | None = None) -> NativeChainsResult:
         """Let grammars judge the accepted tokens. ``trees``: those that the pass ran, where the host knows them."""
         if self._masked is None or self._grammars is None:
             return chains
         drafts = () if trees is None else trees.linear()
         return self._grammars.judge_chains(self._masked, chains, self._target.logits, drafts)
 
-    def _show(self, batch: StepBatch, seen: HostObservation, depths: bytes, continues: bool = False) -> None:
+    def _show(self, batch: StepBatch, seen: NativeObservation, depths: bytes, continues: bool = False) -> None:
         """Record accepted tokens for the drafter. ``continues``: as in ``Speculator.record_accepted``."""
         self._speculator.record_accepted(seen, np.frombuffer(batch.generations, dtype=np.int32), continues)
         if self._judges:
             levels = np.frombuffer(depths, dtype=np.int32).tolist()
             self._speculator.drafter.judged(seen.slots.tolist(), (seen.counts - 1).tolist(), levels)
 
-    def _draft(self, batch: StepBatch) -> HostTrees | None:
+    def _draft(self, batch: StepBatch) -> NativeTrees | None:
         """The trees of all rows; only the root in rows that do not draft."""
         state, slots = self._state, self._slots
         assert state.here is not None
@@ -194,7 +194,7 @@ class HostDraftLoop:
         some = np.flatnonzero(limits > 0)
         roots = known - 1
         if not len(some):
-            return HostTrees(state.here[slots, roots][:, None].astype(np.int64), np.ones(len(slots), dtype=np.int64))
+            return NativeTrees(state.here[slots, roots][:, None].astype(np.int64), np.ones(len(slots), dtype=np.int64))
         steps = min(batch.draft_levels or self._steps, self._steps)
         if self._linear:
             steps = min(steps, int(limits.max()))
@@ -204,11 +204,11 @@ class HostDraftLoop:
         found = self._drafts.draft(slots[some], roots[some], capacity[some], limits[some], steps, draws)
         return None if found is None else _spread(found, some, state.here[slots, roots])
 
-    def _verify_trees(self, batch: StepBatch, trees: HostTrees) -> HostDraftResult | None:
+    def _verify_trees(self, batch: StepBatch, trees: NativeTrees) -> NativeDraftResult | None:
         state, slots, counts, drafted_at = self._state, self._slots, trees.counts, time.perf_counter()
         assert state.here is not None
         if counts.max() == 1:
-            return HostDraftResult(b"", b"", b"", b"", drafted_at)
+            return NativeDraftResult(b"", b"", b"", b"", drafted_at)
         roots = self._known - 1
         offsets = np.zeros(len(slots) + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
@@ -229,15 +229,15 @@ class HostDraftLoop:
             emitted = state.here[int(slots[0]), first : first + int(accepted[0])]
         else:
             emitted = state.here[np.repeat(slots, accepted), ragged(roots + 1, accepted)]
-        judged = self._judge(HostChainsFound(roots, accepted, emitted, kept), trees)
+        judged = self._judge(NativeChainsResult(roots, accepted, emitted, kept), trees)
         features = self._target.features if self._speculator.drafter.features else None
         levels = depths.astype(np.int32).tobytes()
-        self._show(batch, HostObservation(slots, roots, judged.accepted, features, judged.places), levels)
+        self._show(batch, NativeObservation(slots, roots, judged.accepted, features, judged.places), levels)
         emitted_counts, drafted = (part.astype(np.int32).tobytes() for part in (judged.accepted, counts - 1))
-        return HostDraftResult(judged.tokens.tobytes(), emitted_counts, drafted, levels, drafted_at, judged.failed)
+        return NativeDraftResult(judged.tokens.tobytes(), emitted_counts, drafted, levels, drafted_at, judged.failed)
 
     def _run_trees(
-        self, trees: HostTrees, roots: Longs, offsets: Longs, draws: Draws | None
+        self, trees: NativeTrees, roots: Longs, offsets: Longs, draws: Draws | None
     ) -> tuple[Longs, Longs, Longs] | None:
         """Verify trees -> accepted tokens of each row, their nodes in the step, and the depth of each tree."""
         state, slots, counts = self._state, self._slots, trees.counts
@@ -275,7 +275,7 @@ class HostDraftLoop:
             self._device.cache.move_all(self._caches, source, into, len(source))
 
 
-def _walk(trees: HostTrees, after: Longs, depth: int) -> list[list[int]]:
+def _walk(trees: NativeTrees, after: Longs, depth: int) -> list[list[int]]:
     """The accepted nodes of each row's tree, the root first. ``after`` [rows, nodes]: the token sampled after each."""
     assert trees.parents is not None
     found = []
@@ -291,7 +291,7 @@ def _walk(trees: HostTrees, after: Longs, depth: int) -> list[list[int]]:
     return found
 
 
-def _spread(trees: HostTrees, rows: Longs, roots: Ints) -> HostTrees:
+def _spread(trees: NativeTrees, rows: Longs, roots: Ints) -> NativeTrees:
     """Trees of all rows: ``trees`` for ``rows``, and only the root, a token of ``roots``, for all others."""
 
     def all_rows(part: Longs | None, root: Longs | int) -> Longs | None:
@@ -306,4 +306,4 @@ def _spread(trees: HostTrees, rows: Longs, roots: Ints) -> HostTrees:
     assert tokens is not None
     counts = np.ones(len(roots), dtype=np.int64)
     counts[rows] = trees.counts
-    return HostTrees(tokens, counts, all_rows(trees.parents, -1), all_rows(trees.depths, 0), all_rows(trees.bits, 1))
+    return NativeTrees(tokens, counts, all_rows(trees.parents, -1), all_rows(trees.depths, 0), all_rows(trees.bits, 1))

@@ -8,16 +8,16 @@ import torch
 
 from kernels.contract.runner import RunningStep
 from kernels.execution.pending_step import PendingStep, StepContext
-from kernels.speculation.early_draft import Following
+from kernels.speculation.early_draft import OverlappedVerify
 
-__all__ = ["FollowingPass"]
+__all__ = ["OverlappedVerifyPass"]
 
 
-class FollowingPass:
+class OverlappedVerifyPass:
     """Takes steps of rows that verified in the step before. ``following``: issues a pass after one whose outcome the
     host does not know, and then waits for that outcome."""
 
-    def __init__(self, context: StepContext, following: Following) -> None:
+    def __init__(self, context: StepContext, following: OverlappedVerify) -> None:
         self._outputs, self._following = context.loaded.outputs, following
 
     def execute(self, step: PendingStep) -> RunningStep | None:

@@ -20,9 +20,9 @@ from kernels.devices.cuda.attention.verify import HEADER
 from kernels.devices.cuda.drafting.candidates import MOST, Parts, find_parts
 from kernels.devices.cuda.drafting.levels import choose_level, choose_tree
 from kernels.devices.cuda.launch import overlapping
-from kernels.devices.drafting import Accepted, GrowthShape
+from kernels.devices.draft_kernels import AcceptedTokens, TreeShape
 
-__all__ = ["CudaGrowing"]
+__all__ = ["CudaTreeBuilder"]
 
 _COPIED = 1024  # elements of a state copied at once
 _AT_ONCE = 8192  # the same if one program copies all of it
@@ -143,10 +143,10 @@ def _start(
         tl.store(nodes + row * nodes_stride, tl.load(tokens + row * tokens_stride + last))
 
 
-class CudaGrowing:
-    """``Growing`` on a GPU; ``fits`` must hold."""
+class CudaTreeBuilder:
+    """``TreeBuilder`` on a GPU; ``fits`` must hold."""
 
-    def __init__(self, shape: GrowthShape, given: Accepted) -> None:
+    def __init__(self, shape: TreeShape, given: AcceptedTokens) -> None:
         self._shape, self._given = shape, given
         rows, levels = given.tokens.shape
         width, steps, device = shape.topk, shape.steps, given.tokens.device
@@ -163,7 +163,7 @@ class CudaGrowing:
         self._step = self._met = 0  # levels, and candidates of all of them
 
     @staticmethod
-    def fits(shape: GrowthShape) -> bool:
+    def fits(shape: TreeShape) -> bool:
         return shape.topk <= MOST
 
     def observe(self) -> ForwardBatch:

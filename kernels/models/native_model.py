@@ -14,22 +14,22 @@ from kernels.core.attention_rows import DecodeTokens
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Draw, Draws
 from kernels.devices.base import Device
-from kernels.devices.prepared import HostPass
+from kernels.devices.prepared import NativePass
 from kernels.models.decoder import Decoder
 
-__all__ = ["HostModel"]
+__all__ = ["NativeModel"]
 
 Bools = npt.NDArray[np.bool_]
 Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class HostModel:
+class NativeModel:
     """Leaves of each token ``features`` [tokens, n], as their bits, its ``logits`` [tokens, vocab], their argmax in
     ``tokens``, and in ``broken`` whether its logits are not to be used. ``draw``: the device's.
     """
 
-    run: HostPass
+    run: NativePass
     features: npt.NDArray[np.int16]
     logits: Tensor
     tokens: Longs
@@ -45,7 +45,7 @@ class HostModel:
         windows: Sequence[int],
         tokens: int,
         capture: bool = True,
-    ) -> HostModel | None:
+    ) -> NativeModel | None:
         """For up to so many ``tokens``; None where the device makes no such calls. Without ``capture`` the features
         are the last hidden state, whatever a draft wants."""
         greedy = device.sampling.greedy
@@ -60,7 +60,7 @@ class HostModel:
             kept.extend((features, logits, *greedy(logits)))
             return result
 
-        run = device.capture.host_pass(whole, windows, tokens)
+        run = device.capture.native_pass(whole, windows, tokens)
         if run is None or kept[0].dtype != torch.bfloat16:
             return None
         features, logits, argmax, broken = kept

@@ -8,9 +8,9 @@ import torch
 from kernels.devices.cuda.attention.plan import plan_draft
 from kernels.devices.cuda.drafting import candidates as parts
 from kernels.devices.cuda.drafting.candidates import candidates
-from kernels.devices.cuda.drafting.growing import CudaGrowing
-from kernels.devices.drafting import Accepted, GrowthShape
-from kernels.speculation.drafting import DraftSampler
+from kernels.devices.cuda.drafting.tree_builder import CudaTreeBuilder
+from kernels.devices.draft_kernels import AcceptedTokens, TreeShape
+from kernels.speculation.draft_sampler import DraftSampler
 from kernels.speculation.early_draft import TorchGrowing
 
 PAGE, COLUMNS, WIDE, SLOTS = 16, 9, 40, 12
@@ -75,7 +75,7 @@ def test_the_same_is_grown(topk, steps, nodes, rows, vocab, mapped, coarse, devi
     monkeypatch.setattr(parts, "_SMALL", 64)
     generator = torch.Generator().manual_seed(topk + 10 * steps)
     ids = torch.randperm(3 * vocab, generator=generator)[:vocab] if mapped else None
-    shape = GrowthShape(steps, topk, nodes, topk % 2, PAGE, (0, 20), ids if ids is None else ids.to(device))
+    shape = TreeShape(steps, topk, nodes, topk % 2, PAGE, (0, 20), ids if ids is None else ids.to(device))
     levels = steps + 1
     host = torch.zeros((rows, 2 + COLUMNS), dtype=torch.int64)
     host[:, 0] = torch.randint(0, 40, (rows,), generator=generator)
@@ -92,14 +92,14 @@ def test_the_same_is_grown(topk, steps, nodes, rows, vocab, mapped, coarse, devi
         own = host.to(on)
         states = torch.zeros((SLOTS, WIDE), device=on)
         parts_ = (tensor.clone().to(on) for tensor in (outcome, tokens, features))
-        return Accepted(own[:, 0], own[:, 1], own[:, 2:], *parts_, states)
+        return AcceptedTokens(own[:, 0], own[:, 1], own[:, 2:], *parts_, states)
 
     def plan(*numbers):
         return plan_draft(*numbers, PAGE)
 
     one, two = given("cpu"), given(device)
     draft_tokens = DraftSampler(ids, lambda logits: (few(logits, 1)[0][:, 0], None), few)
-    growths = (TorchGrowing(shape, one, plan, draft_tokens), CudaGrowing(shape, two))
+    growths = (TorchGrowing(shape, one, plan, draft_tokens), CudaTreeBuilder(shape, two))
 
     def same(first, second):
         for name in ("token_ids", "positions", "cache_index", "states"):

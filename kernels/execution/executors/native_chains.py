@@ -8,18 +8,18 @@ import torch
 
 from kernels.contract.runner import RunningStep
 from kernels.contract.step import StepResult, StepTiming
-from kernels.execution.executors.host_decode import HostDecode, skipped
+from kernels.execution.executors.native_decode import NativeDecode, skipped
 from kernels.execution.pending_step import PendingStep, StepContext
-from kernels.speculation.host_loop import HostDraftLoop
+from kernels.speculation.native_loop import NativeDraftLoop
 
-__all__ = ["HostChains"]
+__all__ = ["NativeChains"]
 
 
-class HostChains:
+class NativeChains:
     """Takes decodes that draft. ``loop``: drafts and verifies. ``decode``: runs the rows if there is nothing to
     draft."""
 
-    def __init__(self, context: StepContext, loop: HostDraftLoop, decode: HostDecode) -> None:
+    def __init__(self, context: StepContext, loop: NativeDraftLoop, decode: NativeDecode) -> None:
         assert context.loaded.speculator is not None
         self._context, self._speculator = context, context.loaded.speculator
         self._loop, self._decode = loop, decode
@@ -63,7 +63,7 @@ class HostChains:
             run=ended - prepared,
             graph_rows=len(found.accepted) // 4,
             draft=seen + prepared - drafting,
-            whole=ended - begun,
+            total=ended - begun,
         )
         result = StepResult(
             batch.number,

@@ -16,19 +16,19 @@ from kernels.contract.step import RowError, StepBatch, StepResult, StepTiming
 from kernels.core.arrays import Longs, unpack_ints
 from kernels.core.operators import Draws
 from kernels.execution.pending_step import PendingStep, StepContext
-from kernels.models.host_model import HostModel
-from kernels.state.host_grammars import MaskedRows
+from kernels.models.native_model import NativeModel
+from kernels.state.native_grammars import MaskedRows
 
-__all__ = ["HostDecode", "skipped"]
+__all__ = ["NativeDecode", "skipped"]
 
 _ONE = np.ones(1, dtype=np.int32).tobytes()
 
 
-class HostDecode:
+class NativeDecode:
     """Takes decodes of up to ``max_rows`` rows. ``unobserved``: takes only steps with ``StepBatch.unobserved``, else
     only those without."""
 
-    def __init__(self, context: StepContext, model: HostModel, max_rows: int, unobserved: bool = False) -> None:
+    def __init__(self, context: StepContext, model: NativeModel, max_rows: int, unobserved: bool = False) -> None:
         loaded = context.loaded
         self._context, self._in_flight_writes, self._speculator = context, context.in_flight_writes, loaded.speculator
         self._state, self._sampler = loaded.slots, loaded.sampler
@@ -40,7 +40,7 @@ class HostDecode:
         )
         self._slots: Longs = np.zeros(0, dtype=np.int64)
         self._draws: Draws | None = None
-        self._logits, self._grammars = model.logits, context.host_grammars
+        self._logits, self._grammars = model.logits, context.native_grammars
         self._masked: MaskedRows | None = None
 
     def execute(self, step: PendingStep) -> RunningStep | None:
@@ -77,7 +77,7 @@ class HostDecode:
             return False
         slots, generations, counts = (unpack_ints(part) for part in columns)
         named = tuple(slots.tolist())
-        if self._state.errors(slots, generations, counts) or not self._sampler.raced(named):
+        if self._state.errors(slots, generations, counts) or not self._sampler.unedited(named):
             return False
         masked = self._sampler.masked(named)
         draws = self._sampler.draws(named, greedy=bool(masked))
@@ -108,7 +108,7 @@ class HostDecode:
                 self._speculator.defer(self._slots, self._features[:rows])
         ended, begun = time.perf_counter(), step.begun
         timing = StepTiming(
-            prepare=prepared - begun, run=ended - prepared, graph_rows=rows, whole=ended - begun, observe=seen
+            prepare=prepared - begun, run=ended - prepared, graph_rows=rows, total=ended - begun, observe=seen
         )
         result = StepResult(batch.number, accepted=batch.counts, tokens=tokens, failed=failed, timing=timing)
         return RunningStep(lambda: result, True, self._context.idle_work if skipped_drafts else None)

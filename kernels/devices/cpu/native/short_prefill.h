@@ -21,11 +21,11 @@ struct Head {
     int64_t width;
 };
 
-// Each row knows one token more, as `found`: `argmax` [rows], or what `draw` (or null) finds. BROKEN, and nothing is kept,
+// Each row knows one token more, as `result`: `argmax` [rows], or what `draw` (or null) finds. BROKEN, and nothing is kept,
 // when one is not to be used. `running(ops, step)`: runs them.
 template <class Running>
-Advanced reach(const Running& running, StepMemory& memory, const Ops& ops, const SlotTable& table, const RowTokens& rows,
-               const Head& head, const int64_t* argmax, const uint8_t* broken, const Op* draw, int32_t* found) {
+Advanced run_prefill(const Running& running, StepMemory& memory, const Ops& ops, const SlotTable& table, const RowTokens& rows,
+               const Head& head, const int64_t* argmax, const uint8_t* broken, const Op* draw, int32_t* result) {
     Step step;
     prepare(table, rows, memory, step);
     for (int64_t row = 0; row < rows.rows; row++)
@@ -37,13 +37,13 @@ Advanced reach(const Running& running, StepMemory& memory, const Ops& ops, const
         std::memcpy(head.last + row * head.width, head.hidden + (memory.offsets[row + 1] - 1) * head.stride,
                     head.width * sizeof(uint16_t));
     step.rows = step.sequences = step.decodes = rows.rows, step.offsets = nullptr;
-    step.positions = step.lengths;  // where what is found will stand
+    step.positions = step.lengths;  // where the sampled token will stand
     running(Ops{head.ops, head.count}, step);
     if (draw) {
         running(Ops{draw, 1}, step);
         argmax = static_cast<const int64_t*>(draw->out);
     }
-    return keep(table, rows.slots, rows.rows, argmax, broken, found);
+    return keep(table, rows.slots, rows.rows, argmax, broken, result);
 }
 
 }  // namespace troupe

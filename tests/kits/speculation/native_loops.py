@@ -45,7 +45,7 @@ def draft_rows(drive, algorithm, on_run=None, grammar=None, **more):
     """A driver with the included draft, and the rows of the steps that reached its host chains. ``on_run``: called with
     the rows of steps that ran there."""
     driver = drive(MODEL_DIR, speculation=drafting(algorithm, **more), grammar=grammar, **OPTIONS)
-    executor = find_executor(driver.runner, "HostChains")
+    executor = find_executor(driver.runner, "NativeChains")
     if executor is None:
         pytest.skip("this processor has no native operators, or they are not compiled yet")
     chains = executor._loop
