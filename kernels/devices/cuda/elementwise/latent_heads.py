@@ -55,23 +55,21 @@ def _place_latent(
         mask = (head < heads)[:, None] & here[None, :]
         one = tl.load(place, mask=mask, other=0.0).to(tl.float32)
         two = tl.load(place + half, mask=mask, other=0.0).to(tl.float32)
-        like = queries.dtype.element_ty
-        tl.store(place, (one * cos_1[None, :] + two * sin_1[None, :]).to(like), mask=mask)
-        tl.store(place + half, (two * cos_2[None, :] + one * sin_2[None, :]).to(like), mask=mask)
+        tl.store(place, (one * cos_1[None, :] + two * sin_1[None, :]).to(queries.dtype.element_ty), mask=mask)
+        tl.store(place + half, (two * cos_2[None, :] + one * sin_2[None, :]).to(queries.dtype.element_ty), mask=mask)
     else:
         number = tl.arange(0, rank_block)
         inside = number < rank
         own = vectors + token * vector_stride
         to = cache + tl.load(index + token) * (rank + 2 * half)
-        like = cache.dtype.element_ty
         latent = tl.load(own + number, mask=inside, other=0.0).to(tl.float32)
         gamma = tl.load(weight + number, mask=inside, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(latent * latent) / rank + eps)
-        tl.store(to + number, (latent * scale * gamma).to(like), mask=inside)
-        one = tl.load(own + rank + at, mask=here, other=0.0).to(tl.float32)
-        two = tl.load(own + rank + half + at, mask=here, other=0.0).to(tl.float32)
-        tl.store(to + rank + at, (one * cos_1 + two * sin_1).to(like), mask=here)
-        tl.store(to + rank + half + at, (two * cos_2 + one * sin_2).to(like), mask=here)
+        tl.store(to + number, (latent * scale * gamma).to(cache.dtype.element_ty), mask=inside)
+        key_1 = tl.load(own + rank + at, mask=here, other=0.0).to(tl.float32)
+        key_2 = tl.load(own + rank + half + at, mask=here, other=0.0).to(tl.float32)
+        tl.store(to + rank + at, (key_1 * cos_1 + key_2 * sin_1).to(cache.dtype.element_ty), mask=here)
+        tl.store(to + rank + half + at, (key_2 * cos_2 + key_1 * sin_2).to(cache.dtype.element_ty), mask=here)
 
 
 def place_latent(
