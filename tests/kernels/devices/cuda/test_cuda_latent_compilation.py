@@ -47,8 +47,6 @@ def test_latent_attention_and_routing_compile(capability, monkeypatch):
         attended(16)
         attended(128)
         routed()
-    names = {each.kernel for each in kernels}
-    assert {"_latent", "_join", "_place_latent", "_choose", "_order", "_sum"} <= names
     for each in kernels:
         assert each.shared <= SHARED[capability], each
         assert each.spilled <= 512, each
