@@ -76,8 +76,9 @@ class ExpertsConfig:
     ``layers``: which of the decoder's layers. ``chosen``: experts that a token takes. ``normalized``: whether their
     weights are made to add up to one. ``shared``: the inner dimension of an expert that all tokens take besides, 0:
     there is none; ``weighted``: whether it is weighted by the sigmoid of a logit of its own. ``scores``, ``groups``,
-    ``top_groups``, ``pair_sum`` and ``scale``: as ``kernels.devices.experts.Routing``. ``alpha``, ``limit``: as
-    ``ClampedGate`` there. ``packed``: whether they are stored in MXFP4.
+    ``top_groups``, ``pair_sum`` and ``scale``: as ``kernels.devices.experts.Routing``. ``corrected``: whether a
+    correction is added to scores for the choice. ``alpha``, ``limit``: as ``ClampedGate`` there. ``packed``: whether
+    they are stored in MXFP4.
     """
 
     layers: frozenset[int]
@@ -92,6 +93,7 @@ class ExpertsConfig:
     top_groups: int = 1
     pair_sum: bool = False
     scale: float = 1.0
+    corrected: bool = False
     alpha: float = 1.0
     limit: float = 0.0
     packed: bool = False
@@ -102,6 +104,7 @@ class LatentConfig:
     """Multi-head latent attention (MLA, DeepSeek-AI, arXiv 2405.04434, section 2.1). ``rank``: numbers of the vector
     that keys and values of all heads are made from; ``query_rank``: of the one that queries are, 0: there is none.
     ``plain_dim``, ``rope_dim``: numbers of a query and key head without and with a position. ``value_dim``: of a value.
+    ``apart``: whether weights of keys and of values are stored apart, as in newer GGUF files.
     """
 
     query_rank: int
@@ -109,6 +112,7 @@ class LatentConfig:
     plain_dim: int
     rope_dim: int
     value_dim: int
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -333,6 +337,7 @@ class ConfigReader:
             self.size("qk_nope_head_dim"),
             self.size("qk_rope_head_dim"),
             self.size("v_head_dim"),
+            self.flag("kv_b_apart"),
         )
         heads, bias = self.size("num_attention_heads"), self.flag("attention_bias")
         # Files give a head's size with or without its part that is not rotated, and the rotated share of it.
@@ -446,6 +451,7 @@ class ConfigReader:
             top_groups=top_groups,
             pair_sum=pair_sum,
             scale=self.number("routed_scaling_factor", 1.0),
+            corrected=scores == "sigmoid",
         )
 
     def later_layers(self, first: int = 0) -> frozenset[int]:

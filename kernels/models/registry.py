@@ -105,8 +105,8 @@ BUILT_IN = (
     *_encoders("Bert", "kernels.models.bert"),
     Entry("Cohere2ForCausalLM", "kernels.models.cohere2"),
     Entry("CohereForCausalLM", "kernels.models.cohere"),
-    Entry("DeepseekV2ForCausalLM", "kernels.models.deepseek_v2"),
-    Entry("DeepseekV3ForCausalLM", "kernels.models.deepseek_v3"),
+    Entry("DeepseekV2ForCausalLM", "kernels.models.deepseek_v2", gguf="deepseek2", gguf_experts=True),
+    Entry("DeepseekV3ForCausalLM", "kernels.models.deepseek_v3", gguf="deepseek2", gguf_experts=True),
     Entry("Ernie4_5_MoeForCausalLM", "kernels.models.ernie4_5_moe"),
     Entry("ExaoneForCausalLM", "kernels.models.exaone"),
     Entry("Exaone4ForCausalLM", "kernels.models.exaone4"),
@@ -343,6 +343,6 @@ def families() -> tuple[Support, ...]:
 def _is_plain(config: ModelConfig) -> bool:
     scales = {config.embedding_scale, config.residual_scale, config.logit_scale}
     capped = config.logit_cap > 0 or bool(config.eager_attention)
-    routed = config.experts is not None and (config.experts.scores != "softmax" or config.experts.scale != 1.0)
+    routed = config.experts is not None and (config.experts.corrected or config.experts.scale != 1.0)
     plain = config.latent is None and not routed and not capped
     return config.activation == "silu" and scales == {1.0} and not config.layer_norms and plain

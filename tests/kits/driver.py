@@ -240,6 +240,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with norms, rotatio
 }
 
 LATENT_YARN = YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.9}
+EQUAL_YARN = YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}
 DEEPSEEK = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,
@@ -254,12 +255,12 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
     "n_group": 4,
     "topk_group": 2,
-    "routed_scaling_factor": 1.7,
+    "routed_scaling_factor": 1.75,
     "num_nextn_predict_layers": 0,
 }
 
 LATENT: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with latent attention
-    "deepseek-v2": ("DeepseekV2", DEEPSEEK | {"topk_method": "group_limited_greedy", "rope_parameters": LATENT_YARN}),
+    "deepseek-v2": ("DeepseekV2", DEEPSEEK | {"topk_method": "group_limited_greedy", "rope_parameters": EQUAL_YARN}),
     "deepseek-v2-lite": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy"}),
     "deepseek-v3": ("DeepseekV3", DEEPSEEK | {"rope_parameters": LATENT_YARN, "attention_bias": True}),
     "kimi-k2": ("DeepseekV3", DEEPSEEK | {"n_group": 1, "topk_group": 1, "rope_interleave": False}),

@@ -59,7 +59,7 @@ class GgufScheme(Scheme):
         return {f"{module}.weight": StoredTensor(("U8",), ((shape[0], row),))}
 
     def keeps_table(self, table: TensorSpec) -> bool:
-        return self._kind(table) in KINDS
+        return self._kind(table) in (*KINDS, *_BYTES)
 
     def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight:
         kind, shape, module = self._kind(weight), weight.matrix, weight.module

@@ -26,7 +26,7 @@ struct Expert {
 };
 
 using AnyProduct = std::variant<Product, Product8, Grouped<4>, Grouped<8>, BlockProduct<2>, BlockProduct<3>, BlockProduct<4>,
-                                BlockProduct<5>, BlockProduct<6>, Fp8Product>;
+                                BlockProduct<5>, BlockProduct<6>, BlockProduct<8>, Fp8Product>;
 
 struct Job {
     AnyProduct product;
@@ -178,7 +178,7 @@ inline void add_job(Layer& layer, const Op& op, int64_t expert, const bf16* x, i
                         op.i0 * bytes / LINE, op.i1, op.gated != 0, &layer.panels};
     };
     const int64_t before = at.jobs.empty() ? 0 : at.jobs.back().first + rows_of(at.jobs.back());
-    const auto add = [&](AnyProduct product) { at.jobs.push_back({product, before, 0}); };
+    const auto add = [&]<class P>(const P& product) { at.jobs.push_back({AnyProduct(std::in_place_type<P>, product), before, 0}); };
     switch (op.kind) {
         case LINEAR: return add(Product{operands(sizeof(bf16))});
         case LINEAR8:

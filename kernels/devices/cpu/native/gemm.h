@@ -366,12 +366,13 @@ void multiply_panels(void* context, int64_t, int thread) {
     }
 }
 
-// Chunks of a product of few rows, large enough to be worth a claim and small enough to be shared: at least 64 kB of weights.
+// Chunks of a product of few rows, small enough to be shared and large enough for memory: about 1 MiB of weights, since the first ones of a
+// chunk are not prefetched.
 // Weights for more than 32 rows are unpacked while the block before is multiplied, so their chunks are as large as possible.
 template <class P>
 int64_t divide(P& p, int threads) {
     const int64_t all = blocks(p.wide());
-    const int64_t least = std::max<int64_t>(1, std::min(all / (4 * threads), 1 + (1 << 17) / (LINES * p.lines)));
+    const int64_t least = std::max<int64_t>(1, std::min(all / (4 * threads), 1 + (1 << 20) / (LINES * p.lines)));
     p.chunk = P::made && p.rows > WIDE ? (all + 2 * threads - 1) / (2 * threads) : least;
     return (all + p.chunk - 1) / p.chunk;
 }

@@ -78,11 +78,7 @@ struct Grouped<BITS>::Supers {
 
     int64_t lines() const { return each; }
     const uint8_t* cell(int64_t line) const { return cells + line * CELL * BITS / 8; }
-    void fetch(int64_t line) const {
-        const char* from = reinterpret_cast<const char*>(cell(line) + PREFETCHED);
-#pragma GCC unroll 16
-        for (int64_t i = 0; i < CELL * BITS / 8; i += LINE) prefetch(from + i);
-    }
+    void fetch(int64_t line) const { fetch_cell<BITS>(cell(line)); }
     Ints codes(const uint8_t* cell, int64_t half, int64_t four) const { return codes_of<BITS>(cell, half, four); }
     void open(int64_t line, bf16* out) const {
         fetch(line);
