@@ -37,10 +37,11 @@ class LatentHeads:
         """Numbers of a vector that keys and values are made from."""
         return self.keys.shape[2]
 
-    def absorb(self, queries: Tensor) -> Tensor:
-        """``queries`` [tokens, heads, plain_dim + rope_dim] -> in latent space [tokens, heads, rank + rope_dim]."""
+    def absorb(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """``queries`` [tokens, heads, plain_dim + rope_dim] -> their plain parts in latent space [tokens, heads, rank],
+        and the rotated ones."""
         plain, rotated = queries.split((self.keys.shape[1], queries.shape[2] - self.keys.shape[1]), 2)
-        return torch.cat((torch.bmm(plain.transpose(0, 1), self.keys).transpose(0, 1), rotated), 2)
+        return torch.bmm(plain.transpose(0, 1), self.keys).transpose(0, 1), rotated
 
     def expand(self, found: Tensor) -> Tensor:
         """Sums of latent vectors ``found`` [tokens, heads, rank] -> of values, [tokens, heads, value_dim]."""
@@ -77,7 +78,8 @@ def attend_latent_heads(
     out = queries.new_empty(*queries.shape[:2], heads.values.shape[2])
     if tokens:
         first = AttentionRows(rows.starts[:few], rows.counts[:few], rows.pages[:few], rows.decodes)
-        out[:tokens] = heads.expand(attend_latent(heads.absorb(queries[:tokens]), cache, first, heads.rank, scale))
+        absorbed = torch.cat(heads.absorb(queries[:tokens]), 2)
+        out[:tokens] = heads.expand(attend_latent(absorbed, cache, first, heads.rank, scale))
     for row in range(few, len(rows.counts)):
         start, count = int(rows.starts[row]), int(rows.counts[row])
         here = slice(tokens, tokens + count)

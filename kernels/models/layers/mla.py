@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kernels.contract.caches import CacheGroup, Latent
@@ -105,18 +104,12 @@ class LatentAttention:
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
     ) -> Tensor:
         """As ``AttentionLayer``."""
-        sizes, attention = self.sizes, self.attention
+        attention = self.attention
         queries, vectors = self.down(x).tensor_split((self.split,), 1)
         if self.queries is not None and self.query_norm is not None:
             queries = self.queries(self.query_norm(queries.contiguous()))
         queries = queries.view(len(x), self.heads, -1)
-        latent, key = vectors.split((sizes.rank, sizes.rope_dim), 1)
-        # The key's rotated part is one more head.
-        turning = torch.cat((queries[..., sizes.plain_dim :], key.unsqueeze(1)), 1)
-        turned = torch.empty_like(turning)
-        attention.rotate(turning, cos, sin, out=turned)
-        queries = torch.cat((queries[..., : sizes.plain_dim], turned[:, :-1]), -1)
-        attention.write_latent(cache, batch.cache_index, torch.cat((self.norm(latent.contiguous()), turned[:, -1]), 1))
+        queries = attention.place_latent(queries, vectors, self.norm, cos, sin, cache, batch.cache_index)
         found = attention.attend_latent(queries, cache, batch, self.expansion, self.scale).flatten(1)
         if wanted is not None:
             found = found.index_select(0, wanted)
