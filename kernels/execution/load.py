@@ -19,9 +19,11 @@ from kernels.contract.caches import CacheGroup, is_plain
 from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import ConfigError
 from kernels.contract.info import ModelInfo
+from kernels.contract.speculation import SpeculativeSettings
 from kernels.core.layer_context import LayerContext, RowAdapters
 from kernels.devices.base import Device
 from kernels.devices.group_caches import token_bytes
+from kernels.devices.latent_attention import clear_latent
 from kernels.devices.memory import MemoryUsage
 from kernels.distributed.group import Group
 from kernels.execution.captures import Passes
@@ -119,7 +121,9 @@ class LoadedModel:
     def clear_pages(self, pages: list[int]) -> None:
         """Overwrite pages of the model's and the draft's caches with zeros."""
         self.groups.clear(pages)
-        if self.draft_caches:
+        if self.speculator is not None and self.speculator.drafter.latent:
+            clear_latent(self.draft_caches, pages)
+        elif self.draft_caches:
             self.device.cache.clear(self.draft_caches, pages)
 
 
@@ -152,7 +156,7 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
     )
     cache = choose_cache(config, whole, dtype, device)
     device.cache.dtype = cache.dtype
-    groups = _open_groups(config, part, cache, context)
+    groups = _open_groups(config, part, cache, context, device)
     return OpenModel(whole, part, dtype, context, captures, weights, cache, groups)
 
 
@@ -179,7 +183,16 @@ _WINDOW_SHARE = 0.5
 narrow caches know one page table."""
 
 
-def _open_groups(config: RunnerConfig, part: ModelConfig, cache: CacheChoice, context: int) -> tuple[CacheGroup, ...]:
+def _drafts_latent(settings: SpeculativeSettings, part: ModelConfig, device: Device) -> bool:
+    """Whether the heads of a model with latent attention draft chains for it: where passes are captured, none verifies
+    them."""
+    chains = settings.algorithm in ("EAGLE", "MTP") and settings.topk == 1
+    return part.latent is not None and chains and not device.attention.plans_latent
+
+
+def _open_groups(
+    config: RunnerConfig, part: ModelConfig, cache: CacheChoice, context: int, device: Device
+) -> tuple[CacheGroup, ...]:
     """The cache groups of a rank's layers. Raises ConfigError for options that only plain pages support."""
     kept = sum(min(context, window or context) for window in part.windows)
     plain_only = config.speculation is not None or cache.dtype is not None
@@ -205,7 +218,7 @@ def _open_groups(config: RunnerConfig, part: ModelConfig, cache: CacheChoice, co
     if is_plain(groups):
         return groups
     kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))
-    if config.speculation is not None:
+    if config.speculation is not None and not _drafts_latent(config.speculation, part, device):
         raise ConfigError(
             f"speculative decoding needs keys and values of all tokens in every layer, and the layers of "
             f"{part.architecture} keep: {kinds}; leave --speculative-algorithm out"
