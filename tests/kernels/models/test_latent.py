@@ -29,13 +29,15 @@ CONFIG = COMMON | DEEPSEEK | {"architectures": ["DeepseekV3ForCausalLM"]}
 @pytest.mark.parametrize("name", ["deepseek-v3", "minicpm3"])
 def test_long_chunks_are_attended_to_with_keys_and_values(name, numbers, reference, drive, prompts, monkeypatch):
     monkeypatch.setattr(latent_attention, "_NUMBERS", numbers)
+    monkeypatch.setattr(latent_attention, "_EXPANDED", 90)
     monkeypatch.setattr(latent_attention, "_QUERIES", 50)
     model, (prompt,) = reference(name), prompts(240)
     found = scored(drive(model.path), prompt, [5, 135, 1, 99])
     np.testing.assert_allclose(found, model.logprobs(prompt).numpy(), atol=2e-4, rtol=1e-4)
 
 
-def test_expanded_and_latent_rows_share_a_step(reference, drive, prompts):
+def test_expanded_and_latent_rows_share_a_step(reference, drive, prompts, monkeypatch):
+    monkeypatch.setattr(latent_attention, "_EXPANDED", 90)
     model, (short, long, last) = reference("deepseek-v3"), prompts(20, 200, 30)
     driver = drive(model.path)
     for slot, text in enumerate((short, long, last), start=1):
