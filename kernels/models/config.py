@@ -128,8 +128,9 @@ class ModelConfig:
     together. ``layer_norms``: norms subtract the mean. ``all_kv_heads``: the whole model's, on one of several
     ranks; else 0. ``pooling``: of a model that generates no text, which has no output to the vocabulary.
     ``reward_head``: the module of a family's own head that rewards; "": see ``layers.classification``.
-    ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``. ``position_table``,
-    ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
+    ``query_growth``: (factor, tokens) by which queries grow with their positions, ``1 + factor * ln(1 + position //
+    tokens)``; a factor of 0: not. ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``.
+    ``position_table``, ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
     ``first_position``: the row of an input's first token. ``code``: of a model that runs transformers' modeling code.
     """
 
@@ -169,6 +170,7 @@ class ModelConfig:
     pooling: PoolingConfig | None = None
     reward_head: str = ""
     latent: LatentConfig | None = None
+    query_growth: tuple[float, int] = (0.0, 1)
     position_table: int = 0
     segments: int = 0
     first_position: int = 0

@@ -125,6 +125,7 @@ BUILT_IN = (
     Entry("MiniCPM3ForCausalLM", "kernels.models.minicpm3"),
     Entry("MiniMaxM2ForCausalLM", "kernels.models.minimax_m2"),
     Entry("MinistralForCausalLM", "kernels.models.ministral"),
+    Entry("Mistral4ForCausalLM", "kernels.models.mistral4"),
     Entry("MistralForCausalLM", "kernels.models.mistral", gguf="llama", gguf_window="ignored"),
     Entry("MixtralForCausalLM", "kernels.models.mixtral", gguf="llama", gguf_experts=True, gguf_window="ignored"),
     Entry("Olmo2ForCausalLM", "kernels.models.olmo2", gguf="olmo2", gguf_window="another"),

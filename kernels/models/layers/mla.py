@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kernels.contract.caches import CacheGroup, Latent
@@ -73,7 +74,7 @@ class LatentAttention:
     def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str) -> None:
         self.sizes = latent = _sizes(config)
         self.attention, self.rows = builder.ops.attention, builder.rows
-        self.heads, self.scale = config.heads, config.attention_scale
+        self.heads, self.scale, self.growth = config.heads, config.attention_scale, config.query_growth
         queries = _head_order(config, latent.plain_dim, config.heads)
         vectors = _head_order(config, latent.rank, 1)
         self.query_norm: Linear | None = None
@@ -110,6 +111,10 @@ class LatentAttention:
             queries = self.queries(self.query_norm(queries.contiguous()))
         queries = queries.view(len(x), self.heads, -1)
         queries = attention.place_latent(queries, vectors, self.norm, cos, sin, cache, batch.cache_index)
+        if self.growth[0]:
+            factor, length = self.growth
+            steps = torch.div(batch.positions, length, rounding_mode="floor").float()
+            queries = queries * (1.0 + factor * torch.log1p(steps)).to(queries.dtype).view(-1, 1, 1)
         found = attention.attend_latent(queries, cache, batch, self.expansion, self.scale).flatten(1)
         if wanted is not None:
             found = found.index_select(0, wanted)
