@@ -100,6 +100,7 @@ def _encoders(name: str, module: str, padded_positions: bool = False) -> tuple[E
 
 
 BUILT_IN = (
+    Entry("AfmoeForCausalLM", "kernels.models.afmoe"),
     Entry("ApertusForCausalLM", "kernels.models.apertus"),
     Entry("ArceeForCausalLM", "kernels.models.arcee"),
     *_encoders("Bert", "kernels.models.bert"),

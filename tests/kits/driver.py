@@ -286,6 +286,13 @@ GPT_OSS = {
 }
 
 ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, gates or attention of their own
+    "afmoe": (
+        "Afmoe",
+        PADDED
+        | WINDOWED
+        | {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "route_scale": 1.5}
+        | {"global_attn_every_n_layers": 2, "mup_enabled": True},
+    ),
     "ernie4.5-moe": (
         "Ernie4_5_Moe",
         PADDED
