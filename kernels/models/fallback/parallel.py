@@ -110,7 +110,8 @@ class CodeLinear(nn.Module):
 
 def quantize(model: Any, kind: str, device: Device, dtype: torch.dtype) -> int:
     """Replace linear layers by quantized ones on the device, one by one; the output and the choice of experts stay as
-    they are. ``kind``: one of ``ONLINE``. ``dtype``: of activations. -> bytes of the quantized weights."""
+    they are. ``kind``: one of ``ONLINE``. ``dtype``: of activations. -> bytes of the quantized weights. Raises
+    ConfigError where there is none."""
     size = 0
     for parent, name, linear in list(_linears(model)):
         weight = linear.weight.detach().to(device.torch_device)
@@ -120,6 +121,10 @@ def quantize(model: Any, kind: str, device: Device, dtype: torch.dtype) -> int:
         setattr(parent, name, made)
         linear.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
         size += quantized.nbytes
+    if not size:
+        raise ConfigError(
+            f"{type(model).__name__} has no linear layers of torch, which --quantization {kind} needs; leave it out"
+        )
     return size
 
 

@@ -170,6 +170,11 @@ def test_quantized_layers_are_as_exact_as_a_native_familys(kind: str, tiny: Mode
     assert 0 < np.abs(ours - exact).mean() < 1.5 * np.abs(native - exact).mean()
 
 
+def test_quantization_without_linear_layers_is_refused(tiny: Models) -> None:
+    with pytest.raises(ConfigError, match="no linear layers of torch, which --quantization int8 needs"):
+        drive_code(tiny("gpt2")[1], quantization="int8")
+
+
 def test_missing_and_misshapen_tensors_are_named(tiny: Models, tmp_path: Path) -> None:
     _, path = tiny("phi")
     tensors = load_file(path / "model.safetensors")
