@@ -127,7 +127,8 @@ class Drafter(ABC):
     ``features``: whether it reads the target's hidden states; ``captured_layers`` names the layers before the target is
     built. ``stepwise``: whether each level takes a pass of the draft, so that shallow trees are cheaper.
     ``depth``: the longest path of a tree, without the root. ``most_nodes``: the most nodes of a tree, with the root.
-    ``cache_bytes``: bytes of a token in all caches. ``spare_bytes``: bytes of the caches beyond the target's pages.
+    ``cache_bytes``: bytes of a token in all caches, which hold latent vectors if ``latent``. ``spare_bytes``: bytes of
+    the caches beyond the target's pages.
     """
 
     features: bool = False
@@ -136,6 +137,7 @@ class Drafter(ABC):
     parameters: int = 0
     weight_bytes: int = 0
     cache_bytes: int = 0
+    latent: bool = False
     spare_bytes: int = 0
     depth: int
     most_nodes: int

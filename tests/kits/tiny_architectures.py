@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["VOCAB", "architectures", "save_tiny", "tiny_config"]
+__all__ = ["VOCAB", "architectures", "save_config", "save_tiny", "tiny_config"]
 
 VOCAB = 128
 
@@ -72,8 +72,22 @@ _SIZES: dict[str, Any] = {
     "attention_dropout": 0.0,
     "is_decoder": True,
 }
+_OWN: dict[str, dict[str, Any]] = {  # sizes that only one type has, or that must fit one another
+    "dbrx": {
+        "attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "dory": {"initializer_range": 1.0},  # which scales queries
+    "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16, "global_head_dim": 32},
+    "gemma4_unified_text": {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "window_size": 9},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "longcat_flash": {"head_dim": 8, "expert_ffn_hidden_size": 32, "zero_expert_num": 2},
+    "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "mamba", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1},
+}
 _LARGEST = 3_000_000
-_REMADE = ("layer_types", "mlp_layer_types", "no_rope_layers", "rope_parameters")  # from the sizes, by the class
 
 
 def architectures() -> dict[str, str]:
@@ -88,7 +102,7 @@ def tiny_config(kind: str, more: Mapping[str, Any] | None = None) -> Any:
     """The configuration of a small model of type ``kind``."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return _shrink(CONFIG_MAPPING[kind], more or {})
+    return _shrink(CONFIG_MAPPING[kind], {**_OWN.get(kind, {}), **(more or {})})
 
 
 def _shrink(made: type[Any], more: Mapping[str, Any]) -> Any:
@@ -106,10 +120,22 @@ def _shrink(made: type[Any], more: Mapping[str, Any]) -> Any:
     for name, sub in getattr(made, "sub_configs", {}).items():
         if getattr(default, name, None) is not None and hasattr(sub, "model_type") and sub.model_type:
             sizes[name] = _shrink(sub, {}).to_dict()
+    kinds = sorted(set(known.get("layer_types") or ()), reverse=True)  # sliding before full attention
+    if len(kinds) > 1:
+        sizes["layer_types"] = [kinds[layer % len(kinds)] for layer in range(_SIZES["num_hidden_layers"])]
     for alias, name in made.attribute_map.items():
         if name in sizes:
             sizes.pop(alias, None)
     return made(**{**sizes, **more})
+
+
+def save_config(kind: str, directory: Path, more: Mapping[str, Any] | None = None) -> Any:
+    """Save the configuration of a small model to ``directory``. -> it. Raises what transformers raises where the sizes
+    do not fit."""
+    config = tiny_config(kind, more)
+    config.architectures = [architectures()[kind]]
+    config.save_pretrained(directory)
+    return config
 
 
 def save_tiny(kind: str, directory: Path, more: Mapping[str, Any] | None = None) -> Any:

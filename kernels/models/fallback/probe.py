@@ -55,7 +55,7 @@ def probe(model: Any) -> Probed:
         hooks.append(module.register_forward_pre_hook(lambda module, _: entered.append(module)))
         hooks.append(module.register_forward_hook(lambda module, _, output: outputs.update({id(module): output})))
     try:
-        with torch.inference_mode(), running(run), _unpacked(), _Meta():
+        with torch.inference_mode(), running(run), _unpacked(), torch.device("meta"), _Meta():
             logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     except Refused as error:
         raise error if name in str(error) else Refused(f"{name} cannot be run: {error}") from error
@@ -113,7 +113,8 @@ def _checked(call: Call, name: str) -> LayerCall:
         raise Refused(f"attention of {name} has arguments that are not supported: {', '.join(call.others)}")
     window = call.window
     if isinstance(call.mask, MaskRule):
-        seen = _window(call.mask, name)
+        with torch.device("cpu"):
+            seen = _window(call.mask, name)
         if window >= _LENGTH:
             seen = window if seen in (0, window) else -1
         if seen != window and window and seen:
@@ -195,7 +196,7 @@ class _Meta(TorchFunctionMode):
                 return first.new_empty(1)
             if name in ("__getitem__", "__setitem__"):
                 index = args[1] if isinstance(args[1], tuple) else (args[1],)
-                if any(isinstance(one, Tensor) and one.dtype is torch.bool for one in index):
+                if any(isinstance(one, Tensor) and (one.dtype is torch.bool or not one.ndim) for one in index):
                     args = (first, tuple(part for one in index for part in _places(one)), *args[2:])
         return function(*args, **given)
 
@@ -203,4 +204,4 @@ class _Meta(TorchFunctionMode):
 def _places(index: Any) -> Sequence[Any]:
     if isinstance(index, Tensor) and index.dtype is torch.bool:
         return [torch.zeros(1, dtype=torch.int64, device="meta") for _ in range(index.ndim)]
-    return [index]
+    return [0] if isinstance(index, Tensor) and not index.ndim else [index]
