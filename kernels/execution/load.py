@@ -49,6 +49,7 @@ from kernels.state.group_sizes import GroupSizes
 from kernels.state.slots import SlotTable
 from kernels.weights.loading import CheckpointFiles, Placement, WeightLoader, open_weights
 from kernels.weights.quantization.detect import detect_scheme
+from kernels.weights.quantization.online import ONLINE
 from kernels.weights.tensors import Shard
 
 __all__ = ["LoadedModel", "OpenModel", "Phases", "load_model", "open_model"]
@@ -134,7 +135,13 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
         config.config_overrides,
         quantized=True,
         is_embedding=config.is_embedding,
-        code=CodeChoice(config.model_impl, config.trust_remote_code, config.load_format == "dummy", config.random_seed),
+        code=CodeChoice(
+            config.model_impl,
+            config.trust_remote_code,
+            config.quantization if config.quantization in ONLINE else "",
+            config.load_format == "dummy",
+            config.random_seed,
+        ),
     )
     if whole.code is not None:
         _check_code(whole, config)
@@ -163,9 +170,8 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
 def _check_code(whole: ModelConfig, config: RunnerConfig) -> None:
     """Raises ConfigError for options that transformers' modeling code does not support."""
     wrong = {
-        "--tensor-parallel-size": config.tp_size > 1,
         "--speculative-algorithm": config.speculation is not None,
-        "--quantization": config.quantization not in ("", "unquant"),
+        "--quantization": config.quantization not in ("", "unquant", *ONLINE),
         "--kv-cache-dtype": bool(config.kv_cache_dtype),
         "--enable-fp32-lm-head": config.fp32_head,
         "--enable-deterministic-inference": config.invariant,

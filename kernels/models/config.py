@@ -194,8 +194,12 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
 
     Attention is divided by heads, feed-forward layers and experts by their inner dimension, embedding and output by the
     vocabulary (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3). With fewer key heads than ranks, ranks share
-    one.
+    one. A model of transformers' code is divided by its own plan.
     """
+    if config.code is not None:
+        from kernels.models.fallback.model import divided
+
+        return divided(config, size)
     parts = {
         "num_attention_heads": config.heads,
         "intermediate_size": config.intermediate_size,
