@@ -126,7 +126,9 @@ def to_api_error(error: BaseException, reference: str) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
-        return invalid(str(error), param=error.param, code=error.code)
+        # A grammar that fails in mid-answer was accepted before, so this is no 400; clients would repeat a 500 in vain.
+        status = 422 if error.code == "grammar_failed" else 400
+        return ApiError(status, str(error), param=error.param, code=error.code)
     if isinstance(error, CompilerBusy):
         return ApiError(
             503,
