@@ -43,8 +43,8 @@ Longs = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """The inputs of a drafter's constructor. ``model``: this rank's part of the target's configuration; ``whole``: the
-    full one. ``context``: the most tokens of a sequence. ``dtype``: the target's.
+    """The inputs of a drafter's constructor. ``model``: this rank's part of the target's configuration;
+    ``full_config``: the full one. ``context``: the most tokens of a sequence. ``dtype``: the target's.
     """
 
     config: RunnerConfig
@@ -53,7 +53,7 @@ class DrafterContext:
     group: Group
     target: Decoder
     model: ModelConfig
-    whole: ModelConfig
+    full_config: ModelConfig
     dtype: torch.dtype
     context: int
 
@@ -211,6 +211,6 @@ class Drafter(ABC):
     def draft(self, rows: DraftRows) -> Drafts:
         """A tree for each row. Only the last known token is new since the last observation."""
 
-    def judged(self, slots: Sequence[int], accepted: Sequence[int], drafted: Sequence[int]) -> None:
+    def record_acceptance(self, slots: Sequence[int], accepted: Sequence[int], drafted: Sequence[int]) -> None:
         """Record that the first ``accepted`` of the ``drafted`` levels of each slot's last tree were accepted."""
         return None

@@ -150,7 +150,7 @@ class DraftWeights:
         self._checkpoint = checkpoint
         self._has = tensors.keys()
         size = context.group.size
-        self.local = local_config(dataclasses.replace(config, vocab_size=context.whole.vocab_size), size)
+        self.local = local_config(dataclasses.replace(config, vocab_size=context.full_config.vocab_size), size)
         stored = (dataclasses.replace(spec, name=checkpoint.stored(spec.name)) for spec in tensors.values())
         self._loader: WeightLoader = open_weights(
             CheckpointFiles(checkpoint.path, checkpoint.load_format, context.config.random_seed),

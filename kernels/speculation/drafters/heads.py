@@ -66,10 +66,10 @@ class SharedEnds:
         self.head = target.head if head is None else VocabularyHead(Group(), device.linear.make_dense(head, None))
         self.ids: Tensor | None = None
         if token_map and context.settings.token_map:
-            ids = read_token_map(context.settings.token_map, context.whole.vocab_size)
+            ids = read_token_map(context.settings.token_map, context.full_config.vocab_size)
             config = context.config
             rows = (
-                head_rows(context, config.model_path, config.load_format, context.whole, target, ids)
+                head_rows(context, config.model_path, config.load_format, context.full_config, target, ids)
                 if head is None
                 else head.index_select(0, ids.to(device.torch_device))
             )
@@ -97,14 +97,14 @@ class HeadLayer:
         norm = context.device.elementwise.make_norm(norm_weight, config.norm_eps)
         self.mlp = mlp.feed_forward(builder, norm, f"{prefix}.mlp")
         self.attention.output.next_norm = norm
-        self.heads = self.attention.behind(NormThenLinear(_Normed(), self.attention.qkv))
+        self.heads = self.attention.after_norm(NormThenLinear(_Normed(), self.attention.qkv))
 
     def __call__(
         self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
     ) -> tuple[PendingResidual, Tensor]:
         """``x``: attention's input. -> the summand that the residual still lacks, and the residual."""
         queries, _ = self.heads(None, x, cos, sin, cache, batch.cache_index)
-        return self.mlp.add(*self.attention.find(queries, residual, cache, batch))
+        return self.mlp.add(*self.attention.forward(queries, residual, cache, batch))
 
 
 class SparseHeadLayer:

@@ -240,15 +240,15 @@ class MtpModel:
                 f"{len(prefixes)}: lower --speculative-num-steps or leave out --enable-multi-layer-eagle"
             )
         prefixes = prefixes[:count]
-        architecture = context.whole.architecture
+        architecture = context.full_config.architecture
         experts = {"first_k_dense_replace": 0, "mlp_layer_types": None}  # a head has them as the last layers do
         whole = checkpoint.config(architecture, 1, prefixes[0], layer_types=None, sliding_window=None, **experts)
         if whole.latent is not None and count > 1:
             raise ConfigError("several heads with latent attention are not run: leave --enable-multi-layer-eagle out")
-        need_same_hidden_size(checkpoint, whole, context.whole)
+        need_same_hidden_size(checkpoint, whole, context.full_config)
         tensors: dict[str, TensorSpec] = {}
         for prefix in prefixes:
-            tensors |= _tensors(checkpoint, layout, prefix, whole, context.whole.vocab_size)
+            tensors |= _tensors(checkpoint, layout, prefix, whole, context.full_config.vocab_size)
         self.weights = DraftWeights(context, checkpoint, tensors, whole)
         self.heads = [MtpHead(context, self.weights, layout, prefix) for prefix in prefixes]
 

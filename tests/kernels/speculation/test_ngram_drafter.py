@@ -238,7 +238,7 @@ def test_large_batches_verify_only_likely_draft_tokens() -> None:
         promises.choose(slots, draft_tokens, [5] * len(slots))
         for slot, each in zip(slots, draft_tokens, strict=True):
             each.follow(tokens)
-            promises.judge(slot, each)
+            promises.record_outcomes(slot, each)
         return [len(each.verified) for each in draft_tokens]
 
     assert min(crowd([9])) > 0

@@ -55,7 +55,7 @@ def _less(n, zero, bits: tl.constexpr, like: tl.constexpr):
 
 
 @triton.jit
-def _multiply(
+def moe_gemm_kernel(
     x,
     weight,
     scales,
@@ -210,7 +210,7 @@ class CudaExperts(StackedExperts[_Stack]):
         size = _FEW if pairs <= _FEW * self.count else _MANY
         out = x.new_empty((pairs, outputs))
         most = min(pairs, pairs // size + min(self.count, pairs))  # upper bound of blocks for any routing
-        _multiply[(triton.cdiv(outputs, _ROWS), most)](
+        moe_gemm_kernel[(triton.cdiv(outputs, _ROWS), most)](
             x,
             values,
             values if scales is None else scales,
