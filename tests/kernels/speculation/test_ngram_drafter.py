@@ -206,7 +206,7 @@ def test_the_trie_learns_an_unobserved_prompt_with_what_follows() -> None:
 
 def test_a_draft_is_not_judged_by_what_came_behind_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     slots, judged = Slots(), []
-    monkeypatch.setattr(NgramPruner, "judge", lambda _, slot, drafted: judged.append(drafted.known))
+    monkeypatch.setattr(NgramPruner, "record_outcomes", lambda _, slot, drafted: judged.append(drafted.known))
     slots.admit(1, [1, 2, 3, 1, 2])
     slots.draft([1])
     slots.tokens[1] += [3, 1]  # unseen
