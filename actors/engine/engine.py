@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine"]
 
-_ASK_TIMEOUT = 30.0
+_ASK_TIMEOUT_SECONDS = 30.0
 
 
 def _operation(prompt: Prompt, task: Task) -> str:
@@ -518,7 +518,7 @@ class Engine:
         In a pause with ``retract`` requests may wait.
         """
         self._require_intake()
-        return all([await each.ask(Flush(), timeout=_ASK_TIMEOUT) for each in self._schedulers()])
+        return all([await each.ask(Flush(), timeout=_ASK_TIMEOUT_SECONDS) for each in self._schedulers()])
 
     async def pause_generation(self, mode: Literal["abort", "in_place", "retract"] = "abort") -> None:
         """Run no more steps until :meth:`continue_generation`; returns when none is in flight.
@@ -529,14 +529,14 @@ class Engine:
         """
         self._require_intake()
         pause = Pause(retract=mode == "retract")
-        await asyncio.gather(*(each.ask(pause, timeout=_ASK_TIMEOUT) for each in self._schedulers()))
+        await asyncio.gather(*(each.ask(pause, timeout=_ASK_TIMEOUT_SECONDS) for each in self._schedulers()))
         if mode == "abort":
             await self.abort(all=True)
 
     async def continue_generation(self) -> None:
         """End a pause; without one nothing happens."""
         self._require_intake()
-        await asyncio.gather(*(each.ask(Continue(), timeout=_ASK_TIMEOUT) for each in self._schedulers()))
+        await asyncio.gather(*(each.ask(Continue(), timeout=_ASK_TIMEOUT_SECONDS) for each in self._schedulers()))
 
     def _schedulers(self) -> list[ActorRef[SchedulerProtocol]]:
         return [] if self._actor_tree is None else [replica.scheduler for replica in self._actor_tree.replicas]

@@ -86,7 +86,7 @@ class StepPlanning:
             step.unobserved = self._draft_limits.is_unobserved
         grants: tuple[Grant, ...] = ()
         if step.grows or table.has_news:
-            grants = (yield from self._turn(tuple(step.grows))).grants
+            grants = (yield from self._update_cache(tuple(step.grows))).grants
         self._steps += 1
         if self._steps % _RETRY_STEPS == 0:
             table.may_admit = True
@@ -94,7 +94,7 @@ class StepPlanning:
             self._growth.step()
         return step, grants
 
-    def _turn(self, grows: tuple[Grow, ...] = ()) -> Generator[CacheMessage, CacheReply, CacheUpdated]:
+    def _update_cache(self, grows: tuple[Grow, ...] = ()) -> Generator[CacheMessage, CacheReply, CacheUpdated]:
         """Send commits and closes to the cache, and request pages."""
         commits, closes = self._table.take_news()
         done = yield CacheUpdate(commits=commits, closes=closes, grows=grows)
@@ -106,12 +106,12 @@ class StepPlanning:
     def sync_cache(self) -> Planning:
         """Send pending commits and closes."""
         if self._table.has_news:
-            yield from self._turn()
+            yield from self._update_cache()
 
     def _refresh_available(self, step: StepBuilder) -> Planning:
         """Update ``available`` after all news is sent; pages that the step will request are subtracted."""
         if self._table.has_news:
-            yield from self._turn()
+            yield from self._update_cache()
             self._available -= step.pages
 
     def _plan_decodes(self, step: StepBuilder) -> Planning:

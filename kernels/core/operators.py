@@ -119,11 +119,11 @@ class Acceptance:
         """bool [rows, levels]: whether the token sampled there is invalid."""
         return self.packed[:, 2 + 2 * self.levels :].view(torch.bool)[:, : self.levels]
 
-    def of(self, count: int) -> Acceptance:
+    def first_rows(self, count: int) -> Acceptance:
         """The results of the first ``count`` rows."""
         return Acceptance(self.packed[:count], self.levels, self.rows[:count])
 
-    def here(self, packed: Tensor) -> Acceptance:
+    def on_host(self, packed: Tensor) -> Acceptance:
         """The same with ``packed`` on the host."""
         return Acceptance(packed, self.levels, self.rows)
 

@@ -84,9 +84,22 @@ class Attention(ABC, Generic[Cache, Plan]):
         caches = self.caches
         return attend_rows(queries, partial(caches.gather, cache), rows, caches.page_size, window, scale, cap, sinks)
 
-    def write_latent(self, cache: Tensor, index: Tensor, vectors: Tensor) -> None:
-        """Write ``vectors`` [tokens, width] to ``index`` int64 [tokens] of a latent cache [pages, page_size, width]."""
-        write_latent(cache, index, vectors)
+    def place_latent(
+        self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Tensor, index: Tensor
+    ) -> Tensor:
+        """Rotate the last numbers of ``queries`` [tokens, heads, plain_dim + rope_dim], maybe in place, and write
+        ``vectors`` [tokens, rank + rope_dim], the first numbers normed and the last rotated, to ``index`` int64
+        [tokens] of a latent cache [pages, page_size, rank + rope_dim]. -> the queries. ``cos``, ``sin`` [tokens, 1,
+        rope_dim].
+        """
+        rope = cos.shape[-1]
+        plain, rotated = queries.split((queries.shape[2] - rope, rope), 2)
+        latent, key = vectors.split((vectors.shape[1] - rope, rope), 1)
+        heads = torch.cat((rotated, key.unsqueeze(1)), 1)  # the key's rotated part is one more head
+        turned = torch.empty_like(heads)
+        self.rotate(heads, cos, sin, out=turned)
+        write_latent(cache, index, torch.cat((norm(latent.contiguous()), turned[:, -1]), 1))
+        return torch.cat((plain, turned[:, :-1]), 2)
 
     def attend_latent(
         self, queries: Tensor, cache: Tensor, batch: ForwardBatch, heads: LatentHeads, scale: float

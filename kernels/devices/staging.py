@@ -45,7 +45,7 @@ class Staging:
         while done < total:
             room = (self._size - self._filled) // flat.itemsize
             if not room:
-                self._turn()
+                self._rotate()
                 continue
             count = min(room, total - done)
             end = self._filled + count * flat.itemsize
@@ -64,14 +64,14 @@ class Staging:
         if source.nbytes > self._size:
             return self.put(array)
         if self._filled + source.nbytes > self._size:
-            self._turn()
+            self._rotate()
         end = self._filled + source.nbytes
         staged = self._buffers[self._at][self._filled : end].view(source.dtype)
         staged.copy_(source)
         self._filled = min(self._size, -(-end // _ALIGN) * _ALIGN)
         return staged.view(array.shape)
 
-    def _turn(self) -> None:
+    def _rotate(self) -> None:
         """The next buffer, once the device has read what was last in it."""
         self._events[self._at].record()
         self._at = (self._at + 1) % len(self._buffers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from kernels.devices.prepared import CapturedPasses, CapturedSteps
 from kernels.execution.captures import Passes
 from kernels.execution.executors import Executor
@@ -21,6 +23,8 @@ from kernels.speculation.native_loop import NativeDraftLoop
 from kernels.speculation.speculator import Speculator
 
 __all__ = ["make_executors"]
+
+_log = logging.getLogger("troupe.kernels")
 
 
 def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[int, ...]]:
@@ -49,7 +53,11 @@ def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[in
         found = _plain(context, max_rows, steps, decodes)
     else:
         found = _speculative(context, loaded.speculator, passes, max_rows, decodes)
-    return (*found, EagerPass(context)), held.rows if held is not None else ()
+    executors = (*found, EagerPass(context))
+    _log.debug(
+        "Executors, in the order in which steps try them: %s", ", ".join(type(one).__name__ for one in executors)
+    )
+    return executors, held.rows if held is not None else ()
 
 
 def _plain(

@@ -19,9 +19,11 @@ from kernels.contract.caches import CacheGroup, is_plain
 from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import ConfigError
 from kernels.contract.info import ModelInfo
+from kernels.contract.speculation import SpeculativeSettings
 from kernels.core.layer_context import LayerContext, RowAdapters
 from kernels.devices.base import Device
 from kernels.devices.group_caches import token_bytes
+from kernels.devices.latent_attention import clear_latent
 from kernels.devices.memory import MemoryUsage
 from kernels.distributed.group import Group
 from kernels.execution.captures import Passes
@@ -47,6 +49,7 @@ from kernels.state.group_sizes import GroupSizes
 from kernels.state.slots import SlotTable
 from kernels.weights.loading import CheckpointFiles, Placement, WeightLoader, open_weights
 from kernels.weights.quantization.detect import detect_scheme
+from kernels.weights.quantization.online import ONLINE
 from kernels.weights.tensors import Shard
 
 __all__ = ["LoadedModel", "OpenModel", "Phases", "load_model", "open_model"]
@@ -119,7 +122,9 @@ class LoadedModel:
     def clear_pages(self, pages: list[int]) -> None:
         """Overwrite pages of the model's and the draft's caches with zeros."""
         self.groups.clear(pages)
-        if self.draft_caches:
+        if self.speculator is not None and self.speculator.drafter.latent:
+            clear_latent(self.draft_caches, pages)
+        elif self.draft_caches:
             self.device.cache.clear(self.draft_caches, pages)
 
 
@@ -130,7 +135,13 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
         config.config_overrides,
         quantized=True,
         is_embedding=config.is_embedding,
-        code=CodeChoice(config.model_impl, config.trust_remote_code, config.load_format == "dummy", config.random_seed),
+        code=CodeChoice(
+            config.model_impl,
+            config.trust_remote_code,
+            config.quantization if config.quantization in ONLINE else "",
+            config.load_format == "dummy",
+            config.random_seed,
+        ),
     )
     if whole.code is not None:
         _check_code(whole, config)
@@ -152,16 +163,15 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
     )
     cache = choose_cache(config, whole, dtype, device)
     device.cache.dtype = cache.dtype
-    groups = _open_groups(config, part, cache, context)
+    groups = _open_groups(config, part, cache, context, device)
     return OpenModel(whole, part, dtype, context, captures, weights, cache, groups)
 
 
 def _check_code(whole: ModelConfig, config: RunnerConfig) -> None:
     """Raises ConfigError for options that transformers' modeling code does not support."""
     wrong = {
-        "--tensor-parallel-size": config.tp_size > 1,
         "--speculative-algorithm": config.speculation is not None,
-        "--quantization": config.quantization not in ("", "unquant"),
+        "--quantization": config.quantization not in ("", "unquant", *ONLINE),
         "--kv-cache-dtype": bool(config.kv_cache_dtype),
         "--enable-fp32-lm-head": config.fp32_head,
         "--enable-deterministic-inference": config.invariant,
@@ -179,7 +189,16 @@ _WINDOW_SHARE = 0.5
 narrow caches know one page table."""
 
 
-def _open_groups(config: RunnerConfig, part: ModelConfig, cache: CacheChoice, context: int) -> tuple[CacheGroup, ...]:
+def _drafts_latent(settings: SpeculativeSettings, part: ModelConfig, device: Device) -> bool:
+    """Whether the heads of a model with latent attention draft chains for it: where passes are captured, none verifies
+    them."""
+    chains = settings.algorithm in ("EAGLE", "MTP") and settings.topk == 1
+    return part.latent is not None and chains and not device.attention.plans_latent
+
+
+def _open_groups(
+    config: RunnerConfig, part: ModelConfig, cache: CacheChoice, context: int, device: Device
+) -> tuple[CacheGroup, ...]:
     """The cache groups of a rank's layers. Raises ConfigError for options that only plain pages support."""
     kept = sum(min(context, window or context) for window in part.windows)
     plain_only = config.speculation is not None or cache.dtype is not None
@@ -205,7 +224,7 @@ def _open_groups(config: RunnerConfig, part: ModelConfig, cache: CacheChoice, co
     if is_plain(groups):
         return groups
     kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))
-    if config.speculation is not None:
+    if config.speculation is not None and not _drafts_latent(config.speculation, part, device):
         raise ConfigError(
             f"speculative decoding needs keys and values of all tokens in every layer, and the layers of "
             f"{part.architecture} keep: {kinds}; leave --speculative-algorithm out"

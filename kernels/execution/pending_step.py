@@ -75,8 +75,15 @@ class StepContext:
 class PendingStep:
     """A step that no executor has taken yet.
 
-    Each part of its preparation runs once, for the first executor that needs it: page grants (``grant``), slot changes
-    (``update``), counting the accepted tokens of the step before (``prepare``), rows and draft tokens (``form``).
+    An executor calls its parts in this order, and leaves out what it does not need. Each runs once, for the first
+    executor that needs it:
+
+        grant       append the granted pages
+        prepare     count the accepted tokens of the step before, then ``update``: change the slots
+        form        the rows that can run, with their draft tokens
+        begin       the executor takes the step; the model runs
+        complete    start to copy the results to the host; ``complete_pass``: read them from a pass first
+
     ``begun``: ``time.perf_counter`` at the call that requested the step.
     """
 

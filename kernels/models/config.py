@@ -76,8 +76,9 @@ class ExpertsConfig:
     ``layers``: which of the decoder's layers. ``chosen``: experts that a token takes. ``normalized``: whether their
     weights are made to add up to one. ``shared``: the inner dimension of an expert that all tokens take besides, 0:
     there is none; ``weighted``: whether it is weighted by the sigmoid of a logit of its own. ``scores``, ``groups``,
-    ``top_groups``, ``pair_sum`` and ``scale``: as ``kernels.devices.experts.Routing``. ``alpha``, ``limit``: as
-    ``ClampedGate`` there. ``packed``: whether they are stored in MXFP4.
+    ``top_groups``, ``pair_sum`` and ``scale``: as ``kernels.devices.experts.Routing``. ``corrected``: whether a
+    correction is added to scores for the choice. ``alpha``, ``limit``: as ``ClampedGate`` there. ``packed``: whether
+    they are stored in MXFP4.
     """
 
     layers: frozenset[int]
@@ -92,6 +93,7 @@ class ExpertsConfig:
     top_groups: int = 1
     pair_sum: bool = False
     scale: float = 1.0
+    corrected: bool = False
     alpha: float = 1.0
     limit: float = 0.0
     packed: bool = False
@@ -102,6 +104,7 @@ class LatentConfig:
     """Multi-head latent attention (MLA, DeepSeek-AI, arXiv 2405.04434, section 2.1). ``rank``: numbers of the vector
     that keys and values of all heads are made from; ``query_rank``: of the one that queries are, 0: there is none.
     ``plain_dim``, ``rope_dim``: numbers of a query and key head without and with a position. ``value_dim``: of a value.
+    ``apart``: whether weights of keys and of values are stored apart, as in newer GGUF files.
     """
 
     query_rank: int
@@ -109,6 +112,7 @@ class LatentConfig:
     plain_dim: int
     rope_dim: int
     value_dim: int
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,8 +128,9 @@ class ModelConfig:
     together. ``layer_norms``: norms subtract the mean. ``all_kv_heads``: the whole model's, on one of several
     ranks; else 0. ``pooling``: of a model that generates no text, which has no output to the vocabulary.
     ``reward_head``: the module of a family's own head that rewards; "": see ``layers.classification``.
-    ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``. ``position_table``,
-    ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
+    ``query_growth``: (factor, tokens) by which queries grow with their positions, ``1 + factor * ln(1 + position //
+    tokens)``; a factor of 0: not. ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``.
+    ``position_table``, ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
     ``first_position``: the row of an input's first token. ``code``: of a model that runs transformers' modeling code.
     """
 
@@ -165,6 +170,7 @@ class ModelConfig:
     pooling: PoolingConfig | None = None
     reward_head: str = ""
     latent: LatentConfig | None = None
+    query_growth: tuple[float, int] = (0.0, 1)
     position_table: int = 0
     segments: int = 0
     first_position: int = 0
@@ -188,8 +194,12 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
 
     Attention is divided by heads, feed-forward layers and experts by their inner dimension, embedding and output by the
     vocabulary (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3). With fewer key heads than ranks, ranks share
-    one.
+    one. A model of transformers' code is divided by its own plan.
     """
+    if config.code is not None:
+        from kernels.models.fallback.model import divided
+
+        return divided(config, size)
     parts = {
         "num_attention_heads": config.heads,
         "intermediate_size": config.intermediate_size,
@@ -333,6 +343,7 @@ class ConfigReader:
             self.size("qk_nope_head_dim"),
             self.size("qk_rope_head_dim"),
             self.size("v_head_dim"),
+            self.flag("kv_b_apart"),
         )
         heads, bias = self.size("num_attention_heads"), self.flag("attention_bias")
         # Files give a head's size with or without its part that is not rotated, and the rotated share of it.
@@ -446,6 +457,7 @@ class ConfigReader:
             top_groups=top_groups,
             pair_sum=pair_sum,
             scale=self.number("routed_scaling_factor", 1.0),
+            corrected=scores == "sigmoid",
         )
 
     def later_layers(self, first: int = 0) -> frozenset[int]:

@@ -30,6 +30,7 @@ class CodeChoice:
 
     choice: str = "native"
     trusted: bool = False
+    quantization: str = ""
     dummy: bool = False
     seed: int = 0
 
@@ -75,7 +76,9 @@ def _read_code(model_path: str | Path, raw: Mapping[str, Any], is_embedding: boo
             "transformers' modeling code is run to generate text alone; models that embed, score or classify need a "
             "native family (--model-impl native)"
         )
-    config = fallback.config(model_path, raw, trusted=code.trusted, dummy=code.dummy, seed=code.seed)
+    config = fallback.config(
+        model_path, raw, trusted=code.trusted, quantization=code.quantization, dummy=code.dummy, seed=code.seed
+    )
     _log.warning(
         "%s runs by transformers' modeling code, eagerly: it is slower than a native family%s",
         config.architecture,

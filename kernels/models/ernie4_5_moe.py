@@ -32,7 +32,9 @@ def config(raw: ConfigReader) -> ModelConfig:
     alike = raw.raw.get("moe_num_shared_experts", 2)
     if type(alike) is not int or alike < 0:
         raise ConfigError(f"config.json: moe_num_shared_experts must be a whole number, and is {alike!r}")
-    experts = ExpertsConfig(_layers(raw), count, chosen, inner, normalized=True, shared=inner * alike, weighted=False)
+    experts = ExpertsConfig(
+        _layers(raw), count, chosen, inner, normalized=True, shared=inner * alike, weighted=False, corrected=True
+    )
     plain = raw.decoder(experts=experts, eps=1e-5, theta=500000.0, tied=True)
     return dataclasses.replace(plain, pairs=True)
 

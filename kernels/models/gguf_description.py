@@ -21,6 +21,7 @@ __all__ = ["describe", "generation_defaults"]
 _ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"})
 """Control tokens that end an answer wherever they are found: many files name only one of theirs."""
 
+_DEEPSEEK = "deepseek2"
 _CONTROL = 3
 _FLOATS = {0: "float32", 1: "float16", 30: "bfloat16"}
 _SAMPLING = ("temp", "top_k", "top_p", "min_p")
@@ -43,10 +44,11 @@ def describe(header: GgufHeader) -> dict[str, Any]:
             "whole one"
         )
     experts = _experts(header, meta, entry)
+    latent = _latent(header, meta) if name == _DEEPSEEK else {}
     hidden = meta.size(f"{name}.embedding_length")
     heads = meta.size(f"{name}.attention.head_count")
-    dim = meta.size(f"{name}.attention.key_length", hidden // heads)
-    if meta.size(f"{name}.attention.value_length", dim) != dim:
+    dim = latent.get("qk_rope_head_dim") or meta.size(f"{name}.attention.key_length", hidden // heads)
+    if not latent and meta.size(f"{name}.attention.value_length", dim) != dim:
         raise GgufError(f"{header.path}: heads of keys and of values of different sizes are not supported")
     if meta.size(f"{name}.rope.dimension_count", dim) != dim:
         raise GgufError(f"{header.path}: {name}.rope.dimension_count rotates part of a head, which is not supported")
@@ -72,7 +74,7 @@ def describe(header: GgufHeader) -> dict[str, Any]:
             f"{entry.architecture} that is not read from GGUF; give the directory of its safetensors files"
         )
     return {
-        "architectures": [entry.architecture],
+        "architectures": ["DeepseekV3ForCausalLM" if experts.get("correction") else entry.architecture],
         "model_type": name,
         "vocab_size": embeddings.shape[0],
         "hidden_size": hidden,
@@ -92,6 +94,41 @@ def describe(header: GgufHeader) -> dict[str, Any]:
         "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _ends(header) or None,
         **experts,
+        **latent,
+    }
+
+
+def _latent(header: GgufHeader, meta: _Metadata) -> dict[str, Any]:
+    """The sizes of DeepSeek's latent attention. Newer files say those of heads beside those of the latent space, and
+    have the weights of keys and values apart."""
+    key, rotated = f"{_DEEPSEEK}.attention", meta.size(f"{_DEEPSEEK}.rope.dimension_count")
+    whole = meta.size(f"{key}.key_length_mla", meta.size(f"{key}.key_length"))
+    if rotated >= whole:
+        raise meta.wrong(f"{_DEEPSEEK}.rope.dimension_count", f"less than the {whole} numbers of a head")
+    rank = meta.number(f"{key}.q_lora_rank", 0)
+    return {
+        "q_lora_rank": meta.size(f"{key}.q_lora_rank") if rank else None,
+        "kv_lora_rank": meta.size(f"{key}.kv_lora_rank"),
+        "qk_nope_head_dim": whole - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": meta.size(f"{key}.value_length_mla", meta.size(f"{key}.value_length")),
+        "kv_b_apart": "blk.0.attn_k_b.weight" in header.tensors,
+    }
+
+
+def _deepseek_experts(header: GgufHeader, meta: _Metadata) -> dict[str, Any]:
+    """DeepSeek's experts. ``correction``: whether their choice is corrected, as from DeepSeek V3 on."""
+    groups = int(meta.number(f"{_DEEPSEEK}.expert_group_count", 1)) or 1
+    return {
+        "moe_intermediate_size": meta.size(f"{_DEEPSEEK}.expert_feed_forward_length"),
+        "n_shared_experts": int(meta.number(f"{_DEEPSEEK}.expert_shared_count", 0)),
+        "first_k_dense_replace": int(meta.number(f"{_DEEPSEEK}.leading_dense_block_count", 0)),
+        "norm_topk_prob": bool(header.metadata.get(f"{_DEEPSEEK}.expert_weights_norm")),
+        "routed_scaling_factor": meta.number(f"{_DEEPSEEK}.expert_weights_scale", 1.0) or 1.0,
+        "n_group": groups,
+        "topk_group": int(meta.number(f"{_DEEPSEEK}.expert_group_used_count", groups)) or groups,
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+        "correction": any(tensor.endswith(".exp_probs_b.bias") for tensor in header.tensors),
     }
 
 
@@ -112,6 +149,8 @@ def _experts(header: GgufHeader, meta: _Metadata, entry: Entry) -> dict[str, Any
     count, used = meta.size(f"{name}.expert_count"), meta.size(f"{name}.expert_used_count")
     if count > MAX_EXPERTS:
         raise meta.wrong(f"{name}.expert_count", f"at most {MAX_EXPERTS}")
+    if name == _DEEPSEEK:
+        return {"num_experts": count, "num_experts_per_tok": used} | _deepseek_experts(header, meta)
     found = {"num_experts": count, "num_experts_per_tok": used, "norm_topk_prob": not entry.gguf_shared_expert}
     if entry.gguf_shared_expert:
         return found | _beside_the_shared(meta, name, used)
@@ -203,6 +242,9 @@ def _rope(header: GgufHeader, meta: _Metadata, name: str, dim: int) -> dict[str,
             "beta_slow": meta.number(f"{name}.rope.scaling.yarn_beta_slow", 1.0),
             "attention_factor": attention * (1.0 + 0.1 * math.log(factor)) if factor > 1.0 else attention,
         }
+        if name == _DEEPSEEK:  # it scales queries times keys in place of cos and sin
+            stretch = 10.0 * meta.number(f"{name}.rope.scaling.yarn_log_multiplier", 0.0)
+            found |= {"attention_factor": 1.0, "mscale": stretch, "mscale_all_dim": stretch}
     elif kind not in ("none", "linear"):
         raise GgufError(f"{name}.rope.scaling.type {kind!r} is not supported; supported are none, linear, yarn")
     elif factor != 1.0:

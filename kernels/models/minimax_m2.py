@@ -26,7 +26,7 @@ def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
     count, chosen = raw.expert_counts()
     inner, layers = raw.size("intermediate_size"), frozenset(range(raw.layers))
-    experts = ExpertsConfig(layers, count, chosen, inner, normalized=True, scores="sigmoid")
+    experts = ExpertsConfig(layers, count, chosen, inner, normalized=True, scores="sigmoid", corrected=True)
     rotary = 1.0
     if raw.raw.get("rotary_dim") is not None:
         rotary = raw.size("rotary_dim") / raw.size("head_dim", 128)

@@ -100,13 +100,14 @@ def _encoders(name: str, module: str, padded_positions: bool = False) -> tuple[E
 
 
 BUILT_IN = (
+    Entry("AfmoeForCausalLM", "kernels.models.afmoe"),
     Entry("ApertusForCausalLM", "kernels.models.apertus"),
     Entry("ArceeForCausalLM", "kernels.models.arcee"),
     *_encoders("Bert", "kernels.models.bert"),
     Entry("Cohere2ForCausalLM", "kernels.models.cohere2"),
     Entry("CohereForCausalLM", "kernels.models.cohere"),
-    Entry("DeepseekV2ForCausalLM", "kernels.models.deepseek_v2"),
-    Entry("DeepseekV3ForCausalLM", "kernels.models.deepseek_v3"),
+    Entry("DeepseekV2ForCausalLM", "kernels.models.deepseek_v2", gguf="deepseek2", gguf_experts=True),
+    Entry("DeepseekV3ForCausalLM", "kernels.models.deepseek_v3", gguf="deepseek2", gguf_experts=True),
     Entry("Ernie4_5_MoeForCausalLM", "kernels.models.ernie4_5_moe"),
     Entry("ExaoneForCausalLM", "kernels.models.exaone"),
     Entry("Exaone4ForCausalLM", "kernels.models.exaone4"),
@@ -125,6 +126,7 @@ BUILT_IN = (
     Entry("MiniCPM3ForCausalLM", "kernels.models.minicpm3"),
     Entry("MiniMaxM2ForCausalLM", "kernels.models.minimax_m2"),
     Entry("MinistralForCausalLM", "kernels.models.ministral"),
+    Entry("Mistral4ForCausalLM", "kernels.models.mistral4"),
     Entry("MistralForCausalLM", "kernels.models.mistral", gguf="llama", gguf_window="ignored"),
     Entry("MixtralForCausalLM", "kernels.models.mixtral", gguf="llama", gguf_experts=True, gguf_window="ignored"),
     Entry("Olmo2ForCausalLM", "kernels.models.olmo2", gguf="olmo2", gguf_window="another"),
@@ -343,6 +345,6 @@ def families() -> tuple[Support, ...]:
 def _is_plain(config: ModelConfig) -> bool:
     scales = {config.embedding_scale, config.residual_scale, config.logit_scale}
     capped = config.logit_cap > 0 or bool(config.eager_attention)
-    routed = config.experts is not None and (config.experts.scores != "softmax" or config.experts.scale != 1.0)
+    routed = config.experts is not None and (config.experts.corrected or config.experts.scale != 1.0)
     plain = config.latent is None and not routed and not capped
     return config.activation == "silu" and scales == {1.0} and not config.layer_norms and plain

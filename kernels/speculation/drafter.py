@@ -43,8 +43,8 @@ Longs = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """The inputs of a drafter's constructor. ``model``: this rank's part of the target's configuration; ``whole``: the
-    full one. ``context``: the most tokens of a sequence. ``dtype``: the target's.
+    """The inputs of a drafter's constructor. ``model``: this rank's part of the target's configuration;
+    ``full_config``: the full one. ``context``: the most tokens of a sequence. ``dtype``: the target's.
     """
 
     config: RunnerConfig
@@ -53,7 +53,7 @@ class DrafterContext:
     group: Group
     target: Decoder
     model: ModelConfig
-    whole: ModelConfig
+    full_config: ModelConfig
     dtype: torch.dtype
     context: int
 
@@ -127,7 +127,8 @@ class Drafter(ABC):
     ``features``: whether it reads the target's hidden states; ``captured_layers`` names the layers before the target is
     built. ``stepwise``: whether each level takes a pass of the draft, so that shallow trees are cheaper.
     ``depth``: the longest path of a tree, without the root. ``most_nodes``: the most nodes of a tree, with the root.
-    ``cache_bytes``: bytes of a token in all caches. ``spare_bytes``: bytes of the caches beyond the target's pages.
+    ``cache_bytes``: bytes of a token in all caches, which hold latent vectors if ``latent``. ``spare_bytes``: bytes of
+    the caches beyond the target's pages.
     """
 
     features: bool = False
@@ -136,6 +137,7 @@ class Drafter(ABC):
     parameters: int = 0
     weight_bytes: int = 0
     cache_bytes: int = 0
+    latent: bool = False
     spare_bytes: int = 0
     depth: int
     most_nodes: int
@@ -209,6 +211,6 @@ class Drafter(ABC):
     def draft(self, rows: DraftRows) -> Drafts:
         """A tree for each row. Only the last known token is new since the last observation."""
 
-    def judged(self, slots: Sequence[int], accepted: Sequence[int], drafted: Sequence[int]) -> None:
+    def record_acceptance(self, slots: Sequence[int], accepted: Sequence[int], drafted: Sequence[int]) -> None:
         """Record that the first ``accepted`` of the ``drafted`` levels of each slot's last tree were accepted."""
         return None

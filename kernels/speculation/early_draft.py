@@ -345,7 +345,7 @@ class EarlyDrafts:
         # Only the next accepting pass overwrites it, and that waits on the device (``after_copies``) or in
         # ``can_accept``.
         self._arrives = self._device.memory.fetch([found.accepted.packed], lasting=True)
-        return VerifyResult.by_device(found.accepted)
+        return VerifyResult.from_device(found.accepted)
 
     def arrival(self, accepted: Acceptance) -> PendingCopies:
         """A function that waits for the last step's outcome, its tokens and which of these are broken."""
@@ -353,7 +353,7 @@ class EarlyDrafts:
         fetched = begun or self._device.memory.fetch([accepted.packed], lasting=True)
 
         def arrives() -> list[Tensor]:
-            here = accepted.here(fetched()[0])
+            here = accepted.on_host(fetched()[0])
             return [here.outcome, here.tokens.reshape(-1), here.broken.reshape(-1)]
 
         return arrives

@@ -8,7 +8,7 @@ are.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +24,7 @@ from kernels.devices.base import Device
 from kernels.devices.select import select_device
 from kernels.models.config import ModelConfig, local_config
 from kernels.models.config_loader import parse_config, read_json
-from kernels.models.layers import pre_norm
+from kernels.models.layers import gqa, mla, moe, pre_norm
 from kernels.models.layers.builder import LayerBuilder
 from kernels.speculation.drafter import Drafter, DrafterContext
 from kernels.weights.gguf.header import is_gguf
@@ -109,7 +109,7 @@ class DraftCheckpoint:
         attention = f"{prefix}.self_attn"
         return dataclasses.replace(
             config,
-            qkv_bias=self.has(f"{attention}.q_proj.bias"),
+            qkv_bias=self.has(f"{attention}.{'q_proj' if config.latent is None else 'kv_a_proj_with_mqa'}.bias"),
             output_bias=self.has(f"{attention}.o_proj.bias"),
             mlp_bias=self.has(f"{prefix}.mlp.gate_proj.bias"),
             qk_norm=self.has(f"{attention}.q_norm.weight"),
@@ -150,7 +150,7 @@ class DraftWeights:
         self._checkpoint = checkpoint
         self._has = tensors.keys()
         size = context.group.size
-        self.local = local_config(dataclasses.replace(config, vocab_size=context.whole.vocab_size), size)
+        self.local = local_config(dataclasses.replace(config, vocab_size=context.full_config.vocab_size), size)
         stored = (dataclasses.replace(spec, name=checkpoint.stored(spec.name)) for spec in tensors.values())
         self._loader: WeightLoader = open_weights(
             CheckpointFiles(checkpoint.path, checkpoint.load_format, context.config.random_seed),
@@ -190,11 +190,21 @@ class DraftWeights:
 
 def layer_tensors(config: ModelConfig, prefix: str, inputs: int = 0) -> Tensors:
     """The tensors of a decoder's layer called ``prefix``. ``inputs``: of its attention; 0: the hidden size."""
+    if config.experts is not None:
+        return table_of(_sparse_tensors(config, prefix))
     found = table_of(pre_norm.tensors(config, prefix))
     for part in ("q", "k", "v"):
         name = f"{prefix}.self_attn.{part}_proj.weight"
         found[name] = dataclasses.replace(found[name], shape=(found[name].shape[0], inputs or config.hidden_size))
     return found
+
+
+def _sparse_tensors(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
+    assert config.experts is not None
+    attention = gqa.tensors if config.latent is None else mla.tensors
+    yield from pre_norm.norm_tensors(config, prefix, "")
+    yield from attention(config, f"{prefix}.self_attn", "")
+    yield from moe.tensors(config.experts, config.hidden_size, prefix, "", moe.DEEPSEEK)
 
 
 def plain(name: str, *shape: int, bias: bool = False, role: Role = Role.PROJECTION) -> Tensors:

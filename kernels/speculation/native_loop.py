@@ -76,7 +76,7 @@ class NativeDraftLoop:
         self._draws: Draws | None = None
         # For each bound row: known tokens, tokens that its pages hold, and tokens until its end.
         self._known = self._room = self._left = self._slots
-        self._judges = type(drafter).judged is not Drafter.judged
+        self._records_acceptance = type(drafter).record_acceptance is not Drafter.record_acceptance
 
     def is_repeat(self, batch: StepBatch) -> bool:
         """Whether the batch has the rows that were bound last, and otherwise only grants."""
@@ -161,28 +161,28 @@ class NativeDraftLoop:
             return NativeDraftResult(found.tokens, found.emitted, found.drafted, found.depths, found.drafted_at)
         features = self._target.features if speculator.drafter.features else None
         tokens = np.frombuffer(found.tokens, dtype=np.int32)
-        judged = self._judge(NativeChainsResult(found.roots, found.accepted, tokens, found.places))
-        whole = judged.accepted is found.accepted  # else the cycle does not know what is left to observe
-        shown = NativeObservation(self._slots, judged.roots, judged.accepted, features, judged.places)
+        checked = self._check_grammars(NativeChainsResult(found.roots, found.accepted, tokens, found.places))
+        whole = checked.accepted is found.accepted  # else the cycle does not know what is left to observe
+        shown = NativeObservation(self._slots, checked.roots, checked.accepted, features, checked.places)
         self._show(batch, shown, found.depths, whole and not found.over)
-        emitted = found.emitted if whole else judged.accepted.astype(np.int32).tobytes()
+        emitted = found.emitted if whole else checked.accepted.astype(np.int32).tobytes()
         return NativeDraftResult(
-            *(judged.tokens.tobytes(), emitted, found.drafted, found.depths, found.drafted_at, judged.failed)
+            *(checked.tokens.tobytes(), emitted, found.drafted, found.depths, found.drafted_at, checked.failed)
         )
 
-    def _judge(self, chains: NativeChainsResult, trees: NativeTrees | None = None) -> NativeChainsResult:
-        """Let grammars judge the accepted tokens. ``trees``: those that the pass ran, where the host knows them."""
+    def _check_grammars(self, chains: NativeChainsResult, trees: NativeTrees | None = None) -> NativeChainsResult:
+        """Let grammars check the accepted tokens. ``trees``: those that the pass ran, where the host knows them."""
         if self._masked is None or self._grammars is None:
             return chains
         drafts = () if trees is None else trees.linear()
-        return self._grammars.judge_chains(self._masked, chains, self._target.logits, drafts)
+        return self._grammars.check_chains(self._masked, chains, self._target.logits, drafts)
 
     def _show(self, batch: StepBatch, seen: NativeObservation, depths: bytes, continues: bool = False) -> None:
         """Record accepted tokens for the drafter. ``continues``: as in ``Speculator.record_accepted``."""
         self._speculator.record_accepted(seen, np.frombuffer(batch.generations, dtype=np.int32), continues)
-        if self._judges:
+        if self._records_acceptance:
             levels = np.frombuffer(depths, dtype=np.int32).tolist()
-            self._speculator.drafter.judged(seen.slots.tolist(), (seen.counts - 1).tolist(), levels)
+            self._speculator.drafter.record_acceptance(seen.slots.tolist(), (seen.counts - 1).tolist(), levels)
 
     def _draft(self, batch: StepBatch) -> NativeTrees | None:
         """The trees of all rows; only the root in rows that do not draft."""
@@ -229,12 +229,12 @@ class NativeDraftLoop:
             emitted = state.here[int(slots[0]), first : first + int(accepted[0])]
         else:
             emitted = state.here[np.repeat(slots, accepted), ragged(roots + 1, accepted)]
-        judged = self._judge(NativeChainsResult(roots, accepted, emitted, kept), trees)
+        checked = self._check_grammars(NativeChainsResult(roots, accepted, emitted, kept), trees)
         features = self._target.features if self._speculator.drafter.features else None
         levels = depths.astype(np.int32).tobytes()
-        self._show(batch, NativeObservation(slots, roots, judged.accepted, features, judged.places), levels)
-        emitted_counts, drafted = (part.astype(np.int32).tobytes() for part in (judged.accepted, counts - 1))
-        return NativeDraftResult(judged.tokens.tobytes(), emitted_counts, drafted, levels, drafted_at, judged.failed)
+        self._show(batch, NativeObservation(slots, roots, checked.accepted, features, checked.places), levels)
+        emitted_counts, drafted = (part.astype(np.int32).tobytes() for part in (checked.accepted, counts - 1))
+        return NativeDraftResult(checked.tokens.tobytes(), emitted_counts, drafted, levels, drafted_at, checked.failed)
 
     def _run_trees(
         self, trees: NativeTrees, roots: Longs, offsets: Longs, draws: Draws | None

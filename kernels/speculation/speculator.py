@@ -243,7 +243,7 @@ class Speculator:
         state.known[slots] += accepted[alive]
         state.computed[slots] += accepted[alive]
         sound[step.verifying] &= outcome[:, 0] > 0
-        self.drafter.judged(slots.tolist(), (accepted[alive] - 1).tolist(), depths[alive].tolist())
+        self.drafter.record_acceptance(slots.tolist(), (accepted[alive] - 1).tolist(), depths[alive].tolist())
         return sound, counts, outcome[:, 2:]
 
     def _drop(self) -> None:

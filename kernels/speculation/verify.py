@@ -206,7 +206,7 @@ class VerifyResult:
     accepted: Acceptance | None = None
 
     @classmethod
-    def of(
+    def from_samples(
         cls,
         step: StepRows,
         samples: Samples,
@@ -267,8 +267,9 @@ class VerifyResult:
         return cls(chosen, samples.rows[host], places, outcome)
 
     @classmethod
-    def here(cls, step: StepRows, sampled: SampledTokens, found: AcceptedPath) -> VerifyResult:
-        """``of`` for rows that all verified without scores, where the device is the host: numpy is faster there."""
+    def on_host(cls, step: StepRows, sampled: SampledTokens, found: AcceptedPath) -> VerifyResult:
+        """``from_samples`` for rows that all verified without scores, where the device is the host: numpy is faster
+        there."""
         assert step.drafts is not None
         counts, path, accepted = step.counts, found.path.numpy(), found.counts.numpy()
         rows, levels = path.shape
@@ -281,19 +282,21 @@ class VerifyResult:
         outcome[:, 0] = np.where(own.any(1), -accepted, accepted)
         outcome[:, 1] = np.where(run, depths, 0).max(1)
         outcome[:, 2:] = path
-        return cls.whole(SampledTokens(found.tokens.reshape(-1), torch.from_numpy(broken)), torch.from_numpy(outcome))
+        return cls.from_outcome(
+            SampledTokens(found.tokens.reshape(-1), torch.from_numpy(broken)), torch.from_numpy(outcome)
+        )
 
     @classmethod
-    def whole(cls, chosen: SampledTokens, outcome: Tensor) -> VerifyResult:
+    def from_outcome(cls, chosen: SampledTokens, outcome: Tensor) -> VerifyResult:
         """For rows that all verified: ``chosen`` [rows * levels]."""
         levels = outcome.shape[1] - 2
         index = np.arange(len(outcome) * levels)
         return cls(chosen, index // levels, index % levels, outcome)
 
     @classmethod
-    def by_device(cls, found: Acceptance) -> VerifyResult:
+    def from_device(cls, found: Acceptance) -> VerifyResult:
         """For rows that all verified and were accepted by the device: entries are [rows, levels]."""
-        return replace(cls.whole(SampledTokens(found.tokens, found.broken), found.outcome), accepted=found)
+        return replace(cls.from_outcome(SampledTokens(found.tokens, found.broken), found.outcome), accepted=found)
 
 
 class Verifier:
@@ -401,9 +404,9 @@ class Verifier:
             passed = walk(tree, put(counts), after, depth, leniency, forced)
         self._append(step, samples, sampled, passed)
         if self._here and step.verifies == len(step.rows) and sampled.logprobs is None:
-            verified = VerifyResult.here(step, sampled, passed)
+            verified = VerifyResult.on_host(step, sampled, passed)
         else:
-            verified = VerifyResult.of(step, samples, sampled, passed, self._device.memory.put)
+            verified = VerifyResult.from_samples(step, samples, sampled, passed, self._device.memory.put)
         return verified, passed.tokens
 
     def _accept(
@@ -420,7 +423,7 @@ class Verifier:
         if found is None:
             return None
         self._accepted = found.rows
-        return VerifyResult.by_device(found), found.tokens
+        return VerifyResult.from_device(found), found.tokens
 
     def _histories(self, step: StepRows, samples: Samples, longest: int) -> tuple[Tensor, Tensor]:
         """A table with the tokens before each sample, including its path, and the samples' rows in the table."""

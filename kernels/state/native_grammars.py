@@ -1,4 +1,4 @@
-"""Lets grammars judge what native steps on the CPU have sampled, mostly without masks.
+"""Lets grammars check what native steps on the CPU have sampled, mostly without masks.
 
 The noise of a token depends on its id, not on the other tokens (decision 0002). So the winner among all tokens is also
 the winner among the allowed ones, if it is allowed: most masks need not be computed. A row whose token is not allowed
@@ -85,7 +85,7 @@ class NativeGrammars:
         bits[masked.rows[masked.early]] = found.bits
         return bits
 
-    def judge(self, masked: MaskedRows, logits: Tensor, tokens: bytes) -> tuple[bytes, tuple[RowError, ...]]:
+    def check(self, masked: MaskedRows, logits: Tensor, tokens: bytes) -> tuple[bytes, tuple[RowError, ...]]:
         """Replace the tokens int32 [rows] that a grammar forbids, here and in the table, whose last tokens they are.
         Also returns the rows whose grammar cannot go on. ``logits`` [rows, vocab] that they were drawn from."""
         found = np.frombuffer(tokens, dtype=np.int32)
@@ -104,7 +104,7 @@ class NativeGrammars:
             tokens = found.tobytes()
         return tokens, self._failed(masked)
 
-    def judge_chains(
+    def check_chains(
         self, masked: MaskedRows, chains: NativeChainsResult, logits: Tensor, drafts: Sequence[list[int]] = ()
     ) -> NativeChainsResult:
         """Cut chains of accepted draft tokens behind the first token that grammars replace. The table then ends there,

@@ -67,12 +67,13 @@ def _layer_seconds(heads: int, rows: int, cached: int, tokens: int, layers: int)
     plan = plan_attention(step, 0, 1, lambda array: torch.from_numpy(array.copy()).to(device))
     shape = (1 + rows * columns, PAGE_SIZE, RANK + ROPE)
     caches = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(layers)]
-    queries = torch.randn(rows * tokens, heads, RANK + ROPE, device=device, dtype=torch.bfloat16)
+    queries = torch.randn(rows * tokens, heads, RANK, device=device, dtype=torch.bfloat16)
+    rotated = torch.randn(rows * tokens, heads, ROPE, device=device, dtype=torch.bfloat16)
     scratch = DecodeScratch(device)
 
     def run() -> None:
         for cache in caches:
-            attend_latent(queries, cache, plan, RANK, 0.1, scratch)
+            attend_latent(queries, rotated, cache, plan, 0.1, scratch)
 
     return [each / layers for each in _seconds(run, 1)]
 

@@ -41,7 +41,7 @@ def matrix() -> str:
     rows = sorted(alike.items(), key=lambda row: (-len("".join(row[0]).replace("²", "")), row[1]))
     lines = [["; ".join(sorted(names)), *cells] for cells, names in rows]
     others = f"{len(code_architectures())} other architectures, by [transformers' code](.github/docs/models.md)"
-    table = _table(["families", *DEVICES, "GGUF"], [*lines, [others, "F", "F²", "F²", "no"]])
+    table = _table(["families", *DEVICES, "GGUF"], [*lines, [others, "F Q T", "F Q T²", "F Q T²", "no"]])
     legend = ", ".join(f"{letter} {feature}" for letter, feature in FEATURES.items())
     return (
         f"{table}\n\n{legend}. ¹ The NPU code has run on a simulator under the real torch_npu, never on "

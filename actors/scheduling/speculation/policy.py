@@ -594,9 +594,8 @@ class AdaptivePolicy:
     def _best(self, cost: StepCost, estimates: Sequence[AcceptanceEstimate], gain: float) -> list[int]:
         """The plan with the most tokens a second; plain decoding if none is ``gain`` times better."""
         rows, rate = len(estimates), len(estimates) / cost.plain
-        chances = [
-            list(accumulate(estimate.chances, mul)) for estimate in estimates
-        ]  # of 1, 2, ... accepted draft tokens
+        # Of 1, 2, ... accepted draft tokens.
+        chances = [list(accumulate(estimate.chances, mul)) for estimate in estimates]
         expected = [
             list(accumulate(each, initial=0.0)) for each in chances
         ]  # draft tokens accepted of 0, 1, ... levels

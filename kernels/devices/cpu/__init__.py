@@ -7,7 +7,7 @@ operators.py          Native: one method for each operator, which fills an ``Op`
 recording.py          runs operators at once, or records them into a program
 program.py            a recorded pass, run in one call: the counterpart of a CUDA graph
 capture.py            records passes; decode_loop.py, chains.py: steps of several passes in one call
-products.py           matrix products by the kind of weight: dense_linear.py, native_int8.py, native_blocks.py, ...
+matmul.py             matrix products by the kind of weight: dense_linear.py, native_int8.py, native_blocks.py, ...
 cache_8bit.py         keys and values of 8 bits
 invariant.py          batch-invariant results
 """

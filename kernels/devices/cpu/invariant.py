@@ -29,8 +29,8 @@ from kernels.devices.cpu.operators import Native
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.invariant.attention import InvariantPlan, Put
 from kernels.devices.invariant.capabilities import InvariantAttention, InvariantElementwise, refuse_ranks
+from kernels.devices.invariant.matmul import TiledLinear
 from kernels.devices.invariant.norm import InvariantNorm
-from kernels.devices.invariant.products import TiledLinear
 from kernels.devices.linear import LinearLayers
 from kernels.weights.quantization.weights import QuantizedWeight
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kernels.devices.cpu.matmul import AnyWeight, products
 from kernels.devices.cpu.native.library import Op
-from kernels.devices.cpu.products import AnyWeight, products
 
 __all__ = ["ExpertProduct", "ExpertTable"]
 

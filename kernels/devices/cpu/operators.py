@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from kernels.core.operators import Draws, Masks
+from kernels.devices.cpu.matmul import MatmulOps, NativeWeight, products
 from kernels.devices.cpu.native.library import Op, Step
 from kernels.devices.cpu.native_blocks import NativeBlocks, NativeRows
 from kernels.devices.cpu.native_experts import ExpertTable
 from kernels.devices.cpu.native_fp8 import NativeFp8
 from kernels.devices.cpu.native_grouped import NativeGrouped
 from kernels.devices.cpu.native_int8 import NativeInt8
-from kernels.devices.cpu.products import NativeWeight, Products, products
-from kernels.devices.cpu.recording import Engine
+from kernels.devices.cpu.recording import OperatorRunner
 from kernels.weights.quantization.cache import LayerScales
 
 __all__ = ["Cache8bit", "Native", "NativeWeight"]
@@ -43,7 +43,7 @@ class Cache8bit:
     by_head: Tensor | None
 
 
-class Native(Engine):
+class Native(OperatorRunner):
     """The native operators, on ``threads`` threads. bf16 tensors whose last dimension is contiguous.
 
     An operator that does not fit its arguments must not be called: see the ``fits`` of each.
@@ -130,7 +130,7 @@ class Native(Engine):
         """As ``linear``, with a weight in blocks; ``gated``: in those of one type."""
         return self._multiply(x, weight.outputs // 2 if gated else weight.outputs, products(weight, bias, gated))
 
-    def _multiply(self, x: Tensor, width: int, found: Products) -> Tensor:
+    def _multiply(self, x: Tensor, width: int, found: MatmulOps) -> Tensor:
         out = self._empty(len(x), width)
         for op, first, kept in found:
             op.a, op.stride_a = x.data_ptr(), x.stride(0)

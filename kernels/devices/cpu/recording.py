@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.devices.cpu.native.library import Library, Op, Step
 
-__all__ = ["Engine", "NotNative", "Recording"]
+__all__ = ["NotNative", "OperatorRunner", "Recording"]
 
 _MANY_ROWS = 64  # whose outputs an allocator would give back to the system
 
@@ -29,7 +29,7 @@ class NotNative(RuntimeError):
     """Something in a forward pass has no native operator, so that no program can be made of it."""
 
 
-class Engine:
+class OperatorRunner:
     """Runs native operators on ``threads`` threads, or records them.
 
     ``batch_invariant``: products with weights of few bits treat few rows as they treat many, so that a row's result

@@ -24,8 +24,8 @@ from kernels.devices.experts import ClampedGate, ExpertLayers, ExpertWeights, Ro
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.invariant.attention import InvariantPlan, Put, attend
 from kernels.devices.invariant.elementwise import by_lines
+from kernels.devices.invariant.matmul import TiledLinear
 from kernels.devices.invariant.norm import InvariantNorm
-from kernels.devices.invariant.products import TiledLinear
 from kernels.devices.linear import LinearLayers
 from kernels.weights.quantization.weights import QuantizedWeight
 

@@ -1,7 +1,8 @@
 """The ways to run a step, one a file, all with the contract of ``Executor``.
 
 A runner walks an ordered list of them, made when its model is loaded (``kernels.execution.executor_list``): the first
-executor that takes a step runs it. What a step needs before it runs is in ``kernels.execution.pending_step``.
+executor that takes a step runs it; the log names them at level DEBUG. What a step needs before it runs is in
+``kernels.execution.pending_step``.
 
 ========================  =======================================================  ===================================
 executor                  takes                                                    where

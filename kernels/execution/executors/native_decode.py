@@ -1,4 +1,4 @@
-"""Runs decodes without draft tokens and logit edits in one native call on the CPU; grammars judge what it has sampled.
+"""Runs decodes without draft tokens and logit edits in one native call on the CPU; grammars check what it has sampled.
 
 For a small model, the Python code around such a step takes as long as the step itself. So rows that the previous step
 has checked are not checked again.
@@ -99,7 +99,7 @@ class NativeDecode:
             return skipped(batch)
         rows, failed = len(self._slots), tuple[RowError, ...]()
         if self._masked is not None and self._grammars is not None:
-            tokens, failed = self._grammars.judge(self._masked, self._logits, tokens)
+            tokens, failed = self._grammars.check(self._masked, self._logits, tokens)
         if self._features is not None:
             assert self._speculator is not None
             if skipped_drafts:

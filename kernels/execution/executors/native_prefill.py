@@ -142,5 +142,5 @@ class NativePrefill:
             return None
         failed: tuple[RowError, ...] = ()
         if masked is not None and self._grammars is not None:
-            tokens, failed = self._grammars.judge(masked, self._logits, tokens)
+            tokens, failed = self._grammars.check(masked, self._logits, tokens)
         return PrefilledRows(tokens, at, starts, run, self._features, failed)

@@ -6,6 +6,7 @@ ours (``kernels.models.fallback.attention``). Nothing is captured: a step runs o
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -23,16 +24,24 @@ from kernels.models.config import ModelConfig, RopeConfig
 from kernels.models.decoder import Decoder
 from kernels.models.fallback.attention import PAGED, PROBE, Call, register, running
 from kernels.models.fallback.loading import architecture_of, build_empty, load, read_config
+from kernels.models.fallback.parallel import divide, quantize, sum_over_ranks
 from kernels.models.fallback.probe import probe
 from kernels.models.fallback.sizes import CodeModel, LayerCall
 from kernels.models.layers.builder import ModelBuilder
 from kernels.weights.loading import WeightLoader
+from kernels.weights.tensors import Shard
 
-__all__ = ["CodeDecoder", "build", "caches", "config"]
+__all__ = ["CodeDecoder", "build", "caches", "config", "divided"]
 
 
 def config(
-    path: str | Path, raw: Mapping[str, Any], *, trusted: bool = False, dummy: bool = False, seed: int = 0
+    path: str | Path,
+    raw: Mapping[str, Any],
+    *,
+    trusted: bool = False,
+    quantization: str = "",
+    dummy: bool = False,
+    seed: int = 0,
 ) -> ModelConfig:
     """The sizes of the model in directory ``path``, whose config.json with overrides is ``raw``. Raises ConfigError
     where the model cannot run."""
@@ -72,7 +81,28 @@ def config(
         tied_embeddings=False,
         windows=tuple(layer.window for layer in found.layers),
         dtype=str(dtype).removeprefix("torch.") if dtype else None,
-        code=CodeModel(str(path), theirs, found.layers, found.base, trusted, dummy, seed),
+        code=CodeModel(str(path), theirs, found.layers, found.base, trusted, quantization, dummy, seed),
+    )
+
+
+def divided(config: ModelConfig, size: int) -> ModelConfig:
+    """The part of one of ``size`` ranks. Raises ConfigError where the model's plan cannot be followed."""
+    code = config.code
+    if code is None or size == 1:
+        return config
+    empty = build_empty(code.config, PROBE, code.trusted)
+    divide(empty, Shard(0, size))
+    layers = probe(empty).layers
+    pairs = zip(code.layers, layers, strict=True)
+    shares = {(whole.heads // own.heads, whole.kv_heads // own.kv_heads) for whole, own in pairs}
+    if not shares <= {(1, 1), (size, size)}:
+        raise ConfigError(
+            f"{code.layers[0].kv_heads} key heads of {config.architecture} cannot be divided by --tensor-parallel-size "
+            f"{size}; lower it"
+        )
+    first = layers[0]
+    return dataclasses.replace(
+        config, heads=first.heads, kv_heads=first.kv_heads, code=dataclasses.replace(code, layers=layers)
     )
 
 
@@ -108,11 +138,15 @@ class CodeDecoder(Decoder):
         self.hidden_size, self.reads_rows = config.hidden_size, True
         self.pooling = self.classifier = None
         self._layers, self._dtype = code.layers, builder.dtype
-        model = load(code, PAGED, builder.dtype)
-        self._model = model.requires_grad_(False).to(builder.ops.torch_device)
+        model, ops, mesh = load(code, PAGED, builder.dtype).requires_grad_(False), builder.ops, builder.mesh
+        parameters = sum(part.numel() for part in model.parameters())
+        summed = divide(model, Shard(mesh.rank, mesh.size)) if mesh.size > 1 else []
+        size = quantize(model, code.quantization, ops, builder.dtype) if code.quantization else 0
+        self._model = model.to(ops.torch_device)
+        sum_over_ranks(model, summed, mesh)
         if isinstance(builder.source, WeightLoader):
             tensors = {id(part): part for part in (*model.parameters(), *model.buffers())}.values()
-            builder.source.add(sum(part.numel() for part in model.parameters()), sum(part.nbytes for part in tensors))
+            builder.source.add(parameters, size + sum(part.nbytes for part in tensors))
         base = model.get_submodule(code.base)
         self._inner = base.forward
         self._hidden: Tensor | None = None

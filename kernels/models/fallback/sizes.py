@@ -33,8 +33,8 @@ class CodeModel:
     """A model of transformers' modeling code, of the directory ``path`` (``kernels.models.fallback``).
 
     ``config``: transformers' configuration. ``layers``: the calls of attention of a pass, in order. ``base``: the
-    module that makes hidden states. ``trusted``: code of the checkpoint may run. ``dummy``: weights are made up, from
-    ``seed``.
+    module that makes hidden states. ``trusted``: code of the checkpoint may run. ``quantization``: of linear
+    layers while they are loaded, one of ``ONLINE``; "": none. ``dummy``: weights are made up, from ``seed``.
     """
 
     path: str
@@ -42,5 +42,6 @@ class CodeModel:
     layers: tuple[LayerCall, ...]
     base: str
     trusted: bool = False
+    quantization: str = ""
     dummy: bool = False
     seed: int = 0

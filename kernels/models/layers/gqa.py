@@ -126,12 +126,12 @@ class Attention:
         self.heads, self.qkv, self.output, self.window, self.head_norms = heads, qkv, output, window, norms
         self.scale, self.rows = scale or heads.dim**-0.5, builder.rows
 
-    def behind(self, projection: NormThenLinear) -> ProjectedHeads[Any]:
+    def after_norm(self, projection: NormThenLinear) -> ProjectedHeads[Any]:
         """All from ``projection``, of ``qkv``, up to attention."""
         heads = self.heads
         return self._make_heads(projection, heads.count, heads.kv_count, heads.dim, self.head_norms)
 
-    def find(
+    def forward(
         self, queries: Tensor, residual: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None = None
     ) -> tuple[PendingResidual, Tensor]:
         """Attention of the placed ``queries`` [tokens, heads, dim], projected into the ``residual`` stream, as

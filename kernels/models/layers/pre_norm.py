@@ -57,7 +57,7 @@ class PreNormLayer:
         feed_forward: FeedForward | NormThenLinear,
     ) -> None:
         self.attention = attention
-        self.heads = attention.behind(builder.ops.linear.make_norm_then_linear(first, attention.qkv))
+        self.heads = attention.after_norm(builder.ops.linear.make_norm_then_linear(first, attention.qkv))
         self.mlp = feed_forward
         attention.output.next_norm = second
 
@@ -83,4 +83,4 @@ class PreNormLayer:
     ) -> tuple[PendingResidual, Tensor]:
         """``x``: what the layer before has not yet added to ``residual``. ``wanted``: as ``Attention.find``."""
         queries, residual = self.heads(x, residual, cos, sin, cache, batch.cache_index)
-        return self.mlp.add(*self.attention.find(queries, residual, cache, batch, wanted))
+        return self.mlp.add(*self.attention.forward(queries, residual, cache, batch, wanted))

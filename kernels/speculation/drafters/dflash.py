@@ -94,10 +94,10 @@ class DflashModel:
         device, target = context.device, context.target
         layers = int(checkpoint.raw.get("num_hidden_layers") or 1)
         whole = checkpoint.config("Qwen3ForCausalLM", layers, "layers.0", layer_types=None, use_sliding_window=False)
-        need_same_hidden_size(checkpoint, whole, context.whole)
+        need_same_hidden_size(checkpoint, whole, context.full_config)
         hidden = whole.hidden_size
         tensors = {
-            **feature_projection(hidden, features * context.whole.hidden_size),
+            **feature_projection(hidden, features * context.full_config.hidden_size),
             **plain("hidden_norm.weight", hidden),
             **plain("norm.weight", hidden),
         }
@@ -141,17 +141,17 @@ class DflashDrafter(Drafter):
     def __init__(self, context: DrafterContext) -> None:
         settings, config = context.settings, context.config
         checkpoint = open_checkpoint(context)
-        layers = self.captured_layers(settings, context.whole)
+        layers = self.captured_layers(settings, context.full_config)
         block = settings.block_size or settings.num_draft_tokens
         if not 2 <= block <= MOST_NODES:
             raise ConfigError(f"--speculative-dflash-block-size must be 2 to {MOST_NODES}, not {block}")
         self._context, self._block = context, block
-        self._features = len(layers) * context.whole.hidden_size
+        self._features = len(layers) * context.full_config.hidden_size
         self._mask = checkpoint.setting("dflash_config", "mask_token_id")
-        if type(self._mask) is not int or not 0 <= self._mask < context.whole.vocab_size:
+        if type(self._mask) is not int or not 0 <= self._mask < context.full_config.vocab_size:
             raise ConfigError(
                 f"{checkpoint.path}: dflash_config.mask_token_id must be a token of the target, 0 to "
-                f"{context.whole.vocab_size - 1}, and is {self._mask!r}"
+                f"{context.full_config.vocab_size - 1}, and is {self._mask!r}"
             )
         self._model = DflashModel(context, checkpoint, len(layers), settings.draft_window)
         self._sampler = DraftSampler(None, context.device.sampling.greedy)

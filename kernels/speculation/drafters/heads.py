@@ -25,7 +25,8 @@ from kernels.devices.linear import NormThenLinear
 from kernels.devices.prepared import VerifyOutputs
 from kernels.distributed.group import Group
 from kernels.models.config import ModelConfig
-from kernels.models.layers import gqa, mlp
+from kernels.models.layers import block, gqa, mla, mlp, moe
+from kernels.models.layers.block import AttentionLayer
 from kernels.models.layers.rotary import RotaryEmbedding
 from kernels.models.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from kernels.speculation.drafter import AcceptedRows, Drafter, DrafterContext, DraftRows, Observation
@@ -36,7 +37,7 @@ from kernels.speculation.native_drafts import NativeDrafts
 from kernels.speculation.token_map import head_rows, read_token_map
 from kernels.state.slots import SlotTable
 
-__all__ = ["HeadDrafter", "HeadLayer", "HeadModel", "SharedEnds", "open_checkpoint"]
+__all__ = ["HeadDrafter", "HeadLayer", "HeadModel", "SharedEnds", "SparseHeadLayer", "open_checkpoint"]
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -65,10 +66,10 @@ class SharedEnds:
         self.head = target.head if head is None else VocabularyHead(Group(), device.linear.make_dense(head, None))
         self.ids: Tensor | None = None
         if token_map and context.settings.token_map:
-            ids = read_token_map(context.settings.token_map, context.whole.vocab_size)
+            ids = read_token_map(context.settings.token_map, context.full_config.vocab_size)
             config = context.config
             rows = (
-                head_rows(context, config.model_path, config.load_format, context.whole, target, ids)
+                head_rows(context, config.model_path, config.load_format, context.full_config, target, ids)
                 if head is None
                 else head.index_select(0, ids.to(device.torch_device))
             )
@@ -96,14 +97,37 @@ class HeadLayer:
         norm = context.device.elementwise.make_norm(norm_weight, config.norm_eps)
         self.mlp = mlp.feed_forward(builder, norm, f"{prefix}.mlp")
         self.attention.output.next_norm = norm
-        self.heads = self.attention.behind(NormThenLinear(_Normed(), self.attention.qkv))
+        self.heads = self.attention.after_norm(NormThenLinear(_Normed(), self.attention.qkv))
 
     def __call__(
         self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
     ) -> tuple[PendingResidual, Tensor]:
         """``x``: attention's input. -> the summand that the residual still lacks, and the residual."""
         queries, _ = self.heads(None, x, cos, sin, cache, batch.cache_index)
-        return self.mlp.add(*self.attention.find(queries, residual, cache, batch))
+        return self.mlp.add(*self.attention.forward(queries, residual, cache, batch))
+
+
+class SparseHeadLayer:
+    """``HeadLayer`` with DeepSeek's experts, and with latent attention where the target has it."""
+
+    def __init__(self, weights: DraftWeights, prefix: str, context: DrafterContext) -> None:
+        config, builder, name = weights.local, weights.builder, f"{prefix}.self_attn"
+        self.attention: AttentionLayer = (
+            block.attention(builder, config, name, config.windows[0])
+            if config.latent is None
+            else mla.attention(builder, config, name, 0)
+        )
+        norm_weight = weights.take([f"{prefix}.post_attention_layernorm.weight"])
+        self.norm = context.device.elementwise.make_norm(norm_weight, config.norm_eps)
+        assert config.experts is not None
+        self.experts = moe.SparseFeedForward(builder, config.experts, prefix, moe.DEEPSEEK)
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
+    ) -> tuple[PendingResidual, Tensor]:
+        """As ``HeadLayer``."""
+        normed, residual = self.norm.add(self.attention(x, cos, sin, cache, batch, None), residual)
+        return self.experts(normed), residual
 
 
 class HeadModel(DraftModel):
@@ -153,6 +177,7 @@ class HeadDrafter(Drafter):
 
     def __init__(self, context: DrafterContext, model: HeadModel) -> None:
         self._model, self._context = model, context
+        self.latent = model.config.latent is not None
         self._expansion = Expansion(context, model)
         self.parameters, self.weight_bytes = model.weights.parameters, model.weights.weight_bytes
         self.cache_bytes = self._expansion.cache_bytes

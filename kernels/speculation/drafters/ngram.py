@@ -124,7 +124,7 @@ class NgramPruner:
         """Reset the slot for another request."""
         self._own.pop(slot, None)
 
-    def judge(self, slot: int, tree: NgramTree) -> None:
+    def record_outcomes(self, slot: int, tree: NgramTree) -> None:
         """Learn from the draft tokens of a tree when the tokens that followed it are known."""
         right = expected = 0.0
         for node in range(1, len(tree.tokens)):
@@ -287,7 +287,7 @@ class NgramDrafter(Drafter):
         for slot, root in zip(names, roots.tolist(), strict=True):
             before = self._trees.pop(slot, None)
             if before is not None:
-                self._pruner.judge(slot, before)
+                self._pruner.record_outcomes(slot, before)
             # A row with NaN logits is not observed, but runs until the host knows: do not draft for it.
             nodes = self.most_nodes if self._extended[slot] == root + 1 else 1
             forced = self.forced(slot, root + 1)[: min(nodes, self.depth + 1) - 1]

@@ -97,7 +97,7 @@ class StandaloneModel:
                 f"attention, which {whole.architecture} does not: use another draft model"
             )
         scheme = draft_scheme(settings.draft_model_path, config, settings)
-        target = context.whole.vocab_size
+        target = context.full_config.vocab_size
         if not same_tokens(whole.vocab_size, target):
             raise ConfigError(
                 f"the draft model has {whole.vocab_size} tokens, the model {target}: their tokens must be the same; "

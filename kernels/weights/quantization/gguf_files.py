@@ -1,7 +1,7 @@
 """The quantization scheme of GGUF files, whose projections stay quantized where they can.
 
-Q8_0 and Q4_0 become integer weights in groups. The types of kernels/weights/gguf/blocks.py stay in their blocks. All
-other types are dequantized at load.
+Q8_0 and Q4_0 become integer weights in groups, tables of embeddings, too. The types of kernels/weights/gguf/blocks.py
+stay in their blocks. All other types are dequantized at load.
 
 A block of Q8_0 or Q4_0 holds 32 inputs of an output: its scale in float16, then integers. Q8_0: 32 signed bytes. Q4_0:
 16 bytes; byte j has input j in its low half and input j + 16 in its high half, each with an offset of 8.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -99,10 +100,12 @@ async def test_code_of_a_checkpoint_is_refused_by_default(own_code: tuple[Path, 
 
 
 async def test_code_of_a_checkpoint_runs_where_it_is_trusted(
-    own_code: tuple[Path, Path], capfd: pytest.CaptureFixture[str]
+    own_code: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     path, marker = own_code
+    caplog.set_level(logging.WARNING)
     async with small_engine(path, trust_remote_code=True) as engine:
         assert engine.model_info is not None
         assert (await read(engine.generate("Once upon", GREEDY))).usage.completion_tokens == 24
     assert marker.exists()
+    assert "--trust-remote-code lets Python files of the checkpoint run in this process" in caplog.text

@@ -302,7 +302,7 @@ class Judged:
             logits[:, ids(sign)[0]] = 9.0 - place
         self.state.known += 1
         self.table[[3, 1, 2], self.state.known[1] - 1] = drawn
-        found, failed = self.host.judge(self.rows, logits, drawn.tobytes())
+        found, failed = self.host.check(self.rows, logits, drawn.tobytes())
         tokens = np.frombuffer(found, dtype=np.int32)
         assert self.table[[3, 1, 2], self.state.known[1] - 1].tolist() == tokens.tolist()
         return "".join(tokenizer().decode([token]).strip() for token in tokens), {e.slot: e.message for e in failed}

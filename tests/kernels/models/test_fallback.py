@@ -11,15 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
 from kernels.contract.errors import ConfigError, LoadError
 from kernels.contract.speculation import SpeculativeSettings
+from kernels.contract.step import SlotSampling
 from kernels.execution.runner import ModelRunner
 from kernels.models.fallback.model import CodeDecoder
+from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.fallback import drive_code, greatest_difference
-from tests.kits.tiny_architectures import save_tiny
+from tests.kits.tiny_architectures import VOCAB, save_tiny
 
 Models = Callable[[str], tuple[Any, Path]]
 
@@ -36,6 +39,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Models:
         return made[kind]
 
     return get
+
+
+def distribution(ids: bytes, logprobs: bytes) -> Any:
+    """Log-probabilities [vocab] of a result that lists every token."""
+    found = np.empty(VOCAB, dtype=np.float32)
+    found[np.frombuffer(ids, dtype=np.int32)] = np.frombuffer(logprobs, dtype=np.float32)
+    return found
 
 
 def model_of(runner: ModelRunner) -> Any:
@@ -108,7 +118,6 @@ def test_auto_names_both_reasons(tiny: Models) -> None:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"tp_size": 2}, "--tensor-parallel-size"),
         ({"speculation": SpeculativeSettings("NGRAM")}, "--speculative-algorithm"),
         ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype"),
         ({"fp32_head": True}, "--enable-fp32-lm-head"),
@@ -118,6 +127,52 @@ def test_auto_names_both_reasons(tiny: Models) -> None:
 def test_options_that_it_lacks_are_refused_by_name(options: dict[str, Any], name: str, tiny: Models) -> None:
     with pytest.raises(ConfigError, match=name):
         drive_code(tiny("phi")[1], **options)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "mixtral", "phi"])
+def test_two_ranks_compute_what_one_does(kind: str, tiny: Models) -> None:
+    """Fused heads, experts, biases that are added once."""
+    path, prompts = tiny(kind)[1], [list(range(5, 28)), list(range(40, 47))]
+    job = {"model": str(path), "prompts": prompts, "length": 40, "options": {"model_impl": "transformers"}}
+    first, second = run_ranks([job])
+    expected = []
+    for prompt in prompts:
+        driver = drive_code(path)
+        driver.admit(1, prompt)
+        expected.append(driver.generate(1, 40))
+    assert first[0]["tokens"] == second[0]["tokens"] == expected
+    assert first[0]["weight_bytes"] < 0.8 * 4 * first[0]["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "reason"),
+    [
+        ("gpt2", 2, "has no plan for tensor parallelism"),
+        ("mistral", 4, "key heads|cannot be run"),
+        ("phi", 3, "which 3 ranks do not divide"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(kind: str, size: int, reason: str, tiny: Models) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        drive_code(tiny(kind)[1], tp_size=size)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantized_layers_are_as_exact_as_a_native_familys(kind: str, tiny: Models) -> None:
+    _, path = tiny("qwen2")
+    prompt, found = list(range(5, 40)), []
+    for choice, quantization in (("native", kind), ("transformers", kind), ("native", "")):
+        driver = drive_code(path, model_impl=choice, quantization=quantization)
+        driver.admit(1, prompt, sampling=SlotSampling(temperature=0.0, logprobs=VOCAB))
+        result = driver.step([(1, len(prompt))])
+        found.append(distribution(result.top_ids, result.top_logprobs))
+    native, ours, exact = found
+    assert 0 < np.abs(ours - exact).mean() < 1.5 * np.abs(native - exact).mean()
+
+
+def test_quantization_without_linear_layers_is_refused(tiny: Models) -> None:
+    with pytest.raises(ConfigError, match="no linear layers of torch, which --quantization int8 needs"):
+        drive_code(tiny("gpt2")[1], quantization="int8")
 
 
 def test_missing_and_misshapen_tensors_are_named(tiny: Models, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_another_distribution_adds_a_family(outside, reference, drive, prompts, 
 
 def test_errors_name_all_families(outside):
     with pytest.raises(
-        ConfigError, match=r"supported are Apertus.*LlamaForCausalLM.*OtterForCausalLM.*Qwen3MoeForCausalLM"
+        ConfigError, match=r"supported are Afmoe.*LlamaForCausalLM.*OtterForCausalLM.*Qwen3MoeForCausalLM"
     ):
         find(["T5ForConditionalGeneration"])
 

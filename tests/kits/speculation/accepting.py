@@ -55,7 +55,7 @@ class AcceptingPasses:
         result, index, found = self.held[size]
         new = self.run(size, *given)
         result.copy_(new[0]), index.copy_(new[1]), found.packed.copy_(new[2].packed)
-        return PassResult(result[: count * tokens], index[: count * tokens], None, found.of(count), size)
+        return PassResult(result[: count * tokens], index[: count * tokens], None, found.first_rows(count), size)
 
     def run(self, size, ids, parents, depths, bits):
         page, starts = self.capture._attention.caches.page_size, self.rows[:size, 1]

@@ -71,7 +71,7 @@ struct Attending {
     Pieces* pieces = nullptr;             // of rows, if they are attended to in such
 };
 
-constexpr int64_t SOONER = 4 * TILE;  // tokens by which attention prefetches
+constexpr int64_t PREFETCH_TOKENS = 4 * TILE;  // tokens by which attention prefetches
 
 // Prefetches tokens: a core does it by itself within a page of memory, but not in the next one.
 struct Coming {
@@ -86,7 +86,9 @@ struct Coming {
 
     // With a large second cache the sequence stays there, and the processor itself prefetches tokens of 16 bits in more than a few
     // lines.
-    bool worthwhile(bool quantized, int64_t tokens) const { return !AMX || (tokens * token > SECOND / 2 && (quantized || size <= THIN)); }
+    bool worthwhile(bool quantized, int64_t tokens) const {
+        return !AMX || (tokens * token > L2_BYTES / 2 && (quantized || size <= MIN_READ_BYTES));
+    }
 
     // Sixteen tokens.
     void fetch(int64_t place) const {
@@ -263,7 +265,7 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
         uint32_t* packed = reinterpret_cast<uint32_t*>(space);
         of.packed_queries = packed;
         space += of.heads * queries_each;
-        for (int64_t c = 0; c < TILE; c++) of.power[c] = of.total_power[c] = UNSEEN;
+        for (int64_t c = 0; c < TILE; c++) of.power[c] = of.total_power[c] = MASKED_SCORE;
         for (int64_t h = 0; h < of.heads; h++)
             for (int64_t c = 0; c < of.count; c++) {
                 const int64_t query = (of.column + c) / group, lane = h * of.count + c;
@@ -307,7 +309,7 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
     int64_t slot = 0;
     if (begin < end) score(all[0], begin, 0, scores[0]);
     for (int64_t position = begin, turn = 0; position < end; position += TILE, turn ^= 1) {
-        if (fetched && position + SOONER < end) coming.fetch(cached.place(position + SOONER));
+        if (fetched && position + PREFETCH_TOKENS < end) coming.fetch(cached.place(position + PREFETCH_TOKENS));
         const int64_t low = std::max<int64_t>(0, first - position), high = std::min(TILE, end - position);
         const bool plain = position >= latest && position + high <= seen.root;
         for (int64_t t = 0; t < tiles; t++, slot ^= 1) {
@@ -379,7 +381,7 @@ inline void attention(Team& team, std::vector<Scratch<float>>& spaces, const Op&
     const int64_t sequences = step.sequences - step.prompts, wanted = 2 * team.size();
     while (sequences * task.split < wanted && op.i2 % (2 * task.split) == 0) task.split *= 2;
     const int64_t bytes = op.i2 / task.split * op.i0 * static_cast<int64_t>(op.cache_type ? 1 : sizeof(bf16));
-    if (sequences >= wanted || bytes >= THIN) return team.each(sequences * task.split, attend_chunk, &task);
+    if (sequences >= wanted || bytes >= MIN_READ_BYTES) return team.each(sequences * task.split, attend_chunk, &task);
     static thread_local Scratch<float> memory;
     Pieces pieces(op, step, sequences, memory);
     if (pieces.count() < std::min(wanted, 4 * sequences * task.split)) return team.each(sequences * task.split, attend_chunk, &task);

@@ -94,26 +94,26 @@ bool see(const Running& running, StepMemory& memory, const Cycle& cycle, const S
 
 // Up to `drafts` [rows] draft tokens, in `steps` levels, of slots whose sequences may have `left` [rows] tokens more, drawn as `how`
 // [rows] says (or null). `unseen`: the draft is to see what `result` holds first; where `left` is null, that also says what is
-// left. IDLE when there are none to make; otherwise an Advanced, with nothing kept but when it is DONE.
+// left. IDLE when there are none to make; otherwise an StepStatus, with nothing kept but when it is DONE.
 template <class Running>
-Advanced cycle(const Running& running, StepMemory& memory, const Cycle& cycle, const SlotTable& table, const int64_t* slots,
+StepStatus cycle(const Running& running, StepMemory& memory, const Cycle& cycle, const SlotTable& table, const int64_t* slots,
                int64_t rows, const int32_t* drafts, const int64_t* left, int64_t steps, const Draw* how, bool unseen,
                CycleOutput& result) {
     result.seen = unseen && see(running, memory, cycle, table, slots, rows, result);
-    if (unseen && !result.seen) return UNFIT;
+    if (unseen && !result.seen) return NOT_APPLICABLE;
     std::vector<int64_t> limits(rows), chosen, drafting, roots, starts;
     std::vector<Draw> draws;
     int64_t most = 0;
     for (int64_t row = 0; row < rows; row++) {
         const int64_t slot = slots[row], known = table.known[slot], room = table.page_count[slot] * table.page_size;
-        if (table.computed[slot] + 1 != known || known > room || known >= cycle.longest) return UNFIT;
+        if (table.computed[slot] + 1 != known || known > room || known >= cycle.longest) return NOT_APPLICABLE;
         result.roots[row] = known - 1;
         const int64_t still = left ? left[row] : result.ended[row] ? 0 : table.targets[slot] - known;
         result.ended[row] = still <= 0;
         limits[row] = std::min({static_cast<int64_t>(drafts[row]), room - known, still - 1, cycle.most});
         most = std::max(most, limits[row]);
         if (limits[row] <= 0) continue;
-        if (cycle.reached[slot] != known - 1 + cycle.first) return UNFIT;
+        if (cycle.reached[slot] != known - 1 + cycle.first) return NOT_APPLICABLE;
         chosen.push_back(row), drafting.push_back(slot), roots.push_back(known - 1), starts.push_back(known - 1 + cycle.first);
         if (how) draws.push_back(how[row]);
     }
@@ -147,7 +147,7 @@ Advanced cycle(const Running& running, StepMemory& memory, const Cycle& cycle, c
     const RowTokens verified = {rows, slots, result.roots, counts.data()};
     const int64_t* said = verify(running, memory, Ops{cycle.ops, cycle.count}, table, verified, tokens.data(), stride,
                                  cycle.argmax, how ? &draw : nullptr);
-    const Advanced kept = accept(table, verified, said, cycle.broken, memory, result.accepted);
+    const StepStatus kept = accept(table, verified, said, cycle.broken, memory, result.accepted);
     if (kept != DONE) return kept;
     result.over = true;
     for (int64_t row = 0, at = 0; row < rows; row++) {

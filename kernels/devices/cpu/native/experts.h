@@ -265,13 +265,13 @@ inline void run_jobs(Layer& layer) {
     for (Job& job : at.jobs) {
         job.begin = chunks;
         std::visit([&](auto& p) {
-            if (p.rows < FEW) chunks += divide(p, layer.team.size());
+            if (p.rows < PANEL_MIN_ROWS) chunks += divide(p, layer.team.size());
         }, job.product);
     }
     layer.team.each(chunks, shared_chunk, &at.jobs);
     at.large.clear();
     for (Job& job : at.jobs)
-        if (rows_of(job) >= FEW) at.large.push_back(&job);
+        if (rows_of(job) >= PANEL_MIN_ROWS) at.large.push_back(&job);
     if (static_cast<int>(at.large.size()) < 2 * layer.team.size()) {
         for (Job* job : at.large) std::visit([&](auto& p) { multiply_all(layer.team, p); }, job->product);
     } else {  // one thread a job, those with the most tokens first

@@ -1,14 +1,15 @@
-// Products with weights of few bits. Up to FEWEST tokens are quantized, if the weights are integers (gemm_superblocks.h). Up to 32 are multiplied
+// Products with weights of few bits. Up to MAX_QUANTIZED_TOKENS tokens are quantized, if the weights are integers
+// (gemm_superblocks.h). Up to 32 are multiplied
 // with weights that are unpacked line by line: to scaled bf16 (gemm_scaled.h), or to bf16 whose sums are scaled (gemm_superblocks.h). For more tokens
 // blocks of weights are unpacked to bf16 in the order of gemm_bf16.h, while the tokens are multiplied with the block before.
 //
 // gemm_scaled.h needs AVX-512 FP16, which every processor with AMX has. Without AMX up to 32 tokens are quantized and weights are unpacked
 // by way of float32.
 //
-// A kind of product `P` has `with_supers(block, call)`, which calls with a block's description (gemm_superblocks.h). `whole_numbers()`: its codes
+// A kind of product `P` has `with_supers(block, call)`, which calls with a block's description (gemm_superblocks.h). `integer_codes()`: its codes
 // are integers (packed_codes.h). `Maker(p, block)` unpacks: `part<0>(line, out)` and then `part<1>(line, out)` give the 32 inputs of a line.
-// `shares()`: inputs that share a scale; `by_shares()` and `by_scaled()`: whether FEWEST to 32 tokens are multiplied as in gemm_superblocks.h or
-// as in gemm_scaled.h.
+// `shares()`: inputs that share a scale; `by_shares()` and `by_scaled()`: whether MAX_QUANTIZED_TOKENS to 32 tokens are multiplied
+// as in gemm_superblocks.h or as in gemm_scaled.h.
 #pragma once
 #include <optional>
 
@@ -253,7 +254,7 @@ struct Preparing {
     Planes& planes;
     int64_t first = 0;
 
-    bool rounded() const { return p.rows <= FEWEST && P::integer_codes(); }
+    bool rounded() const { return p.rows <= MAX_QUANTIZED_TOKENS && P::integer_codes(); }
     bool shared() const { return !rounded() && p.rows <= WIDE && p.by_shares(); }
     bool wanted() const { return rounded() || (P::sums && shared()); }
     int64_t parts() const { return p.inputs() / p.shares(); }
@@ -280,7 +281,7 @@ void prepare_rows_chunk(void* context, int64_t chunk, int) {
 
 template <class P>
 void multiply_made(Team& team, P p, Planes& planes) {
-    if (p.rows >= FEW) return multiply_all(team, p);
+    if (p.rows >= PANEL_MIN_ROWS) return multiply_all(team, p);
     Preparing<P> preparing = {p, planes};
     if (preparing.wanted()) {
         preparing.reserve(p.rows);

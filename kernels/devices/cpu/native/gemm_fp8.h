@@ -107,7 +107,7 @@ struct Fp8Product::Supers {
     int64_t lines() const { return each; }
     void open(int64_t line, bf16* out) const {
         const uint8_t* cell = cells + line * CELL;
-        for (int64_t i = 0; i < CELL; i += LINE) prefetch(cell + PREFETCHED + i);
+        for (int64_t i = 0; i < CELL; i += LINE) prefetch(cell + PREFETCH_BYTES + i);
         small[line] ? eights.open<true>(cell, out) : eights.open<false>(cell, out);
     }
     Floats group_scale(int64_t, int64_t, int64_t) const { return Floats{}; }

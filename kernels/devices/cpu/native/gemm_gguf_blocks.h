@@ -102,7 +102,7 @@ class BlockProduct<BITS>::Maker {
         const uint8_t* part = block_ + input / of_.super * of_.part();
         const uint8_t* cell = part + of_.factors() + at / DEPTH * of_.cell();
         for (int64_t i = SECOND * half; i < (SECOND + 1) * half; i += LINE)
-            prefetch(cell + PREFETCHED + i);
+            prefetch(cell + PREFETCH_BYTES + i);
         if (SECOND ? of_.group < DEPTH : at % of_.group == 0) factors_of(of_, part, at / of_.group + SECOND, by_);
         widen_fours<4 * SECOND, 4 * SECOND + 4>(cell, order_, out, codes_, [&](Floats code, int64_t quarter) {
             return fms(code, by_.scales[quarter], by_.zeros[quarter]);

@@ -12,7 +12,7 @@ namespace troupe {
 
 // Up to so many rows are multiplied so. On AMX its tiles are faster from five rows on; without it converting weights to bf16 costs as
 // much as the second byte does.
-constexpr int64_t FEWEST = AMX ? 4 : 32;
+constexpr int64_t MAX_QUANTIZED_TOKENS = AMX ? 4 : 32;
 constexpr int64_t QUANTIZED_ROWS = LARGE ? 4 : 2;  // whose sums are in registers at a time
 constexpr int64_t HALVES = 2;   // of a line of 32 inputs: some weights have a scale for each
 constexpr int64_t OFFSETS = 4;  // of a line: of each half, of both, unused

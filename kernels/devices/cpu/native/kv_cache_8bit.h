@@ -127,13 +127,13 @@ class Widening {
     }
 
   private:
-    template <bool WHOLE_NUMBERS, bool BROKEN>
+    template <bool INTEGERS, bool BROKEN>
     void all(const uint8_t* first, int64_t stride, int64_t rows, int64_t each, bf16* to_first, int64_t stride_to) const {
         const Ints sign = splat_bytes(0x80);
         const ByteTable upper = upper_, lower = lower_;
         const auto part = [&](Ints x, Ints& low, Ints& high) {
             x = order_bytes(x);
-            const Ints size = WHOLE_NUMBERS ? abs_bytes(x) : x;
+            const Ints size = INTEGERS ? abs_bytes(x) : x;
             high = upper(size);
             low = lower(size);
             high = and_or(x, sign, high);  // high | x & sign

@@ -66,7 +66,7 @@ inline Ints codes_of(const uint8_t* cell, int64_t half, int64_t four) {
 // product with them would fill what the first cache has for misses.
 template <int BITS>
 inline void fetch_cell(const uint8_t* cell, int64_t before = 0) {
-    const char* from = reinterpret_cast<const char*>(cell) + PREFETCHED - before;
+    const char* from = reinterpret_cast<const char*>(cell) + PREFETCH_BYTES - before;
 #pragma GCC unroll 18
     for (int64_t i = 0; i < CELL * BITS / 8 + before; i += LINE) BITS == 8 ? prefetch_second(from + i) : prefetch(from + i);
 }

@@ -101,7 +101,7 @@ struct Sight {
 inline void score(const bf16* keys, const bf16* queries, int64_t dim, float* scores) {
     TileSums<float> tiles(DEPTH, scores, scores + DEPTH * TILE, TILE);
     tiles.begin();
-    tiles.add(keys, LINE, LINES, queries, dim / DEPTH);
+    tiles.add(keys, LINE, BLOCK_LINE_BYTES, queries, dim / DEPTH);
     tiles.end();
 }
 
@@ -123,7 +123,7 @@ inline void add_up(Asking& of, int64_t dim) {
 template <bool ALL>
 void raise(Asking& of, const float* scores, int64_t position, const Sight* sights, Floats factor, int64_t dim) {
     for (int64_t half = 0; half < 2; half++, scores += DEPTH * TILE) {
-        Floats most = splat(2 * UNSEEN), other = most;
+        Floats most = splat(2 * MASKED_SCORE), other = most;
         for (int64_t i = 0; i < DEPTH; i += 2) {
             const Floats even = load(scores + i * TILE), odd = load(scores + (i + 1) * TILE);
             if (ALL) {
@@ -227,7 +227,7 @@ inline void prefill_chunk(void* context, int64_t chunk, int thread) {
         float* sums = scores + QUERIES * DEPTH + h * floats;
         lay_out_queries(from + h * dim, op.stride_a, queries, dim, laid_out);
         space.heads[h] = {laid_out, sums, sums + QUERIES * dim, sums + QUERIES * (dim + 1), weights, 0, task.values + offset};
-        for (int64_t q = 0; q < QUERIES; q++) space.heads[h].power[q] = UNSEEN;
+        for (int64_t q = 0; q < QUERIES; q++) space.heads[h].power[q] = MASKED_SCORE;
     }
     Sight sights[2];
     const Ints latest = splat(static_cast<int>(high - 1)), none = splat(-1);

@@ -246,7 +246,7 @@ Operands operands(Engine& engine, const Op& op, const Step& step, int64_t bytes)
 // The most rows that a product with weights of few bits treats in one way; any other: 0.
 int64_t invariant_rows(const Op& op) {
     if (op.kind == FP8) return std::min(WIDE, op.i2 / 2);
-    return op.kind == GROUPED || op.kind == BLOCKS ? FEWEST : 0;
+    return op.kind == GROUPED || op.kind == BLOCKS ? MAX_QUANTIZED_TOKENS : 0;
 }
 
 void run(Engine& engine, const Op& op, const Step& step) {
@@ -420,12 +420,12 @@ int troupe_run(void* engine, const Op* ops, int64_t count, const Step* step) try
 }
 
 // One token more of each of the slots, by a program that leaves the most likely in `argmax`, and whether one is not to be
-// used in `broken`; `draw` (or null): a DRAW that finds others. -> an Advanced.
+// used in `broken`; `draw` (or null): a DRAW that finds others. -> an StepStatus.
 int64_t troupe_advance(void* engine, const Op* ops, int64_t count, const SlotTable* table, const int64_t* slots, int64_t rows,
                        const int64_t* argmax, const uint8_t* broken, const Op* draw, int32_t* result) try {
     const Running running(engine);
     Step step;
-    const Advanced prepared = prepare(*table, slots, rows, running.on.memory, step);
+    const StepStatus prepared = prepare(*table, slots, rows, running.on.memory, step);
     if (prepared != DONE) return prepared;
     running(Ops{ops, count}, step);
     if (draw) {
@@ -435,7 +435,7 @@ int64_t troupe_advance(void* engine, const Op* ops, int64_t count, const SlotTab
     }
     return keep(*table, slots, rows, argmax, broken, result);
 } catch (const std::exception&) {  // of memory: the step is left to others, who say so
-    return UNFIT;
+    return NOT_APPLICABLE;
 }
 
 // Draft tokens: see draft_chains.h. A draft sees what was computed; -> whether there was memory for it. ...
@@ -448,7 +448,7 @@ int troupe_observe(void* engine, const Op* ops, int64_t count, const SlotTable* 
     return false;
 }
 
-// ... Chains are drafted and verified: see draft_cycle.h. -> an Advanced.
+// ... Chains are drafted and verified: see draft_cycle.h. -> an StepStatus.
 int64_t troupe_cycle(void* engine, const Cycle* settings, const SlotTable* table, const int64_t* slots, int64_t rows,
                      const int32_t* drafts, const int64_t* left, int64_t steps, const Draw* how, int unseen,
                      CycleOutput* result) try {
@@ -456,10 +456,10 @@ int64_t troupe_cycle(void* engine, const Cycle* settings, const SlotTable* table
     const Running running(engine);
     return cycle(running, running.on.memory, *settings, *table, slots, rows, drafts, left, steps, how, unseen, *result);
 } catch (const std::exception&) {
-    return UNFIT;
+    return NOT_APPLICABLE;
 }
 
-// ... The model verifies chains, tokens [rows, stride] with the roots first. -> an Advanced.
+// ... The model verifies chains, tokens [rows, stride] with the roots first. -> an StepStatus.
 int64_t troupe_verify(void* engine, const Op* ops, int64_t count, const SlotTable* table, const RowTokens* rows,
                       const int64_t* tokens, int64_t stride, const int64_t* argmax, const uint8_t* broken, const Op* draw,
                       int64_t* accepted) try {
@@ -468,15 +468,15 @@ int64_t troupe_verify(void* engine, const Op* ops, int64_t count, const SlotTabl
     argmax = verify(running, memory, Ops{ops, count}, *table, *rows, tokens, stride, argmax, draw);
     return accept(*table, *rows, argmax, broken, memory, accepted);
 } catch (const std::exception&) {
-    return UNFIT;
+    return NOT_APPLICABLE;
 }
 
-// Sequences are run up to their last known tokens: see short_prefill.h. -> an Advanced.
+// Sequences are run up to their last known tokens: see short_prefill.h. -> an StepStatus.
 int64_t troupe_prefill(void* engine, const Op* ops, int64_t count, const SlotTable* table, const RowTokens* rows,
                      const Head* head, const int64_t* argmax, const uint8_t* broken, const Op* draw, int32_t* result) try {
     const Running running(engine);
     return run_prefill(running, running.on.memory, Ops{ops, count}, *table, *rows, *head, argmax, broken, draw, result);
 } catch (const std::exception&) {
-    return UNFIT;
+    return NOT_APPLICABLE;
 }
 }

@@ -21,10 +21,10 @@ struct Head {
     int64_t width;
 };
 
-// Each row knows one token more, as `result`: `argmax` [rows], or what `draw` (or null) finds. BROKEN, and nothing is kept,
+// Each row knows one token more, as `result`: `argmax` [rows], or what `draw` (or null) finds. NON_FINITE, and nothing is kept,
 // when one is not to be used. `running(ops, step)`: runs them.
 template <class Running>
-Advanced run_prefill(const Running& running, StepMemory& memory, const Ops& ops, const SlotTable& table, const RowTokens& rows,
+StepStatus run_prefill(const Running& running, StepMemory& memory, const Ops& ops, const SlotTable& table, const RowTokens& rows,
                const Head& head, const int64_t* argmax, const uint8_t* broken, const Op* draw, int32_t* result) {
     Step step;
     prepare(table, rows, memory, step);

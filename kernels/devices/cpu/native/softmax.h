@@ -9,7 +9,7 @@ namespace troupe {
 constexpr int64_t FOUR = 4;                 // columns up to which tokens share vectors
 constexpr int64_t PLANE = TILE * TILE;      // scores of a tile
 constexpr int64_t SCORES = 2 * PLANE;       // of integers: of both bytes
-constexpr float UNSEEN = -1e30f;
+constexpr float MASKED_SCORE = -1e30f;
 constexpr float FAR = 60;  // powers of two that weights may come to
 
 // The columns of one tile of scores: all columns of several kv heads, or some of one. With few columns a column's numbers are repeated
@@ -45,7 +45,7 @@ void Columns::total(int64_t lanes, int64_t dim, const Wanted& wanted) {
         total_weight_sum[lane] = result.weight_sum, total_power[lane] = result.power;
         std::memset(sums + at, 0, dim * sizeof(float));
         weight_sum[lane] = 0;
-        for (int64_t i = lane; i < TILE; i += lanes) power[i] = UNSEEN;
+        for (int64_t i = lane; i < TILE; i += lanes) power[i] = MASKED_SCORE;
     }
 }
 
@@ -94,11 +94,11 @@ class ScalesOf {
 };
 
 // Turns scores of 16 tokens, `LANES` each, into weights, in place. `seen`: the columns that see each token; null: all see all.
-// WHOLE_NUMBERS: scores are integers, in two parts. `scale_of`(vector, part), if SCALED.
-template <int64_t LANES, bool SCALED, bool WHOLE_NUMBERS, class Scale>
+// INTEGERS: scores are integers, in two parts. `scale_of`(vector, part), if SCALED.
+template <int64_t LANES, bool SCALED, bool INTEGERS, class Scale>
 void weigh(Columns& of, float* scores, const Mask* seen, int64_t dim, const Scale& scale_of) {
     constexpr int64_t TOKENS_OF = TILE / LANES, COUNT = LANES;  // tokens of a vector, and vectors
-    Floats rest[COUNT], n[COUNT], most = splat(UNSEEN);
+    Floats rest[COUNT], n[COUNT], most = splat(MASKED_SCORE);
     Mask masks[COUNT];
     const Floats factor = load(of.factors);
     for (int64_t i = 0; i < COUNT; i++) {
@@ -110,7 +110,7 @@ void weigh(Columns& of, float* scores, const Mask* seen, int64_t dim, const Scal
         }
         Floats by = factor, score = load(scores + i * TILE);
         if constexpr (SCALED) by = by * scale_of(i, 0);
-        if constexpr (WHOLE_NUMBERS) {
+        if constexpr (INTEGERS) {
             const Ints lower = load_line(scores + PLANE + i * TILE);
             score = to_floats((bits_of(score) << 8) + lower);
         }

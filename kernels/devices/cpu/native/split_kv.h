@@ -14,11 +14,11 @@
 namespace troupe {
 
 constexpr int64_t PIECE = 256;   // tokens
-constexpr int64_t DRAFTED = 64;  // the most tokens of a draft
-constexpr int64_t THIN = 256;    // bytes of kv heads of a token that one core should read together
+constexpr int64_t MAX_DRAFT_TOKENS = 64;  // the most tokens of a draft
+constexpr int64_t MIN_READ_BYTES = 256;    // bytes of kv heads of a token that one core should read together
 
 // Whether the tokens of a sequence of `length` before `position`, a multiple of PIECE, are a piece apart from those behind it.
-inline bool apart(int64_t position, int64_t length) { return position + DRAFTED <= length; }
+inline bool apart(int64_t position, int64_t length) { return position + MAX_DRAFT_TOKENS <= length; }
 
 struct CachePages {
     const bf16* keys;     // of the first of some kv heads, in page 0
@@ -89,7 +89,7 @@ class Pieces {
                 return;
             }
             const int64_t first = op.i3 ? std::max<int64_t>(0, seen.end - op.i3) : 0;
-            const int64_t last = std::max<int64_t>(0, seen.end - DRAFTED) / PIECE;
+            const int64_t last = std::max<int64_t>(0, seen.end - MAX_DRAFT_TOKENS) / PIECE;
             firsts_.push_back(std::min(first / PIECE, last)), lasts_.push_back(last);
             starts_.push_back(starts_.back() + last + 1 - firsts_.back());
         }

@@ -15,6 +15,7 @@ from kernels.devices.cuda.attention.plan import AttentionPlan, attention, plan_a
 from kernels.devices.cuda.cache import CudaCache, CudaCaches
 from kernels.devices.cuda.elementwise.angles import angles
 from kernels.devices.cuda.elementwise.heads import place_heads
+from kernels.devices.cuda.elementwise.latent_heads import place_latent
 from kernels.devices.cuda.elementwise.norms import CudaNorm
 from kernels.devices.cuda.matmul.qkv_projection import CudaHeads
 from kernels.devices.latent_attention import LatentHeads
@@ -53,8 +54,16 @@ class CudaAttention(Attention[CudaCache, AttentionPlan]):
     ) -> Tensor:
         if self._scratch is None:  # a model with latent vectors is not loaded then
             return super().attend_latent(queries, cache, batch, heads, scale)
-        absorbed = heads.absorb(queries)
-        return heads.expand(attend_latent(absorbed, cache, batch.plans[0], heads.rank, scale, self._scratch))
+        plain, rotated = heads.absorb(queries)
+        return heads.expand(attend_latent(plain, rotated, cache, batch.plans[0], scale, self._scratch))
+
+    def place_latent(
+        self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Tensor, index: Tensor
+    ) -> Tensor:
+        if not isinstance(norm, CudaNorm):
+            return super().place_latent(queries, vectors, norm, cos, sin, cache, index)
+        place_latent(queries, vectors, norm.weight, norm.eps, cos, sin, cache, index)
+        return queries
 
     def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return angles(positions, frequencies, scale, dtype)

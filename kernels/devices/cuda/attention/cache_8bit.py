@@ -14,11 +14,11 @@ from torch import Tensor
 
 from kernels.weights.quantization.cache import LayerScales, round_fixed, round_tokens
 
-__all__ = ["NarrowCache", "bits", "scale_found", "scale_queries"]
+__all__ = ["Cache8bit", "bits", "scale_found", "scale_queries"]
 
 
 @dataclass(frozen=True, eq=False)
-class NarrowCache:
+class Cache8bit:
     """One layer. ``values`` [pages, 2, kv_heads, page_size, dim]; dynamic ``scales`` [pages, 2, kv_heads, page_size] of
     tokens, or static scales ``fixed``, or neither for 16 bits."""
 

@@ -119,6 +119,7 @@ def _stretch(
 )
 def _latent(
     queries,
+    rotated,
     cache,
     state,
     pages,
@@ -127,6 +128,10 @@ def _latent(
     partial,
     stats,
     scale,
+    query_stride,
+    head_stride,
+    rotated_stride,
+    rotated_head_stride,
     page_stride,
     state_stride,
     bits_stride,
@@ -172,11 +177,11 @@ def _latent(
         begin = split * share
         end = tl.minimum(begin + share, blocks)
         place = token.to(tl.int64) * heads + line
-        own = queries + place[:, None] * width
+        of, head = (token + query).to(tl.int64), line % heads
+        own = queries + (of * query_stride + head * head_stride)[:, None]
         q = tl.load(own + at[None, :], mask=there[:, None] & (at < dim)[None, :], other=0.0)
-        q_rope = tl.load(
-            own + dim + rope_at[None, :], mask=there[:, None] & (rope_at < width - dim)[None, :], other=0.0
-        )
+        own = rotated + (of * rotated_stride + head * rotated_head_stride)[:, None]
+        q_rope = tl.load(own + rope_at[None, :], mask=there[:, None] & (rope_at < width - dim)[None, :], other=0.0)
         top = tl.full([lines], -float("inf"), tl.float32)
         norm = tl.zeros([lines], tl.float32)
         total = tl.zeros([lines, dim_block], tl.float32)
@@ -251,16 +256,14 @@ def _join(
 
 
 def attend_latent(
-    queries: Tensor, cache: Tensor, plan: AttentionPlan, dim: int, scale: float, scratch: DecodeScratch
+    queries: Tensor, rotated: Tensor, cache: Tensor, plan: AttentionPlan, scale: float, scratch: DecodeScratch
 ) -> Tensor:
-    """Causal attention of ``queries`` [tokens, heads, width] over ``cache`` [pages, page_size, width], contiguous ->
-    [tokens, heads, dim].
-
-    dim: numbers of a vector that are its value; the others carry the position.
+    """Causal attention of ``queries`` [tokens, heads, dim] with their ``rotated`` parts [tokens, heads, rope_dim] over
+    ``cache`` [pages, page_size, dim + rope_dim], contiguous -> [tokens, heads, dim]. Numbers of a head stand side by
+    side.
     """
-    queries = queries.contiguous()
-    out = queries.new_empty((*queries.shape[:2], dim))
-    launch = _Launch(queries, cache, dim, scale, scratch, out)
+    out = queries.new_empty(queries.shape)
+    launch = _Launch(queries, rotated, cache, scale, scratch, out)
     if plan.decodes is not None:
         launch(plan.decodes.state, None, None, _DECODES, 1)
     if plan.drafts is not None:
@@ -273,16 +276,16 @@ def attend_latent(
 @dataclass(frozen=True)
 class _Launch:
     queries: Tensor
+    rotated: Tensor
     cache: Tensor
-    dim: int
     scale: float
     scratch: DecodeScratch
     out: Tensor
 
     def __call__(self, state: Tensor, pages: Tensor | None, bits: Tensor | None, kind: int, tokens: int) -> None:
         """``state``: of each row of up to ``tokens`` tokens, or each block of a prompt."""
-        queries, dim, page_size = self.queries, self.dim, self.cache.shape[1]
-        total, heads, width = queries.shape
+        queries, rotated, (_, page_size, width) = self.queries, self.rotated, self.cache.shape
+        total, heads, dim = queries.shape
         many = tokens * heads > _FEW_LINES
         lines = _MANY_LINES if many else _FEW_LINES
         wide = queries.element_size() == 4
@@ -300,6 +303,7 @@ class _Launch:
         pdl = overlapping(queries.device)
         _latent[(len(state) * tiles, splits)](
             queries,
+            rotated,
             self.cache,
             state,
             state if pages is None else pages,
@@ -308,6 +312,10 @@ class _Launch:
             partial,
             stats,
             self.scale * 1.4426950408889634,
+            queries.stride(0),
+            queries.stride(1),
+            rotated.stride(0),
+            rotated.stride(1),
             0 if pages is None else pages.stride(0),
             state.stride(0),
             0 if bits is None else bits.stride(0),

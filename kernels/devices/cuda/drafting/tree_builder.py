@@ -29,7 +29,7 @@ _AT_ONCE = 8192  # the same if one program copies all of it
 
 
 @triton.jit(do_not_specialize=["host_stride", "outcome_stride", "columns", "rows"])
-def _enter(
+def draft_tree_enter_kernel(
     roots,
     pages,
     outcome,
@@ -108,7 +108,7 @@ def _enter(
 
 
 @triton.jit(do_not_specialize=["host_stride", "outcome_stride", "tokens_stride", "nodes_stride"])
-def _start(
+def draft_tree_start_kernel(
     seen,
     slots,
     outcome,
@@ -172,7 +172,7 @@ class CudaTreeBuilder:
         wide = given.features.shape[1]
         assert given.features.stride(0) == wide, "one block of numbers"
         assert given.roots.stride(0) == given.slots.stride(0) == given.pages.stride(0), "of one tensor"
-        _enter[(self._rows, self._levels)](
+        draft_tree_enter_kernel[(self._rows, self._levels)](
             given.roots,
             given.pages,
             given.outcome,
@@ -206,7 +206,7 @@ class CudaTreeBuilder:
     def start(self, seen: Tensor) -> Tensor:
         given, wide = self._given, seen.shape[1]
         states = seen.new_empty((self._rows, wide))
-        _start[(self._rows, triton.cdiv(wide, _COPIED))](
+        draft_tree_start_kernel[(self._rows, triton.cdiv(wide, _COPIED))](
             seen,
             given.slots,
             given.outcome,

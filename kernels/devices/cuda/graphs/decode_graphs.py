@@ -196,7 +196,7 @@ class DecodeGraphs:
             replay, found = headed
             replay()
             if found.accepted is not None:
-                return PassResult(found.result[:whole], index[:whole], None, found.accepted.of(count), size)
+                return PassResult(found.result[:whole], index[:whole], None, found.accepted.first_rows(count), size)
             assert found.head is not None
             logits, argmax, broken = found.head
             head = logits[:whole], argmax[:whole], broken[:whole]

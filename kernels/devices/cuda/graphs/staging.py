@@ -20,7 +20,7 @@ _STRIDES = ["state_stride", "nodes_stride", "depths_stride", "bits_stride", "bef
 
 
 @triton.jit(do_not_specialize=["follows", "rows", "columns", *_STRIDES])
-def _stage(
+def stage_inputs_kernel(
     given,
     nodes,
     parents,
@@ -116,7 +116,7 @@ def stage(given: Tensor, tree: DraftTree, to: Staged, page_size: int, before: Te
     if parents.stride() != depths.stride():
         parents, depths = parents.contiguous(), depths.contiguous()
     pdl = overlapping(to.token_ids.device)
-    _stage[(size,)](
+    stage_inputs_kernel[(size,)](
         given,
         tree.tokens,
         parents,

@@ -39,7 +39,7 @@ _BLOCK = 64
 
 
 @triton.jit(do_not_specialize=["rows", "state_stride", "table_stride"])
-def _enter(
+def step_begin_kernel(
     state,
     table,
     tokens,
@@ -73,7 +73,7 @@ def _enter(
 
 
 @triton.jit(do_not_specialize=["state_stride", "table_stride", "ring_stride"])
-def _leave(
+def step_end_kernel(
     state,
     table,
     values,
@@ -122,7 +122,7 @@ def enter(
     on.
     """
     rows, pdl = len(state), overlapping(state.device)
-    _enter[(triton.cdiv(rows, _BLOCK),)](
+    step_begin_kernel[(triton.cdiv(rows, _BLOCK),)](
         state,
         table,
         tokens,
@@ -151,7 +151,7 @@ def leave(
     """
     values, ids = find_largest(logits.contiguous(), kept)
     (rows, parts), pdl = values.shape, overlapping(state.device)
-    _leave[(rows,)](
+    step_end_kernel[(rows,)](
         state,
         table,
         values,

@@ -7,12 +7,24 @@ import pytest
 import torch
 
 from kernels.core.attention_rows import AttentionRows
+from kernels.devices.attention import Attention
+from kernels.devices.cuda.attention.attention import CudaAttention
 from kernels.devices.cuda.attention.decode import DecodeScratch
 from kernels.devices.cuda.attention.latent import attend_latent
 from kernels.devices.cuda.attention.plan import plan_attention
+from kernels.devices.cuda.cache import CudaCaches
+from kernels.devices.cuda.elementwise.norms import CudaNorm
+from kernels.devices.memory import DeviceMemory, MemoryUsage
 from tests.kits.cuda.caches import near
 
 _SCALE = 0.2
+
+
+class Memory(DeviceMemory):
+    def usage(self):
+        return MemoryUsage(0, 0)
+
+
 _STEPS = {
     "decodes": ([0, 63, 64, 300], [1, 1, 1, 1], 4, 0),
     "drafts": ([5, 130], [4, 3], 0, 2),
@@ -69,7 +81,34 @@ def test_latent_attention_on_a_gpu_equals_torch(device, dtype, tree, step, heads
     if tree and not _STEPS[step][3]:
         pytest.skip("no drafts")
     queries, cache, plan, expected = _case(device, dtype, step, heads, dim, rope, page_size, tree)
-    near(attend_latent(queries, cache, plan, dim, _SCALE, DecodeScratch(device)), expected)
+    plain = queries[..., :dim].transpose(0, 1).contiguous().transpose(0, 1)  # as a product by heads leaves it
+    near(attend_latent(plain, queries[..., dim:], cache, plan, _SCALE, DecodeScratch(device)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "rank", "rope"), [(4, 32, 8), (40, 24, 12), (16, 512, 64)])
+def test_heads_are_placed_as_by_torch(device, dtype, heads, rank, rope):
+    generator, plain = torch.Generator().manual_seed(3), 16
+
+    def numbers(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+    memory = Memory(device)
+    attention = CudaAttention(CudaCaches(memory, ""), memory, 16)
+    every = numbers(5, heads * (plain + rope) + rank + rope)
+    queries, vectors = every.split((heads * (plain + rope), rank + rope), 1)
+    norm = CudaNorm(numbers(rank), 1e-6)
+    cos, sin = numbers(2, 5, 1, rope)
+    index = torch.tensor([3, 60, 17, 18, 40], device=device)
+    made = []
+    for place in (Attention.place_latent, CudaAttention.place_latent):
+        cache = torch.zeros(4, 16, rank + rope, dtype=dtype, device=device)
+        own = every.clone()
+        queries, vectors = own.split((heads * (plain + rope), rank + rope), 1)
+        rotated = place(attention, queries.view(5, heads, plain + rope), vectors, norm, cos, sin, cache, index)
+        made.append((rotated, cache))
+    for expected, found in zip(*made, strict=True):
+        near(found, expected)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3", "minicpm3"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -154,7 +155,7 @@ def test_a_tied_table_stays_quantized(kind, most, drive, tmp_path):
     "family",
     [
         *("llama2", "llama3.1", "llama-biased", "llama-linear", "llama-yarn", "mistral-full", "qwen2", "qwen3"),
-        *("mixtral", "parallel-moe", "parallel-shared"),
+        *("mixtral", "parallel-moe", "parallel-shared", "deepseek-v2", "deepseek-v2-lite", "parallel-deepseek-v3"),
     ],
 )
 def test_families_compute_what_their_directories_do(family, reference, drive, prompts, tmp_path):
@@ -175,6 +176,15 @@ def test_families_compute_what_their_directories_do(family, reference, drive, pr
         "experts",
     ):
         assert getattr(own, field) == getattr(theirs, field), field
+
+
+@pytest.mark.parametrize("apart_kv", [False, True])
+def test_keys_and_values_of_latent_vectors_may_be_apart(apart_kv, reference, drive, prompts, tmp_path):
+    model = reference("deepseek-v2-lite")
+    file = write_gguf(model.path, tmp_path / "model.gguf", apart_kv=apart_kv)
+    (prompt,) = prompts(12)
+    assert read_config(file).latent == dataclasses.replace(read_config(model.path).latent, apart=apart_kv)
+    assert greedy(drive, file, prompt, 20) == model.greedy(prompt, 20)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1"])

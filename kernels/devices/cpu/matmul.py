@@ -13,9 +13,9 @@ from kernels.devices.cpu.native_blocks import NativeBlocks
 from kernels.devices.cpu.native_fp8 import NativeFp8
 from kernels.devices.cpu.native_grouped import NativeGrouped
 from kernels.devices.cpu.native_int8 import NativeInt8
-from kernels.devices.cpu.recording import Engine
+from kernels.devices.cpu.recording import OperatorRunner
 
-__all__ = ["AnyWeight", "NativeWeight", "Products", "products"]
+__all__ = ["AnyWeight", "MatmulOps", "NativeWeight", "products"]
 
 _LINEAR = 3
 _LINEAR8, _GROUPED, _BLOCKS = range(11, 14)
@@ -25,7 +25,7 @@ _FP8 = 18
 class NativeWeight:
     """A weight in the layout of the native products."""
 
-    def __init__(self, native: Engine, weight: Tensor) -> None:
+    def __init__(self, native: OperatorRunner, weight: Tensor) -> None:
         self.outputs, self.inputs = weight.shape
         self.memory = empty_large(native.library.packed(self.outputs, self.inputs), torch.bfloat16)
         source = weight.contiguous()
@@ -33,15 +33,15 @@ class NativeWeight:
 
 
 AnyWeight: TypeAlias = NativeWeight | NativeInt8 | NativeGrouped | NativeFp8 | NativeBlocks
-Products: TypeAlias = list[tuple[Op, int, tuple[Tensor | None, ...]]]
+MatmulOps: TypeAlias = list[tuple[Op, int, tuple[Tensor | None, ...]]]
 """Operators without tokens and results, the outputs before each one's, and what must live while they are used."""
 
 
-def products(weight: AnyWeight, bias: Tensor | None, gated: bool = False) -> Products:
+def products(weight: AnyWeight, bias: Tensor | None, gated: bool = False) -> MatmulOps:
     """The operators that multiply with a weight, one after the other along its outputs. ``gated``: these are gates and
     as many others, of which ``silu(gates) * others`` results; of one type, where a weight is in blocks."""
     if isinstance(weight, NativeBlocks):
-        found: Products = []
+        found: MatmulOps = []
         for rows in weight.rows:
             op = Op(kind=_BLOCKS, b=rows.memory.data_ptr(), i0=rows.inputs, i1=rows.outputs, gated=gated)
             op.c = None if bias is None else bias[rows.first :].data_ptr()
