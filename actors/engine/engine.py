@@ -119,7 +119,7 @@ class Engine:
         self.metrics = EngineMetrics(
             self.registry, self.model_name, lambda: report.readings(self), metric_options(arguments)
         )
-        self.traffic = self.metrics.traffic
+        self.actor_messages = self.metrics.actor_messages
         self.processes = ProcessMetrics(lambda: report.processes(self))
         self.tracing: Tracing | None = None  # from start() on, if traces are enabled
         self._tracer_provider = tracer_provider
@@ -137,7 +137,7 @@ class Engine:
         self._deaths = Deaths(
             arguments.device,
             self.lifecycle,
-            self.traffic,
+            self.actor_messages,
             model_info=lambda: self.model_info,
             find=lambda actor: None if self._actor_tree is None else self._actor_tree.find(actor),
         )
@@ -201,7 +201,7 @@ class Engine:
     async def _run_actors(self) -> None:
         """The engine's one task, which owns the actor system from start to end."""
         try:
-            observer: object | None = self.traffic if self.metrics.enabled else None
+            observer: object | None = self.actor_messages if self.metrics.enabled else None
             if self.tracing is not None:
                 observer = ActorSpans(self.tracing, observer)
             async with ActorSystem(name="troupe", log_death=self._deaths.log, observer=observer) as system:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from actors.protocol.requests import QueueFull
 from actors.requests.drain_rate import DrainRate
-from telemetry.metrics.tally import Tally
+from telemetry.metrics.histogram import Histogram
 
 __all__ = ["AdmissionControl", "Ticket", "most_for_one"]
 
@@ -67,7 +67,7 @@ class AdmissionControl:
         self.sequences = 0
         self.tokens = 0
         self.refusals = {"sequences": 0, "tokens": 0}  # requests, by the bound they met
-        self.retry_after_seconds = Tally(_RETRY_AFTER)  # that refusals carried
+        self.retry_after_seconds = Histogram(_RETRY_AFTER)  # that refusals carried
 
     def issue(self, choices: int, tokens: int, now: float, tenant: str = "") -> Ticket:
         """A ticket, or QueueFull. ``tokens`` may be an estimate; :meth:`correct` sets it right after encoding."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from app.parsers.events import CallArguments, CallBegun, Piece, Reasoning, Text
-from app.parsers.reasoning.thoughts import Thoughts
+from app.parsers.reasoning.formats import ReasoningFormat
 from app.parsers.tools.lark import Rules, Schema, Unenforceable
 
 __all__ = [
@@ -73,12 +73,17 @@ class StreamingParser:
     is logged; of a call that is malformed behind its name, the rest becomes content. Nothing is evaluated; the cost is
     linear in the length of the text.
 
+    A format may also override :meth:`at_start` (calls without a mark), :meth:`frame` or :meth:`call_rule` (a call as
+    part of a grammar), :meth:`answer_rule` (a whole answer as a grammar) and :meth:`history_id`. It builds them from
+    the reading methods (``until``, ``skip``, ``take``, ``name_until``, ``named_call``, ``json_calls``, ...), which none
+    overrides.
+
     ``tools``: the parameters of the tools that may be called, by name; calls of other tools are content. None: no call
-    is looked for. Unless ``parallel``, only the first call is returned. ``thoughts``: the format of the thought before
-    the answer, None for none. ``thinking``: whether the prompt has begun the thought (True) or ended it (False); None
-    if it says nothing. Unless ``separate``, the thought becomes content with its marks. ``stream_thought`` False
-    returns the thought at its end only. ``hidden``: marks of thoughts that are special tokens, which are dropped from
-    content.
+    is looked for. Unless ``parallel``, only the first call is returned. ``reasoning_format``: of the reasoning before
+    the answer, None for none. ``thinking``: whether the prompt has begun the reasoning (True) or ended it (False); None
+    if it says nothing. Unless ``separate``, the reasoning becomes content with its marks. ``stream_reasoning`` False
+    returns the reasoning at its end only. ``hidden``: marks of reasoning that are special tokens, which are dropped
+    from content.
     """
 
     OPEN: ClassVar[tuple[str, ...]] = ()
@@ -114,10 +119,10 @@ class StreamingParser:
         tools: Mapping[str, dict[str, Any]] | None,
         *,
         parallel: bool = True,
-        thoughts: Thoughts | None = None,
+        reasoning_format: ReasoningFormat | None = None,
         thinking: bool | None = None,
         separate: bool = True,
-        stream_thought: bool = True,
+        stream_reasoning: bool = True,
         hidden: tuple[str, ...] = (),
     ) -> None:
         self.calls = 0
@@ -126,9 +131,9 @@ class StreamingParser:
         self.thought_chars = self.chars = 0
         self._tools = tools
         self._parallel = parallel
-        self._thoughts = thoughts
+        self._reasoning_format = reasoning_format
         self._separate = separate
-        self._stream_thought = stream_thought
+        self._stream_thought = stream_reasoning
         self._hidden = hidden
         self._text = ""  # not read yet
         self._ended = False
@@ -232,23 +237,23 @@ class StreamingParser:
 
     def _everything(self, thinking: bool | None) -> Reading[None]:
         yield  # until the first text
-        if self._thoughts is not None:
-            yield from self._think(self._thoughts, thinking)
+        if self._reasoning_format is not None:
+            yield from self._think(self._reasoning_format, thinking)
         if self._tools is None:
             while (yield from self.until(self._hidden, self.add_content)):
                 pass
         else:
             yield from self.answer()
 
-    def _think(self, thoughts: Thoughts, thinking: bool | None) -> Reading[None]:
+    def _think(self, reasoning_format: ReasoningFormat, thinking: bool | None) -> Reading[None]:
         self._read = []
         yield from self.space()
-        begun = thoughts.begin + thoughts.label
+        begun = reasoning_format.begin + reasoning_format.label
         has_begin = yield from self.skip(begun)
-        if not has_begin and not (thinking or (thoughts.always and thinking is None)):
+        if not has_begin and not (thinking or (reasoning_format.always and thinking is None)):
             self.give_up()
             if thinking is False:
-                yield from self._repeated(thoughts)
+                yield from self._repeated(reasoning_format)
             return
         self.thought = True
         before, self._read = self._read, None
@@ -256,26 +261,26 @@ class StreamingParser:
             yield from self.space()
         else:
             self.add_content("".join(before) + has_begin)
-        mark = yield from self.until((thoughts.end, *thoughts.interrupted_by), self._think_aloud)
+        mark = yield from self.until((reasoning_format.end, *reasoning_format.interrupted_by), self._think_aloud)
         self.end_thought()
-        if mark and mark != thoughts.end:
+        if mark and mark != reasoning_format.end:
             self._text = mark + self._text
         elif mark and not self._separate:
             self.add_content(mark)
         if mark and self._separate:
             yield from self.space()
-            yield from self._repeated(thoughts)
+            yield from self._repeated(reasoning_format)
 
-    def _repeated(self, thoughts: Thoughts) -> Reading[None]:
+    def _repeated(self, reasoning_format: ReasoningFormat) -> Reading[None]:
         """Drop the end marks that a model repeats."""
         self._read = []
         yield from self.space()
-        if not (yield from self.skip(thoughts.end)):
+        if not (yield from self.skip(reasoning_format.end)):
             self.give_up()
             return
         self._read = None
         yield from self.space()
-        while (yield from self.skip(thoughts.end)):
+        while (yield from self.skip(reasoning_format.end)):
             yield from self.space()
 
     def _think_aloud(self, text: str) -> None:

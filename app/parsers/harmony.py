@@ -22,7 +22,7 @@ _MESSAGE = "<|message|>"
 _END = ("<|end|>", "<|return|>", "<|call|>")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?(\S+)")
 _WORDS = ("assistant", "analysis", "commentary", "final", "json", "code", "to=")
-_MOST_HEADER = 512
+_MAX_HEADER = 512
 
 
 class HarmonyParser(StreamingParser):
@@ -44,7 +44,7 @@ class HarmonyParser(StreamingParser):
 
         def sink(text: str) -> None:
             header.append(text)
-            if sum(map(len, header)) > _MOST_HEADER:
+            if sum(map(len, header)) > _MAX_HEADER:
                 raise ParseError("the header of a message has no end")
 
         self._read = [begun]
@@ -72,7 +72,7 @@ class HarmonyParser(StreamingParser):
 
     def _think_here(self) -> Reading[None]:
         """A thought up to the message's end, which stays to be read."""
-        if self._thoughts is None or not self._separate:
+        if self._reasoning_format is None or not self._separate:
             return  # it is content, as any text
         if self.thought:
             self.add_thought("\n")

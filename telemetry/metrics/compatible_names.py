@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from telemetry.metrics.exposition import Exposition, Readings, Samples
+from telemetry.metrics.histogram import Histogram
 from telemetry.metrics.names import MetricSpec
 from telemetry.metrics.options import ForeignNames, MetricOptions
 from telemetry.metrics.requests import RequestMetrics
 from telemetry.metrics.steps import StepMetrics
-from telemetry.metrics.tally import Tally
 
 __all__ = ["foreign_exposition"]
 
@@ -57,7 +57,7 @@ def _labelled(name: str, *keys: tuple[str, ...]) -> Callable[[_Own], float]:
         chosen = [
             value for labels, value in list(samples.items()) if not keys or any(labels[: len(k)] == k for k in keys)
         ]
-        return float(sum(value for value in chosen if not isinstance(value, Tally)))
+        return float(sum(value for value in chosen if not isinstance(value, Histogram)))
 
     return total
 
@@ -261,7 +261,7 @@ def foreign_exposition(
 ) -> Exposition:
     """The samples of a scrape under another engine's names. ``own`` returns Troupe's samples by Troupe's names. From
     now on ``requests`` and ``steps`` add their measurements to these histograms too."""
-    table, histograms = (_vllm(), _VLLM_HISTOGRAMS) if names == "vllm" else (_sglang(), _SGLANG_HISTOGRAMS)
+    table, quantities = (_vllm(), _VLLM_HISTOGRAMS) if names == "vllm" else (_sglang(), _SGLANG_HISTOGRAMS)
     chosen: dict[str, Sequence[float] | None] = {
         "first_token": options.first_token_buckets,
         "inter_token": options.inter_token_buckets,
@@ -270,22 +270,22 @@ def foreign_exposition(
         "output_tokens": options.generation_token_buckets,
     }
     specs = [spec for spec, _ in table.values()]
-    tallies: dict[str, Tally] = {}
-    for name, (quantity, text, bounds) in histograms.items():
+    histograms: dict[str, Histogram] = {}
+    for name, (quantity, text, bounds) in quantities.items():
         if name in _WITH_TOKENS and not options.collect_tokens:
             continue
-        tally = tallies[name] = Tally(chosen.get(quantity) or bounds)
+        histogram = histograms[name] = Histogram(chosen.get(quantity) or bounds)
         specs.append(MetricSpec(name, "histogram", text))
         if quantity == "inter_token":
-            steps.inter_token.append(tally)
+            steps.inter_token.append(histogram)
         elif quantity == "step_tokens":
-            steps.tokens.append(tally)
+            steps.tokens.append(histogram)
         else:
-            requests.measured[quantity].append(tally)
+            requests.measured[quantity].append(histogram)
 
     def readings() -> Mapping[str, Samples]:
         ours = own()
-        found: dict[str, Samples] = dict(tallies)
+        found: dict[str, Samples] = dict(histograms)
         for name, (_, of) in table.items():
             value = of(ours)
             if value is not None:

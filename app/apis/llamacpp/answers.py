@@ -13,7 +13,7 @@ from app.apis.collecting import CollectedChoice
 from app.apis.openai.answers import chat_logprobs
 from app.server.exchange import Exchange
 
-__all__ = ["CompletionChunks", "Form", "LlamaCompletionAnswer"]
+__all__ = ["AnswerFields", "CompletionChunks", "LlamaCompletionAnswer"]
 
 StopType = Literal["none", "eos", "limit", "word"]
 
@@ -39,7 +39,7 @@ class LlamaCompletionAnswer(msgspec.Struct, kw_only=True):
     completion_probabilities: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
 
 
-class Form:
+class AnswerFields:
     """What all answers of one request share."""
 
     def __init__(self, exchange: Exchange, model: str, params: SamplingParams, *, tokens: bool) -> None:
@@ -133,7 +133,7 @@ def _probabilities(
 class CompletionChunks:
     """An event for each piece, and the last of each choice with what is known at its end."""
 
-    def __init__(self, exchange: Exchange, form: Form, choices: int) -> None:
+    def __init__(self, exchange: Exchange, form: AnswerFields, choices: int) -> None:
         self._exchange = exchange
         self._form = form
         self._choices = [CollectedChoice() for _ in range(choices)]

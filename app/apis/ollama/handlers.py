@@ -47,7 +47,7 @@ async def chat(service: Service, exchange: Exchange, body: OllamaChatRequest) ->
         chat=chat_of(service, body),
         params=params_of(service, body),
         names=NAMES,
-        choice=ToolChoice("auto", tools) if tools else NO_TOOLS,
+        tool_choice=ToolChoice("auto", tools) if tools else NO_TOOLS,
         priority=body.priority,
         label=body.rid,
     )

@@ -17,10 +17,10 @@ from app.apis.openai.chunks import CompletionChunks, UsageReport
 from app.apis.openai.infill import fill_in
 from app.apis.openai.parameters import completion_names, completion_params, label_of, salt_of
 from app.apis.openai.requests import CompletionRequest
-from app.apis.sessions import take_turn
+from app.apis.sessions import begin_session_request
 from app.server.errors import invalid
 from app.server.exchange import Exchange
-from app.server.merged import Merged
+from app.server.merged_streams import MergedStreams
 from app.server.service import Service, json_response
 from app.server.sse import sse_response
 
@@ -37,12 +37,12 @@ async def completions(service: Service, exchange: Exchange, body: CompletionRequ
         prompts = [await fill_in(service, prompt, body.suffix) for prompt in prompts]
     params, names = completion_params(body), completion_names(body)
     service.check_size(len(prompts), params.n, "prompt")
-    turn = None
+    session_request = None
     if body.session_params is not None:
-        turn = await take_turn(
+        session_request = await begin_session_request(
             service, exchange, body.session_params, prompts, choices=params.n, rid=exchange.request_id, names=names
         )
-        prompts = [turn.prompt]
+        prompts = [session_request.prompt]
     streams = [
         service.submit(
             exchange,
@@ -76,9 +76,11 @@ async def completions(service: Service, exchange: Exchange, body: CompletionRequ
             echoes=echoes,
             choices=params.n,
         )
-        source: AsyncIterator[Delta] = streams[0] if len(streams) == 1 else Merged(streams, params.n)
-        return sse_response(service, exchange, source if turn is None else turn.follow(source), writer)
-    sources = streams if turn is None else [turn.follow(streams[0])]
+        source: AsyncIterator[Delta] = streams[0] if len(streams) == 1 else MergedStreams(streams, params.n)
+        return sse_response(
+            service, exchange, source if session_request is None else session_request.follow(source), writer
+        )
+    sources = streams if session_request is None else [session_request.follow(streams[0])]
     collected = [await collect(source, params.n) for source in sources]
     return json_response(_answer(service, exchange, body, collected, echoes, created))
 

@@ -13,11 +13,11 @@ from quart import Response
 from actors.protocol.requests import Acceptance, Delta, TokenLogprob
 from app.apis.collecting import CollectedChoice, collect
 from app.apis.hidden_states import all_states
-from app.apis.sessions import MOST_SECONDS, take_turn
+from app.apis.sessions import MAX_SECONDS, begin_session_request
 from app.apis.sglang.requests import Batch, GenerateRequest, Item, batch_of, native_names
 from app.server.errors import invalid
 from app.server.exchange import Exchange
-from app.server.merged import Merged
+from app.server.merged_streams import MergedStreams
 from app.server.service import Service, json_response
 from app.server.sse import sse_response
 
@@ -51,14 +51,14 @@ async def generate(service: Service, exchange: Exchange, body: GenerateRequest) 
     batch = batch_of(body)
     names = native_names(body)
     service.check_size(len(batch.items), batch.choices, names["prompt"])
-    turn = None
+    session_request = None
     if body.session_params is not None:
         item, prompts = batch.items[0], [item.prompt for item in batch.items]
         rid = item.label or exchange.request_id
-        turn = await take_turn(
+        session_request = await begin_session_request(
             service, exchange, body.session_params, prompts, choices=batch.choices, rid=rid, names=names
         )
-        item.prompt = turn.prompt
+        item.prompt = session_request.prompt
     salt = f"{body.cache_salt}\n{body.extra_key}" if body.cache_salt and body.extra_key else None
     streams = [
         service.submit(
@@ -82,10 +82,10 @@ async def generate(service: Service, exchange: Exchange, body: GenerateRequest) 
             )
     answers = _Answers(service, exchange, body, batch, [stream.request_id for stream in streams])
     if body.stream:
-        source: AsyncIterator[Delta] = streams[0] if len(streams) == 1 else Merged(streams, batch.choices)
-        source = source if turn is None else turn.follow(source)
+        source: AsyncIterator[Delta] = streams[0] if len(streams) == 1 else MergedStreams(streams, batch.choices)
+        source = source if session_request is None else session_request.follow(source)
         return sse_response(service, exchange, source, _NativeChunks(answers, service.arguments.stream_output))
-    sources = streams if turn is None else [turn.follow(streams[0])]
+    sources = streams if session_request is None else [session_request.follow(streams[0])]
     collected = [choice for source in sources for choice in await collect(source, batch.choices, keep_aborted=True)]
     if exchange.interruption is not None:
         raise exchange.interruption
@@ -103,7 +103,7 @@ class OpenSession(msgspec.Struct, kw_only=True):
     ) = None
     session_id: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
     streaming: bool | None = None
-    timeout: Annotated[float, Meta(gt=0, le=MOST_SECONDS)] | None = None
+    timeout: Annotated[float, Meta(gt=0, le=MAX_SECONDS)] | None = None
 
 
 class CloseSession(msgspec.Struct, kw_only=True):

@@ -10,10 +10,10 @@ import msgspec
 from actors.protocol.requests import Delta
 from actors.requests.streams import RequestStream
 
-__all__ = ["Merged"]
+__all__ = ["MergedStreams"]
 
 
-class Merged(AsyncIterator[Delta]):
+class MergedStreams(AsyncIterator[Delta]):
     """Several streams as one, in order of arrival. Choice ``i`` of stream ``s`` is choice ``s * choices + i``.
 
     At most one delta of each stream waits here; further deltas merge inside the engine. After ``stop`` nothing is read;

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gc
 
-from app.server.idle_collector import IdleCollector
+from app.server.garbage_collection import IdleGarbageCollector
 
 
 class Node:
@@ -16,7 +16,7 @@ def full() -> int:
 
 async def test_full_collections_wait_for_idle_unless_too_much_is_old() -> None:
     idle = False
-    collector = IdleCollector(lambda: idle)
+    collector = IdleGarbageCollector(lambda: idle)
     before = gc.get_threshold()
     with collector.running():
         assert gc.get_freeze_count() > 0

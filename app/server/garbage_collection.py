@@ -7,7 +7,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["IDLE_REQUESTS", "IdleCollector"]
+__all__ = ["IDLE_REQUESTS", "IdleGarbageCollector"]
 
 IDLE_REQUESTS = 64
 """Live requests up to which the server counts as idle: a full collection then blocks the loop for milliseconds."""
@@ -21,7 +21,7 @@ _MIDDLE_COLLECTIONS = 20
 """Collections of the middle generation after which a full one no longer waits for an idle moment."""
 
 
-class IdleCollector:
+class IdleGarbageCollector:
     """Replaces the interpreter's full collections inside of :meth:`running`.
 
     A full collection runs when objects have become old since the last one and ``is_idle()`` is true, or when so many

@@ -1,4 +1,4 @@
-"""Traffic: messages through the mailboxes, counted for each actor and message.
+"""ActorMessages: messages through the mailboxes, counted for each actor and message.
 
 The actor runtime calls this for every message, so it only adds to plain numbers. Readers (the metrics at a scrape, the
 live page) read the attributes.
@@ -10,9 +10,9 @@ import time
 from bisect import bisect_left
 from collections import Counter
 
-from telemetry.metrics.tally import Tally
+from telemetry.metrics.histogram import Histogram
 
-__all__ = ["Flow", "Traffic"]
+__all__ = ["ActorMessages", "Flow"]
 
 _SECONDS = (0.00001, 0.00005, 0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
 _RECOVERY = (0.01, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
@@ -24,8 +24,8 @@ class Flow:
     __slots__ = ("depth", "errors", "handling", "waiting")
 
     def __init__(self) -> None:
-        self.waiting = Tally(_SECONDS)  # seconds in the mailbox
-        self.handling = Tally(_SECONDS)  # seconds in the handler, or until a deferred reply
+        self.waiting = Histogram(_SECONDS)  # seconds in the mailbox
+        self.handling = Histogram(_SECONDS)  # seconds in the handler, or until a deferred reply
         self.errors = 0
         self.depth = 0
 
@@ -44,7 +44,7 @@ class Flow:
         return self.handling.total
 
 
-class Traffic:
+class ActorMessages:
     """The observer of an actor system (``actors.runtime.Observer``). All counts are since the start."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Traffic:
         self.ask_timeouts: Counter[tuple[str, str]] = Counter()  # by actor and message
         self.dead_letters: Counter[tuple[str, str, str]] = Counter()  # by actor, message and reason
         self.restarts: Counter[tuple[str, str]] = Counter()  # by actor and error
-        self.recovery: dict[tuple[str], Tally] = {}  # by actor: seconds from a death to the restart
+        self.recovery: dict[tuple[str], Histogram] = {}  # by actor: seconds from a death to the restart
         self._deaths: dict[str, tuple[str, float]] = {}
 
     def handled(
@@ -69,13 +69,13 @@ class Traffic:
         flow = self.flows.get((actor, message))
         if flow is None:
             flow = self.flows[actor, message] = Flow()
-        # Tally.add inlined: this runs for every message, and the two calls would double its cost
-        tally = flow.waiting
-        tally.counts[bisect_left(_SECONDS, wait)] += 1
-        tally.total += wait
-        tally = flow.handling
-        tally.counts[bisect_left(_SECONDS, duration)] += 1
-        tally.total += duration
+        # Histogram.add inlined: this runs for every message, and the two calls would double its cost
+        histogram = flow.waiting
+        histogram.counts[bisect_left(_SECONDS, wait)] += 1
+        histogram.total += wait
+        histogram = flow.handling
+        histogram.counts[bisect_left(_SECONDS, duration)] += 1
+        histogram.total += duration
         flow.depth = depth
         if error is not None:
             flow.errors += 1
@@ -96,4 +96,4 @@ class Traffic:
         cause, since = self._deaths.pop(actor, ("group", None))
         self.restarts[actor, cause] += 1
         if since is not None:
-            self.recovery.setdefault((actor,), Tally(_RECOVERY)).add(time.monotonic() - since)
+            self.recovery.setdefault((actor,), Histogram(_RECOVERY)).add(time.monotonic() - since)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from actors.options import Arguments
-from app.server.greeting import exposure, first_steps, url_of
+from app.server.startup_lines import exposure, first_steps, url_of
 from tests.kits.waiting import PATIENCE
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-__all__ = ["Tally"]
+__all__ = ["Histogram"]
 
 
-class Tally:
+class Histogram:
     """Counts of observations by bucket, and their sum. ``bounds``: inclusive upper ends of the buckets; one more bucket
     is above the last.
 
