@@ -26,13 +26,13 @@ from app.route_table import DIALECTS, routes
 from app.server.decoding import check_json_content
 from app.server.errors import ApiError, shutting_down, too_many_uploads
 from app.server.exchange import Exchange
-from app.server.greeting import first_steps
 from app.server.middleware import Application, Middleware
 from app.server.progress import ProgressReport
 from app.server.request_body import MAX_BODY
 from app.server.routes import Route, RouteTable
 from app.server.service import Service
 from app.server.single_process import refuse_sibling_workers
+from app.server.startup_lines import first_steps
 from app.server.warmup import warm_up
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from app.apis.responses.routes import ROUTES as RESPONSES
 from app.apis.sglang.routes import ROUTES as SGLANG
 from app.apis.tokens.routes import ROUTES as TOKENS
 from app.live.routes import ROUTES as LIVE_PAGE
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.openapi import openapi
 from app.server.openapi_page import docs
 from app.server.routes import Route
@@ -29,7 +29,7 @@ _DESCRIPTION = (
     Route(
         path="/openapi.json",
         methods=("GET",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=openapi,
         summary="This description",
         tag="pages",
@@ -37,7 +37,7 @@ _DESCRIPTION = (
     Route(
         path="/docs",
         methods=("GET",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=docs,
         summary="The API as a page",
         media=("text/html",),

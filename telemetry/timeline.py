@@ -18,10 +18,10 @@ __all__ = ["Content", "Hop", "Mark", "Outcome", "RequestTimeline", "TimelineList
 
 Value = str | int | float | bool | tuple[str, ...]
 
-_MOST_HOPS = 256
+_MAX_HOPS = 256
 """Events recorded for one request. Listeners receive later ones too, but they are not stored."""
 
-_MOST_MARKS = 256
+_MAX_MARKS = 256
 
 
 class Hop(msgspec.Struct, eq=False):
@@ -39,7 +39,7 @@ class Hop(msgspec.Struct, eq=False):
 
 
 class Mark(msgspec.Struct, eq=False):
-    """An event at one moment: first_token, preempted, resumed, worker_died, set_apart, aborted ..."""
+    """An event at one moment: first_token, preempted, resumed, worker_died, quarantined, aborted ..."""
 
     name: str
     at: float
@@ -115,7 +115,7 @@ class RequestTimeline(msgspec.Struct, eq=False, weakref=True):
     def begin(self, name: str, at: float, choice: int | None = None, **attributes: Value) -> Hop:
         """Begin a hop. Pass it to :meth:`finish` at its end."""
         hop = Hop(name=name, start=at, choice=choice, attributes=attributes)
-        if self.end is None and len(self.hops) < _MOST_HOPS:
+        if self.end is None and len(self.hops) < _MAX_HOPS:
             self.hops.append(hop)
         return hop
 
@@ -146,7 +146,7 @@ class RequestTimeline(msgspec.Struct, eq=False, weakref=True):
         if self.end is not None:
             return
         mark = Mark(name=name, at=at, choice=choice, attributes=attributes)
-        if len(self.marks) < _MOST_MARKS:
+        if len(self.marks) < _MAX_MARKS:
             self.marks.append(mark)
         for listener in self.listeners:
             listener.marked(self, mark)

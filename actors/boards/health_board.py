@@ -27,7 +27,7 @@ class HealthBoard:
         # Set by the scheduler: returns the sequences in the steps that the worker had at this time.
         self.read_batch: Callable[[float], tuple[int, ...]] | None = None
         # Set by the scheduler: returns the verdict on the death of the worker in this epoch.
-        self.judge: Callable[[int], Verdict] | None = None
+        self.attribute_death: Callable[[int], Verdict] | None = None
         self._deaths: dict[int, float] = {}  # time of death by epoch, of workers that had loaded
         self._last_death: int | None = None  # the epoch that ended last; None if its worker had not loaded
         self._loaded = 0.0  # when the scheduler last wrote its load
@@ -90,9 +90,9 @@ class HealthBoard:
 
     def last_death_counts(self) -> bool:
         """Whether the worker's last death counts towards the restart intensity."""
-        if self.judge is None or self._last_death is None:
+        if self.attribute_death is None or self._last_death is None:
             return True
-        return self.judge(self._last_death).counts
+        return self.attribute_death(self._last_death).counts
 
     def died_at(self, epoch: int) -> float | None:
         """When the worker of ``epoch`` died; None while it is alive."""

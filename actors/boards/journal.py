@@ -72,13 +72,13 @@ class JournalEntry(msgspec.Struct, eq=False, weakref=True):
 class Journal:
     """Entries by sequence. An entry exists from admission to its end, which is reported exactly once.
 
-    ``suspects``: sequences that may have killed the worker. ``condemned``: those of them that must end with an error.
+    ``suspects``: sequences that may have killed the worker. ``quarantined``: those of them that must end with an error.
     ``paused``: whether generation is paused.
     """
 
     def __init__(self) -> None:
         self.suspects = Suspects()
-        self.condemned: set[int] = set()
+        self.quarantined: set[int] = set()
         self.paused = False
         self._entries: dict[int, JournalEntry] = {}
 

@@ -32,10 +32,10 @@ class Rerun(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The conclusion from a death. ``condemned``: sequences that must not run again. ``counts``: whether the death
+    """The conclusion from a death. ``quarantined``: sequences that must not run again. ``counts``: whether the death
     counts towards the restart intensity; one that narrows the suspects down does not."""
 
-    condemned: tuple[int, ...] = ()
+    quarantined: tuple[int, ...] = ()
     counts: bool = True
 
 
@@ -73,25 +73,25 @@ class Suspects:
 
     def died(self, lost: Mapping[int, Rerun]) -> Verdict:
         """Judge the death of a worker. ``lost``: the sequences in its steps without a result."""
-        accused = [sequence for sequence in lost if sequence in self._reruns]
-        if not accused:
+        suspected = [sequence for sequence in lost if sequence in self._reruns]
+        if not suspected:
             self._reruns.update(lost)
             self._groups += _halves(list(lost))
             return Verdict()
-        for sequence in accused:
+        for sequence in suspected:
             before, now = self._reruns[sequence], lost[sequence]
             self._reruns[sequence] = Rerun(max(before.tokens, now.tokens), before.decode or now.decode)
-        self._remove(accused)
-        condemned: tuple[int, ...] = ()
-        if len(accused) == 1 and accused[0] in self._alone:
-            condemned = (accused[0],)
-            self._forget(accused[0])
+        self._remove(suspected)
+        quarantined: tuple[int, ...] = ()
+        if len(suspected) == 1 and suspected[0] in self._alone:
+            quarantined = (suspected[0],)
+            self._forget(suspected[0])
             self._unproved += 1
         else:
-            self._groups[:0] = _halves(accused)
-            if len(accused) == 1:
-                self._alone.add(accused[0])
-        return Verdict(condemned, counts=self._unproved > _MAX_UNPROVED)
+            self._groups[:0] = _halves(suspected)
+            if len(suspected) == 1:
+                self._alone.add(suspected[0])
+        return Verdict(quarantined, counts=self._unproved > _MAX_UNPROVED)
 
     def ran(self, sequence: int, computed: int, *, decode: bool) -> None:
         """Record the result of a step with this sequence: ``computed`` tokens are done, the last of them in a

@@ -34,20 +34,20 @@ class WakeLimiter:
         """Set the future's result in this or a later turn of its loop. A cancelled future loses its place."""
         if not self._turning:
             self._turning = True
-            future.get_loop().call_soon(self._turn)
+            future.get_loop().call_soon(self._rotate)
         if self._passed < self._each and not self._waiting:
             self._go(future)
         else:
             self._waiting.append(future)
 
-    def _turn(self) -> None:
+    def _rotate(self) -> None:
         self._passed = 0
         self._turning = False
         while self._waiting and self._passed < self._each:
             future = self._waiting.popleft()
             if not self._turning:
                 self._turning = True
-                future.get_loop().call_soon(self._turn)
+                future.get_loop().call_soon(self._rotate)
             self._go(future)
 
     def _go(self, future: asyncio.Future[None]) -> None:

@@ -8,8 +8,8 @@ from actors.boards.health_board import HealthBoard
 from actors.caching.prefix_cache import PrefixCache
 from actors.protocol import (
     CacheProtocol,
-    CacheTurn,
-    CacheTurnDone,
+    CacheUpdate,
+    CacheUpdated,
     CacheUsage,
     FlushCache,
     Lease,
@@ -57,7 +57,7 @@ class CacheManager(Actor[CacheProtocol]):
         return self._cache.open(message)
 
     @handles
-    def turn(self, message: CacheTurn) -> CacheTurnDone:
+    def turn(self, message: CacheUpdate) -> CacheUpdated:
         return self._cache.turn(message)
 
     @handles

@@ -18,8 +18,8 @@ from actors.caching.bounded_pages import BoundedPages
 from actors.caching.page_pool import TREE, CacheCorrupted, PagePool
 from actors.caching.radix_tree import Node, RadixTree
 from actors.protocol import (
-    CacheTurn,
-    CacheTurnDone,
+    CacheUpdate,
+    CacheUpdated,
     CacheUsage,
     Commit,
     Grant,
@@ -112,7 +112,7 @@ class PrefixCache:
         cached = len(pages) * self._page_size
         return Lease(pages=_pack(pages), cached=cached, available=self.available, bounded=runs)
 
-    def turn(self, message: CacheTurn) -> CacheTurnDone:
+    def turn(self, message: CacheUpdate) -> CacheUpdated:
         """Commits, then closes, then grows.
 
         The first two never lower ``available``, so a grow within the last reported ``available`` is always granted.
@@ -122,7 +122,7 @@ class PrefixCache:
         for sequence in message.closes:
             self._close(sequence)
         grants = tuple([self._grow(grow) for grow in message.grows])
-        return CacheTurnDone(grants=grants, available=self.available)
+        return CacheUpdated(grants=grants, available=self.available)
 
     def peek(self, message: PeekPrefixes) -> list[int]:
         """Tokens an ``open`` of each sequence would find cached now."""

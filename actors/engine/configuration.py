@@ -18,7 +18,7 @@ from telemetry.metrics.options import MetricOptions, token_buckets
 __all__ = ["chunk_size", "grammar_settings", "metric_options", "planner_config", "runner_config"]
 
 
-OP_TIMEOUT = 200.0
+OP_TIMEOUT_SECONDS = 200.0
 """Most seconds until a hanging kernel or collective becomes a device error. Two thirds of the watchdog's time if that
 is less, so that the worker reports the error before the watchdog kills it."""
 
@@ -92,7 +92,7 @@ def runner_config(
         max_step_tokens=_step_tokens(a, context_length, placement) + _tail_tokens(a, placement),
         threads=a.cpu_threads or 0,
         random_seed=a.random_seed or 0,
-        op_timeout=min(OP_TIMEOUT, a.watchdog_timeout * 2 / 3),
+        op_timeout=min(OP_TIMEOUT_SECONDS, a.watchdog_timeout * 2 / 3),
         tp_size=a.tensor_parallel_size,
         npu_simulator=placement.simulator,
         attention_backend=a.attention_backend or "",
@@ -114,6 +114,8 @@ def runner_config(
         window_pages=not a.disable_hybrid_swa_memory,
         fp32_head=a.enable_fp32_lm_head,
         grammar=grammar,
+        model_impl=a.model_impl,
+        trust_remote_code=a.trust_remote_code,
         is_embedding=a.is_embedding,
         invariant=a.enable_deterministic_inference,
     )

@@ -10,7 +10,7 @@ from actors.engine.replica import Replica
 from actors.runtime import ChildCrash, Event, EventKind
 from kernels.contract.info import ModelInfo
 from telemetry.logs.lines import Event as LogEvent
-from telemetry.metrics.traffic import Traffic
+from telemetry.metrics.actor_messages import ActorMessages
 
 __all__ = ["Deaths"]
 
@@ -28,21 +28,21 @@ class Deaths:
         self,
         device: str,
         lifecycle: Lifecycle,
-        traffic: Traffic,
+        messages: ActorMessages,
         *,
         model_info: Callable[[], ModelInfo | None],
         find: Callable[[str], Replica | None],
     ) -> None:
         self._device = device
         self._lifecycle = lifecycle
-        self._traffic = traffic
+        self._messages = messages
         self._model_info = model_info
         self._find = find
 
     def on_event(self, event: Event) -> None:
         lifecycle = self._lifecycle
         if event.kind is EventKind.DIED:
-            self._traffic.died(event.actor, event.cause, event.at)
+            self._messages.died(event.actor, event.cause, event.at)
         replica = self._find(event.actor)
         if event.kind is EventKind.DIED and replica is not None:
             replica.board.worker_lost(event.at)

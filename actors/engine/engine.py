@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine"]
 
-_ASK_TIMEOUT = 30.0
+_ASK_TIMEOUT_SECONDS = 30.0
 
 
 def _operation(prompt: Prompt, task: Task) -> str:
@@ -119,7 +119,7 @@ class Engine:
         self.metrics = EngineMetrics(
             self.registry, self.model_name, lambda: report.readings(self), metric_options(arguments)
         )
-        self.traffic = self.metrics.traffic
+        self.actor_messages = self.metrics.actor_messages
         self.processes = ProcessMetrics(lambda: report.processes(self))
         self.tracing: Tracing | None = None  # from start() on, if traces are enabled
         self._tracer_provider = tracer_provider
@@ -137,7 +137,7 @@ class Engine:
         self._deaths = Deaths(
             arguments.device,
             self.lifecycle,
-            self.traffic,
+            self.actor_messages,
             model_info=lambda: self.model_info,
             find=lambda actor: None if self._actor_tree is None else self._actor_tree.find(actor),
         )
@@ -201,7 +201,7 @@ class Engine:
     async def _run_actors(self) -> None:
         """The engine's one task, which owns the actor system from start to end."""
         try:
-            observer: object | None = self.traffic if self.metrics.enabled else None
+            observer: object | None = self.actor_messages if self.metrics.enabled else None
             if self.tracing is not None:
                 observer = ActorSpans(self.tracing, observer)
             async with ActorSystem(name="troupe", log_death=self._deaths.log, observer=observer) as system:
@@ -518,7 +518,7 @@ class Engine:
         In a pause with ``retract`` requests may wait.
         """
         self._require_intake()
-        return all([await each.ask(Flush(), timeout=_ASK_TIMEOUT) for each in self._schedulers()])
+        return all([await each.ask(Flush(), timeout=_ASK_TIMEOUT_SECONDS) for each in self._schedulers()])
 
     async def pause_generation(self, mode: Literal["abort", "in_place", "retract"] = "abort") -> None:
         """Run no more steps until :meth:`continue_generation`; returns when none is in flight.
@@ -529,14 +529,14 @@ class Engine:
         """
         self._require_intake()
         pause = Pause(retract=mode == "retract")
-        await asyncio.gather(*(each.ask(pause, timeout=_ASK_TIMEOUT) for each in self._schedulers()))
+        await asyncio.gather(*(each.ask(pause, timeout=_ASK_TIMEOUT_SECONDS) for each in self._schedulers()))
         if mode == "abort":
             await self.abort(all=True)
 
     async def continue_generation(self) -> None:
         """End a pause; without one nothing happens."""
         self._require_intake()
-        await asyncio.gather(*(each.ask(Continue(), timeout=_ASK_TIMEOUT) for each in self._schedulers()))
+        await asyncio.gather(*(each.ask(Continue(), timeout=_ASK_TIMEOUT_SECONDS) for each in self._schedulers()))
 
     def _schedulers(self) -> list[ActorRef[SchedulerProtocol]]:
         return [] if self._actor_tree is None else [replica.scheduler for replica in self._actor_tree.replicas]

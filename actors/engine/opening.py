@@ -15,7 +15,7 @@ from kernels.contract.speculation import SpeculativeSettings
 
 __all__ = ["OpenedModel", "open_model", "read_model"]
 
-_PATIENCE = 1.0
+_PATIENCE_SECONDS = 1.0
 """Seconds that a cancelled call waits for its thread: enough for local files, not for a download."""
 
 
@@ -65,7 +65,7 @@ async def open_model(arguments: Arguments) -> OpenedModel:
     try:
         await asyncio.wait({opened})
     except asyncio.CancelledError:
-        await asyncio.wait({opened}, timeout=_PATIENCE)
+        await asyncio.wait({opened}, timeout=_PATIENCE_SECONDS)
         if not opened.cancel():
             opened.exception()  # mark it as retrieved
         raise

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Replica", "ReplicaEvents", "ReplicaSetup"]
 
-_LEAST_SILENCE = 10.0
+_MIN_SILENCE_SECONDS = 10.0
 """Seconds. A worker sends a heartbeat every second, but a machine may be slow."""
 
 
@@ -112,7 +112,7 @@ class Replica:
         await self._group.spawn(
             lambda worker: placement.environment(arguments, worker.number, os.environ, arguments.watchdog_timeout),
             standby=arguments.standby_worker,
-            silence=max(arguments.watchdog_timeout, _LEAST_SILENCE),
+            silence=max(arguments.watchdog_timeout, _MIN_SILENCE_SECONDS),
             max_restarts=arguments.max_worker_restarts,
             counts=self.board.last_death_counts,
         )

@@ -46,7 +46,7 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
             unbuilt_choices={
                 "hf": "use auto, or slow for the files beside tokenizer.json",
                 "mistral": "tokenizers of mistral-common are not supported; use auto with a tokenizer.json",
-                "custom": "code from model repositories is never run; use auto",
+                "custom": "use auto, with --trust-remote-code for a tokenizer with code of its own",
             },
             help="auto reads tokenizer.json. slow ignores it, for models whose tokenizer.json is wrong: transformers "
             "builds the tokenizer from other files, such as vocab.json and merges.txt or tokenizer.model, which "
@@ -70,6 +70,32 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
         Option(
             group="Model and tokenizer",
             help="Load no tokenizer: prompts must be token ids, and answers contain token ids instead of text.",
+        ),
+    ] = False
+
+    model_impl: Annotated[
+        Literal["auto", "native", "transformers"],
+        Option(
+            group="Model and tokenizer",
+            synonyms={"sglang": "native", "troupe": "native", "vllm": "native"},
+            unbuilt_choices={
+                "mindspore": "models of MindSpore are not supported; use auto",
+                "terratorch": "models of TerraTorch are not supported; use auto",
+            },
+            help="Whose code runs the model. native: a family of this engine. transformers: the modeling code of "
+            "transformers, over the paged cache and with the engine's attention, sampler and scheduler; no step is "
+            "captured, so it is slower. auto: native if there is a family for the architecture, else transformers. "
+            "The worker logs which.",
+        ),
+    ] = "auto"
+
+    trust_remote_code: Annotated[
+        bool,
+        Option(
+            group="Model and tokenizer",
+            help="Let Python files of the model's directory (auto_map of config.json) run in worker processes, and in "
+            "the one that converts a tokenizer. They can do all that this user can: read them first, and pin "
+            "--revision.",
         ),
     ] = False
 

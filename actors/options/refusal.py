@@ -13,7 +13,7 @@ import msgspec
 from actors.options.argument import parse_flag
 from actors.options.errors import ArgumentError
 
-__all__ = ["Refusal", "Refused"]
+__all__ = ["Refusal", "RefusedNames"]
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,11 +48,13 @@ def _same(given: object, accepted: object) -> bool:
     return str(given).strip() == str(accepted)
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
+class RefusedNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names that are refused for one reason, grouped by the values that are accepted nevertheless.
 
-    ``flags``: false. ``always``: true. ``either``: both. ``unset``: none. ``values``: none, and the value that means
-    "off" or changes nothing. ``lists``: none; they take several words. ``only``: just these values.
+    ``flags``: flags that may be false. ``always``: flags that may be true. ``either``: flags that may be either, since
+    they change nothing. ``unset``: options that take no value at all. ``values``: options and the one value that they
+    take, which means "off". ``lists``: options of several words, which take none. ``only``: options and the values that
+    they take.
     """
 
     group: str

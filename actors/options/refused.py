@@ -5,19 +5,18 @@ A name may be followed by its aliases, separated by spaces; a star at the end of
 
 from __future__ import annotations
 
-from actors.options.refusal import Refusal, Refused
+from actors.options.refusal import Refusal, RefusedNames
 
 __all__ = ["REFUSALS"]
 
-_TABLE: tuple[Refused, ...] = (
-    Refused(
+_TABLE: tuple[RefusedNames, ...] = (
+    RefusedNames(
         group="Model and tokenizer",
-        reason="code from model repositories is never run",
-        remedy="leave it out; supported architectures need no code",
-        flags=("trust-remote-code",),
+        reason="code of a checkpoint comes from the revision of its weights",
+        remedy="use --revision",
         unset=("code-revision",),
     ),
-    Refused(
+    RefusedNames(
         group="Multimodal",
         reason="multimodal input is not built yet",
         remedy="leave it out and send text",
@@ -54,7 +53,7 @@ _TABLE: tuple[Refused, ...] = (
             "allowed-local-media-path": "",
         },
     ),
-    Refused(
+    RefusedNames(
         group="Quantization",
         reason="this quantization method is not built",
         remedy="leave it out; --quantization int8 or fp8 quantizes weights while loading",
@@ -68,7 +67,7 @@ _TABLE: tuple[Refused, ...] = (
         ),
         values={"torchao-config": "", "fp8-gemm-backend": "auto"},
     ),
-    Refused(
+    RefusedNames(
         group="LoRA",
         reason="LoRA adapters are not built yet",
         remedy="merge the adapter into the weights and serve the result",
@@ -93,31 +92,31 @@ _TABLE: tuple[Refused, ...] = (
             "lora-dtype": "auto",
         },
     ),
-    Refused(
+    RefusedNames(
         group="API",
         reason="the tags of reasoning are those of --reasoning-parser",
         remedy="leave it out",
         unset=("reasoning-config",),
     ),
-    Refused(
+    RefusedNames(
         group="API",
         reason="reasoning is always recognized",
         remedy="leave it out, or use --reasoning-parser off to leave them in the text",
         always=("enable-reasoning",),
     ),
-    Refused(
+    RefusedNames(
         group="API",
         reason="built-in tools are not built yet",
         remedy="leave it out",
         unset=("tool-server",),
     ),
-    Refused(
+    RefusedNames(
         group="API",
         reason="code from clients is never run",
         remedy="leave it out and use the sampling parameters",
         flags=("enable-custom-logit-processor",),
     ),
-    Refused(
+    RefusedNames(
         group="Grammar",
         reason="there is one library for grammars, which --grammar-backend names",
         remedy="leave it out",
@@ -128,7 +127,7 @@ _TABLE: tuple[Refused, ...] = (
         ),
         unset=("structured-outputs-config",),
     ),
-    Refused(
+    RefusedNames(
         group="Speculative decoding",
         reason="the device decides how experts run, also those of a draft",
         remedy="leave it out",
@@ -137,7 +136,7 @@ _TABLE: tuple[Refused, ...] = (
             "speculative-moe-a2a-backend": "none",
         },
     ),
-    Refused(
+    RefusedNames(
         group="Model and tokenizer",
         reason="state-space models are not built yet",
         remedy="leave it out",
@@ -151,7 +150,7 @@ _TABLE: tuple[Refused, ...] = (
             "mamba-ssm-cache-dtype": "auto",
         },
     ),
-    Refused(
+    RefusedNames(
         group="Model and tokenizer",
         reason="double sparsity attention is not built",
         remedy="leave it out",
@@ -164,19 +163,13 @@ _TABLE: tuple[Refused, ...] = (
             "ds-sparse-decode-threshold": 4096,
         },
     ),
-    Refused(
-        group="Model and tokenizer",
-        reason="the engine has only its own model implementations",
-        remedy="leave it out or give auto",
-        only={"model-impl": ("auto", "troupe")},
-    ),
-    Refused(
+    RefusedNames(
         group="Weight loading",
         reason="the engine's loaders have no options",
         remedy="leave it out or give {}",
         values={"model-loader-extra-config": "{}"},
     ),
-    Refused(
+    RefusedNames(
         group="Weight loading",
         reason="only the engine's own readers of safetensors and GGUF are supported",
         remedy="leave it out and convert the weights to safetensors or GGUF",
@@ -194,13 +187,13 @@ _TABLE: tuple[Refused, ...] = (
         lists=("custom-weight-loader",),
         values={"remote-instance-weight-loader-backend": "nccl"},
     ),
-    Refused(
+    RefusedNames(
         group="Weight loading",
         reason="encrypted checkpoints are not built",
         remedy="decrypt the model directory first",
         unset=("decrypted-config-file", "decrypted-draft-config-file"),
     ),
-    Refused(
+    RefusedNames(
         group="Parallelism",
         reason="every part of the model is sharded over the same devices",
         remedy="leave it out or give 1; --tensor-parallel-size shards a model over several devices",
@@ -212,14 +205,14 @@ _TABLE: tuple[Refused, ...] = (
             "nprocs-per-node": 1,
         },
     ),
-    Refused(
+    RefusedNames(
         group="Parallelism",
         reason="pipeline parallelism is not built yet",
         remedy="leave it out or give 1; --tensor-parallel-size shards a model over several devices",
         unset=("pp-max-micro-batch-size",),
         values={"pipeline-parallel-size pp-size pp": 1, "pp-async-batch-depth": 0},
     ),
-    Refused(
+    RefusedNames(
         group="Parallelism",
         reason="data parallelism is not built yet",
         remedy="leave it out or give 1; start several servers behind a load balancer",
@@ -231,7 +224,7 @@ _TABLE: tuple[Refused, ...] = (
         ),
         values={"data-parallel-size dp-size dp": 1, "load-balance-method": "round_robin"},
     ),
-    Refused(
+    RefusedNames(
         group="Parallelism",
         reason="expert parallelism is not built yet",
         remedy="leave it out or give 1; --tensor-parallel-size shards a model over several devices",
@@ -262,14 +255,14 @@ _TABLE: tuple[Refused, ...] = (
             "tbo-token-distribution-threshold": 0.48,
         },
     ),
-    Refused(
+    RefusedNames(
         group="Parallelism",
         reason="the device decides how experts run, also shared ones",
         remedy="leave it out",
         flags=("enable-flashinfer-allreduce-fusion", "disable-shared-experts-fusion"),
         values={"moe-runner-backend moe-backend": "auto", "flashinfer-mxfp4-moe-precision": "default"},
     ),
-    Refused(
+    RefusedNames(
         group="Parallelism",
         reason="serving on several nodes is not built yet",
         remedy="leave it out",
@@ -277,19 +270,19 @@ _TABLE: tuple[Refused, ...] = (
         unset=("master-addr", "master-port"),
         values={"nnodes": 1, "node-rank": 0},
     ),
-    Refused(
+    RefusedNames(
         group="Parallelism",
         reason="workers have one rendezvous address",
         remedy="use --dist-init-addr",
         unset=("nccl-port",),
     ),
-    Refused(
+    RefusedNames(
         group="Parallelism",
         reason="the timeout of collectives is two thirds of --watchdog-timeout",
         remedy="use --watchdog-timeout",
         unset=("dist-timeout",),
     ),
-    Refused(
+    RefusedNames(
         group="Parallelism",
         reason="collectives are those of the device (HCCL, NCCL, gloo), by torch.distributed",
         remedy="leave it out; kernels of collectives cannot be chosen",
@@ -306,13 +299,13 @@ _TABLE: tuple[Refused, ...] = (
         ),
         unset=("comm-fusion-max-num-tokens",),
     ),
-    Refused(
+    RefusedNames(
         group="Parallelism",
         reason="there is no custom all-reduce",
         remedy="leave it out",
         either=("disable-custom-all-reduce",),
     ),
-    Refused(
+    RefusedNames(
         group="Disaggregation",
         reason="prefill-decode disaggregation is not built yet",
         remedy="leave it out: each server does both",
@@ -336,7 +329,7 @@ _TABLE: tuple[Refused, ...] = (
             "num-reserved-decode-tokens": 512,
         },
     ),
-    Refused(
+    RefusedNames(
         group="Disaggregation",
         reason="encoder disaggregation is not built yet",
         remedy="leave it out",
@@ -344,7 +337,7 @@ _TABLE: tuple[Refused, ...] = (
         lists=("encoder-urls",),
         values={"encoder-transfer-backend": "zmq_to_scheduler"},
     ),
-    Refused(
+    RefusedNames(
         group="Disaggregation",
         reason="multiplexing prefill and decode on parts of a device is not built yet",
         remedy="leave it out",
@@ -352,7 +345,7 @@ _TABLE: tuple[Refused, ...] = (
         unset=("pdmux-config-path",),
         values={"sm-group-num": 8},
     ),
-    Refused(
+    RefusedNames(
         group="Kernels",
         reason="the device decides on the kernels",
         remedy="leave it out; on an NPU --attention-backend chooses between two",
@@ -371,21 +364,21 @@ _TABLE: tuple[Refused, ...] = (
             "triton-attention-num-kv-splits": 8,
         },
     ),
-    Refused(
+    RefusedNames(
         group="Graphs",
         reason="profiling and debugging of graphs is not built yet",
         remedy="leave it out: steps run in whole graphs on devices with graphs",
         flags=("enable-profile-cuda-graph", "enable-cudagraph-gc"),
         values={"piecewise-cuda-graph-compiler": "eager"},
     ),
-    Refused(
+    RefusedNames(
         group="Graphs",
         reason="compiling the model is not built yet",
         remedy="leave it out",
         flags=("enable-torch-compile", "enable-torch-compile-debug-mode"),
         values={"torch-compile-max-bs": 32},
     ),
-    Refused(
+    RefusedNames(
         group="Cache tiers",
         reason="a hierarchical prefix cache is not built yet",
         remedy="leave it out",
@@ -400,14 +393,14 @@ _TABLE: tuple[Refused, ...] = (
             "hicache-storage-prefetch-policy": "best_effort",
         },
     ),
-    Refused(
+    RefusedNames(
         group="Cache tiers",
         reason="the caches of sliding windows have a fixed share of the memory",
         remedy="leave it out",
         unset=("hybrid-kvcache-ratio",),
         values={"swa-full-tokens-ratio": 0.8},
     ),
-    Refused(
+    RefusedNames(
         group="Memory",
         reason="offloading weights is not built yet",
         remedy="leave it out and choose a model that fits",
@@ -428,85 +421,85 @@ _TABLE: tuple[Refused, ...] = (
             "kt-threadpool-count": 2,
         },
     ),
-    Refused(
+    RefusedNames(
         group="Scheduling",
         reason="separate steps for decodes and prompts are not built",
         remedy="leave it out or give true: decodes and chunks of prompts always share a step",
         always=("enable-mixed-chunk",),
     ),
-    Refused(
+    RefusedNames(
         group="Scheduling",
         reason="dynamic chunk sizes are not built yet",
         remedy="leave it out and set --chunked-prefill-size",
         flags=("enable-dynamic-chunking",),
     ),
-    Refused(
+    RefusedNames(
         group="Scheduling",
         reason="the scheduler checks for new requests before every step",
         remedy="leave it out or give 1",
         values={"num-continuous-decode-steps": 1, "scheduler-recv-interval": 1},
     ),
-    Refused(
+    RefusedNames(
         group="Runtime",
         reason="an idle engine always sleeps until a message arrives",
         remedy="leave it out or give true",
         always=("sleep-on-idle",),
     ),
-    Refused(
+    RefusedNames(
         group="Runtime",
         reason="the library installs no signal handlers",
         remedy="leave it out; embed the engine and handle signals in your program",
         unset=("custom-sigquit-handler",),
     ),
-    Refused(
+    RefusedNames(
         group="Runtime",
         reason="binding to NUMA nodes is not built yet",
         remedy="use numactl",
         lists=("numa-node",),
     ),
-    Refused(
+    RefusedNames(
         group="Runtime",
         reason="bitwise equality with a trainer is not built yet",
         remedy="leave it out; --enable-deterministic-inference makes outputs independent of the batch",
         unset=("rl-on-policy-target",),
     ),
-    Refused(
+    RefusedNames(
         group="Logging",
         reason="dumps after a crash are not built yet",
         remedy="leave it out",
         unset=("crash-dump-folder",),
     ),
-    Refused(
+    RefusedNames(
         group="Logging",
         reason="NaN logits end only the request that they belong to",
         remedy="leave it out",
         flags=("crash-on-nan",),
     ),
-    Refused(
+    RefusedNames(
         group="Logging",
         reason="NaN logits always end the request that they belong to",
         remedy="leave it out",
         either=("enable-nan-detection",),
     ),
-    Refused(
+    RefusedNames(
         group="Metrics",
         reason="metrics are reported to Prometheus only",
         remedy="leave it out or give prometheus",
         values={"metrics-reporters": "prometheus"},
     ),
-    Refused(
+    RefusedNames(
         group="Metrics",
         reason="metrics by scheduler are not built: there is one scheduler",
         remedy="leave it out",
         flags=("enable-metrics-for-all-schedulers",),
     ),
-    Refused(
+    RefusedNames(
         group="Tracing",
         reason="publishing events of the prefix cache is not built yet",
         remedy="leave it out",
         unset=("kv-events-config",),
     ),
-    Refused(
+    RefusedNames(
         group="Debugging",
         reason="dumping tensors is not built yet",
         remedy="leave it out",
@@ -514,7 +507,7 @@ _TABLE: tuple[Refused, ...] = (
         unset=("debug-tensor-dump-output-folder", "debug-tensor-dump-input-file"),
         lists=("debug-tensor-dump-layers", "forward-hooks"),
     ),
-    Refused(
+    RefusedNames(
         group="HTTP server",
         reason="this server does not speak TLS",
         remedy="terminate TLS in a proxy, and set --root-path if it serves below a path",
@@ -522,7 +515,7 @@ _TABLE: tuple[Refused, ...] = (
         unset=("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-ciphers", "ssl-*"),
         values={"ssl-cert-reqs": 0},
     ),
-    Refused(
+    RefusedNames(
         group="HTTP server",
         reason="loading code into the server by name is not built",
         remedy="embed the engine, or use a proxy",
@@ -535,85 +528,85 @@ _TABLE: tuple[Refused, ...] = (
             "worker-extension-cls": "",
         },
     ),
-    Refused(
+    RefusedNames(
         group="HTTP server",
         reason="Unix sockets are not supported",
         remedy="use --host 127.0.0.1",
         unset=("uds",),
     ),
-    Refused(
+    RefusedNames(
         group="HTTP server",
         reason="the limits of request headers are fixed",
         remedy="leave it out",
         unset=("h11-max-incomplete-event-size", "h11-max-header-count"),
     ),
-    Refused(
+    RefusedNames(
         group="HTTP server",
         reason="the OpenAPI description cannot be changed",
         remedy="leave it out; --disable-page turns off the live page",
         flags=("disable-fastapi-docs", "enable-offline-docs"),
     ),
-    Refused(
+    RefusedNames(
         group="HTTP server",
         reason="every answer has an x-request-id",
         remedy="leave it out",
         always=("enable-request-id-headers",),
     ),
-    Refused(
+    RefusedNames(
         group="HTTP server",
         reason="GET /v1/loads always reports the load",
         remedy="leave it out",
         always=("enable-server-load-tracking",),
     ),
-    Refused(
+    RefusedNames(
         group="HTTP server",
         reason="there is one server process",
         remedy="leave it out",
         always=("disable-frontend-multiprocessing",),
     ),
-    Refused(
+    RefusedNames(
         group="API",
         reason="tools of a request need no flag",
         remedy="leave it out, or use --tool-call-parser off to leave calls in the text",
         always=("enable-auto-tool-choice",),
     ),
-    Refused(
+    RefusedNames(
         group="API",
         reason="the prompt contains the tools for any tool_choice",
         remedy="leave it out, and send no tools instead",
         flags=("exclude-tools-when-tool-choice-none",),
     ),
-    Refused(
+    RefusedNames(
         group="API",
         reason="answers always have the role assistant",
         remedy="leave it out",
         values={"response-role": "assistant"},
     ),
-    Refused(
+    RefusedNames(
         group="API",
         reason="templates get the concatenated text parts of a message",
         remedy="leave it out or give string",
         only={"chat-template-content-format": ("auto", "string")},
     ),
-    Refused(
+    RefusedNames(
         group="API",
         reason="this is a parameter of each request",
         remedy="leave it out and send chat_template_kwargs",
         unset=("default-chat-template-kwargs",),
     ),
-    Refused(
+    RefusedNames(
         group="API",
         reason="this is a parameter of each request",
         remedy="leave it out and send return_tokens_as_token_ids",
         flags=("return-tokens-as-token-ids",),
     ),
-    Refused(
+    RefusedNames(
         group="API",
         reason="this is a parameter of each request",
         remedy="leave it out and send stream_options.include_usage",
         flags=("enable-force-include-usage",),
     ),
-    Refused(
+    RefusedNames(
         group="API",
         reason="the fields of answers are fixed",
         remedy="leave it out; --enable-cache-report adds the cached tokens, --weight-version changes "
@@ -621,138 +614,138 @@ _TABLE: tuple[Refused, ...] = (
         flags=("enable-per-request-metrics", "enable-tokenizer-info-endpoint", "tokens-only"),
         unset=("fingerprint-mode", "fingerprint-value"),
     ),
-    Refused(
+    RefusedNames(
         group="API",
         reason="a request may request the log-probabilities of up to 20 tokens, in one form",
         remedy="leave it out",
         unset=("logprobs-mode",),
         values={"max-logprobs": 20},
     ),
-    Refused(
+    RefusedNames(
         group="API",
         reason="embeddings as prompts are not built yet",
         remedy="send text or token ids",
         flags=("enable-prompt-embeds",),
     ),
-    Refused(
+    RefusedNames(
         group="Model and tokenizer",
         reason="pooling is read from the model's own files",
         remedy="leave it out, and change 1_Pooling/config.json instead",
         unset=("pooler-config override-pooler-config",),
     ),
-    Refused(
+    RefusedNames(
         group="Model and tokenizer",
         reason="the task is read from the model's own files",
         remedy="leave it out, or give --is-embedding for vectors of a model that could generate text",
         only={"runner": ("auto", "generate"), "task": ("auto", "generate")},
     ),
-    Refused(
+    RefusedNames(
         group="Model and tokenizer",
         reason="models are not converted",
         remedy="leave it out or give none",
         only={"convert": ("auto", "none")},
     ),
-    Refused(
+    RefusedNames(
         group="Model and tokenizer",
         reason="a model has one directory",
         remedy="leave it out; --tokenizer-path may name another one for the tokenizer, as it is on disk",
         unset=("hf-config-path", "tokenizer-revision", "ignore-patterns"),
         values={"config-format": "auto"},
     ),
-    Refused(
+    RefusedNames(
         group="Model and tokenizer",
         reason="process listings show secrets of a command line",
         remedy="set the environment variable HF_TOKEN",
         unset=("hf-token",),
     ),
-    Refused(
+    RefusedNames(
         group="Model and tokenizer",
         reason="config.json contains it",
         remedy="override it with --json-model-override-args, such as '{\"rope_theta\": 1000000}'",
         unset=("rope-scaling", "rope-theta", "override-attention-dtype", "override-neuron-config"),
     ),
-    Refused(
+    RefusedNames(
         group="Model and tokenizer",
         reason="a model's sliding windows are always used",
         remedy="leave it out",
         flags=("disable-sliding-window",),
     ),
-    Refused(
+    RefusedNames(
         group="Weight loading",
         reason="the method of reading weights is fixed",
         remedy="leave it out; weights are memory-mapped and copied tensor by tensor",
         unset=("max-parallel-loading-workers", "qlora-adapter-name-or-path", "weight-transfer-config"),
         values={"safetensors-load-strategy": "lazy", "pt-load-map-location": "cpu"},
     ),
-    Refused(
+    RefusedNames(
         group="Weight loading",
         reason="loading always reports its progress",
         remedy="leave it out",
         always=("use-tqdm-on-load",),
     ),
-    Refused(
+    RefusedNames(
         group="Multimodal",
         reason="only text input is supported",
         remedy="leave it out",
         always=("language-model-only",),
     ),
-    Refused(
+    RefusedNames(
         group="Memory",
         reason="preempted sequences are recomputed, not swapped to the host",
         remedy="leave it out or give 0",
         unset=("kv-offloading-backend",),
         values={"swap-space": 0, "kv-offloading-size": 0},
     ),
-    Refused(
+    RefusedNames(
         group="Memory",
         reason="preempted sequences are recomputed",
         remedy="leave it out or give recompute",
         values={"preemption-mode": "recompute"},
     ),
-    Refused(
+    RefusedNames(
         group="Memory",
         reason="the cache size is set in tokens or as a share of the memory",
         remedy="use --max-total-tokens (blocks times --block-size) or --gpu-memory-utilization",
         unset=("num-gpu-blocks-override", "kv-cache-memory-bytes"),
     ),
-    Refused(
+    RefusedNames(
         group="Memory",
         reason="the key-value cache has one layout, for all layers",
         remedy="leave it out",
         flags=("kv-sharing-fast-prefill", "kv-cache-metrics"),
         unset=("prefix-caching-hash-algo",),
     ),
-    Refused(
+    RefusedNames(
         group="Memory",
         reason="all layers share one cache",
         remedy="leave it out",
         always=("disable-hybrid-kv-cache-manager",),
     ),
-    Refused(
+    RefusedNames(
         group="Memory",
         reason="there is one block manager",
         remedy="leave it out",
         always=("use-v2-block-manager",),
     ),
-    Refused(
+    RefusedNames(
         group="Quantization",
         reason="scales of the cache are dynamic by token, or static from a file",
         remedy="leave it out; see --kv-cache-quant-method and --quantization-param-path",
         flags=("calculate-kv-scales",),
     ),
-    Refused(
+    RefusedNames(
         group="Scheduling",
         reason="the chunk size of prompts is set by another argument",
         remedy="leave it out, or use --chunked-prefill-size -1 for whole prompts",
         always=("enable-chunked-prefill",),
     ),
-    Refused(
+    RefusedNames(
         group="Scheduling",
         reason="priorities have a separate flag",
         remedy="use --enable-priority-scheduling; --schedule-policy chooses between fcfs and lpm",
         only={"scheduling-policy": ("fcfs",)},
     ),
-    Refused(
+    RefusedNames(
         group="Scheduling",
         reason="the scheduler plans every step separately",
         remedy="leave it out; --prefill-max-requests bounds the prompts of a step, --chunked-prefill-size its tokens",
@@ -765,45 +758,45 @@ _TABLE: tuple[Refused, ...] = (
             "long-prefill-token-threshold": 0,
         },
     ),
-    Refused(
+    RefusedNames(
         group="Graphs",
         reason="compiling the model is not built yet",
         remedy="leave it out; --cuda-graph-bs and --enforce-eager control graphs",
         unset=("compilation-config", "optimization-level", "performance-mode", "additional-config"),
     ),
-    Refused(
+    RefusedNames(
         group="Graphs",
         reason="graphs depend on the number of sequences, not on their lengths",
         remedy="leave it out; see --cuda-graph-max-bs",
         flags=("cudagraph-metrics",),
         unset=("max-seq-len-to-capture",),
     ),
-    Refused(
+    RefusedNames(
         group="Kernels",
         reason="the device decides on the kernels",
         remedy="leave it out",
         flags=("enable-flashinfer-autotune",),
         unset=("attention-config",),
     ),
-    Refused(
+    RefusedNames(
         group="Kernels",
         reason="cascade attention is not built",
         remedy="leave it out",
         always=("disable-cascade-attn",),
     ),
-    Refused(
+    RefusedNames(
         group="Devices",
         reason="NVML is not used",
         remedy="leave it out",
         always=("disable-nvml",),
     ),
-    Refused(
+    RefusedNames(
         group="Parallelism",
         reason="each device has a worker process on this machine",
         remedy="leave it out or give mp",
         only={"distributed-executor-backend": ("mp",)},
     ),
-    Refused(
+    RefusedNames(
         group="Parallelism",
         reason="data parallelism is not built yet",
         remedy="leave it out; start several servers behind a load balancer",
@@ -818,7 +811,7 @@ _TABLE: tuple[Refused, ...] = (
         ),
         values={"api-server-count": 1, "data-parallel-backend": "mp"},
     ),
-    Refused(
+    RefusedNames(
         group="Parallelism",
         reason="context parallelism is not built",
         remedy="leave it out or give 1; --tensor-parallel-size shards a model over several devices",
@@ -826,14 +819,14 @@ _TABLE: tuple[Refused, ...] = (
         unset=("dbo-decode-token-threshold", "dbo-prefill-token-threshold"),
         values={"decode-context-parallel-size": 1, "prefill-context-parallel-size": 1},
     ),
-    Refused(
+    RefusedNames(
         group="Parallelism",
         reason="expert parallelism is not built yet",
         remedy="leave it out",
         unset=("eplb-config",),
         values={"num-redundant-experts": 0, "expert-placement-strategy": "linear"},
     ),
-    Refused(
+    RefusedNames(
         group="Speculative decoding",
         reason="speculation is enabled by its algorithm",
         remedy='use --speculative-config \'{"method": "ngram", "num_speculative_tokens": 4}\', or the arguments of '
@@ -847,7 +840,7 @@ _TABLE: tuple[Refused, ...] = (
         ),
         values={"spec-decoding-acceptance-method": "rejection_sampler"},
     ),
-    Refused(
+    RefusedNames(
         group="Speculative decoding",
         reason="these settings of drafts follow the target model",
         remedy="leave it out; --speculative-adaptive drafts less when drafting does not pay",
@@ -858,13 +851,13 @@ _TABLE: tuple[Refused, ...] = (
             "speculative-disable-by-batch-size",
         ),
     ),
-    Refused(
+    RefusedNames(
         group="Logging",
         reason="the load is logged only if an interval is set",
         remedy="leave it out, and use --decode-log-interval to log it",
         always=("disable-log-stats",),
     ),
-    Refused(
+    RefusedNames(
         group="Logging",
         reason="logs of requests have levels",
         remedy="use --log-requests with --log-requests-level: 2 logs up to 2048 characters of input and output, 3 "
@@ -872,39 +865,39 @@ _TABLE: tuple[Refused, ...] = (
         flags=("enable-log-outputs", "enable-log-deltas", "log-error-stack"),
         unset=("max-log-len",),
     ),
-    Refused(
+    RefusedNames(
         group="Logging",
         reason="logs are configured by arguments",
         remedy="use --log-level, --log-level-http, --log-format",
         flags=("aggregate-engine-logging", "enable-logging-iteration-details"),
         unset=("log-config-file",),
     ),
-    Refused(
+    RefusedNames(
         group="Logging",
         reason="the access log is part of the HTTP server's log",
         remedy="use --log-level-http warning",
         flags=("disable-uvicorn-access-log",),
     ),
-    Refused(
+    RefusedNames(
         group="Metrics",
         reason="there are no hidden metrics",
         remedy="leave it out",
         flags=("enable-mfu-metrics",),
         unset=("show-hidden-metrics-for-version",),
     ),
-    Refused(
+    RefusedNames(
         group="Tracing",
         reason="traces have levels",
         remedy="use --enable-trace with --trace-level 3",
         unset=("collect-detailed-traces",),
     ),
-    Refused(
+    RefusedNames(
         group="Runtime",
         reason="this server does not sleep with its model loaded",
         remedy="leave it out",
         flags=("enable-sleep-mode",),
     ),
-    Refused(
+    RefusedNames(
         group="Tokenizer batching",
         reason="tokenizers have no pool",
         remedy="use --tokenizer-worker-num",

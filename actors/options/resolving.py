@@ -15,10 +15,10 @@ from actors.options.refused import REFUSALS
 from actors.options.speculative_config import split_config
 from actors.options.table import ARGUMENTS
 
-__all__ = ["Found", "Given", "canonical", "find", "resolve"]
+__all__ = ["RawArgument", "ResolvedName", "canonical", "find", "resolve"]
 
 
-class Given(msgspec.Struct, frozen=True):
+class RawArgument(msgspec.Struct, frozen=True):
     """A name and a value from one source. ``spelling``: the name and its source in error messages."""
 
     name: str
@@ -26,17 +26,17 @@ class Given(msgspec.Struct, frozen=True):
     spelling: str
 
 
-class Found(msgspec.Struct, frozen=True):
+class ResolvedName(msgspec.Struct, frozen=True):
     """The meaning of a name: an argument or a refused one. ``reverse``: whether the name sets the flag to false."""
 
     entry: Argument | Refusal
     reverse: bool = False
 
 
-def _index() -> dict[str, Found]:
-    index: dict[str, Found] = {}
+def _index() -> dict[str, ResolvedName]:
+    index: dict[str, ResolvedName] = {}
 
-    def add(name: str, found: Found) -> None:
+    def add(name: str, found: ResolvedName) -> None:
         if name in index:
             raise RuntimeError(f"two arguments are named {name}")
         index[name] = found
@@ -44,12 +44,12 @@ def _index() -> dict[str, Found]:
     entries: tuple[Argument | Refusal, ...] = (*ARGUMENTS, *REFUSALS)
     for entry in entries:
         for name in (entry.name, *entry.aliases):
-            add(name, Found(entry))
+            add(name, ResolvedName(entry))
             if entry.is_flag:
-                add(f"no-{name}", Found(entry, reverse=True))
+                add(f"no-{name}", ResolvedName(entry, reverse=True))
         for name in entry.opposites if isinstance(entry, Argument) else ():
-            add(name, Found(entry, reverse=True))
-            add(f"no-{name}", Found(entry))
+            add(name, ResolvedName(entry, reverse=True))
+            add(f"no-{name}", ResolvedName(entry))
     return index
 
 
@@ -64,7 +64,7 @@ def canonical(name: str) -> str:
     return name.lstrip("-").replace("_", "-").lower()
 
 
-def find(name: str) -> Found:
+def find(name: str) -> ResolvedName:
     """The meaning of a name in any spelling. Raises ArgumentError for an unknown name."""
     key = canonical(name)
     found = _INDEX.get(key) or next((member for prefix, member in _FAMILIES.items() if key.startswith(prefix)), None)
@@ -81,7 +81,7 @@ def _spelled_like(given: str, name: str) -> str:
     return dashes + name if dashes or "-" in given else name.replace("-", "_")
 
 
-def resolve(layers: Iterable[Sequence[Given]]) -> dict[str, Any]:
+def resolve(layers: Iterable[Sequence[RawArgument]]) -> dict[str, Any]:
     """Parse the given values by field; a later layer overrides an earlier one.
 
     In one layer, two spellings of the same argument must agree; for one spelling given twice the last value counts.
@@ -90,7 +90,7 @@ def resolve(layers: Iterable[Sequence[Given]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     problems: list[str] = []
     for layer in layers:
-        seen: dict[str, Given] = {}
+        seen: dict[str, RawArgument] = {}
         for given in _split(layer, problems):
             try:
                 found = find(given.name)
@@ -116,21 +116,21 @@ def resolve(layers: Iterable[Sequence[Given]]) -> dict[str, Any]:
     return values
 
 
-def _split(layer: Sequence[Given], problems: list[str]) -> list[Given]:
+def _split(layer: Sequence[RawArgument], problems: list[str]) -> list[RawArgument]:
     """The layer with the entries of ``--speculative-config`` as separate values."""
-    entries: list[Given] = []
+    entries: list[RawArgument] = []
     for given in layer:
         entries.append(given)
         if canonical(given.name) == "speculative-config" and isinstance(config := _parsed(given), dict):
             try:
                 for key, name, value in split_config(config):
-                    entries.append(Given(name=name, value=value, spelling=f"{given.spelling} {key}"))
+                    entries.append(RawArgument(name=name, value=value, spelling=f"{given.spelling} {key}"))
             except ArgumentError as error:
                 problems.extend(f"{given.spelling}: {problem}" for problem in error.problems)
     return entries
 
 
-def _parsed(given: Given) -> object:
+def _parsed(given: RawArgument) -> object:
     """The value of an argument, or None if it is invalid, which is reported elsewhere."""
     entry = find(given.name).entry
     try:

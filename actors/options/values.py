@@ -9,7 +9,7 @@ import msgspec
 from actors.options.consistency import contradictions
 from actors.options.errors import ArgumentError
 from actors.options.keys import with_keys
-from actors.options.resolving import Given, resolve
+from actors.options.resolving import RawArgument, resolve
 from actors.options.speculative import SpeculativeArguments
 from actors.options.table import ARGUMENTS
 
@@ -43,7 +43,7 @@ class Arguments(SpeculativeArguments, frozen=True, kw_only=True):
         Raises ArgumentError for an unknown name (with the most similar one), a feature that is not built, a value out
         of bounds, and two names of one argument with different values.
         """
-        layer = [Given(name=name, value=value, spelling=name) for name, value in keywords.items()]
+        layer = [RawArgument(name=name, value=value, spelling=name) for name, value in keywords.items()]
         if keywords.get("config") is not None:
             raise ArgumentError("config: a file is read by the command line only; give its arguments as keywords")
         return cls(**with_keys(resolve([layer]), {}))

@@ -41,7 +41,7 @@ in the engine's process and outlives the actors::
     StreamBuffer     a request's deltas between the journal and its reader. One a request.
     HealthBoard      loads, ages of steps, the loaded worker. Scheduler, CacheManager and WorkerGroup write; probes,
                      metrics and the watchdog read. One a replica.
-    RequestTimeline  when each stage of a request began and ended (``telemetry.timeline``). Every stage writes; logs,
+    RequestTimeline  when each hop of a request began and ended (``telemetry.timeline``). Every actor writes; logs,
                      metrics and traces read it when the request closes.
 
 Life of a request: Engine admits it (a ticket), Tokenizer encodes it, the journal gets an entry for each choice,
@@ -55,12 +55,14 @@ A message names the protocol it belongs to and the type of its reply: ``Message[
 integer ids that the engine makes; the client's own ids never leave the engine.
 
 ``actors.protocol.requests`` holds the types that a caller of the engine sends and receives.
+
+``.github/docs/architecture.md`` explains the words (slot, step, page, lease, epoch, generation, ...).
 """
 
 from actors.protocol.cache import (
     CacheProtocol,
-    CacheTurn,
-    CacheTurnDone,
+    CacheUpdate,
+    CacheUpdated,
     CacheUsage,
     Commit,
     FlushCache,
@@ -122,8 +124,8 @@ from actors.protocol.worker import (
 __all__ = [
     "Abort",
     "CacheProtocol",
-    "CacheTurn",
-    "CacheTurnDone",
+    "CacheUpdate",
+    "CacheUpdated",
     "CacheUsage",
     "Commit",
     "CompileGrammar",

@@ -9,8 +9,8 @@ from kernels.contract.caches import GroupPages, PageRun
 
 __all__ = [
     "CacheProtocol",
-    "CacheTurn",
-    "CacheTurnDone",
+    "CacheUpdate",
+    "CacheUpdated",
     "CacheUsage",
     "Commit",
     "FlushCache",
@@ -63,12 +63,12 @@ class Commit(msgspec.Struct, frozen=True, array_like=True):
     computed: int
 
 
-class CacheTurnDone(msgspec.Struct, frozen=True):
+class CacheUpdated(msgspec.Struct, frozen=True):
     grants: tuple[Grant, ...]
     available: int
 
 
-class CacheTurn(Message[CacheProtocol, CacheTurnDone], frozen=True):
+class CacheUpdate(Message[CacheProtocol, CacheUpdated], frozen=True):
     """All that a step changes, in this order: commits, closes (pages freed or left to the tree), grows.
 
     The scheduler is the only client and knows ``available``: a grow it asks for is always granted. Pages of the bounded

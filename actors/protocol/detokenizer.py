@@ -65,4 +65,5 @@ class Emit(Message[DetokenizerProtocol, None], frozen=True):
 
 
 class Fence(Message[DetokenizerProtocol, None], frozen=True):
-    """Answered when every earlier Emit has reached the journal: a restarted scheduler asks it before it reads there."""
+    """A barrier: answered when every earlier Emit has reached the journal. A restarted scheduler sends it before it
+    reads the journal."""

@@ -208,7 +208,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class InvalidRequest(RequestError):
-    """The request is wrong in itself: HTTP 400. ``param`` names the field."""
+    """The request is wrong in itself: HTTP 400, or 422 if that shows in the middle of its answer. ``param`` names the
+    field."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
         super().__init__(message)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from actors.protocol.requests import QueueFull
 from actors.requests.drain_rate import DrainRate
-from telemetry.metrics.tally import Tally
+from telemetry.metrics.histogram import Histogram
 
-__all__ = ["Ticket", "TicketOffice", "most_for_one"]
+__all__ = ["AdmissionControl", "Ticket", "most_for_one"]
 
 _RETRY_AFTER = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 90.0, 120.0)
 
@@ -46,7 +46,7 @@ class _Holding:
         self.tokens = 0
 
 
-class TicketOffice:
+class AdmissionControl:
     """Counts sequences and prompt tokens of all live requests.
 
     ``max_sequences`` and ``max_tokens`` bound them (None: no bound). With several ``tenants`` half of each bound is
@@ -67,7 +67,7 @@ class TicketOffice:
         self.sequences = 0
         self.tokens = 0
         self.refusals = {"sequences": 0, "tokens": 0}  # requests, by the bound they met
-        self.retry_after_seconds = Tally(_RETRY_AFTER)  # that refusals carried
+        self.retry_after_seconds = Histogram(_RETRY_AFTER)  # that refusals carried
 
     def issue(self, choices: int, tokens: int, now: float, tenant: str = "") -> Ticket:
         """A ticket, or QueueFull. ``tokens`` may be an estimate; :meth:`correct` sets it right after encoding."""

@@ -18,9 +18,9 @@ _KNOWN = 128
 """Grammars known to be compiled; fewer than a worker keeps."""
 _WAITING = 64
 """Different grammars that may wait at a time. A worker compiles two at once, most in milliseconds."""
-_TIMEOUT = 60.0
+_TIMEOUT_SECONDS = 60.0
 """Seconds. A worker answers sooner, but it may have to load the model first."""
-_RETRY = 5.0
+_RETRY_SECONDS = 5.0
 
 _DEADLY = (
     "The model's worker died twice while it compiled this request's grammar, so it is not compiled again for some "
@@ -62,7 +62,7 @@ class GrammarCompiles:
         place = (tenant, key)
         own = sum(owner == tenant for owner, _ in self._waiting)
         if place not in self._waiting and (own >= self._share or len(self._waiting) >= _WAITING):
-            raise CompilerBusy(f"{own} grammars of yours wait to be compiled.", retry_after=_RETRY)
+            raise CompilerBusy(f"{own} grammars of yours wait to be compiled.", retry_after=_RETRY_SECONDS)
         self._waiting[place] += 1
         try:
             answered = await self._ask(grammar, route)
@@ -99,10 +99,10 @@ class GrammarCompiles:
 async def _ask(grammar: Grammar, route: Route) -> bool:
     """Whether all workers have compiled it. Raises ActorDied where one died at it."""
     message = CompileGrammar(grammar=grammar, timeout=LIMITS.grammar_seconds)
-    replies = [worker.ask(message, timeout=_TIMEOUT) for worker in route.workers]
+    replies = [worker.ask(message, timeout=_TIMEOUT_SECONDS) for worker in route.workers]
     for answer in await asyncio.gather(*replies, return_exceptions=True):
         if answer == CompileGrammar.BUSY:
-            raise CompilerBusy("The worker compiles other grammars.", retry_after=_RETRY)
+            raise CompilerBusy("The worker compiles other grammars.", retry_after=_RETRY_SECONDS)
         if isinstance(answer, str) and answer:
             raise InvalidRequest(f"grammar: {answer.rstrip('.')}.", param="grammar", code="invalid_grammar")
         if isinstance(answer, BaseException):

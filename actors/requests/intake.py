@@ -34,7 +34,7 @@ from actors.protocol.requests import (
     SamplingParams,
     Thought,
 )
-from actors.requests.admission import Ticket, TicketOffice
+from actors.requests.admission import AdmissionControl, Ticket
 from actors.requests.grammar_compiles import GrammarCompiles
 from actors.requests.router import Route, Router
 from actors.requests.sampling_rules import resolve, slot_sampling, validate
@@ -60,7 +60,7 @@ _TASK_PARAMS = {
 }
 """Parameters of tasks that generate nothing. The step that ends the prompt samples one token, which is dropped."""
 
-_MAX_TIMEOUT = 86400.0
+_MAX_TIMEOUT_SECONDS = 86400.0
 _READERS_A_TURN = 32
 """Streams that are woken in one turn of the loop: each may cost its reader a write to a socket."""
 
@@ -120,7 +120,7 @@ class Intake:
         timelines: Timelines,
         faults: FaultInjector | None = None,
     ) -> None:
-        self.tickets = TicketOffice(
+        self.tickets = AdmissionControl(
             max_sequences=arguments.max_running_requests + arguments.max_queued_requests,
             max_tokens=arguments.max_queued_tokens,
             tenants=max(1, len(arguments.api_keys)),
@@ -267,8 +267,10 @@ class Intake:
                 "priority is set, but the server runs without --enable-priority-scheduling. Leave it out.",
                 param="priority",
             )
-        if options.timeout is not None and not 0 < options.timeout <= _MAX_TIMEOUT:
-            raise InvalidRequest(f"timeout must be more than 0 and at most {_MAX_TIMEOUT:g} seconds.", param="timeout")
+        if options.timeout is not None and not 0 < options.timeout <= _MAX_TIMEOUT_SECONDS:
+            raise InvalidRequest(
+                f"timeout must be more than 0 and at most {_MAX_TIMEOUT_SECONDS:g} seconds.", param="timeout"
+            )
 
     def _check_returned(self, params: SamplingParams) -> None:
         options = {

@@ -1,6 +1,6 @@
 """An actor runtime for asyncio: typed messages, bounded mailboxes, supervision, and actors in child processes."""
 
-from actors.runtime.core.actor import Actor, Answered, Deferred, Later, handles, handles_in_thread
+from actors.runtime.core.actor import Actor, Deferred, EarlyReply, Later, handles, handles_in_thread
 from actors.runtime.core.clock import Clock, SystemClock
 from actors.runtime.core.context import ActorContext, Terminated
 from actors.runtime.core.errors import (
@@ -30,13 +30,13 @@ __all__ = [
     "ActorRef",
     "ActorStatus",
     "ActorSystem",
-    "Answered",
     "AskTimeout",
     "Backoff",
     "BlankProcess",
     "ChildCrash",
     "Clock",
     "Deferred",
+    "EarlyReply",
     "Event",
     "EventKind",
     "Failure",

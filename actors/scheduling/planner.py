@@ -20,7 +20,7 @@ from actors.scheduling.scores import PromptScores, StepScores, join, pooled_vect
 from actors.scheduling.sequence import Sequence, Status
 from actors.scheduling.sequence_table import Move, SequenceTable
 from actors.scheduling.speculation.draft_limits import DraftLimits, draft_limit
-from actors.scheduling.step_builder import Chunk, Flight
+from actors.scheduling.step_builder import Chunk, InFlightStep
 from kernels.contract.grammar import Grammar
 from kernels.contract.info import ModelInfo
 from kernels.contract.step import StepBatch, StepResult
@@ -64,7 +64,7 @@ class Planner:
         self._policy = Policy(config, shares)
         self._table = SequenceTable(config, shares)
         self._planning = StepPlanning(config, self._policy, self._table)
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[InFlightStep] = deque()
         self._deadlines: list[tuple[float, int]] = []
         self._start_limits: list[tuple[float, int]] = []
         self._info: ModelInfo | None = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import TypeAlias
 
 from actors.boards.suspects import Cohort
-from actors.protocol import CacheTurn, CacheTurnDone, Ended, Grant, Grow, Lease, OpenSequence, PeekPrefixes
+from actors.protocol import CacheUpdate, CacheUpdated, Ended, Grant, Grow, Lease, OpenSequence, PeekPrefixes
 from actors.scheduling.config import PlannerConfig
 from actors.scheduling.growth import GrowthReserve
 from actors.scheduling.policy import Policy
@@ -18,8 +18,8 @@ from actors.scheduling.step_builder import StepBuilder
 
 __all__ = ["CacheMessage", "CacheReply", "StepPlanning", "too_large"]
 
-CacheMessage: TypeAlias = OpenSequence | CacheTurn | PeekPrefixes
-CacheReply: TypeAlias = Lease | CacheTurnDone | list[int]
+CacheMessage: TypeAlias = OpenSequence | CacheUpdate | PeekPrefixes
+CacheReply: TypeAlias = Lease | CacheUpdated | list[int]
 Planning: TypeAlias = Generator[CacheMessage, CacheReply, None]
 
 _MOST_HELD = 64  # most sequences skipped in one step because their prefix is being computed
@@ -80,13 +80,13 @@ class StepPlanning:
             self._end_last(step)
         if self._may_join(step) and (table.may_admit or not table.running):
             yield from self._admit(step, first, now)
-        if self._draft_limits is not None and self._draft_limits.apart and not step.counts:
+        if self._draft_limits is not None and self._draft_limits.decode_only and not step.counts:
             self._plan_draft(self._draft_limits, step)
         if self._draft_limits is not None:
             step.unobserved = self._draft_limits.is_unobserved
         grants: tuple[Grant, ...] = ()
         if step.grows or table.has_news:
-            grants = (yield from self._turn(tuple(step.grows))).grants
+            grants = (yield from self._update_cache(tuple(step.grows))).grants
         self._steps += 1
         if self._steps % _RETRY_STEPS == 0:
             table.may_admit = True
@@ -94,11 +94,11 @@ class StepPlanning:
             self._growth.step()
         return step, grants
 
-    def _turn(self, grows: tuple[Grow, ...] = ()) -> Generator[CacheMessage, CacheReply, CacheTurnDone]:
+    def _update_cache(self, grows: tuple[Grow, ...] = ()) -> Generator[CacheMessage, CacheReply, CacheUpdated]:
         """Send commits and closes to the cache, and request pages."""
         commits, closes = self._table.take_news()
-        done = yield CacheTurn(commits=commits, closes=closes, grows=grows)
-        if not isinstance(done, CacheTurnDone):
+        done = yield CacheUpdate(commits=commits, closes=closes, grows=grows)
+        if not isinstance(done, CacheUpdated):
             raise TypeError(f"a CacheTurn was answered with {type(done).__name__}")
         self._available = done.available
         return done
@@ -106,12 +106,12 @@ class StepPlanning:
     def sync_cache(self) -> Planning:
         """Send pending commits and closes."""
         if self._table.has_news:
-            yield from self._turn()
+            yield from self._update_cache()
 
     def _refresh_available(self, step: StepBuilder) -> Planning:
         """Update ``available`` after all news is sent; pages that the step will request are subtracted."""
         if self._table.has_news:
-            yield from self._turn()
+            yield from self._update_cache()
             self._available -= step.pages
 
     def _plan_decodes(self, step: StepBuilder) -> Planning:
@@ -140,7 +140,7 @@ class StepPlanning:
         for sequence in rows:
             sequence.scheduled += 1
             sequence.known += 1
-        if self._draft_limits is not None and not self._draft_limits.apart:
+        if self._draft_limits is not None and not self._draft_limits.decode_only:
             self._plan_draft(self._draft_limits, step)
 
     def _plan_draft(self, limits: DraftLimits, step: StepBuilder) -> None:
@@ -151,7 +151,7 @@ class StepPlanning:
             return
         # At most half of the step while prompts wait or run. No page that another sequence might need in this step or,
         # if each grows by a page, in the next.
-        prompts = not limits.apart and (self._table.prefilling or self._table.waiting)
+        prompts = not limits.decode_only and (self._table.prefilling or self._table.waiting)
         budget = self._config.step_tokens - rows
         wanted_pages = step.pages
         spare = self._available - len(self._table.running)

@@ -58,14 +58,14 @@ _log = logging.getLogger("troupe.scheduler")
 
 T = TypeVar("T")
 
-_CACHE_TIMEOUT = 30.0
+_CACHE_TIMEOUT_SECONDS = 30.0
 
-_COMPILES = 4
+_MAX_COMPILES = 4
 """Grammars of held sequences that the worker is asked to compile at a time."""
 _COMPILE_SECONDS = 60.0
 _NO_EPOCH = -1
 
-_SET_APART = (
+_QUARANTINED = (
     "The model's worker died while it ran this request, and again when it ran this request alone, "
     "so the request is not run a third time. Change the request or send it again later; if it fails again, report it."
 )
@@ -125,21 +125,21 @@ class Scheduler(Actor[SchedulerProtocol]):
     async def started(self) -> None:
         self._board.forget_steps()
         self._board.read_batch = self._batch_at
-        self._board.judge = None
+        self._board.attribute_death = None
         if self.context.incarnation > 0:
             # Emissions of the last incarnation must be in the journal before the journal is read.
-            await self._detokenizer.ask(Fence(), timeout=_CACHE_TIMEOUT)
+            await self._detokenizer.ask(Fence(), timeout=_CACHE_TIMEOUT_SECONDS)
         now = self.context.clock.monotonic()
         entries = list(self._journal.live())
         if entries:
             self._timeline_writer.resumed(entries, now)
             await self._emit(self._planner.submit(tuple(entry.resume_spec() for entry in entries), now))
-        await self._emit(self._set_apart(now))
-        self._board.judge = self._judge  # only now: the planner must know which suspects live
+        await self._emit(self._quarantine(now))
+        self._board.attribute_death = self._attribute_death  # only now: the planner must know which suspects live
         ready = self._board.worker
         if ready is not None:
             await self._take_worker(*ready)
-        await self._pump()
+        await self._schedule()
 
     # -- requests
 
@@ -149,23 +149,23 @@ class Scheduler(Actor[SchedulerProtocol]):
             await self._faults.strike_async("queue")
         # Aborts take the faster lane: a sequence that is not in the journal was aborted before it arrived here.
         specs = tuple(spec for spec in message.sequences if spec.sequence in self._journal)
-        await self._pump(self._planner.submit(specs, self.context.clock.monotonic()))
+        await self._schedule(self._planner.submit(specs, self.context.clock.monotonic()))
 
     @handles
     async def abort(self, message: Abort) -> None:
-        await self._pump(self._planner.abort(message.sequences))
+        await self._schedule(self._planner.abort(message.sequences))
 
     @handles
     async def text_stopped(self, message: TextStopped) -> None:
         self._planner.text_stopped(message.sequences)
-        await self._pump()
+        await self._schedule()
 
     # -- the worker
 
     @handles
     async def worker_ready(self, message: WorkerReady) -> None:
         await self._take_worker(message.info, message.epoch)
-        await self._pump()
+        await self._schedule()
 
     async def _take_worker(self, info: ModelInfo, epoch: int) -> None:
         if epoch == self._epoch or self._board.died_at(epoch) is not None:
@@ -175,7 +175,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         if self._epoch is not None:
             await self._emit(self._worker_lost(self._epoch, "the worker was replaced"))
         reset = ResetCache(num_pages=info.num_pages, page_size=info.page_size, bounded=info.bounded_groups)
-        await self._cache.ask(reset, timeout=_CACHE_TIMEOUT)
+        await self._cache.ask(reset, timeout=_CACHE_TIMEOUT_SECONDS)
         self._epoch = self._sent_epoch = epoch
         self._sent.clear()
         self._compiling.clear()
@@ -187,32 +187,32 @@ class Scheduler(Actor[SchedulerProtocol]):
     def _worker_lost(self, epoch: int, reason: str) -> list[Emission]:
         """Handle the end of an epoch of the worker. Returns the ends of sequences that are not run again."""
         now = self.context.clock.monotonic()
-        at = self._fell_at(epoch)
-        lost = self._in_hand(at)
+        at = self._died_at(epoch)
+        lost = self._sequences_in_flight_at(at)
         self._timeline_writer.worker_died(self._planner.running(), lost, at, now, reason)
         self._journal.worker_died(lost)
-        self._judge(epoch)
-        return self._set_apart(now)
+        self._attribute_death(epoch)
+        return self._quarantine(now)
 
-    def _set_apart(self, now: float) -> list[Emission]:
-        """End condemned sequences and all other choices of their requests: a request fails as a whole, and its other
+    def _quarantine(self, now: float) -> list[Emission]:
+        """End quarantined sequences and all other choices of their requests: a request fails as a whole, and its other
         choices may kill the worker too."""
         journal = self._journal
-        streams = {id(entry.stream) for each in journal.condemned if (entry := journal.get(each)) is not None}
-        condemned = [entry.sequence for entry in journal.live() if id(entry.stream) in streams] if streams else []
-        journal.condemned.clear()
-        self._timeline_writer.set_apart(condemned, now)
-        ended = Ended("error", message=_SET_APART)
-        return [msgspec.structs.replace(word, ended=ended) for word in self._planner.abort(condemned)]
+        streams = {id(entry.stream) for each in journal.quarantined if (entry := journal.get(each)) is not None}
+        quarantined = [entry.sequence for entry in journal.live() if id(entry.stream) in streams] if streams else []
+        journal.quarantined.clear()
+        self._timeline_writer.quarantined(quarantined, now)
+        ended = Ended("error", message=_QUARANTINED)
+        return [msgspec.structs.replace(emission, ended=ended) for emission in self._planner.abort(quarantined)]
 
-    def _judge(self, epoch: int) -> Verdict:
+    def _attribute_death(self, epoch: int) -> Verdict:
         """The verdict on the death of the worker in ``epoch``, computed at the first call."""
         verdict = self._verdicts.get(epoch)
         if verdict is None:
             # A worker that died before it was taken here got no steps: the steps are those of the previous epoch.
-            lost = self._steps_in_hand(self._fell_at(epoch)) if epoch == self._sent_epoch else []
+            lost = self._steps_in_flight_at(self._died_at(epoch)) if epoch == self._sent_epoch else []
             verdict = self._verdicts[epoch] = self._planner.worker_died(lost)
-            self._journal.condemned.update(verdict.condemned)
+            self._journal.quarantined.update(verdict.quarantined)
             if not verdict.counts:
                 _log.warning(
                     "The worker died again in a step with suspects; %d are left and run apart from other sequences",
@@ -225,22 +225,22 @@ class Scheduler(Actor[SchedulerProtocol]):
         died = None if self._epoch is None else self._board.died_at(self._epoch)
         if self._epoch is None or (died is not None and died < at):
             return ()
-        return self._in_hand(at)
+        return self._sequences_in_flight_at(at)
 
-    def _fell_at(self, epoch: int) -> float:
+    def _died_at(self, epoch: int) -> float:
         """When the epoch ended, as far as is known; a worker that hangs ends now."""
         now = self.context.clock.monotonic()
         died_at = self._board.died_at(epoch)
         return now if died_at is None else min(died_at, now)
 
-    def _steps_in_hand(self, at: float) -> list[int]:
+    def _steps_in_flight_at(self, at: float) -> list[int]:
         """Steps sent to the worker by the time ``at`` without a result. Steps sent between its death and the report of
         it wait for the next incarnation, which refuses them."""
         return [number for number, sent in self._sent.items() if sent <= at]
 
-    def _in_hand(self, at: float) -> tuple[int, ...]:
-        """The sequences in :meth:`_steps_in_hand`."""
-        return tuple(self._planner.in_steps(self._steps_in_hand(at)))
+    def _sequences_in_flight_at(self, at: float) -> tuple[int, ...]:
+        """The sequences in :meth:`_steps_in_flight_at`."""
+        return tuple(self._planner.in_steps(self._steps_in_flight_at(at)))
 
     @handles
     async def step_done(self, message: StepDone) -> None:
@@ -250,7 +250,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._timeline_writer.answered(message.result, now)
         emissions = self._planner.finish_step(message.result, now)
         self._board.step_finished(now, message.result, sum([len(word.tokens) for word in emissions]))
-        await self._pump(emissions)
+        await self._schedule(emissions)
 
     @handles
     async def step_failed(self, message: StepFailed) -> None:
@@ -264,7 +264,7 @@ class Scheduler(Actor[SchedulerProtocol]):
             # It hangs or does not take messages: only a restart helps.
             reason = f"step {message.number} got no answer: {message.reason}"
             self.context.system.crash_actor(self._worker, ChildCrash(reason))
-        await self._pump(self._worker_lost(message.epoch, message.reason))
+        await self._schedule(self._worker_lost(message.epoch, message.reason))
 
     # -- grammars
 
@@ -272,7 +272,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         """Let the ranks compile the grammars of held sequences, while others run."""
         grammars = self._planner.held_grammars()
         for grammar in [each for each in grammars if each not in self._compiling]:
-            if len(self._compiling) >= _COMPILES:
+            if len(self._compiling) >= _MAX_COMPILES:
                 return
             self._compiling[grammar] = []
             for rank in (self._worker, *self._peers):
@@ -307,22 +307,22 @@ class Scheduler(Actor[SchedulerProtocol]):
             ended = Ended("error", message=_NOT_COMPILED)
         elif answer:
             ended = Ended("invalid", message=f"the grammar cannot go on: {answer}")
-        await self._pump(self._planner.grammar_compiled(message.grammar, ended))
+        await self._schedule(self._planner.grammar_compiled(message.grammar, ended))
 
-    # -- questions
+    # -- control
 
     @handles
     async def pause(self, message: Pause) -> Deferred[None]:
         self._planner.paused = self._journal.paused = True
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pauses.append((message, answer))
-        await self._pump()
+        await self._schedule()
         return answer
 
     @handles
     async def continue_(self, message: Continue) -> None:
         self._planner.paused = self._journal.paused = False
-        await self._pump()
+        await self._schedule()
 
     async def _finish_pauses(self) -> None:
         """Answer the pauses, if no step is in flight."""
@@ -342,11 +342,11 @@ class Scheduler(Actor[SchedulerProtocol]):
         if planner.running() or planner.in_flight or (planner.has_work and not planner.paused):
             return False
         await self._run_with_cache(planner.sync_cache())
-        return await self._cache.ask(FlushCache(), timeout=_CACHE_TIMEOUT)
+        return await self._cache.ask(FlushCache(), timeout=_CACHE_TIMEOUT_SECONDS)
 
     # -- steps
 
-    async def _pump(self, emissions: Sequence[Emission] = ()) -> None:
+    async def _schedule(self, emissions: Sequence[Emission] = ()) -> None:
         """Send as many steps as may be in flight, then emit ``emissions`` and the sequences that planning ended.
 
         Steps first: the next step is on its way before the tokens of the last one are processed.
@@ -379,7 +379,7 @@ class Scheduler(Actor[SchedulerProtocol]):
             call = next(planning)
             while True:
                 sent = self.context.clock.monotonic()
-                reply: CacheReply = await self._cache.ask(call, timeout=_CACHE_TIMEOUT)
+                reply: CacheReply = await self._cache.ask(call, timeout=_CACHE_TIMEOUT_SECONDS)
                 if isinstance(call, OpenSequence) and isinstance(reply, Lease):
                     self._timeline_writer.leased(call.sequence, sent, self.context.clock.monotonic(), reply)
                 call = planning.send(reply)

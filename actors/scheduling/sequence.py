@@ -10,7 +10,7 @@ import numpy as np
 from actors.protocol import Ended, SequenceSpec, TokenScores
 
 if TYPE_CHECKING:
-    from actors.scheduling.speculation.policy import Track
+    from actors.scheduling.speculation.policy import AcceptanceEstimate
 
 __all__ = ["Sequence", "Status"]
 
@@ -28,10 +28,11 @@ class Sequence:
     ``known``: prompt, output and one token for each step in flight that samples. ``max_extra``: how many more tokens
     the steps in flight may sample with draft tokens; ``scheduled`` and ``known`` grow by the accepted ones with the
     result. ``target``: where ``known`` stops growing (max_tokens or the end of the context). ``draft_limit``: most
-    draft tokens a step may verify. ``track``: acceptance statistics.
+    draft tokens a step may verify. ``acceptance``: acceptance statistics.
     """
 
     __slots__ = (
+        "acceptance",
         "arrival_order",
         "cached_tokens",
         "capacity",
@@ -62,7 +63,6 @@ class Sequence:
         "stop_ids",
         "target",
         "tenant",
-        "track",
     )
 
     def __init__(self, spec: SequenceSpec, priority: int) -> None:
@@ -80,7 +80,7 @@ class Sequence:
         self.cached_tokens = -1  # at the first admission; -1: not admitted yet
         self.target = 0
         self.draft_limit = 0
-        self.track: Track | None = None
+        self.acceptance: AcceptanceEstimate | None = None
         self.first_page: tuple[bytes, bytes] = (b"", b"")
         self.leave_device()
 

@@ -11,8 +11,8 @@ from actors.protocol import Commit, Emission, Ended, Lease
 from actors.scheduling.bounded_reservations import BoundedReservations
 from actors.scheduling.config import PlannerConfig
 from actors.scheduling.fairness import FairShare
+from actors.scheduling.in_flight_prefixes import InFlightPrefixes
 from actors.scheduling.sequence import Sequence, Status
-from actors.scheduling.siblings import PrefillsUnderWay
 from actors.scheduling.slots import Slots
 from actors.scheduling.waiting import WaitingQueue
 
@@ -46,7 +46,7 @@ class SequenceTable:
         self.running: dict[int, Sequence] = {}  # in order of admission
         self.prefilling: dict[int, Sequence] = {}  # running sequences with more than one known token to compute
         self.slots = Slots(config.max_slots)
-        self.siblings = PrefillsUnderWay(1)
+        self.siblings = InFlightPrefixes(1)
         self.page_size = 0
         self.reservations: BoundedReservations | None = None  # None: no group is bounded
         self.preemptions = 0
@@ -62,7 +62,7 @@ class SequenceTable:
         self.page_size = page_size
         self.reservations = reservations
         self.slots.reset()
-        self.siblings = PrefillsUnderWay(page_size)
+        self.siblings = InFlightPrefixes(page_size)
         self.prefilling.clear()
         self._dirty.clear()
         self._final_commits.clear()

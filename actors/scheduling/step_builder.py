@@ -12,7 +12,7 @@ from actors.scheduling.sequence import Sequence
 from kernels.contract.caches import PageGrants, PageRun
 from kernels.contract.step import Admission, SlotSampling, StepBatch
 
-__all__ = ["Chunk", "Flight", "StepBuilder"]
+__all__ = ["Chunk", "InFlightStep", "StepBuilder"]
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -26,7 +26,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlightStep:
     """A step without a result yet. Parallel lists by row; ``serials`` distinguish the admissions of a sequence.
 
     ``max_extra``: for each of the first ``decodes`` rows, how many tokens it may sample beyond one; empty when none
@@ -169,10 +169,10 @@ class StepBuilder:
         """The sequence of each row."""
         return self.decodes + [sequence for sequence, _ in self.counts]
 
-    def flight(self, number: int) -> Flight:
+    def flight(self, number: int) -> InFlightStep:
         """The record of the step that is kept until its answer."""
         sequences = self.sequences()
-        return Flight(
+        return InFlightStep(
             number,
             sequences=sequences,
             serials=[sequence.serial for sequence in sequences],

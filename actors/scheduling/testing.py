@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 import numpy as np
 
 from actors.caching import PrefixCache
-from actors.protocol import CacheTurn, OpenSequence
+from actors.protocol import CacheUpdate, OpenSequence
 from actors.scheduling.planner import CacheMessage, CacheReply, StepPlan
 from kernels.contract.caches import GroupPages, State
 from kernels.contract.info import ModelInfo
@@ -35,7 +35,7 @@ def model_info(
     speculative_nodes: int = 1,
     speculative_depth: int = 0,
     speculative_tokens: int = 0,
-    speculative_apart: bool = False,
+    speculative_decode_only: bool = False,
     cache_groups: tuple[GroupPages, ...] = (),
 ) -> ModelInfo:
     """The ``ModelInfo`` of a runner with these sizes and defaults for the rest."""
@@ -55,7 +55,7 @@ def model_info(
         speculative_nodes=speculative_nodes,
         speculative_depth=speculative_depth,
         speculative_tokens=speculative_tokens,
-        speculative_apart=speculative_apart,
+        speculative_decode_only=speculative_decode_only,
         cache_groups=cache_groups,
         speculative_levels=tuple(
             [-(-(speculative_nodes - 1) * level // max(1, speculative_depth)) for level in range(speculative_depth + 1)]
@@ -182,7 +182,7 @@ class SimulatedRunner:
             else:
                 result.accepted.append(0)
         deepest = min(max(drafts), self.info.speculative_depth)
-        timing = StepTiming(whole=self._seconds(sum(drafts), deepest)) if self._seconds is not None else StepTiming()
+        timing = StepTiming(total=self._seconds(sum(drafts), deepest)) if self._seconds is not None else StepTiming()
         depths = [min(drafted, self.info.speculative_depth) for drafted in drafts] if batch.draft_limits else []
         return result.done(batch.number, timing, drafts if batch.draft_limits else [], depths)
 
@@ -386,7 +386,7 @@ def drive(planning: Generator[CacheMessage, CacheReply, StepPlan | None], cache:
         except StopIteration as stop:
             plan: StepPlan | None = stop.value
             return plan
-        if isinstance(message, CacheTurn):
+        if isinstance(message, CacheUpdate):
             reply = cache.turn(message)
         elif isinstance(message, OpenSequence):
             reply = cache.open(message)

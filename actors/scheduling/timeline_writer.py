@@ -150,20 +150,20 @@ class TimelineWriter:
         """Record that a worker with ``sequences`` died or hangs, ``suspects`` of them in a step. ``at``: when that was
         first known."""
         self.steps_lost(now, reason)
-        accused = frozenset(suspects)
+        suspected = frozenset(suspects)
         for sequence in sequences:
             entry = self._journal.get(sequence)
             if entry is not None:
                 # The report comes late. A sequence that arrived since waits from its arrival. Results under way still
                 # counted: a stream that one of them started pauses from its start.
                 paused = max(at, entry.timeline.started if entry.decoding is None else entry.decoding.start)
-                entry.timeline.mark("worker_died", paused, entry.index, reason=reason, in_step=sequence in accused)
+                entry.timeline.mark("worker_died", paused, entry.index, reason=reason, in_step=sequence in suspected)
                 entry.end_decode(now, len(entry.output))
                 self._queue_again(entry, now)
 
-    def set_apart(self, sequences: Iterable[int], now: float) -> None:
+    def quarantined(self, sequences: Iterable[int], now: float) -> None:
         """Record that these sequences are not run again."""
         for sequence in sequences:
             entry = self._journal.get(sequence)
             if entry is not None:
-                entry.timeline.mark("set_apart", now, entry.index, worker_deaths=entry.worker_deaths)
+                entry.timeline.mark("quarantined", now, entry.index, worker_deaths=entry.worker_deaths)

@@ -21,8 +21,9 @@ _MERGES_PER_TOKEN = 32
 _MAX_TOKEN_CHARS = 1024
 """The longest token that is split into pairs, which takes time quadratic in its length."""
 _UNKNOWN, _CONTROL, _USER = 2, 3, 4
-_KEEPING = ("<unk>", "<s>", "<|endoftext|>")
-"""Phi-3's own tokens after which a space is kept."""
+_STRIPPING: Mapping[tuple[str, str], tuple[str, ...]] = {("phi3", "llama"): ("<unk>", "<s>", "<|endoftext|>")}
+"""Tokenizers whose added tokens strip the whitespace after them, by ``general.architecture`` and
+``tokenizer.ggml.model``, and the tokens that do not. It is in tokenizer.json; no key of a GGUF file says so."""
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -185,15 +186,14 @@ def _kinds(metadata: Mapping[str, Any], tokens: list[str]) -> list[int]:
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
-    """Add tokens that are matched before pre-tokenization: control tokens and user-defined ones. Most of Phi-3's strip
-    whitespace after them, including newlines, as in its tokenizer.json; no key of a GGUF file says so."""
-    strips = metadata.get("general.architecture") == "phi3" and metadata.get("tokenizer.ggml.model") == "llama"
+    """Add tokens that are matched before pre-tokenization: control tokens and user-defined ones."""
+    keeping = _STRIPPING.get((str(metadata.get("general.architecture")), str(metadata.get("tokenizer.ggml.model"))))
     added = [
         AddedToken(
             token,
             special=kind in (_CONTROL, _UNKNOWN),
             normalized=False,
-            rstrip=strips and token not in _KEEPING,
+            rstrip=keeping is not None and token not in keeping,
         )
         for token, kind in zip(tokens, _kinds(metadata, tokens), strict=True)
         if kind in (_CONTROL, _UNKNOWN, _USER) and token

@@ -11,6 +11,7 @@ from actors.options import Arguments
 from actors.text.gguf_tokenizer import tokenizer_settings
 from kernels.contract.errors import GgufError
 from kernels.contract.model_files import (
+    LENGTH_KEYS,
     GgufHeader,
     gguf_config,
     gguf_generation_config,
@@ -29,6 +30,7 @@ __all__ = [
 
 _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 _LONGEST_NAME = 256  # characters
+_CODE_PATTERNS = ["*.py"]
 _OTHER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 
 _CHATML = (
@@ -63,11 +65,13 @@ def resolve_model_path(
     revision: str | None = None,
     download_dir: str | None = None,
     weights: bool = True,
+    code: bool = False,
     argument: str = "--model-path",
 ) -> Path:
     """The path of ``model``: a local directory or .gguf file, or the snapshot of the hub repository of that name.
 
-    ``argument``: the name of the argument in error messages. Raises :class:`ModelPathError`. Blocks while it downloads:
+    ``code``: whether Python files are downloaded, too. ``argument``: its name in error messages.
+    Raises :class:`ModelPathError`. Blocks while it downloads:
     call it in a thread.
     """
     path = Path(model).expanduser()
@@ -96,7 +100,7 @@ def resolve_model_path(
             model,
             revision=revision,
             cache_dir=download_dir,
-            allow_patterns=_OTHER_PATTERNS + (_WEIGHT_PATTERNS if weights else []),
+            allow_patterns=_OTHER_PATTERNS + _WEIGHT_PATTERNS * weights + _CODE_PATTERNS * code,
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         kind = ModelDownloadError if _may_heal(error) else ModelPathError
@@ -231,7 +235,7 @@ class ModelFiles:
     @property
     def context_length(self) -> int:
         """Most tokens of a sequence, by config.json."""
-        return self._number("max_position_embeddings") or 2048
+        return next((found for name in LENGTH_KEYS if (found := self._number(name))), 2048)
 
     @property
     def vocab_size(self) -> int:
@@ -245,6 +249,9 @@ class ModelFiles:
     def _number(self, key: str) -> int:
         """A size in config.json; 0 if it is missing."""
         value = self.config.get(key)
+        if value is None:
+            text = self.config.get("text_config")  # of a model with more than a language model
+            value = text.get(key) if isinstance(text, dict) else None
         if value is None:
             return 0
         if type(value) is not int or value < 0:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from actors.protocol import Render, RendererConfig, RendererProtocol
 from actors.protocol.requests import LIMITS, Chat, EngineFailed, InvalidRequest, RequestFailed
 from actors.runtime import ActorDied, ActorRef, ActorSystem, AskTimeout, Backoff, ChildCrash, Strategy, Supervision
+from actors.text.fair_pool import FairPool
 from actors.text.renderer import TIME_IS_UP
-from actors.text.turns import Turns
 
 __all__ = ["Rendering"]
 
@@ -21,8 +21,8 @@ MEMORY = 512 << 20
 MOST_RENDERERS = 4
 """For any number of tokenizers: rendering is much faster than encoding, and each renderer is a process of 20 MiB."""
 
-_PATIENCE = 60.0
-_START_TIMEOUT = 60.0
+_PATIENCE_SECONDS = 60.0
+_START_TIMEOUT_SECONDS = 60.0
 _SILENCE = 60.0  # seconds without a heartbeat: it is stopped or swapped out, which no limit of CPU time ends
 
 
@@ -35,8 +35,8 @@ class Rendering:
     def __init__(
         self, renderers: Sequence[ActorRef[RendererProtocol]], guests: ActorRef[RendererProtocol] | None
     ) -> None:
-        self._renderers = Turns(renderers) if renderers else None
-        self._guests = Turns([guests]) if guests is not None else None
+        self._renderers = FairPool(renderers) if renderers else None
+        self._guests = FairPool([guests]) if guests is not None else None
 
     @classmethod
     async def start(
@@ -68,7 +68,7 @@ class Rendering:
                 ),
                 # Requests cause the deaths, so no number of them is a reason to give up.
                 supervision=Supervision(Strategy.RESTART_ONE, max_restarts=1_000_000, backoff=Backoff(0.02, max=1.0)),
-                start_timeout=_START_TIMEOUT,
+                start_timeout=_START_TIMEOUT_SECONDS,
                 stop_timeout=1.0,
                 heartbeat_timeout=_SILENCE,
                 capacity=8192,
@@ -85,9 +85,9 @@ class Rendering:
         Raises InvalidRequest if it cannot be rendered, RequestFailed if the renderer died twice for another reason or
         is too busy, EngineFailed if it has stopped.
         """
-        too_late = f"The chat template was not rendered within {_PATIENCE:g} s. Try again."
+        too_late = f"The chat template was not rendered within {_PATIENCE_SECONDS:g} s. Try again."
         try:
-            async with asyncio.timeout(_PATIENCE) as waiting, self._pool(chat).lend(tenant) as ref:
+            async with asyncio.timeout(_PATIENCE_SECONDS) as waiting, self._pool(chat).lend(tenant) as ref:
                 waiting.reschedule(None)
                 return await self._ask(ref, chat, too_late)
         except TimeoutError as error:
@@ -96,12 +96,12 @@ class Rendering:
     async def _ask(self, ref: ActorRef[RendererProtocol], chat: Chat, too_late: str) -> str:
         try:
             try:
-                return await ref.ask(Render(chat=chat), timeout=_PATIENCE)
+                return await ref.ask(Render(chat=chat), timeout=_PATIENCE_SECONDS)
             except ActorDied as error:
                 if _time_is_up(error):
                     raise
                 # The death may have another cause: retry once with the next incarnation.
-                return await ref.ask(Render(chat=chat), timeout=_PATIENCE)
+                return await ref.ask(Render(chat=chat), timeout=_PATIENCE_SECONDS)
         except ActorDied as error:
             if _time_is_up(error):
                 field = "messages" if chat.template is None else "chat_template"
@@ -123,7 +123,7 @@ class Rendering:
                 f"messages, tools and chat_template_kwargs must be plain JSON: {error}", param="messages"
             ) from None
 
-    def _pool(self, chat: Chat) -> Turns[ActorRef[RendererProtocol]]:
+    def _pool(self, chat: Chat) -> FairPool[ActorRef[RendererProtocol]]:
         if chat.template is not None:
             if self._guests is None:
                 raise InvalidRequest(

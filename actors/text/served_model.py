@@ -12,7 +12,8 @@ from actors.text.model_files import ModelFiles, ModelPathError, resolve_model_pa
 from actors.text.text_codec import TextCodec
 from kernels.contract.errors import ConfigError
 from kernels.contract.info import ModelInfo
-from kernels.contract.pooling import PoolingConfig, read_pooling
+from kernels.contract.model_files import read_pooling
+from kernels.contract.pooling import PoolingConfig
 from kernels.contract.tasks import Classify, Generate, Task, task_name
 
 __all__ = ["ServedModel"]
@@ -29,7 +30,9 @@ class ServedModel:
         """Open the model's directory, downloading it first if it is a hub id: blocks. Raises ModelPathError."""
         a = arguments
         assert a.model_path is not None
-        path = resolve_model_path(a.model_path, revision=a.revision, download_dir=a.download_dir)
+        path = resolve_model_path(
+            a.model_path, revision=a.revision, download_dir=a.download_dir, code=a.trust_remote_code
+        )
         tokenizer_path: Path | None = None
         if a.tokenizer_path is not None:
             tokenizer_path = resolve_model_path(
@@ -38,7 +41,9 @@ class ServedModel:
         self.files = ModelFiles(path, overrides=a.json_model_override_args, tokenizer_path=tokenizer_path)
         self.codec: TextCodec | None = None
         if not a.skip_tokenizer_init:
-            self.codec = TextCodec(self.files, mode=a.tokenizer_mode, chat_template=a.chat_template)
+            self.codec = TextCodec(
+                self.files, mode=a.tokenizer_mode, chat_template=a.chat_template, trusted=a.trust_remote_code
+            )
         self._cuts = a.allow_auto_truncate
         self.info: ModelInfo | None = None
         self.vocab_size = self.files.vocab_size

@@ -38,14 +38,15 @@ def is_request_scoped(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
 
 
-def load_tokenizer(path: Path, mode: str) -> Tokenizer:
+def load_tokenizer(path: Path, mode: str, trusted: bool = False) -> Tokenizer:
     """The model's tokenizer: from tokenizer.json (``auto``), converted by transformers from the model's other files
     (``slow``, or without tokenizer.json), or from the GGUF file ``path``.
 
-    Raises :class:`ModelPathError` if there is none.
+    ``trusted``: whether Python files beside it may run where it is converted. Raises :class:`ModelPathError` if there
+    is none.
     """
     if mode == "slow":
-        return _other_tokenizer(path)
+        return _other_tokenizer(path, trusted)
     if path.is_file():
         try:
             return build_tokenizer(read_gguf_header(path).metadata)
@@ -61,10 +62,10 @@ def load_tokenizer(path: Path, mode: str) -> Tokenizer:
         tokenizer.no_padding()  # the file may choose any length
         tokenizer.no_truncation()
         return tokenizer
-    return _converted(path)
+    return _converted(path, trusted=trusted)
 
 
-def _other_tokenizer(path: Path) -> Tokenizer:
+def _other_tokenizer(path: Path, trusted: bool) -> Tokenizer:
     """The tokenizer of the files other than tokenizer.json."""
     if path.is_file() or not any((path / name).is_file() for name in _VOCABULARIES):
         raise ModelPathError(
@@ -75,14 +76,14 @@ def _other_tokenizer(path: Path) -> Tokenizer:
         for file in path.iterdir():
             if file.is_file() and file.name != "tokenizer.json":
                 (Path(folder) / file.name).symlink_to(file.resolve())
-        return _converted(Path(folder), named=path)
+        return _converted(Path(folder), named=path, trusted=trusted)
 
 
-def _converted(path: Path, *, named: Path | None = None) -> Tokenizer:
+def _converted(path: Path, *, named: Path | None = None, trusted: bool) -> Tokenizer:
     """The tokenizer that transformers converts from a directory; errors name ``named`` instead of ``path``."""
     # Slow, so only for models without tokenizer.json.
     try:
-        backend = convert_tokenizer(path)
+        backend = convert_tokenizer(path, trusted)
     except (OSError, ConversionError) as error:
         raise ModelPathError(
             f"{named or path} has no tokenizer that can be loaded ({error}). "
@@ -112,8 +113,11 @@ class TextCodec:
     Token ids are Python ints in ``[0, vocab_size)``; ids without a token in the tokenizer decode to an empty string.
     """
 
-    def __init__(self, files: ModelFiles, *, mode: str = "auto", chat_template: str | None = None) -> None:
-        self.tokenizer = load_tokenizer(files.tokenizer_path, mode)
+    def __init__(
+        self, files: ModelFiles, *, mode: str = "auto", chat_template: str | None = None, trusted: bool = False
+    ) -> None:
+        """``trusted``: whether code of the model's directory may run where transformers converts its tokenizer."""
+        self.tokenizer = load_tokenizer(files.tokenizer_path, mode, trusted)
         file = files.tokenizer_path / "tokenizer.json"
         self._file = file if mode != "slow" and file.is_file() else None
         self.pieces = TokenPieces(self.tokenizer)

@@ -27,7 +27,7 @@ answer = os.dup(1)
 os.dup2(2, 1)  # output of libraries must not mix with the reply
 try:
     from transformers import AutoTokenizer
-    made = AutoTokenizer.from_pretrained(sys.argv[2], trust_remote_code=False)
+    made = AutoTokenizer.from_pretrained(sys.argv[2], trust_remote_code=sys.argv[3] == "trusted")
     backend = getattr(made, "backend_tokenizer", None)
     said = {"tokenizer": backend.to_str() if hasattr(backend, "to_str") else None}
 except Exception as error:
@@ -41,13 +41,13 @@ class ConversionError(ValueError):
     """transformers cannot build a tokenizer from these files."""
 
 
-def convert_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer that transformers builds from the directory ``path``; None if it has no fast form. Raises
-    ConversionError.
+def convert_tokenizer(path: Path, trusted: bool = False) -> Tokenizer | None:
+    """The tokenizer that transformers builds from the directory ``path``; None if it has no fast form. ``trusted``:
+    whether Python files of the directory may run, in the process that converts. Raises ConversionError.
     """
     search = json.dumps([os.path.abspath(entry) for entry in sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, search, str(path)],
+        [sys.executable, "-c", _PROGRAM, search, str(path), "trusted" if trusted else ""],
         env=os.environ | NO_AUTOLOAD,
         stdin=subprocess.DEVNULL,
         capture_output=True,

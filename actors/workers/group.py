@@ -20,7 +20,7 @@ __all__ = ["WorkerGroup"]
 
 _log = logging.getLogger("troupe.engine")
 
-_START_TIMEOUT = 300.0
+_START_TIMEOUT_SECONDS = 300.0
 """Seconds until a worker's process runs; the model is loaded later."""
 
 
@@ -105,7 +105,7 @@ class WorkerGroup:
                 group=f"workers of replica {worker.replica}",
                 standby=standby,
                 launcher=partial(self._launcher.launch, worker),
-                start_timeout=_START_TIMEOUT,
+                start_timeout=_START_TIMEOUT_SECONDS,
                 stop_timeout=5.0,
                 heartbeat_timeout=silence,
                 wait=False,

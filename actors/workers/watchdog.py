@@ -10,7 +10,7 @@ __all__ = ["Watchdog"]
 
 _log = logging.getLogger("troupe.watchdog")
 
-_LOOKS = 8
+_CHECKS_PER_LIMIT = 8
 """Checks within the shorter of the two times: an actor is found at most an eighth of it too late."""
 
 
@@ -30,7 +30,7 @@ class Watchdog:
 
     async def run(self) -> None:
         """Check periodically. After a stall of this loop unread replies may wait, so one check is skipped."""
-        clock, interval = self._system.clock, min(self._soft, self._hard) / _LOOKS
+        clock, interval = self._system.clock, min(self._soft, self._hard) / _CHECKS_PER_LIMIT
         excused = False
         while True:
             due = clock.monotonic() + interval

@@ -23,7 +23,7 @@ from actors.protocol import (
     WorkerLoaded,
     WorkerProtocol,
 )
-from actors.runtime import Actor, Answered, Deferred, Later, RequestError, handles, handles_in_thread
+from actors.runtime import Actor, Deferred, EarlyReply, Later, RequestError, handles, handles_in_thread
 from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import CacheSizeError, ConfigError, LoadError, UnsupportedError
 from kernels.contract.info import ModelInfo
@@ -114,7 +114,7 @@ class Worker(Actor[WorkerProtocol]):
         return info
 
     @handles_in_thread
-    def step(self, message: Step, sent: float) -> StepResult | Answered[StepResult] | Later[StepResult]:
+    def step(self, message: Step, sent: float) -> StepResult | EarlyReply[StepResult] | Later[StepResult]:
         """Run a step, even if its sender has given up: later steps depend on it."""
         if message.epoch != self._epoch:
             raise StaleStep(
@@ -135,7 +135,9 @@ class Worker(Actor[WorkerProtocol]):
             if message.idle_work_first:
                 step.idle_work()
                 return result
-            return Answered(result, partial(self._run_idle_work, step.idle_work) if result.drafted else step.idle_work)
+            return EarlyReply(
+                result, partial(self._run_idle_work, step.idle_work) if result.drafted else step.idle_work
+            )
         return self._result_thread.submit(self._finish, step, batch.traces, sent, begun, waited)
 
     @handles
@@ -188,8 +190,8 @@ class Worker(Actor[WorkerProtocol]):
         now = time.monotonic()
         since, self._answered = max(sent, self._answered), now
         timing = msgspec.structs.replace(result.timing, queued=max(0.0, begun - sent))
-        if timing.whole:
-            timing = msgspec.structs.replace(timing, whole=now - since, observe=timing.observe + waited)
+        if timing.total:
+            timing = msgspec.structs.replace(timing, total=now - since, observe=timing.observe + waited)
         result = msgspec.structs.replace(result, timing=timing)
         if not traces:
             return result

@@ -7,10 +7,10 @@ from typing import Literal
 
 from actors.protocol.requests import Delta, FinishReason, RequestAborted, TokenLogprob, Usage
 
-__all__ = ["Collected", "collect"]
+__all__ = ["CollectedChoice", "collect"]
 
 
-class Collected:
+class CollectedChoice:
     """The deltas of one choice, collected."""
 
     __slots__ = (
@@ -58,10 +58,10 @@ class Collected:
             self.matched_stop = delta.matched_stop
 
 
-async def collect(stream: AsyncIterable[Delta], choices: int, *, keep_aborted: bool = False) -> list[Collected]:
+async def collect(stream: AsyncIterable[Delta], choices: int, *, keep_aborted: bool = False) -> list[CollectedChoice]:
     """Collect every choice of a stream. An abort raises RequestAborted, or with ``keep_aborted`` returns what
     arrived."""
-    collected = [Collected() for _ in range(choices)]
+    collected = [CollectedChoice() for _ in range(choices)]
     try:
         async for delta in stream:
             collected[delta.index].add(delta)

@@ -25,19 +25,19 @@ __all__ = ["NO_TOOLS", "AcceptedRequest", "ConversationRequest", "Mode", "ToolCh
 class ConversationRequest(msgspec.Struct, kw_only=True):
     """``names``: the engine's parameter names -> the API's fields, for errors.
 
-    ``parallel``: whether more than one call is returned. ``thought_limit``: the field that limits the thought, and its
-    tokens. ``separate`` and ``stream_thought``: see :class:`app.parsers.base.StreamingParser`. ``prompt``: token
+    ``parallel``: whether more than one call is returned. ``reasoning_limit``: the field that limits the thought, and
+    its tokens. ``separate`` and ``stream_reasoning``: see :class:`app.parsers.base.StreamingParser`. ``prompt``: token
     ids of a session, instead of those of ``chat``.
     """
 
     chat: Chat
     params: SamplingParams
     names: dict[str, str]
-    choice: ToolChoice = NO_TOOLS
+    tool_choice: ToolChoice = NO_TOOLS
     parallel: bool = True
-    thought_limit: tuple[str, int] | None = None
+    reasoning_limit: tuple[str, int] | None = None
     separate: bool = True
-    stream_thought: bool = True
+    stream_reasoning: bool = True
     priority: int | None = None
     cache_salt: str | None = None
     label: str | None = None
@@ -53,20 +53,25 @@ class AcceptedRequest(NamedTuple):
 
 async def submit(service: Service, exchange: Exchange, request: ConversationRequest) -> AcceptedRequest:
     """Submit a conversation and wait until it is accepted. Raises what is wrong with it."""
-    form, choice, params, names = service.output_format, request.choice, request.params, dict(request.names)
-    constraint = await tool_constraint(service, choice, params.grammar, names, parallel=request.parallel)
+    output_format, tool_choice, params, names = (
+        service.output_format,
+        request.tool_choice,
+        request.params,
+        dict(request.names),
+    )
+    constraint = await tool_constraint(service, tool_choice, params.grammar, names, parallel=request.parallel)
     if constraint is not None:
-        if choice.forced or params.grammar is None:
-            names["grammar"] = "tool_choice" if choice.forced else "tools"
+        if tool_choice.forced or params.grammar is None:
+            names["grammar"] = "tool_choice" if tool_choice.forced else "tools"
         grammar = Grammar(constraint.kind, constraint.text, constraint.whitespace)
         params = msgspec.structs.replace(params, grammar=grammar)
-    if params.skip_special_tokens and (marks := form.special_tokens(choice.mode != "none")):
-        params = msgspec.structs.replace(params, shown_special_tokens=marks)
-    covered = constraint is not None and constraint.covers_thought
-    if params.grammar is not None and not covered and (thought := _thought(form)) is not None:
+    if params.skip_special_tokens and (special_tokens := output_format.special_tokens(tool_choice.mode != "none")):
+        params = msgspec.structs.replace(params, shown_special_tokens=special_tokens)
+    covers_thought = constraint is not None and constraint.covers_thought
+    if params.grammar is not None and not covers_thought and (thought := _thought(output_format)) is not None:
         params = msgspec.structs.replace(params, thought=thought)
-    if request.thought_limit is not None:
-        budget = await _thought_budget(service, *request.thought_limit, form)
+    if request.reasoning_limit is not None:
+        budget = await _thought_budget(service, *request.reasoning_limit, output_format)
         params = msgspec.structs.replace(params, thought_budget=budget)
     stream = service.submit(
         exchange,
@@ -78,62 +83,71 @@ async def submit(service: Service, exchange: Exchange, request: ConversationRequ
         rename=names,
     )
     await service.accepted([stream], names)
-    as_json = choice.forced and constraint is not None and constraint.kind == "json_schema"
-    return AcceptedRequest(stream, await _reader(service, request, form, stream.prompt_end, as_json=as_json))
+    as_json = tool_choice.forced and constraint is not None and constraint.kind == "json_schema"
+    return AcceptedRequest(stream, await _reader(service, request, output_format, stream.prompt_end, as_json=as_json))
 
 
-def _thought(form: OutputFormat) -> Thought | None:
+def _thought(output_format: OutputFormat) -> Thought | None:
     """What comes before an answer that a grammar constrains."""
-    if form.harmony:
+    if output_format.harmony:
         return Thought(begin="<|channel|>analysis<|message|>", end="<|channel|>final<|message|>", always=True)
-    thoughts = form.thoughts
-    return None if thoughts is None else Thought(begin=thoughts.begin, end=thoughts.end, always=thoughts.always)
+    reasoning = output_format.reasoning_format
+    return None if reasoning is None else Thought(begin=reasoning.begin, end=reasoning.end, always=reasoning.always)
 
 
-async def _thought_budget(service: Service, name: str, tokens: int, form: OutputFormat) -> ThoughtBudget:
+async def _thought_budget(service: Service, name: str, tokens: int, output_format: OutputFormat) -> ThoughtBudget:
     """The limit of thoughts that the field ``name`` asks for. Raises 400 where none can be kept."""
-    thoughts = form.thoughts
-    if thoughts is None or form.harmony:
+    reasoning = output_format.reasoning_format
+    if reasoning is None or output_format.harmony:
         raise invalid(
             f"{name}: this server knows no end tag of this model's reasoning; leave it out, or start the server with "
             "--reasoning-parser.",
             param=name,
             code="unsupported_parameter",
         )
-    begin, end = await service.mark_token(thoughts.begin), await service.mark_token(thoughts.end)
-    if end is None or (begin is None and not thoughts.always):
+    begin, end = await service.mark_token(reasoning.begin), await service.mark_token(reasoning.end)
+    if end is None or (begin is None and not reasoning.always):
         raise invalid(
             f"{name}: the tags of this model's reasoning are several tokens; leave it out.",
             param=name,
             code="unsupported_parameter",
         )
-    return ThoughtBudget(tokens, -1 if thoughts.always or begin is None else begin, end)
+    return ThoughtBudget(tokens, -1 if reasoning.always or begin is None else begin, end)
 
 
 async def _reader(
-    service: Service, request: ConversationRequest, form: OutputFormat, prompt_end: Sequence[int], *, as_json: bool
+    service: Service,
+    request: ConversationRequest,
+    output_format: OutputFormat,
+    prompt_end: Sequence[int],
+    *,
+    as_json: bool,
 ) -> Callable[[], ChoiceReader | None]:
     """Creates the reader of a choice. ``prompt_end``: the last tokens of the prompt. ``as_json``: the answer is calls
     as JSON."""
-    choice = request.choice
-    tools = choice.tools if choice.mode != "none" and (form.tools is not None or choice.forced) else None
-    kind = form.json_parser() if as_json else form.parser(with_tools=tools is not None)
+    tool_choice = request.tool_choice
+    tools = (
+        tool_choice.tools
+        if tool_choice.mode != "none" and (output_format.tools is not None or tool_choice.forced)
+        else None
+    )
+    kind = output_format.json_parser() if as_json else output_format.parser(with_tools=tools is not None)
     if kind is None:
         return lambda: None
     thinking, end = None, None
     hidden: tuple[str, ...] = ()
-    thoughts = form.thoughts
-    if thoughts is not None and not form.harmony:
-        thinking = thoughts.in_prompt(await service.engine.detokenize(prompt_end, skip_special_tokens=False))
-        end = await service.mark_token(thoughts.end)
+    reasoning = output_format.reasoning_format
+    if reasoning is not None and not output_format.harmony:
+        thinking = reasoning.in_prompt(await service.engine.detokenize(prompt_end, skip_special_tokens=False))
+        end = await service.mark_token(reasoning.end)
         if request.params.skip_special_tokens:  # they were kept for the reader alone
-            hidden = tuple([mark for mark in thoughts.marks if await service.is_special(mark)])
+            hidden = tuple([mark for mark in reasoning.marks if await service.is_special(mark)])
     options: dict[str, Any] = {
         "parallel": request.parallel,
-        "thoughts": thoughts,
+        "reasoning_format": reasoning,
         "thinking": thinking,
         "separate": request.separate,
-        "stream_thought": request.stream_thought,
+        "stream_reasoning": request.stream_reasoning,
         "hidden": hidden,
     }
     return lambda: ChoiceReader(kind(tools, **options), end)

@@ -14,7 +14,7 @@ import msgspec
 
 from actors.protocol.requests import Delta, FinishReason, Usage
 from app.apis.choice_reader import ChoiceReader
-from app.apis.collecting import Collected
+from app.apis.collecting import CollectedChoice
 from app.parsers.events import CallArguments, CallBegun, Piece, Reasoning, Text
 from app.server.errors import ApiError
 
@@ -24,9 +24,9 @@ __all__ = [
     "CallArguments",
     "CallBegun",
     "CallEnded",
+    "ChoiceEnded",
     "ChoiceEvents",
     "EndReason",
-    "Ended",
     "Event",
     "Failed",
     "Reasoning",
@@ -49,7 +49,7 @@ class CallEnded(msgspec.Struct, gc=False):
     index: int
 
 
-class Ended(msgspec.Struct, gc=False):
+class ChoiceEnded(msgspec.Struct, gc=False):
     """The last event of a choice. ``matched_stop``: the stop string or token id that ended it. ``reasoning_tokens``:
     those of its completion tokens that are the thought's."""
 
@@ -65,7 +65,7 @@ class Failed(msgspec.Struct):
     error: ApiError
 
 
-Event = Piece | CallEnded | Ended | Failed
+Event = Piece | CallEnded | ChoiceEnded | Failed
 
 
 class ChoiceEvents:
@@ -95,7 +95,7 @@ class ChoiceEvents:
             self._close(events)
             called = self._reader is not None and self._reader.calls
             reason: EndReason = "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
-            events.append(Ended(reason, delta.matched_stop, delta.usage, self.reasoning_tokens))
+            events.append(ChoiceEnded(reason, delta.matched_stop, delta.usage, self.reasoning_tokens))
         return events
 
     def _pieces(self, delta: Delta) -> Iterable[Piece]:
@@ -145,7 +145,7 @@ class Answer(msgspec.Struct):
     """A whole choice. ``parts``: thought, content and calls in their order, each joined."""
 
     parts: list[Text | Reasoning | Call]
-    end: Ended
+    end: ChoiceEnded
 
     @property
     def text(self) -> str:
@@ -193,7 +193,7 @@ def join(events: Iterable[Event]) -> list[Text | Reasoning | Call]:
     return parts
 
 
-async def read_whole(collected: Collected, reader: ChoiceReader | None) -> Answer:
+async def read_whole(collected: CollectedChoice, reader: ChoiceReader | None) -> Answer:
     """The events of a choice whose deltas were collected, joined. The loop runs between pieces: a long answer takes
     seconds, in which other streams go on."""
     choice = ChoiceEvents(reader)
@@ -216,5 +216,5 @@ async def read_whole(collected: Collected, reader: ChoiceReader | None) -> Answe
     )
     events += choice.read(last)
     end = events.pop()
-    assert isinstance(end, Ended)
+    assert isinstance(end, ChoiceEnded)
     return Answer(join(events), end)

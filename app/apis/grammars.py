@@ -21,7 +21,7 @@ __all__ = ["GrammarFields", "NativeGrammarFields", "Schema", "StructuredOutputs"
 Schema = dict[str, Any] | bool | str
 """A JSON schema as it is, or as text."""
 Choices = Annotated[list[str], Meta(max_length=LIMITS.grammar_choices)]
-Form = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -33,7 +33,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: str | Form | None = None
+    structural_tag: str | JsonObject | None = None
     whitespace: str | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
@@ -45,13 +45,13 @@ class NativeGrammarFields(msgspec.Struct, kw_only=True):
     json_schema: Schema | None = None
     regex: str | None = None
     ebnf: str | None = None
-    structural_tag: str | Form | None = None
+    structural_tag: str | JsonObject | None = None
 
 
 class GrammarFields(NativeGrammarFields, kw_only=True):
     """The fields of completions and chat completions."""
 
-    response_format: Form | None = None
+    response_format: JsonObject | None = None
     structured_outputs: StructuredOutputs | None = None
     grammar: str | None = None
     guided_json: Schema | None = None
@@ -90,7 +90,7 @@ def _native(body: NativeGrammarFields, at: str) -> Found:
         yield Grammar("structural_tag", _tag(body.structural_tag, f"{at}structural_tag")), f"{at}structural_tag"
 
 
-def _openai(form: Form | None) -> Found:
+def _openai(form: JsonObject | None) -> Found:
     name = "response_format"
     kind = None if form is None else form.get("type")
     if not form or kind == "text":
@@ -188,7 +188,7 @@ def schema_text(given: object, param: str) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _tag(given: str | Form, param: str) -> str:
+def _tag(given: str | JsonObject, param: str) -> str:
     """The text of a structural tag, which the backend reads. Raises 400."""
     value: object = given
     if isinstance(given, str):

@@ -20,12 +20,12 @@ from app.server.errors import ApiError, invalid
 from app.server.exchange import Exchange
 from app.server.service import Service, renamed
 
-__all__ = ["MOST_SECONDS", "SessionParams", "Sessions", "Turn", "take_turn"]
+__all__ = ["MAX_SECONDS", "SessionParams", "SessionRequest", "Sessions", "begin_session_request"]
 
 _SECONDS = 3600.0
-MOST_SECONDS = 86_400.0
-_MOST_SESSIONS = 256
-_MOST_TOKENS = 4 << 20
+MAX_SECONDS = 86_400.0
+_MAX_SESSIONS = 256
+_MAX_TOKENS = 4 << 20
 _REQUEST_TOKENS = 256
 """What each request counts beside its own tokens: short ones are bounded by their number."""
 
@@ -88,7 +88,7 @@ class _Session:
         return [self.requests.pop(name) for name in gone - {rid}]
 
 
-class Turn:
+class SessionRequest:
     """One request of a session, on its way. ``prompt``: the whole prompt. ``replaced``: the engine's ids of requests to
     be aborted. ``finish`` is called when it is complete."""
 
@@ -144,7 +144,7 @@ class Sessions:
         opening: tuple[int, ...],
         rid: str,
         exchange: Exchange,
-    ) -> Turn:
+    ) -> SessionRequest:
         """Add a request with ``ids`` behind what it continues. ``opening``: the tokens that begin every text; they are
         taken off what continues another. Raises 400."""
         self._expire()
@@ -173,10 +173,10 @@ class Sessions:
             session.requests.pop(rid, None)
             session.requests[rid] = request
         self._shrink(owner, session)
-        if len(session) > _MOST_TOKENS:
+        if len(session) > _MAX_TOKENS:
             session.requests.pop(rid, None)
             raise invalid(
-                f"session_params: the requests of this session have more than {_MOST_TOKENS} tokens, counting "
+                f"session_params: the requests of this session have more than {_MAX_TOKENS} tokens, counting "
                 f"{_REQUEST_TOKENS} more for each request. Replace some, or close it.",
                 param="session_params",
             )
@@ -187,7 +187,7 @@ class Sessions:
                 session.requests = {rid: request}
 
         running = [one.exchange for one in replaced if one.exchange is not None and _runs(one)]
-        return Turn(request, [name for other in running for name in other.stream_ids], finish)
+        return SessionRequest(request, [name for other in running for name in other.stream_ids], finish)
 
     @staticmethod
     def _of_tree(session: _Session, params: SessionParams, replaced: list[_Request]) -> str | None:
@@ -227,7 +227,7 @@ class Sessions:
         )
         count, tokens = len(mine), sum(len(session) for _, session in mine)
         for key, session in mine:
-            if count <= _MOST_SESSIONS and tokens <= _MOST_TOKENS:
+            if count <= _MAX_SESSIONS and tokens <= _MAX_TOKENS:
                 break
             if session is not used:
                 del self._sessions[key]
@@ -258,7 +258,7 @@ def _gone(name: str) -> str:
     return f"the session {name[:64]!r} is not open: it was closed, or not used for too long. Open it."
 
 
-async def take_turn(
+async def begin_session_request(
     service: Service,
     exchange: Exchange,
     params: SessionParams,
@@ -267,7 +267,7 @@ async def take_turn(
     choices: int,
     rid: str,
     names: dict[str, str],
-) -> Turn:
+) -> SessionRequest:
     """The turn of a session that continues with the only prompt. ``rid``: the id in the answer. Raises 400."""
     if len(prompts) * choices != 1:
         raise invalid("session_params: takes one prompt and one choice. Send several requests.", param="session_params")
@@ -283,7 +283,9 @@ async def take_turn(
             except InvalidRequest as error:
                 raise renamed(error, names) from None
     opening = await service.opening_tokens()
-    turn = service.sessions.begin(service.owner(exchange), params, ids, opening=opening, rid=rid, exchange=exchange)
-    for name in turn.replaced:
+    session_request = service.sessions.begin(
+        service.owner(exchange), params, ids, opening=opening, rid=rid, exchange=exchange
+    )
+    for name in session_request.replaced:
         await service.engine.abort(name)
-    return turn
+    return session_request

@@ -10,7 +10,7 @@ import msgspec
 from actors.protocol.requests import Grammar
 from app.apis.openai.tool_schemas import closed, without_nulls
 from app.parsers.base import StreamingParser
-from app.parsers.tools.constraints import Form, ToolConstraint, forced_calls, native_calls, strict_calls
+from app.parsers.tools.constraints import AnswerForm, ToolConstraint, forced_calls, native_calls, strict_calls
 from app.parsers.tools.lark import Unenforceable
 from app.parsers.tools.passthrough import PassthroughParser
 from app.server.errors import ApiError, invalid
@@ -88,7 +88,7 @@ async def _auto(
         if given is not None:
             raise Unenforceable("one grammar of both needs --grammar-backend llguidance")
         return strict_calls(form, choice.tools)
-    other = None if given is None else Form(given.kind, given.text, _whitespace(service, given))
+    other = None if given is None else AnswerForm(given.kind, given.text, _whitespace(service, given))
     return native_calls(form, choice.tools, await _tokens(service, form), forced=False, single=single, other=other)
 
 

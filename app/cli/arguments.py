@@ -14,7 +14,7 @@ from typing import Any
 from actors.options import ArgumentError, Arguments
 from actors.options.argument import Argument
 from actors.options.keys import with_keys
-from actors.options.resolving import Given, canonical, find, resolve
+from actors.options.resolving import RawArgument, canonical, find, resolve
 from app.understudy import MODEL_DIR
 from app.understudy.drafts import draft_arguments
 
@@ -97,9 +97,9 @@ def _with_draft(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read_words(words: Sequence[str], source: str, problems: list[str]) -> list[Given]:
+def _read_words(words: Sequence[str], source: str, problems: list[str]) -> list[RawArgument]:
     """Names and values from the words of a command line. Unreadable words are added to ``problems``."""
-    given: list[Given] = []
+    given: list[RawArgument] = []
     rest = list(reversed(words))
     positional = False  # after "--" nothing is a name
     model_seen = False
@@ -111,7 +111,7 @@ def _read_words(words: Sequence[str], source: str, problems: list[str]) -> list[
             if model_seen:
                 problems.append(f"{word}{source}: unexpected; only one model can be given")
             model_seen = True
-            given.append(Given(name="model", value=word, spelling=f"the model {word}{source}"))
+            given.append(RawArgument(name="model", value=word, spelling=f"the model {word}{source}"))
         else:
             name, equals, value = word.partition("=")
             spelling = name + source
@@ -125,14 +125,14 @@ def _read_words(words: Sequence[str], source: str, problems: list[str]) -> list[
                 # otherwise "--enable-metrics false" would name a model and turn the flag into its opposite
                 has_value = not equals and rest and rest[-1].lower() in ("true", "false")
                 flag: object = value if equals else rest.pop() if has_value else True
-                given.append(Given(name=name, value=flag, spelling=spelling))
+                given.append(RawArgument(name=name, value=flag, spelling=spelling))
             elif found.entry.takes_many:
                 values = [value] if equals else _take_values(rest, equals)
-                given.append(Given(name=name, value=" ".join(values), spelling=spelling))
+                given.append(RawArgument(name=name, value=" ".join(values), spelling=spelling))
             elif equals:
-                given.append(Given(name=name, value=value, spelling=spelling))
+                given.append(RawArgument(name=name, value=value, spelling=spelling))
             elif rest and not rest[-1].startswith("--"):
-                given.append(Given(name=name, value=rest.pop(), spelling=spelling))
+                given.append(RawArgument(name=name, value=rest.pop(), spelling=spelling))
             else:
                 bounds = f": {found.entry.bounds}" if isinstance(found.entry, Argument) else ""
                 problems.append(f"{spelling}: needs a value{bounds}")
@@ -147,7 +147,7 @@ def _take_values(rest: list[str], equals: str) -> list[str]:
     return taken
 
 
-def _read_file(path: str) -> list[Given]:
+def _read_file(path: str) -> list[RawArgument]:
     """The arguments of a YAML file. Raises ArgumentError with the file, and the place that is not YAML."""
     import yaml
 
@@ -168,4 +168,4 @@ def _read_file(path: str) -> list[Given]:
     problems += [f"{key} in {path}: a file cannot name another" for key in content if canonical(str(key)) == "config"]
     if problems:
         raise ArgumentError(problems)
-    return [Given(name=key, value=value, spelling=f"{key} in {path}") for key, value in content.items()]
+    return [RawArgument(name=key, value=value, spelling=f"{key} in {path}") for key, value in content.items()]

@@ -108,9 +108,9 @@ def _run_with(arguments: Arguments, early: EarlyWorkers) -> int:
     import uvloop
 
     from app.application import create_app
-    from app.server.greeting import exposure, url_of
+    from app.server.garbage_collection import IDLE_REQUESTS, IdleGarbageCollector
     from app.server.hypercorn import configuration, listen, serve
-    from app.server.idle_collector import IDLE_REQUESTS, IdleCollector
+    from app.server.startup_lines import exposure, url_of
 
     _configure_logging(arguments)
     config = configuration(arguments)
@@ -130,7 +130,7 @@ def _run_with(arguments: Arguments, early: EarlyWorkers) -> int:
         app = create_app(arguments, early=early)
         app.url = url_of(bound)
         app.open_grpc()
-        with IdleCollector(lambda: len(app.service.live) <= IDLE_REQUESTS).running():
+        with IdleGarbageCollector(lambda: len(app.service.live) <= IDLE_REQUESTS).running():
             await serve(app, app, config, sockets)
         return app.exit_code, app.engine.status.error or ""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from app.live.feed.answers import Waterfall
-from app.live.feed.handlers import MOST_FRAMES, feed, feed_request
+from app.live.feed.handlers import MAX_FRAMES, feed, feed_request
 from app.live.page_files import page, page_file
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.routes import Route
 
 __all__ = ["ROUTES"]
@@ -14,7 +14,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/",
         methods=("GET",),
-        level=Level.PUBLIC,
+        level=AccessLevel.PUBLIC,
         handler=page,
         summary="The live page",
         media=("text/html",),
@@ -24,7 +24,7 @@ ROUTES: tuple[Route, ...] = (
         path="/page/{file}",
         slashes=True,
         methods=("GET",),
-        level=Level.PUBLIC,
+        level=AccessLevel.PUBLIC,
         handler=page_file,
         summary="A script or a style of the live page",
         media=("text/javascript", "text/css", "image/svg+xml"),
@@ -34,10 +34,10 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/stage",
         methods=("GET",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=feed,
         summary="The current actors and requests, four times a second",
-        query=(("frames", "End after so many frames; without it the feed goes on.", 1, MOST_FRAMES),),
+        query=(("frames", "End after so many frames; without it the feed goes on.", 1, MAX_FRAMES),),
         media=("text/event-stream",),
         tag="pages",
         logged=False,
@@ -46,7 +46,7 @@ ROUTES: tuple[Route, ...] = (
         path="/stage/requests/{id}",
         slashes=True,
         methods=("GET",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=feed_request,
         summary="A live or recent request, hop by hop",
         answer=Waterfall,

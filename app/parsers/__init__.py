@@ -1,1 +1,8 @@
-"""Parsers of model output: formats of tool calls and thoughts. ``registry`` has them by name."""
+"""Parsers of model output: formats of tool calls and reasoning.
+
+registry.py    all formats by name, and which one a model has
+base.py        StreamingParser: reads the text of one choice as it arrives; every format extends it
+tools/         one file for each format of tool calls; constraints.py, lark.py: grammars that force calls
+reasoning/     formats of reasoning    harmony.py: gpt-oss, which has both in one format
+events.py      what a parser returns: Text, Reasoning, CallBegun, CallArguments
+"""

@@ -15,12 +15,12 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from app.parsers.events import CallArguments, CallBegun, Piece, Reasoning, Text
-from app.parsers.reasoning.thoughts import Thoughts
+from app.parsers.reasoning.formats import ReasoningFormat
 from app.parsers.tools.lark import Rules, Schema, Unenforceable
 
 __all__ = [
-    "Cut",
-    "Malformed",
+    "IncompleteCall",
+    "ParseError",
     "Reading",
     "Sink",
     "StreamingParser",
@@ -43,18 +43,18 @@ _LONGEST_NAME = 256
 _PIECE = 4096
 
 
-class Malformed(Exception):
+class ParseError(Exception):
     """The text is not what the format says. What was read of it since the last mark becomes content."""
 
 
-class Cut(Malformed):
+class IncompleteCall(ParseError):
     """The text ends in the middle of a call."""
 
     def __init__(self) -> None:
         super().__init__("it is not complete")
 
 
-class _Written(msgspec.Struct):
+class _PartialCall(msgspec.Struct):
     """What is known of a call that is written as JSON. ``begun``: its arguments were passed on. ``unknown``: an object
     under another key was skipped."""
 
@@ -73,12 +73,17 @@ class StreamingParser:
     is logged; of a call that is malformed behind its name, the rest becomes content. Nothing is evaluated; the cost is
     linear in the length of the text.
 
+    A format may also override :meth:`at_start` (calls without a mark), :meth:`frame` or :meth:`call_rule` (a call as
+    part of a grammar), :meth:`answer_rule` (a whole answer as a grammar) and :meth:`history_id`. It builds them from
+    the reading methods (``until``, ``skip``, ``take``, ``name_until``, ``named_call``, ``json_calls``, ...), which none
+    overrides.
+
     ``tools``: the parameters of the tools that may be called, by name; calls of other tools are content. None: no call
-    is looked for. Unless ``parallel``, only the first call is returned. ``thoughts``: the format of the thought before
-    the answer, None for none. ``thinking``: whether the prompt has begun the thought (True) or ended it (False); None
-    if it says nothing. Unless ``separate``, the thought becomes content with its marks. ``stream_thought`` False
-    returns the thought at its end only. ``hidden``: marks of thoughts that are special tokens, which are dropped from
-    content.
+    is looked for. Unless ``parallel``, only the first call is returned. ``reasoning_format``: of the reasoning before
+    the answer, None for none. ``thinking``: whether the prompt has begun the reasoning (True) or ended it (False); None
+    if it says nothing. Unless ``separate``, the reasoning becomes content with its marks. ``stream_reasoning`` False
+    returns the reasoning at its end only. ``hidden``: marks of reasoning that are special tokens, which are dropped
+    from content.
     """
 
     OPEN: ClassVar[tuple[str, ...]] = ()
@@ -114,10 +119,10 @@ class StreamingParser:
         tools: Mapping[str, dict[str, Any]] | None,
         *,
         parallel: bool = True,
-        thoughts: Thoughts | None = None,
+        reasoning_format: ReasoningFormat | None = None,
         thinking: bool | None = None,
         separate: bool = True,
-        stream_thought: bool = True,
+        stream_reasoning: bool = True,
         hidden: tuple[str, ...] = (),
     ) -> None:
         self.calls = 0
@@ -126,9 +131,9 @@ class StreamingParser:
         self.thought_chars = self.chars = 0
         self._tools = tools
         self._parallel = parallel
-        self._thoughts = thoughts
+        self._reasoning_format = reasoning_format
         self._separate = separate
-        self._stream_thought = stream_thought
+        self._stream_thought = stream_reasoning
         self._hidden = hidden
         self._text = ""  # not read yet
         self._ended = False
@@ -175,12 +180,12 @@ class StreamingParser:
     # -- what formats override
 
     def block(self, mark: str) -> Reading[None]:
-        """Read the calls behind ``mark``, which is one of ``OPEN``. Raises Malformed."""
-        raise Malformed("the format has no blocks")
+        """Read the calls behind ``mark``, which is one of ``OPEN``. Raises ParseError."""
+        raise ParseError("the format has no blocks")
         yield
 
     def at_start(self) -> Reading[None]:
-        """Read calls that begin the answer without a mark, in formats that have such. Raises Malformed."""
+        """Read calls that begin the answer without a mark, in formats that have such. Raises ParseError."""
         return
         yield
 
@@ -232,23 +237,23 @@ class StreamingParser:
 
     def _everything(self, thinking: bool | None) -> Reading[None]:
         yield  # until the first text
-        if self._thoughts is not None:
-            yield from self._think(self._thoughts, thinking)
+        if self._reasoning_format is not None:
+            yield from self._think(self._reasoning_format, thinking)
         if self._tools is None:
             while (yield from self.until(self._hidden, self.add_content)):
                 pass
         else:
             yield from self.answer()
 
-    def _think(self, thoughts: Thoughts, thinking: bool | None) -> Reading[None]:
+    def _think(self, reasoning_format: ReasoningFormat, thinking: bool | None) -> Reading[None]:
         self._read = []
         yield from self.space()
-        begun = thoughts.begin + thoughts.label
+        begun = reasoning_format.begin + reasoning_format.label
         has_begin = yield from self.skip(begun)
-        if not has_begin and not (thinking or (thoughts.always and thinking is None)):
+        if not has_begin and not (thinking or (reasoning_format.always and thinking is None)):
             self.give_up()
             if thinking is False:
-                yield from self._repeated(thoughts)
+                yield from self._repeated(reasoning_format)
             return
         self.thought = True
         before, self._read = self._read, None
@@ -256,26 +261,26 @@ class StreamingParser:
             yield from self.space()
         else:
             self.add_content("".join(before) + has_begin)
-        mark = yield from self.until((thoughts.end, *thoughts.interrupted_by), self._think_aloud)
+        mark = yield from self.until((reasoning_format.end, *reasoning_format.interrupted_by), self._think_aloud)
         self.end_thought()
-        if mark and mark != thoughts.end:
+        if mark and mark != reasoning_format.end:
             self._text = mark + self._text
         elif mark and not self._separate:
             self.add_content(mark)
         if mark and self._separate:
             yield from self.space()
-            yield from self._repeated(thoughts)
+            yield from self._repeated(reasoning_format)
 
-    def _repeated(self, thoughts: Thoughts) -> Reading[None]:
+    def _repeated(self, reasoning_format: ReasoningFormat) -> Reading[None]:
         """Drop the end marks that a model repeats."""
         self._read = []
         yield from self.space()
-        if not (yield from self.skip(thoughts.end)):
+        if not (yield from self.skip(reasoning_format.end)):
             self.give_up()
             return
         self._read = None
         yield from self.space()
-        while (yield from self.skip(thoughts.end)):
+        while (yield from self.skip(reasoning_format.end)):
             yield from self.space()
 
     def _think_aloud(self, text: str) -> None:
@@ -330,10 +335,10 @@ class StreamingParser:
         self._read, self._called, self._calling = [], False, False
         try:
             yield from reading
-        except Malformed as error:
-            if self._called or (expected and not isinstance(error, Cut)):
+        except ParseError as error:
+            if self._called or (expected and not isinstance(error, IncompleteCall)):
                 _log.warning("The model wrote a tool call that cannot be read: %s. The rest of it stays text.", error)
-            if self._calling and isinstance(error, Cut):
+            if self._calling and isinstance(error, IncompleteCall):
                 self._text = ""  # the begin of a mark
             else:
                 self.give_up()
@@ -342,10 +347,10 @@ class StreamingParser:
             yield from self.space()
 
     def begin_call(self, name: str, identity: str | None = None) -> None:
-        """Begin a call; raises Malformed if there is no such tool. Its arguments follow."""
+        """Begin a call; raises ParseError if there is no such tool. Its arguments follow."""
         name = name.strip()
         if self._tools is None or name not in self._tools:
-            raise Malformed(f"no tool {name[:64]!r}")
+            raise ParseError(f"no tool {name[:64]!r}")
         self._read, self._called, self._calling = [], True, True
         self._suppressed = not self._parallel and self.calls > 0
         if not self._suppressed:
@@ -401,10 +406,10 @@ class StreamingParser:
             self._read = ["".join(self._read).removesuffix(text)]
 
     def peek(self) -> Reading[str]:
-        """The next character; raises Malformed at the end."""
+        """The next character; raises ParseError at the end."""
         while not self._text:
             if not (yield from self.more()):
-                raise Cut
+                raise IncompleteCall
         return self._text[0]
 
     def run(self, pattern: re.Pattern[str], sink: Sink | None = None) -> Reading[None]:
@@ -441,17 +446,17 @@ class StreamingParser:
                 return ""
 
     def name_until(self, *marks: str) -> Reading[tuple[str, str]]:
-        """A name before one of the marks, and the mark; raises Malformed if there is none."""
+        """A name before one of the marks, and the mark; raises ParseError if there is none."""
         parts: list[str] = []
 
         def sink(text: str) -> None:
             parts.append(text)
             if sum(map(len, parts)) > _LONGEST_NAME or "<" in text or "\n" in text:
-                raise Malformed(f"{''.join(parts)[:32]!r} is no name")
+                raise ParseError(f"{''.join(parts)[:32]!r} is no name")
 
         mark = yield from self.until(marks, sink)
         if not mark:
-            raise Cut
+            raise IncompleteCall
         return "".join(parts), mark
 
     def skip(self, *words: str) -> Reading[str]:
@@ -464,13 +469,13 @@ class StreamingParser:
                 return ""
 
     def expect(self, *words: str) -> Reading[str]:
-        """Read white space and one of the words; raises Malformed if something else follows."""
+        """Read white space and one of the words; raises ParseError if something else follows."""
         yield from self.space()
         word = yield from self.skip(*words)
         if not word and self._ended and any(word.startswith(self._text) for word in words):
-            raise Cut
+            raise IncompleteCall
         if not word:
-            raise Malformed(f"expected {' or '.join(words)}")
+            raise ParseError(f"expected {' or '.join(words)}")
         return word
 
     def symbol(self, *symbols: str) -> Reading[str]:
@@ -478,20 +483,20 @@ class StreamingParser:
         yield from self.space()
         symbol = yield from self.peek()
         if symbol not in symbols:
-            raise Malformed(f"expected {' or '.join(symbols)}")
+            raise ParseError(f"expected {' or '.join(symbols)}")
         return self.take(1)
 
     # -- JSON
 
     def json_value(self, sink: Sink, depth: int = 0) -> Reading[None]:
-        """Pass a JSON value on as it arrives; raises Malformed where it ends to be one.
+        """Pass a JSON value on as it arrives; raises ParseError where it ends to be one.
 
         Raw control characters and unknown escapes in strings, which models write, are escaped.
         """
         yield from self.space()
         first = yield from self.peek()
         if depth > _DEPTH:
-            raise Malformed("it is nested too deeply")
+            raise ParseError("it is nested too deeply")
         if first == '"':
             yield from self.json_string(sink)
         elif first in "{[":
@@ -513,7 +518,7 @@ class StreamingParser:
                     return
 
     def text_string(self) -> Reading[str]:
-        """A JSON string, decoded; raises Malformed."""
+        """A JSON string, decoded; raises ParseError."""
         parts: list[str] = []
         yield from self.json_string(parts.append)
         return decoded("".join(parts), str)
@@ -563,8 +568,8 @@ class StreamingParser:
         if _SCALAR.fullmatch(text) is None:
             if self._at_end():
                 sink(text)
-                raise Cut
-            raise Malformed(f"{text[:32]!r} is no JSON value")
+                raise IncompleteCall
+            raise ParseError(f"{text[:32]!r} is no JSON value")
         sink(text)
 
     def named_call(self, name: str, identity: str | None = None) -> Reading[None]:
@@ -578,7 +583,7 @@ class StreamingParser:
                 yield from self.json_value(self.add_arguments)
             else:
                 self._call_with(name, (yield from self._whole()), identity)
-        except Cut:
+        except IncompleteCall:
             if not self._called:
                 self.begin_call(name, identity)
             raise
@@ -591,22 +596,22 @@ class StreamingParser:
 
     def json_call(self, name_key: str = "name", *argument_keys: str) -> Reading[None]:
         """Read a call as a JSON object with the tool's name and its arguments. Other keys are skipped."""
-        written = _Written()
+        written = _PartialCall()
         try:
             yield from self._json_members(written, name_key, argument_keys or ("arguments", "parameters"))
-        except Cut:
+        except IncompleteCall:
             if written.name and not written.begun:
                 self.begin_call(written.name, written.id)
             raise
         if not written.name:
-            raise Malformed("it has no name")
+            raise ParseError("it has no name")
         if not written.begun and written.arguments is None and written.unknown:
-            raise Malformed("its arguments are under another key")
+            raise ParseError("its arguments are under another key")
         if not written.begun:
             self._call_with(written.name, written.arguments, written.id)
         self.end_call()
 
-    def _json_members(self, written: _Written, name_key: str, argument_keys: tuple[str, ...]) -> Reading[None]:
+    def _json_members(self, written: _PartialCall, name_key: str, argument_keys: tuple[str, ...]) -> Reading[None]:
         yield from self.symbol("{")
         while True:
             key = yield from self.text_string()
@@ -614,7 +619,7 @@ class StreamingParser:
             if key == name_key:
                 written.name = yield from self.text_string()
                 if self._tools is None or written.name not in self._tools:
-                    raise Malformed(f"no tool {written.name[:64]!r}")
+                    raise ParseError(f"no tool {written.name[:64]!r}")
             elif key in argument_keys and written.name and not written.begun:
                 written.begun = True
                 yield from self.named_call(written.name, written.id)
@@ -650,11 +655,11 @@ class StreamingParser:
 
 
 def decoded(text: str, kind: type[T]) -> T:
-    """The value of a JSON text; raises Malformed."""
+    """The value of a JSON text; raises ParseError."""
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        raise Malformed(str(error)) from None
+        raise ParseError(str(error)) from None
 
 
 def _object(text: str) -> str:

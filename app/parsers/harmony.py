@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 
-from app.parsers.base import Malformed, Reading, StreamingParser
+from app.parsers.base import ParseError, Reading, StreamingParser
 from app.parsers.tools.lark import ANY, Rules, Schema, Unenforceable
 
 __all__ = ["ForcedHarmonyParser", "HarmonyParser"]
@@ -22,7 +22,7 @@ _MESSAGE = "<|message|>"
 _END = ("<|end|>", "<|return|>", "<|call|>")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?(\S+)")
 _WORDS = ("assistant", "analysis", "commentary", "final", "json", "code", "to=")
-_MOST_HEADER = 512
+_MAX_HEADER = 512
 
 
 class HarmonyParser(StreamingParser):
@@ -44,8 +44,8 @@ class HarmonyParser(StreamingParser):
 
         def sink(text: str) -> None:
             header.append(text)
-            if sum(map(len, header)) > _MOST_HEADER:
-                raise Malformed("the header of a message has no end")
+            if sum(map(len, header)) > _MAX_HEADER:
+                raise ParseError("the header of a message has no end")
 
         self._read = [begun]
         try:
@@ -54,8 +54,8 @@ class HarmonyParser(StreamingParser):
                 begun = ""
                 mark = yield from self.until(self.MARKS, sink)
             if mark != _MESSAGE and not _is_header("".join(header)):
-                raise Malformed("the header has no message")
-        except Malformed as error:
+                raise ParseError("the header has no message")
+        except ParseError as error:
             _log.warning("The model wrote a message that cannot be read: %s. It stays text.", error)
             self.give_up()
             return
@@ -72,7 +72,7 @@ class HarmonyParser(StreamingParser):
 
     def _think_here(self) -> Reading[None]:
         """A thought up to the message's end, which stays to be read."""
-        if self._thoughts is None or not self._separate:
+        if self._reasoning_format is None or not self._separate:
             return  # it is content, as any text
         if self.thought:
             self.add_thought("\n")

@@ -10,7 +10,7 @@ import msgspec
 from actors.options.serving import ThoughtFormat, ToolFormat
 from app.parsers.base import StreamingParser
 from app.parsers.harmony import ForcedHarmonyParser, HarmonyParser
-from app.parsers.reasoning.thoughts import THOUGHTS, Thoughts
+from app.parsers.reasoning.formats import REASONING_FORMATS, ReasoningFormat
 from app.parsers.tools.cohere import CohereParser
 from app.parsers.tools.deepseekv3 import DeepSeekV3Parser, DeepSeekV31Parser
 from app.parsers.tools.deepseekv32 import DeepSeekV4Parser, DeepSeekV32Parser
@@ -111,7 +111,7 @@ class OutputFormat(msgspec.Struct, frozen=True):
     """How a model writes: the parser of its tool calls, and its thoughts. None: these stay text."""
 
     tools: type[StreamingParser] | None
-    thoughts: Thoughts | None
+    reasoning_format: ReasoningFormat | None
     harmony: bool = False
 
     def parser(self, with_tools: bool) -> type[StreamingParser] | None:
@@ -120,7 +120,7 @@ class OutputFormat(msgspec.Struct, frozen=True):
             return HarmonyParser
         if with_tools and self.tools is not None:
             return self.tools
-        return StreamingParser if self.thoughts is not None else None
+        return StreamingParser if self.reasoning_format is not None else None
 
     def json_parser(self) -> type[StreamingParser]:
         """The class that reads an answer that a grammar makes calls as JSON."""
@@ -130,7 +130,10 @@ class OutputFormat(msgspec.Struct, frozen=True):
         """Special tokens that must not be dropped from the text before it is read."""
         parser = self.parser(with_tools)
         marks = () if parser is None else (*parser.OPEN, *parser.MARKS, *parser.TOKENS)
-        return (*marks, *(self.thoughts.marks if self.thoughts is not None and not self.harmony else ()))
+        return (
+            *marks,
+            *(self.reasoning_format.marks if self.reasoning_format is not None and not self.harmony else ()),
+        )
 
 
 def output_format(
@@ -145,7 +148,7 @@ def output_format(
     harmony = HARMONY in (tools, thoughts)
     return OutputFormat(
         tools=None if tools == OFF else TOOL_PARSERS[tools],
-        thoughts=None if thoughts == OFF else THOUGHTS["base" if thoughts == HARMONY else thoughts],
+        reasoning_format=None if thoughts == OFF else REASONING_FORMATS["base" if thoughts == HARMONY else thoughts],
         harmony=harmony,
     )
 

@@ -1,1 +1,12 @@
-"""The HTTP server: connections, middleware, bodies, routes, keys, errors and streams."""
+"""The HTTP server: connections, middleware, bodies, routes, keys, errors and streams. It knows no API.
+
+hypercorn.py, http1.py, http2.py     the server and its connections; startup_lines.py, progress.py: the terminal
+middleware.py        the outermost layer of a request: auth.py (keys), browser_policy.py (hosts, CORS), access log
+exchange.py          Exchange: one request with its response, streams and end; every handler gets one
+routes.py            the route table; path_suggestions.py: 404    openapi.py, openapi_page.py: its description
+request_body.py      receives a body; upload_budget.py: bytes of all bodies
+routes.py            the route table; path_suggestions.py: answers 404    openapi.py, openapi_page.py: describe it
+service.py           Service: what handlers share: engine, arguments, model names
+sse.py               streams as responses; merged_streams.py: several as one    dialect.py, errors.py: errors by API
+background.py        requests for which no client waits    garbage_collection.py: full collections while idle
+"""

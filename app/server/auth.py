@@ -10,12 +10,12 @@ from collections.abc import Iterable
 
 from app.server.errors import ApiError
 
-__all__ = ["Keyring", "Level", "may_access", "sees_all"]
+__all__ = ["AccessLevel", "Keyring", "may_access", "sees_all"]
 
 _ADMIN = "admin"
 
 
-class Level(enum.Enum):
+class AccessLevel(enum.Enum):
     """The key that a route requires."""
 
     PUBLIC = "public"  # none: probes, and the files of the live page, which contain nothing about the server
@@ -43,15 +43,17 @@ class Keyring:
         digests += [_digest(key, b"troupe-admin") for key in self._admin if self._user]
         self._owners = dict(zip(self._tenants, digests, strict=False)) or {"": ""}
 
-    def check(self, level: Level, headers: Iterable[tuple[bytes, bytes]], server: tuple[str, int | None] | None) -> str:
+    def check(
+        self, level: AccessLevel, headers: Iterable[tuple[bytes, bytes]], server: tuple[str, int | None] | None
+    ) -> str:
         """The tenant of the key in the headers, or "" where there is only one.
 
         ``server`` is the address that the connection came in on (``scope["server"]``). Raises :class:`ApiError` (401 or
         404) unless there is a key for ``level``.
         """
-        if level is Level.PUBLIC:
+        if level is AccessLevel.PUBLIC:
             return ""
-        if level is Level.ADMIN:
+        if level is AccessLevel.ADMIN:
             if not self._admin:
                 if self._user or not _is_loopback(server):
                     raise ApiError(
@@ -76,12 +78,12 @@ class Keyring:
     def is_admin(self, tenant: str) -> bool:
         return tenant == _ADMIN
 
-    def guards(self, level: Level) -> bool:
+    def guards(self, level: AccessLevel) -> bool:
         """Whether ``level`` is protected by a key.
 
         Public routes reveal nothing about the server, and the page needs a user key for everything it reads.
         """
-        return bool(self._user or (level is Level.ADMIN and self._admin))
+        return bool(self._user or (level is AccessLevel.ADMIN and self._admin))
 
     def _demand(self, headers: Iterable[tuple[bytes, bytes]], keys: tuple[bytes, ...]) -> int:
         """The index of the given key. Raises 401 without one."""

@@ -38,9 +38,9 @@ __all__ = [
 log = logging.getLogger("troupe.http")
 
 _STARTING_RETRY = 5  # seconds
-_DRAINING_RETRY = 10
-_UPLOADS_RETRY = 5
-_WAITED_RETRY = 5
+_DRAINING_RETRY_SECONDS = 10
+_UPLOADS_RETRY_SECONDS = 5
+_WAITED_RETRY_SECONDS = 5
 _LONGEST_RETRY = 120  # OpenAI clients stop retrying when the wait is longer
 
 
@@ -106,7 +106,7 @@ def shutting_down() -> ApiError:
         "The server is shutting down; send the request again to another replica, or later.",
         kind="service_unavailable_error",
         code="engine_draining",
-        retry_after=_DRAINING_RETRY,
+        retry_after=_DRAINING_RETRY_SECONDS,
         headers={"Connection": "close"},
     )
 
@@ -117,7 +117,7 @@ def too_many_uploads() -> ApiError:
         "Your unfinished uploads hold all the memory that they may take; end some of them, then send this one again.",
         kind="rate_limit_error",
         code="too_many_uploads",
-        retry_after=_UPLOADS_RETRY,
+        retry_after=_UPLOADS_RETRY_SECONDS,
     )
 
 
@@ -126,7 +126,9 @@ def to_api_error(error: BaseException, reference: str) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
-        return invalid(str(error), param=error.param, code=error.code)
+        # A grammar that fails in mid-answer was accepted before, so this is no 400; clients would repeat a 500 in vain.
+        status = 422 if error.code == "grammar_failed" else 400
+        return ApiError(status, str(error), param=error.param, code=error.code)
     if isinstance(error, CompilerBusy):
         return ApiError(
             503,
@@ -166,7 +168,7 @@ def to_api_error(error: BaseException, reference: str) -> ApiError:
             str(error),
             kind="service_unavailable_error",
             code="waited_too_long",
-            retry_after=_WAITED_RETRY,
+            retry_after=_WAITED_RETRY_SECONDS,
         )
     if isinstance(error, RequestAborted):
         return ApiError(499, "The request was aborted.", kind="request_aborted", code="request_aborted")

@@ -37,7 +37,10 @@ def is_label(text: str) -> bool:
 
 
 class Exchange:
-    """Sends a response, detects a client that stopped reading, and closes the engine's streams at the end.
+    """One HTTP request with its response: what a handler gets beside the service and the body.
+
+    It has the request's ids, route, path parts and tenant, sends the response or an error (``send``, ``answer``,
+    ``cut``), detects a client that stopped reading, and closes the engine's streams at the end (``own``).
 
     ``send_deadline``: seconds that a write may wait for the client. A slower client is disconnected, which frees the
     slot of its request.

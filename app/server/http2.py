@@ -23,7 +23,7 @@ UPDATES = 4
 """WINDOW_UPDATE frames that each request and each DATA frame sent to the client allow, beyond that rate. Simple clients
 answer each DATA frame with two: one for its stream, one for the connection."""
 
-MOST_UPDATES = 10 * BURST
+MAX_UPDATES = 10 * BURST
 """WINDOW_UPDATE frames that a connection may save up."""
 
 _PREFACE = 24  # bytes from the client before its first frame
@@ -79,7 +79,7 @@ class Http2(H2Protocol):
             await self.send(RawData(data=data))
 
     def _allow_updates(self, frames: int) -> None:
-        self._updates = min(MOST_UPDATES, self._updates + UPDATES * frames)
+        self._updates = min(MAX_UPDATES, self._updates + UPDATES * frames)
 
     def _allow(self, frames: int) -> bool:
         """Whether so many more frames are within the rate. Negative: frames that were counted at their head and are

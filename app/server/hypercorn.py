@@ -30,7 +30,7 @@ from actors.options import Arguments
 from app.server.http1 import Chunk, Http1, rebound
 from app.server.http2 import PIECE, Http2
 
-__all__ = ["Served", "configuration", "listen", "serve"]
+__all__ = ["ServedApplication", "configuration", "listen", "serve"]
 
 log = logging.getLogger("troupe.server")
 
@@ -56,7 +56,7 @@ together."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Served(Protocol):
+class ServedApplication(Protocol):
     """The control interface of the application, in addition to ASGI."""
 
     @property
@@ -220,7 +220,7 @@ def listen(config: Config) -> Sockets:
 
 async def serve(
     app: ASGIFramework,
-    control: Served,
+    control: ServedApplication,
     config: Config,
     sockets: Sockets,
     signals: Sequence[signal.Signals] = SIGNALS,
@@ -274,7 +274,7 @@ async def serve(
     return not control.failed.is_set()
 
 
-async def _drain(control: Served, timeout: float | None = None) -> None:
+async def _drain(control: ServedApplication, timeout: float | None = None) -> None:
     try:
         await control.drain(timeout)
     except Exception:

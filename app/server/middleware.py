@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from actors.runtime import current_traceparent
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.browser_policy import BrowserPolicy
 from app.server.custom_labels import custom_labels
 from app.server.dialect import OPENAI
@@ -156,12 +156,12 @@ class Middleware:
         service = self._service
         method, path, headers = scope["method"], scope["path"], scope["headers"]
         siblings = service.table.at(path)
-        level = route.level if route is not None else siblings[0].level if siblings else Level.USER
+        level = route.level if route is not None else siblings[0].level if siblings else AccessLevel.USER
         if (origin := self._policy.origin(headers)) is not None:
             exchange.grants = partial(self._policy.grants, origin)
         keyed = service.keyring.guards(level)
         # Load balancers send probes under any host name, and probes reveal only whether the server works.
-        if route is None or route.tag != "probes" or level is not Level.PUBLIC:
+        if route is None or route.tag != "probes" or level is not AccessLevel.PUBLIC:
             refusal = self._policy.check_host(headers, keyed=keyed)
             if refusal is not None:
                 return refusal
@@ -178,7 +178,7 @@ class Middleware:
                 code="invalid_framing",
                 headers={"Connection": "close"},
             )
-        refusal = self._policy.check_page(method, headers, keyed=keyed, admin=level is Level.ADMIN)
+        refusal = self._policy.check_page(method, headers, keyed=keyed, admin=level is AccessLevel.ADMIN)
         if refusal is not None:
             return refusal
         if route is None and siblings:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from quart import Response
 
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.exchange import Exchange
 from app.server.routes import Route
 from app.server.service import Service, json_response
@@ -55,18 +55,18 @@ _FORM = {
 async def openapi(service: Service, exchange: Exchange, body: None) -> Response:
     """OpenAPI 3.1."""
     arguments = service.arguments
-    keys = ((Level.USER, arguments.api_key), (Level.ADMIN, arguments.admin_api_key))
+    keys = ((AccessLevel.USER, arguments.api_key), (AccessLevel.ADMIN, arguments.admin_api_key))
     locked = frozenset(level for level, key in keys if key)
     return json_response(_encoded(service.table.routes, locked, arguments.fastapi_root_path or "/"))
 
 
 @functools.cache
-def _encoded(routes: tuple[Route, ...], locked: frozenset[Level], url: str) -> msgspec.Raw:
+def _encoded(routes: tuple[Route, ...], locked: frozenset[AccessLevel], url: str) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode({**describe_api(routes, locked), "servers": [{"url": url}]}))
 
 
 @functools.cache
-def describe_api(routes: tuple[Route, ...], locked: frozenset[Level] = frozenset()) -> dict[str, Any]:
+def describe_api(routes: tuple[Route, ...], locked: frozenset[AccessLevel] = frozenset()) -> dict[str, Any]:
     """The document without its servers. ``locked``: the levels that require a key on this server."""
     structs = _structs(routes)
     schemas, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
@@ -106,7 +106,7 @@ def _structs(routes: Iterable[Route]) -> list[type[msgspec.Struct]]:
 
 
 def _operation(
-    route: Route, method: str, references: dict[type[msgspec.Struct], Any], locked: frozenset[Level]
+    route: Route, method: str, references: dict[type[msgspec.Struct], Any], locked: frozenset[AccessLevel]
 ) -> dict[str, Any]:
     errors = {"application/json": {"schema": references[route.dialect.envelope]}}
     answer = references[route.answer] if route.answer is not None else {}

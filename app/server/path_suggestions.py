@@ -10,7 +10,7 @@ from app.server.routes import RouteTable
 __all__ = ["suggest_path"]
 
 _LONGEST_SHOWN = 128
-_MOST_SEGMENTS = 8
+_MAX_SEGMENTS = 8
 
 _CHAT = "POST /v1/chat/completions"
 
@@ -109,7 +109,7 @@ def _right_path(table: RouteTable, method: str, plain: str) -> str | None:
     if plain in _BEGINNINGS:
         return _BEGINNINGS[plain]
     segments = plain.split("/")[1:]
-    if len(segments) > _MOST_SEGMENTS:
+    if len(segments) > _MAX_SEGMENTS:
         return None
     candidates = [plain]
     for first in range(len(segments)):

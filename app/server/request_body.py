@@ -16,7 +16,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 MAX_BODY = 8 << 20
 """Bytes of a request's body. A prompt of a million tokens is about 5 MiB of text or ids; media are not read yet."""
 
-MOST_BYTES = 2 * MAX_BODY  # of a dropped body, in total
+MAX_BYTES = 2 * MAX_BODY  # of a dropped body, in total
 _PERIOD = 1.0
 _LEAST = 16 << 10  # bytes in each period: a slower client is not waited for
 _SECONDS = 10.0
@@ -70,7 +70,7 @@ class RequestBody:
         whole = message["type"] != "http.request" or not message.get("more_body", False)
         if self._pieces is not None:
             return await self._hand_over(message, whole)
-        if whole or self._bytes >= MOST_BYTES:
+        if whole or self._bytes >= MAX_BYTES:
             self._over.set()
         if whole:
             self.release()
@@ -85,7 +85,7 @@ class RequestBody:
     async def _hand_over(self, message: MutableMapping[str, Any], whole: bool) -> MutableMapping[str, Any]:
         """Pass a message's bytes to the reader of an upload, if it still reads."""
         pieces = self._pieces
-        if whole or (pieces is None and self._bytes >= MOST_BYTES):
+        if whole or (pieces is None and self._bytes >= MAX_BYTES):
             self._over.set()
         if pieces is not None and message["type"] == "http.request":
             if message.get("body"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.dialect import OPENAI, Dialect
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     methods: tuple[str, ...]
-    level: Level
+    level: AccessLevel
     handler: Handler
     summary: str
     body: type[msgspec.Struct] | None = None

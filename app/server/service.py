@@ -16,7 +16,7 @@ from quart import Response
 from actors.engine.status import EngineStatus
 from actors.options import Arguments
 from actors.protocol.requests import LIMITS, Chat, InvalidRequest, QueueFull, SamplingParams
-from actors.requests.admission import TicketOffice, most_for_one
+from actors.requests.admission import AdmissionControl, most_for_one
 from actors.requests.intake import GENERATE
 from actors.requests.streams import RequestStream
 from app.parsers.registry import OutputFormat, output_format
@@ -74,7 +74,7 @@ class Service:
         self.responses: Responses  # set by the application
         self.sessions: Sessions  # set by the application
         self.batches: BatchRunner | None = None  # with --file-storage-path
-        self._text_tickets = TicketOffice(
+        self._text_tickets = AdmissionControl(
             max_sequences=LIMITS.text_requests, max_tokens=None, tenants=max(1, len(arguments.api_keys))
         )
         self._screen = FieldScreen(table.routes, engine.metrics.count_unknown_field)

@@ -12,7 +12,7 @@ from quart.wrappers.response import ResponseBody
 from actors.protocol.requests import Delta, RequestAborted
 from actors.requests.streams import RequestStream
 from app.server.exchange import Exchange
-from app.server.merged import Merged
+from app.server.merged_streams import MergedStreams
 from app.server.service import Service
 
 __all__ = ["ChunkWriter", "sse_response"]
@@ -64,7 +64,7 @@ class SseBody(ResponseBody):
         return self
 
     async def __aexit__(self, exc_type: type | None, exc_value: BaseException | None, tb: TracebackType | None) -> None:
-        if isinstance(self._source, Merged):
+        if isinstance(self._source, MergedStreams):
             await self._source.stop()
 
     def __aiter__(self) -> AsyncIterator[bytes]:

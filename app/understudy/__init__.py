@@ -1,4 +1,4 @@
-"""The understudy: the small trained model in Troupe's box. Its corpus and trainers are in tests/understudy.
+"""The included model, a small trained one of the name understudy. Its corpus and trainers are in tests/understudy.
 
 Importing this package names the model's directory and imports neither torch nor transformers.
 """

@@ -52,5 +52,7 @@ class RunnerConfig(msgspec.Struct, frozen=True):
     fp32_head: bool = False  # logits in float32
     window_pages: bool = False  # give back pages outside of layers' windows, where that saves half of a long sequence
     grammar: GrammarSettings | None = None  # None: requests have no grammars
+    model_impl: str = "auto"  # native | transformers; auto: the native family, else transformers' modeling code
+    trust_remote_code: bool = False  # code of the checkpoint may run in this process
     is_embedding: bool = False  # a model that could generate text makes vectors instead
     invariant: bool = False  # a token's results do not depend on what else a step runs

@@ -1,18 +1,34 @@
-"""GGUF files in the engine's process: metadata, and the equivalent Hugging Face configuration.
+"""What the engine's process reads of a model's files: metadata of GGUF files, their equivalent Hugging Face
+configuration, and pooling.
 
 No torch. Readers are imported by name at first use.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-__all__ = ["GgufHeader", "gguf_config", "gguf_generation_config", "read_gguf_header", "read_gguf_text"]
+from kernels.contract.pooling import PoolingConfig
+
+__all__ = [
+    "LENGTH_KEYS",
+    "GgufHeader",
+    "gguf_config",
+    "gguf_generation_config",
+    "read_gguf_header",
+    "read_gguf_text",
+    "read_pooling",
+]
+
+LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
+"""What config.json calls the most tokens of a sequence."""
 
 _HEADER = "kernels.weights.gguf.header"
 _DESCRIPTION = "kernels.models.gguf_description"
+_POOLING = "kernels.models.pooling"
 
 
 class GgufHeader(Protocol):
@@ -42,3 +58,12 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
 def gguf_generation_config(header: GgufHeader) -> dict[str, Any]:
     """The equivalent of generation_config.json."""
     return cast("dict[str, Any]", import_module(_DESCRIPTION).generation_defaults(header))
+
+
+def read_pooling(directory: Path, config: Mapping[str, Any], is_embedding: bool = False) -> PoolingConfig | None:
+    """The pooling of the model in ``directory``, whose config.json is ``config``; None for a model that generates text.
+
+    ``is_embedding``: whether a model that could generate text makes vectors of its last tokens instead. Raises
+    ConfigError.
+    """
+    return cast("PoolingConfig | None", import_module(_POOLING).read_pooling(directory, config, is_embedding))

@@ -76,8 +76,8 @@ class SlotSampling(msgspec.Struct, frozen=True, omit_defaults=True, array_like=T
     routed_experts: bool = False  # whether the experts that these tokens took are returned
     max_drafts: int = -1  # draft tokens that a step verifies of this request; -1: as many as the runner does
     grammar: Grammar | None = None  # what the output must match
-    grammar_after: tuple[int, ...] = ()  # tokens behind which the grammar begins; empty: with the first
-    grammar_opens: int = -1  # the first token that lets it begin only behind these; -1: it always does
+    grammar_after: tuple[int, ...] = ()  # the grammar begins after these tokens (the end of reasoning); empty: at once
+    grammar_opens: int = -1  # only an answer that starts with this token waits for `grammar_after`; -1: every answer
     prediction: bytes = b""  # int32: what the output is expected to repeat; NGRAM drafts from it
 
 
@@ -114,15 +114,15 @@ class StepBatch(msgspec.Struct, frozen=True, array_like=True):
     # int32 [rows]: most draft tokens that a decode row verifies beside its token; empty: none at all
     draft_limits: bytes = b""
     draft_levels: int = 0  # most levels to draft; 0: the runner decides
-    unobserved: bool = False  # whether the draft need not observe this step, since it sleeps
+    unobserved: bool = False  # the draft model does not run this step's tokens, so its cache will lack them
     bounded: tuple[PageGrants, ...] = ()  # of each bounded cache group, as page_slots and page_ids; empty: none
 
 
 class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     """Times of a step in seconds. ``queued``: from sending to start. ``prepare``: building inputs; ``draft``: the part
-    of it for observing and drafting. ``run``: model and sampling. ``whole``: from sending, or from the answer before if
+    of it for observing and drafting. ``run``: model and sampling. ``total``: from sending, or from the answer before if
     that was later, to the answer (in a runner alone: from the start, or the end of the step before). ``observe``: the
-    part of ``whole`` in which a draft observed earlier steps; set by a runner on the CPU for decodes without draft
+    part of ``total`` in which a draft observed earlier steps; set by a runner on the CPU for decodes without draft
     tokens, and for steps that waited for idle work.
 
     ``graph_rows``: rows that ran in a captured graph.
@@ -133,7 +133,7 @@ class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     run: float = 0.0
     graph_rows: int = 0
     draft: float = 0.0
-    whole: float = 0.0
+    total: float = 0.0
     observe: float = 0.0
 
 
@@ -160,7 +160,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     number: int
     accepted: bytes  # int32 [rows]: how many tokens each row produced (0: a chunk that is not the last)
     tokens: bytes  # int32 [sum(accepted)]
-    logprobs: bytes = b""  # float32 [sum(accepted)]; empty when no row asked
+    logprobs: bytes = b""  # float32 [sum(accepted)]; empty when no row wants them
     top_counts: bytes = b""  # int32 [sum(accepted)], entries each token has in the two arrays below; empty when none
     top_ids: bytes = b""  # int32
     top_logprobs: bytes = b""  # float32

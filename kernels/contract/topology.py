@@ -10,7 +10,7 @@ __all__ = ["Rank", "Role", "WorkerId"]
 
 
 class Role(enum.StrEnum):
-    """Which part of a request a worker runs."""
+    """Which part of a request a worker runs. Every worker of today is BOTH; the others are reserved."""
 
     PREFILL = "prefill"  # prompts only; the pages go to a decode worker
     DECODE = "decode"  # tokens after the first
@@ -20,7 +20,7 @@ class Role(enum.StrEnum):
 
 class Rank(msgspec.Struct, frozen=True):
     """A worker's rank in each kind of parallelism, counted from 0. ``dp``: the replica; ``pp``: the stage of layers;
-    ``tp``: the part of each layer; ``ep``: the part of each layer's experts."""
+    ``tp``: the part of each layer; ``ep``: the part of each layer's experts. ``pp`` and ``ep`` are reserved: 0."""
 
     dp: int = 0
     pp: int = 0

@@ -39,7 +39,7 @@ class ForwardBatch:
     ``plans``: the device's attention plan for each window length that the model's layers have (0: all tokens).
     ``states`` [tokens, width]: what a draft model starts from beside its tokens; None for a whole model.
     ``rows``: the rows on the host; None where a pass is captured. ``bounded``: those of each bounded cache group, by
-    its spec. ``latent``: the device's plan for layers with latent vectors, if the model has any.
+    its spec.
     """
 
     token_ids: Tensor  # int [tokens]
@@ -49,7 +49,6 @@ class ForwardBatch:
     states: Tensor | None = None
     rows: AttentionRows | None = None
     bounded: Mapping[CacheSpec, BoundedRows] = field(default_factory=dict)
-    latent: Any = None
 
     def in_window(self, spec: Window) -> ForwardBatch:
         """The batch as the layers of a window group see it: attention over the group's own pages."""

@@ -41,7 +41,7 @@ Called for rows that all have a top-k of 1 to 1024, or have none (``largest_k`` 
 """
 
 Greedy = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Logits [rows, vocab] -> each row's argmax int64 [rows], and ``Sampled.broken``; a token is 0 in such a row."""
+"""Logits [rows, vocab] -> each row's argmax int64 [rows], and ``SampledTokens.broken``; a token is 0 in such a row."""
 
 Candidates = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """Logits [rows, vocab] and a count -> the best ids int64 and their log-probabilities float32, both [rows, count], the
@@ -92,7 +92,7 @@ class Draw(Protocol):
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What ``Drafting.accept`` found, ``packed`` int64 [rows, n] so that one copy brings it to the host, and the
+    """What ``DraftKernels.accept`` found, ``packed`` int64 [rows, n] so that one copy brings it to the host, and the
     ``rows`` int64 [rows, 4] that were asked for, in the device's own memory."""
 
     packed: Tensor
@@ -106,7 +106,7 @@ class Acceptance:
 
     @property
     def outcome(self) -> Tensor:
-        """int64 [rows, 2 + levels], as ``Verified.outcome``."""
+        """int64 [rows, 2 + levels], as ``VerifyResult.outcome``."""
         return self.packed[:, : 2 + self.levels]
 
     @property
@@ -119,11 +119,11 @@ class Acceptance:
         """bool [rows, levels]: whether the token sampled there is invalid."""
         return self.packed[:, 2 + 2 * self.levels :].view(torch.bool)[:, : self.levels]
 
-    def of(self, count: int) -> Acceptance:
+    def first_rows(self, count: int) -> Acceptance:
         """The results of the first ``count`` rows."""
         return Acceptance(self.packed[:count], self.levels, self.rows[:count])
 
-    def here(self, packed: Tensor) -> Acceptance:
+    def on_host(self, packed: Tensor) -> Acceptance:
         """The same with ``packed`` on the host."""
         return Acceptance(packed, self.levels, self.rows)
 

@@ -9,7 +9,7 @@
     attention.py        rotation, placing of heads, plans and attention    latent_attention.py: over latent vectors
     sampling.py         own kernels for choosing tokens
     capture.py          graphs and programs (graphs.py: their buffers; prepared.py: what a device returns)
-    drafting.py         kernels between the passes of a draft; a device may have none
+    draft_kernels.py    kernels between the passes of a draft; a device may have none
     communication.py    the library of collectives
     invariant/          capabilities whose results do not depend on what else a step runs
     cpu/ cuda/ npu/     one class for each capability that has kernels, composed in device.py

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
+from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm, PendingResidual
 from kernels.devices.cache import KvCaches
-from kernels.devices.capped_attention import attend_capped
 from kernels.devices.latent_attention import LatentHeads, attend_latent_heads, write_latent
 from kernels.devices.linear import NormThenLinear
+from kernels.devices.row_attention import attend_rows
 
 __all__ = ["Attention", "ProjectedHeads"]
 
@@ -29,10 +30,12 @@ class Attention(ABC, Generic[Cache, Plan]):
     """Attention of a step's tokens. A plan holds what varies from step to step (lengths, page tables). It is
     built once per step from host arrays and shared by all layers.
 
-    ``signed_sines``: whether ``rotate`` takes the sines of the first half negated.
+    ``signed_sines``: whether ``rotate`` takes the sines of the first half negated. ``plans_latent``: whether
+    ``attend_latent`` reads the plan of all tokens instead of rows on the host.
     """
 
     signed_sines: bool = True
+    plans_latent: bool = False
 
     def __init__(self, caches: KvCaches[Cache]) -> None:
         self.caches = caches
@@ -65,29 +68,50 @@ class Attention(ABC, Generic[Cache, Plan]):
         The keys and values of the queries' own tokens are already in the cache.
         """
 
-    def attend_capped(
-        self, queries: Tensor, cache: Cache, rows: AttentionRows, window: int, scale: float, cap: float
+    def attend_rows(
+        self,
+        queries: Tensor,
+        cache: Cache,
+        rows: AttentionRows,
+        window: int,
+        scale: float,
+        cap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """As ``attend``, with scores of ``cap * tanh(score / cap)``. It reads ``rows`` on the host: no pass with it is
+        """As ``attend``, with scores of ``cap * tanh(score / cap)`` if ``cap`` is above 0, and with ``sinks`` float32
+        [heads], the scores of one more token whose value is 0. It reads ``rows`` on the host: no pass with it is
         captured."""
         caches = self.caches
-        return attend_capped(queries, partial(caches.gather, cache), rows, caches.page_size, window, scale, cap)
+        return attend_rows(queries, partial(caches.gather, cache), rows, caches.page_size, window, scale, cap, sinks)
 
-    def plan_latent(self, rows: AttentionRows) -> Any:
-        """The plan of a step over latent caches."""
-        return rows
+    def place_latent(
+        self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Tensor, index: Tensor
+    ) -> Tensor:
+        """Rotate the last numbers of ``queries`` [tokens, heads, plain_dim + rope_dim], maybe in place, and write
+        ``vectors`` [tokens, rank + rope_dim], the first numbers normed and the last rotated, to ``index`` int64
+        [tokens] of a latent cache [pages, page_size, rank + rope_dim]. -> the queries. ``cos``, ``sin`` [tokens, 1,
+        rope_dim].
+        """
+        rope = cos.shape[-1]
+        plain, rotated = queries.split((queries.shape[2] - rope, rope), 2)
+        latent, key = vectors.split((vectors.shape[1] - rope, rope), 1)
+        heads = torch.cat((rotated, key.unsqueeze(1)), 1)  # the key's rotated part is one more head
+        turned = torch.empty_like(heads)
+        self.rotate(heads, cos, sin, out=turned)
+        write_latent(cache, index, torch.cat((norm(latent.contiguous()), turned[:, -1]), 1))
+        return torch.cat((plain, turned[:, :-1]), 2)
 
-    def write_latent(self, cache: Tensor, index: Tensor, vectors: Tensor) -> None:
-        """Write ``vectors`` [tokens, width] to ``index`` int64 [tokens] of a latent cache [pages, page_size, width]."""
-        write_latent(cache, index, vectors)
-
-    def attend_latent(self, queries: Tensor, cache: Tensor, plan: Any, heads: LatentHeads, scale: float) -> Tensor:
+    def attend_latent(
+        self, queries: Tensor, cache: Tensor, batch: ForwardBatch, heads: LatentHeads, scale: float
+    ) -> Tensor:
         """Causal attention of ``queries`` [tokens, heads, plain_dim + rope_dim] over the latent vectors of their rows
         -> [tokens, heads, value_dim]. The vectors of the queries' own tokens are already in the cache.
 
-        ``plan``: of ``plan_latent``. Here it reads rows on the host: no pass with it is captured.
+        Here it reads rows on the host: no pass with it is captured (``plans_latent``).
         """
-        return attend_latent_heads(queries, cache, plan, heads, scale)
+        if batch.rows is None:
+            raise ValueError("attention over latent vectors reads rows on the host; a captured pass has none")
+        return attend_latent_heads(queries, cache, batch.rows, heads, scale)
 
     def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``scale`` times cos and sin of ``positions`` int64 [tokens] times ``frequencies`` float32 [dim], each

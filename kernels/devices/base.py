@@ -16,7 +16,7 @@ from kernels.devices.attention import Attention
 from kernels.devices.cache import KvCaches
 from kernels.devices.capture import Capture
 from kernels.devices.communication import Communication
-from kernels.devices.drafting import Drafting
+from kernels.devices.draft_kernels import DraftKernels
 from kernels.devices.elementwise import Elementwise
 from kernels.devices.experts import ExpertLayers
 from kernels.devices.linear import LinearLayers
@@ -65,7 +65,7 @@ class Device(ABC):
     attention: Attention[Any, Any]
     sampling: SamplingKernels
     capture: Capture
-    drafting: Drafting | None = None
+    drafting: DraftKernels | None = None
 
     @abstractmethod
     def bind_thread(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kernels.core.batch import ForwardBatch
-from kernels.devices.prepared import Decodes, HostPass, PassHead, StepForward, Steps
+from kernels.devices.prepared import CapturedPasses, CapturedSteps, NativePass, StepForward, VerifyHead
 
 __all__ = ["Capture", "CaptureRequest", "StepCaptureRequest"]
 
@@ -22,7 +22,7 @@ class CaptureRequest:
     each capture: a step that only some ranks have captured would hang.
     ``tree``: whether drafts may be trees. ``states`` [any, width]: like those of the batches, if these have any.
     ``prompts``: tokens of a step up to which chunks of prompts are worth capturing.
-    ``head``: what ``Decodes.verify`` computes from the result in the same call, if the device gains by it.
+    ``head``: what ``CapturedPasses.verify`` computes from the result in the same call, if the device gains by it.
     """
 
     forward: Callable[[ForwardBatch], Tensor]
@@ -34,7 +34,7 @@ class CaptureRequest:
     tree: bool = False
     states: Tensor | None = None
     prompts: int = 0
-    head: PassHead | None = None
+    head: VerifyHead | None = None
 
 
 @dataclass(frozen=True)
@@ -57,21 +57,21 @@ class Capture:
     """Captures passes and steps. A method returns None if the device cannot capture or gains nothing by it; this base
     class always does."""
 
-    def decodes(self, request: CaptureRequest) -> Decodes | None:
+    def decodes(self, request: CaptureRequest) -> CapturedPasses | None:
         """Passes of decodes and drafts."""
         return None
 
-    def steps(self, request: StepCaptureRequest) -> Steps | None:
+    def steps(self, request: StepCaptureRequest) -> CapturedSteps | None:
         """Whole steps, instead of ``decodes``; steps with chunks of prompts too, if the device gains by it."""
         return None
 
-    def host_pass(
+    def native_pass(
         self,
         forward: Callable[[ForwardBatch], Tensor],
         windows: Sequence[int],
         max_tokens: int,
         states: Tensor | None = None,
-    ) -> HostPass | None:
+    ) -> NativePass | None:
         """One call of a pass over up to ``max_tokens`` tokens, if the device is the host.
 
         ``forward`` is called once, and must hold on to the tensors that are to be read after each call. ``states``

@@ -29,6 +29,8 @@ from kernels.weights.quantization.weights import (
 )
 
 __all__ = [
+    "LEAST",
+    "ClampedGate",
     "ExpertInputs",
     "ExpertLayers",
     "ExpertWeights",
@@ -42,7 +44,7 @@ __all__ = [
 ]
 
 _Stack = TypeVar("_Stack")
-_LEAST = 1e-20  # where all chosen scores are 0
+LEAST = 1e-20  # where all chosen scores are 0
 _BLOCK = 1 << 22  # elements of rows that are prepared at a time
 
 
@@ -95,7 +97,7 @@ def choose(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     experts = ranked.topk(routing.chosen, -1).indices
     weights = scores.gather(1, experts)
     if routing.normalized:
-        weights = weights / (weights.sum(-1, keepdim=True) + _LEAST)
+        weights = weights / (weights.sum(-1, keepdim=True) + LEAST)
     return weights * routing.scale if routing.scale != 1.0 else weights, experts
 
 
@@ -109,6 +111,20 @@ class Experts(Protocol):
     def choose(self, x: Tensor) -> Tensor:
         """The experts int [tokens, chosen] that the tokens ``x`` [tokens, hidden] take, the best first."""
         ...
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """``(up + 1) * gate * sigmoid(alpha * gate)`` of gate | up [tokens, 2 * n], gates of at most ``limit`` and others
+    within it (gpt-oss, arXiv 2508.10925)."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        gate = gate.clamp(max=self.limit)
+        return (up.clamp(-self.limit, self.limit) + 1.0) * (gate * torch.sigmoid(self.alpha * gate))
 
 
 class ExpertsInTurn:
@@ -214,9 +230,15 @@ def may_be_dense(weight: QuantizedWeight) -> bool:
     return not (isinstance(weight, Int8Weight) and isinstance(weight.activation, StaticActivation))
 
 
-def refusal(experts: Sequence[ExpertWeights], kind: Callable[[Tensor | QuantizedWeight], object]) -> str | None:
+def refusal(
+    experts: Sequence[ExpertWeights],
+    kind: Callable[[Tensor | QuantizedWeight], object],
+    gate: ClampedGate | None = None,
+) -> str | None:
     """Why experts cannot stand side by side; None: they can. ``kind``: what those of a layer must share, None for a
     weight that there is no kernel for."""
+    if gate is not None:
+        return "their gates are clamped"
     if any(expert.gate_up_bias is not None or expert.down_bias is not None for expert in experts):
         return "they have biases"
     for part in ([expert.gate_up for expert in experts], [expert.down for expert in experts]):
@@ -251,13 +273,20 @@ class ExpertLayers:
         self.fallbacks = fallbacks
         self.reads_back = False
 
-    def make(self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], routing: Routing) -> Experts:
+    def make(
+        self,
+        router: Tensor,
+        bias: Tensor | None,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        gate: ClampedGate | None = None,
+    ) -> Experts:
         """A layer of experts of which each token takes a few: [tokens, hidden] -> [tokens, hidden].
 
-        ``router`` [experts, hidden] and ``bias`` [experts] give a logit for each.
+        ``router`` [experts, hidden] and ``bias`` [experts] give a logit for each. ``gate``: in place of SwiGLU's.
         """
         reason = "there is no kernel for all at once"
-        return self.make_in_turn(self.make_router(router, bias, routing), experts, routing, reason)
+        return self.make_in_turn(self.make_router(router, bias, routing), experts, routing, reason, gate)
 
     def make_router(self, router: Tensor, bias: Tensor | None, routing: Routing, shared: bool = False) -> Linear:
         """The logits of experts; in float32 where scores are more than a softmax, which DeepSeek-V3 is trained with.
@@ -267,7 +296,14 @@ class ExpertLayers:
         linear = self.linear.make_float_linear(router.float())
         return linear if bias is None else lambda x: linear(x) + bias
 
-    def make_in_turn(self, router: Linear, experts: Sequence[ExpertWeights], routing: Routing, reason: str) -> Experts:
+    def make_in_turn(
+        self,
+        router: Linear,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        reason: str,
+        gate: ClampedGate | None = None,
+    ) -> Experts:
         """The same by ``ExpertsInTurn``. ``reason``: for the log."""
         self.reads_back = True
         self.fallbacks.log(
@@ -275,12 +311,19 @@ class ExpertLayers:
         )
         made = [
             (
-                self.linear.make_gated(expert.gate_up, expert.gate_up_bias),
+                self.make_gated(expert, gate),
                 self.linear.make_projection(expert.down, expert.down_bias),
             )
             for expert in experts
         ]
         return ExpertsInTurn(router, made, routing)
+
+    def make_gated(self, expert: ExpertWeights, gate: ClampedGate | None) -> Linear:
+        """The inner activations of an expert."""
+        if gate is None:
+            return self.linear.make_gated(expert.gate_up, expert.gate_up_bias)
+        linear = self.linear.make_projection(expert.gate_up, expert.gate_up_bias)
+        return self.linear.elementwise.compose(lambda x: gate(linear(x)), lambda x: x)
 
     def stackable(
         self, experts: Sequence[ExpertWeights], kind: Callable[[Tensor | QuantizedWeight], object]

@@ -6,19 +6,21 @@ its first numbers are what ``LatentHeads`` makes them from, its last ones are th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kernels.core.attention_rows import AttentionRows
 
-__all__ = ["LatentHeads", "attend_latent", "attend_latent_heads", "make_latent", "write_latent"]
+__all__ = ["LatentHeads", "attend_latent", "attend_latent_heads", "clear_latent", "make_latent", "write_latent"]
 
-_EXPANDED = 128
-"""Queries of a row from which on making keys and values of all tokens costs less than it saves: a query takes
-``2 * rank + rope_dim`` products with each token in the latent space, and ``plain_dim + rope_dim + value_dim`` with keys
-and values, which take ``rank * (plain_dim + value_dim)`` to make; for DeepSeek's sizes 170."""
+_EXPANDED = 256
+"""Queries of a row from which on making keys and values of all tokens costs less than it saves (decision 0062). A query
+takes ``2 * rank + rope_dim`` products with each token in the latent space, ``plain_dim + rope_dim + value_dim`` with
+keys and values, which take ``rank * (plain_dim + value_dim)`` to make."""
 _QUERIES = 256  # of a row at a time, so that the scores of a long prompt fit in memory
 _NUMBERS = 1 << 25  # of keys and values that are made at a time
 
@@ -36,10 +38,11 @@ class LatentHeads:
         """Numbers of a vector that keys and values are made from."""
         return self.keys.shape[2]
 
-    def absorb(self, queries: Tensor) -> Tensor:
-        """``queries`` [tokens, heads, plain_dim + rope_dim] -> in latent space [tokens, heads, rank + rope_dim]."""
+    def absorb(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """``queries`` [tokens, heads, plain_dim + rope_dim] -> their plain parts in latent space [tokens, heads, rank],
+        and the rotated ones."""
         plain, rotated = queries.split((self.keys.shape[1], queries.shape[2] - self.keys.shape[1]), 2)
-        return torch.cat((torch.bmm(plain.transpose(0, 1), self.keys).transpose(0, 1), rotated), 2)
+        return torch.bmm(plain.transpose(0, 1), self.keys).transpose(0, 1), rotated
 
     def expand(self, found: Tensor) -> Tensor:
         """Sums of latent vectors ``found`` [tokens, heads, rank] -> of values, [tokens, heads, value_dim]."""
@@ -49,6 +52,12 @@ class LatentHeads:
 def make_latent(pages: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """One layer's cache [pages, page_size, width], zeroed."""
     return torch.zeros(pages, page_size, width, dtype=dtype, device=device)
+
+
+def clear_latent(caches: Sequence[Tensor], pages: Sequence[int]) -> None:
+    """Zero these pages of ``caches``."""
+    for cache in caches:
+        cache[list(pages)] = 0
 
 
 def write_latent(cache: Tensor, index: Tensor, vectors: Tensor) -> None:
@@ -70,7 +79,8 @@ def attend_latent_heads(
     out = queries.new_empty(*queries.shape[:2], heads.values.shape[2])
     if tokens:
         first = AttentionRows(rows.starts[:few], rows.counts[:few], rows.pages[:few], rows.decodes)
-        out[:tokens] = heads.expand(attend_latent(heads.absorb(queries[:tokens]), cache, first, heads.rank, scale))
+        absorbed = torch.cat(heads.absorb(queries[:tokens]), 2)
+        out[:tokens] = heads.expand(attend_latent(absorbed, cache, first, heads.rank, scale))
     for row in range(few, len(rows.counts)):
         start, count = int(rows.starts[row]), int(rows.counts[row])
         here = slice(tokens, tokens + count)
@@ -93,9 +103,11 @@ def attend_latent(queries: Tensor, cache: Tensor, rows: AttentionRows, dim: int,
             high = min(low + _QUERIES, count)
             keys = vectors[: start + high]
             here = slice(begin + low, begin + high)
-            scores = torch.matmul(queries[here].transpose(0, 1), keys.t())
+            # One product for all heads, which share the vectors: a product for each takes a hundred times as long in
+            # bfloat16 on a CPU.
+            scores = torch.mm(queries[here].flatten(0, 1), keys.t()).view(high - low, -1, start + high)
             weights = _weights(scores, start + low, scale)
-            out[here] = torch.matmul(weights, keys[:, :dim]).transpose(0, 1)
+            torch.mm(weights.flatten(0, 1), keys[:, :dim], out=out[here].flatten(0, 1))
         begin += count
     return out
 
@@ -105,19 +117,29 @@ def _attend_expanded(
 ) -> None:
     """Attention of one row's ``queries`` [count, heads, plain_dim + rope_dim] over ``vectors`` [start + count, width],
     to ``out`` [count, heads, value_dim]."""
-    count, dim, rank = len(queries), heads.keys.shape[1], heads.rank
-    latent, rotated = vectors[:, :rank], vectors[:, rank:]
-    size = max(1, _NUMBERS // (len(vectors) * (dim + out.shape[2])))
+    tokens, count, dim, rank = len(vectors), len(queries), heads.keys.shape[1], heads.rank
+    latent, rotated, value_dim = vectors[:, :rank], vectors[:, rank:], out.shape[2]
+    width = max(queries.shape[2], value_dim)  # torch's kernels take keys and values of one size
+    size = max(1, _NUMBERS // (tokens * 2 * width))
     for first in range(0, queries.shape[1], size):
         some = slice(first, first + size)
-        keys = torch.matmul(heads.keys[some], latent.t())  # [heads, plain_dim, tokens]
-        values = torch.matmul(latent, heads.values[some])  # [heads, tokens, value_dim]
+        given = pad(queries[:, some], (0, width - queries.shape[2])).transpose(0, 1)
+        keys, values = (latent.new_zeros(tokens, given.shape[0], width) for _ in range(2))
+        keys[..., :dim] = torch.mm(latent, heads.keys[some].flatten(0, 1).t()).unflatten(1, (-1, dim))
+        keys[..., dim : dim + rotated.shape[1]] = rotated.unsqueeze(1)
+        made = heads.values[some].transpose(1, 2).flatten(0, 1).t()
+        values[..., :value_dim] = torch.mm(latent, made).unflatten(1, (-1, value_dim))
         for low in range(0, count, _QUERIES):
             high = min(low + _QUERIES, count)
-            plain, turned = queries[low:high, some].transpose(0, 1).split((dim, rotated.shape[1]), 2)
-            end = start + high
-            scores = torch.matmul(plain, keys[..., :end]) + torch.matmul(turned, rotated[:end].t())
-            out[low:high, some] = torch.matmul(_weights(scores, start + low, scale), values[:, :end]).transpose(0, 1)
+            seen = torch.ones(high - low, start + high, dtype=torch.bool, device=out.device).tril(start + low)
+            found = scaled_dot_product_attention(
+                given[None, :, low:high],
+                keys[None, : start + high].transpose(1, 2),
+                values[None, : start + high].transpose(1, 2),
+                attn_mask=seen,
+                scale=scale,
+            )
+            out[low:high, some] = found[0, ..., :value_dim].transpose(0, 1)
 
 
 def _vectors(cache: Tensor, rows: AttentionRows, row: int) -> Tensor:
@@ -129,9 +151,9 @@ def _vectors(cache: Tensor, rows: AttentionRows, row: int) -> Tensor:
 
 
 def _weights(scores: Tensor, first: int, scale: float) -> Tensor:
-    """The weights of ``scores`` [heads, queries, tokens], whose queries stand at ``first ..``, in the same dtype."""
+    """The weights of ``scores`` [queries, heads, tokens], whose queries stand at ``first ..``, in the same dtype."""
     wide = scores.float() * scale
-    if scores.shape[1] > 1:
+    if len(scores) > 1:
         tokens = torch.arange(scores.shape[2], device=scores.device)
-        wide.masked_fill_(tokens > tokens[first : first + scores.shape[1]].unsqueeze(1), -torch.inf)
+        wide.masked_fill_(tokens > tokens[first : first + len(scores)].view(-1, 1, 1), -torch.inf)
     return wide.softmax(-1).to(scores.dtype)

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["DeviceMemory", "Fetched", "MemoryUsage"]
+__all__ = ["DeviceMemory", "MemoryUsage", "PendingCopies"]
 
-Fetched = Callable[[], list[Tensor]]
+PendingCopies = Callable[[], list[Tensor]]
 """Waits for copies to the host and returns them."""
 
 
@@ -43,7 +43,7 @@ class DeviceMemory(ABC):
         """Like ``put``, for own kernels that read each of a few numbers once: they may lie in the host's memory."""
         return self.put(array)
 
-    def fetch(self, tensors: Sequence[Tensor], lasting: bool = False) -> Fetched:
+    def fetch(self, tensors: Sequence[Tensor], lasting: bool = False) -> PendingCopies:
         """Start to copy ``tensors`` to the host.
 
         What it returns may be called by any thread, and again. ``lasting``: nothing writes to the tensors before it is

@@ -17,34 +17,34 @@ from kernels.core.tree import DraftTree
 
 __all__ = [
     "Advance",
-    "ChainPasses",
+    "CapturedPasses",
+    "CapturedStepResult",
+    "CapturedSteps",
+    "ChainDraftPasses",
     "CycleResult",
-    "Decodes",
+    "DraftCacheSlots",
     "DraftCycle",
-    "DraftSlots",
-    "HostPass",
+    "NativePass",
     "ObserveTokens",
-    "PassEnd",
-    "PassFound",
-    "PassHead",
     "PassLogits",
-    "ReachEnds",
+    "PassResult",
+    "PrefillCall",
     "StepForward",
-    "StepFound",
-    "Steps",
     "Verify",
     "VerifyChains",
+    "VerifyHead",
+    "VerifyOutputs",
 ]
 
 Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class PassHead:
+class VerifyHead:
     """The end of a pass of few rows that verify.
 
     ``find``: from the pass's result to the logits of its tokens [tokens, vocab], and the two results of ``Greedy``.
-    ``accept``: from the trees, the rows as ``Drafting.accept`` takes them, the slots of the nodes' keys and values
+    ``accept``: from the trees, the rows as ``DraftKernels.accept`` takes them, the slots of the nodes' keys and values
     int64 [tokens], and the results of ``Greedy``, to what is accepted; its keys and values are in place then. None if
     the number of accepted tokens is not decided by the model alone. ``features``: the part of the result that a draft
     reads.
@@ -55,9 +55,9 @@ class PassHead:
     features: Callable[[Tensor], Tensor] | None = None
 
 
-class PassEnd(NamedTuple):
-    """Results of a pass that accepts, in tensors that stay where they are: the ``rows`` as ``Drafting.accept`` takes
-    them, their ``pages`` int32 [rows, columns], what was ``accepted``, and the ``features`` [tokens, n]."""
+class VerifyOutputs(NamedTuple):
+    """Results of a pass that accepts, in tensors that stay where they are: the ``rows`` as ``DraftKernels.accept``
+    takes them, their ``pages`` int32 [rows, columns], what was ``accepted``, and the ``features`` [tokens, n]."""
 
     rows: Tensor
     pages: Tensor
@@ -65,11 +65,11 @@ class PassEnd(NamedTuple):
     features: Tensor
 
 
-class PassFound(NamedTuple):
+class PassResult(NamedTuple):
     """Results of a pass that verifies: the ``result``, and the slots of its keys and values int64 [tokens]. If they
     were captured, also the results of its ``head``, or what was ``accepted`` and the key of its end in
-    ``Decodes.ends``. All are overwritten by the next call. ``experts`` int32 [tokens, layers, chosen]: those that each
-    token took, if they were recorded."""
+    ``CapturedPasses.ends``. All are overwritten by the next call. ``experts`` int32 [tokens, layers, chosen]: those
+    that each token took, if they were recorded."""
 
     result: Tensor
     index: Tensor  # type: ignore[assignment]  # in place of tuple.index
@@ -79,11 +79,11 @@ class PassFound(NamedTuple):
     experts: Tensor | None = None
 
 
-Verify = Callable[[Longs | None, npt.NDArray[np.int32], DraftTree, Longs | None], PassFound | None]
+Verify = Callable[[Longs | None, npt.NDArray[np.int32], DraftTree, Longs | None], PassResult | None]
 
 
 @dataclass(frozen=True)
-class Decodes:
+class CapturedPasses:
     """Captured passes. ``rows``: the numbers of rows that they were captured for.
 
     ``run``: the result [tokens, hidden] of a batch of decodes and drafts; None if no captured pass fits. The result is
@@ -100,7 +100,7 @@ class Decodes:
     run: Callable[[ForwardBatch], Tensor | None]
     prompts: int = 0
     verify: Verify | None = None
-    ends: Mapping[int, PassEnd] = field(default_factory=dict)
+    ends: Mapping[int, VerifyOutputs] = field(default_factory=dict)
 
 
 StepForward = Callable[[ForwardBatch, Tensor | None], tuple[Tensor, Tensor]]
@@ -108,7 +108,7 @@ StepForward = Callable[[ForwardBatch, Tensor | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class StepFound:
+class CapturedStepResult:
     """Results of a step: ``hidden`` [rows, hidden] and ``logits`` [rows, vocab] of each row's last token.
 
     ``argmax`` int32 [rows]: each row's next token, or -1 if its logits are broken. For rows that grow it, or 0, is in
@@ -122,7 +122,7 @@ class StepFound:
 
 
 @dataclass(frozen=True)
-class Steps:
+class CapturedSteps:
     """Captured whole steps of decodes. ``rows``: the numbers of rows that they were captured for.
 
     ``run``: None if no captured step fits. Its results are overwritten by the next call. ``prompts``: the same for
@@ -130,8 +130,8 @@ class Steps:
     """
 
     rows: tuple[int, ...]
-    run: Callable[[StepTokens], StepFound | None]
-    prompts: Callable[[PromptTokens], StepFound | None] | None = None
+    run: Callable[[StepTokens], CapturedStepResult | None]
+    prompts: Callable[[PromptTokens], CapturedStepResult | None] | None = None
 
 
 Advance = Callable[[npt.NDArray[np.int64], Draws | None, Masks | None], bytes | None]
@@ -154,7 +154,7 @@ Returns how many each row gained, int64 [rows]; None if logits are broken: state
 the next executor."""
 
 
-ReachEnds = Callable[[Longs, Longs, Longs, Draws | None, Masks | None], bytes | None]
+PrefillCall = Callable[[Longs, Longs, Longs, Draws | None, Masks | None], bytes | None]
 """Runs ``counts`` tokens of each of ``slots`` from position ``starts`` on, int64 [rows], up to the last known token.
 The tokens that follow, sampled by ``Draws`` [rows] or greedily, are appended to the table. Masks need draws.
 
@@ -170,21 +170,21 @@ class PassLogits:
 
 
 @dataclass(frozen=True)
-class ChainPasses:
+class ChainDraftPasses:
     """Passes of a draft that drafts one token after the other.
 
-    ``observe`` reads accepted tokens, each with the token ``ahead`` of it (see ``HostPass.observe``): features are
+    ``observe`` reads accepted tokens, each with the token ``ahead`` of it (see ``NativePass.observe``): features are
     copied to ``seen`` [tokens, n], and it writes ``left`` [tokens, n]. ``head`` drafts the first token from ``headed``
     [rows, n], where the ``states`` [slots, n] of the last tokens are copied; ``then`` drafts the others from ``before``
     [rows, n], where it writes its next input. ``ids``: the tokens that logits are of; None: all.
     """
 
-    observe: HostPass
+    observe: NativePass
     ahead: int
     seen: Tensor
     left: Tensor
-    head: HostPass
-    then: HostPass
+    head: NativePass
+    then: NativePass
     first: PassLogits
     later: PassLogits
     ids: Tensor | None
@@ -194,7 +194,7 @@ class ChainPasses:
 
 
 @dataclass(frozen=True)
-class DraftSlots:
+class DraftCacheSlots:
     """Slots of a draft's cache. ``reached`` int64 [slots]: how many of each slot are filled. A sequence's first draft
     token takes the one ``first`` behind its root's position. A sequence without a page left has ``spare`` of its own;
     those of all slots follow from page ``begin`` on."""
@@ -235,7 +235,7 @@ Returns None if a row does not allow this or logits are broken: state is unchang
 executor. Also returns whether the draft has observed."""
 
 
-class HostPass(Protocol):
+class NativePass(Protocol):
     """A captured pass: after each call the tensors that it returned when it was captured hold its results."""
 
     def __call__(self, rows: DecodeTokens) -> None: ...
@@ -250,17 +250,17 @@ class HostPass(Protocol):
         ...
 
     def observe(
-        self, table: TokenTable, ahead: int, given: Tensor, left: Tensor | None, states: Tensor | None
+        self, table: TokenTable, ahead: int, inputs: Tensor, left: Tensor | None, states: Tensor | None
     ) -> ObserveTokens:
         """This pass is a draft's: with a position goes the token ``ahead`` of it, whose features are read from
-        ``given`` [tokens, width]. The rows of ``left`` [tokens, n] of each sequence's last token are copied to
+        ``inputs`` [tokens, width]. The rows of ``left`` [tokens, n] of each sequence's last token are copied to
         ``states`` [slots, n]."""
         ...
 
     def cycle(
         self,
-        draft: ChainPasses,
-        places: DraftSlots,
+        draft: ChainDraftPasses,
+        places: DraftCacheSlots,
         table: TokenTable,
         logits: Tensor,
         argmax: Longs,
@@ -278,15 +278,15 @@ class HostPass(Protocol):
         """This pass is the model's, with results as in ``advance``."""
         ...
 
-    def reach(
+    def prefill(
         self,
-        head: HostPass,
+        head: NativePass,
         table: TokenTable,
         hidden: Tensor,
         last: Tensor,
         found: PassLogits,
         broken: npt.NDArray[np.bool_],
-    ) -> ReachEnds:
+    ) -> PrefillCall:
         """This pass is the model's and writes ``hidden`` [tokens, n]; the rows of the sequences' last tokens are copied
         to ``last`` [rows, n], from which ``head`` makes ``found`` and ``broken``, as in ``advance``."""
         ...

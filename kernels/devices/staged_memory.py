@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.devices.memory import DeviceMemory, Fetched, MemoryUsage
+from kernels.devices.memory import DeviceMemory, MemoryUsage, PendingCopies
 from kernels.devices.staging import Staging, fetch
 
 __all__ = ["StagedMemory", "device_memory", "step_memory"]
@@ -47,7 +47,7 @@ class StagedMemory(DeviceMemory):
             self._staging = Staging(self.torch_device)
         return self._staging.put_pinned(array)
 
-    def fetch(self, tensors: Sequence[Tensor], lasting: bool = False) -> Fetched:
+    def fetch(self, tensors: Sequence[Tensor], lasting: bool = False) -> PendingCopies:
         if not (lasting and self._copy_stream):
             return fetch(tensors)
         if self._beside is None:

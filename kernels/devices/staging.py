@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.devices.memory import Fetched
+from kernels.devices.memory import PendingCopies
 
 __all__ = ["Staging", "fetch"]
 
@@ -45,7 +45,7 @@ class Staging:
         while done < total:
             room = (self._size - self._filled) // flat.itemsize
             if not room:
-                self._turn()
+                self._rotate()
                 continue
             count = min(room, total - done)
             end = self._filled + count * flat.itemsize
@@ -64,14 +64,14 @@ class Staging:
         if source.nbytes > self._size:
             return self.put(array)
         if self._filled + source.nbytes > self._size:
-            self._turn()
+            self._rotate()
         end = self._filled + source.nbytes
         staged = self._buffers[self._at][self._filled : end].view(source.dtype)
         staged.copy_(source)
         self._filled = min(self._size, -(-end // _ALIGN) * _ALIGN)
         return staged.view(array.shape)
 
-    def _turn(self) -> None:
+    def _rotate(self) -> None:
         """The next buffer, once the device has read what was last in it."""
         self._events[self._at].record()
         self._at = (self._at + 1) % len(self._buffers)
@@ -79,7 +79,7 @@ class Staging:
         self._filled = 0
 
 
-def fetch(tensors: Sequence[Tensor], beside: torch.cuda.Stream | None = None) -> Fetched:
+def fetch(tensors: Sequence[Tensor], beside: torch.cuda.Stream | None = None) -> PendingCopies:
     """Start copies to the host behind the current stream's work; what is returned waits for them alone.
 
     ``beside``: a stream to copy on, so that what the current one has next does not wait for them; nothing may write to

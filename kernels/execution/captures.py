@@ -13,7 +13,7 @@ from kernels.core.operators import Acceptance
 from kernels.core.tree import DraftTree
 from kernels.devices.base import Device
 from kernels.devices.capture import CaptureRequest, StepCaptureRequest
-from kernels.devices.prepared import Decodes, PassHead, Steps
+from kernels.devices.prepared import CapturedPasses, CapturedSteps, VerifyHead
 from kernels.models.decoder import Decoder
 from kernels.state.slots import SlotTable
 
@@ -37,7 +37,7 @@ class Passes:
         self._config, self._device, self._agree = config, device, agree
         self._model, self._caches, self._slots, self._windows = model, caches, slots, sorted(windows)
 
-    def capture_decodes(self, rows: int, tokens: int = 1, tree: bool = False, depth: int = 0) -> Decodes | None:
+    def capture_decodes(self, rows: int, tokens: int = 1, tree: bool = False, depth: int = 0) -> CapturedPasses | None:
         """Capture passes of decodes and drafts (``Capture.decodes``). ``depth``: the longest path that is verified."""
         device, model, table = self._device, self._model, self._slots.tokens
         drafting, greedy = device.drafting, device.sampling.greedy
@@ -59,7 +59,7 @@ class Passes:
         if speculation is not None and tokens > 1 and greedy is not None and self._config.tp_size == 1:
             forced = int(speculation.fixed_acceptance)
             known = drafting is not None and forced == speculation.fixed_acceptance
-            head = PassHead(find, accept if known else None, lambda result: model.split(result)[1])
+            head = VerifyHead(find, accept if known else None, lambda result: model.split(result)[1])
         request = CaptureRequest(
             forward=lambda batch: model.forward(batch, self._caches),
             windows=self._windows,
@@ -73,7 +73,7 @@ class Passes:
         )
         return device.capture.decodes(request)
 
-    def capture_steps(self, rows: int) -> Steps | None:
+    def capture_steps(self, rows: int) -> CapturedSteps | None:
         """Capture whole steps (``Capture.steps``)."""
         model, caches = self._model, self._caches
 

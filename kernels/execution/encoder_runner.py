@@ -28,9 +28,9 @@ from kernels.devices.select import select_device
 from kernels.distributed.group import Group
 from kernels.execution.device_errors import device_errors
 from kernels.execution.pooled import activated, normalized
+from kernels.models.config_loader import read_config
 from kernels.models.encoder import Encoder, EncoderBatch
 from kernels.models.layers.builder import ModelBuilder
-from kernels.models.reading import read_config
 from kernels.models.registry import build, tensors
 from kernels.state.cache_size import context_length
 from kernels.weights.loading import CheckpointFiles, Placement, open_weights
@@ -155,7 +155,7 @@ class EncoderRunner:
             tokens=np.zeros(len(rows), dtype=np.int32).tobytes(),
             logprobs=np.zeros(len(rows), dtype=np.float32).tobytes(),
             failed=tuple(failed),
-            timing=StepTiming(prepare=prepared - began, run=ended - prepared, whole=ended - began),
+            timing=StepTiming(prepare=prepared - began, run=ended - prepared, total=ended - began),
             pooled_rows=np.array(rows, dtype=np.int32).tobytes(),
             pooled_sizes=np.array([len(vector) for vector in vectors], dtype=np.int32).tobytes(),
             pooled=b"".join(vector.tobytes() for vector in vectors),

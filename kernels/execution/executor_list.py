@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from kernels.devices.prepared import Decodes, Steps
+import logging
+
+from kernels.devices.prepared import CapturedPasses, CapturedSteps
 from kernels.execution.captures import Passes
 from kernels.execution.executors import Executor
 from kernels.execution.executors.captured_pass import CapturedPass
 from kernels.execution.executors.eager_pass import EagerPass
-from kernels.execution.executors.following_pass import FollowingPass
-from kernels.execution.executors.host_chains import HostChains
-from kernels.execution.executors.host_decode import HostDecode
-from kernels.execution.executors.host_prompt_ends import HostPromptEnds
+from kernels.execution.executors.native_chains import NativeChains
+from kernels.execution.executors.native_decode import NativeDecode
+from kernels.execution.executors.native_prefill import NativePrefill
 from kernels.execution.executors.no_rows import NoRows
+from kernels.execution.executors.overlapped_verify import OverlappedVerifyPass
 from kernels.execution.executors.verify_pass import VerifyPass
 from kernels.execution.executors.whole_step import WholeStep
 from kernels.execution.pending_step import StepContext
-from kernels.models.host_model import HostModel
-from kernels.speculation.early_draft import Following
-from kernels.speculation.host_loop import HostDraftLoop
+from kernels.models.native_model import NativeModel
+from kernels.speculation.early_draft import OverlappedVerify
+from kernels.speculation.native_loop import NativeDraftLoop
 from kernels.speculation.speculator import Speculator
 
 __all__ = ["make_executors"]
+
+_log = logging.getLogger("troupe.kernels")
 
 
 def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[int, ...]]:
@@ -49,10 +53,16 @@ def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[in
         found = _plain(context, max_rows, steps, decodes)
     else:
         found = _speculative(context, loaded.speculator, passes, max_rows, decodes)
-    return (*found, EagerPass(context)), held.rows if held is not None else ()
+    executors = (*found, EagerPass(context))
+    _log.debug(
+        "Executors, in the order in which steps try them: %s", ", ".join(type(one).__name__ for one in executors)
+    )
+    return executors, held.rows if held is not None else ()
 
 
-def _plain(context: StepContext, max_rows: int, steps: Steps | None, decodes: Decodes | None) -> list[Executor]:
+def _plain(
+    context: StepContext, max_rows: int, steps: CapturedSteps | None, decodes: CapturedPasses | None
+) -> list[Executor]:
     """The executors of a runner that does not speculate."""
     found: list[Executor] = [*_unobserved(context, max_rows, False), NoRows()]
     if steps is not None:
@@ -63,7 +73,7 @@ def _plain(context: StepContext, max_rows: int, steps: Steps | None, decodes: De
 
 
 def _speculative(
-    context: StepContext, speculator: Speculator, passes: Passes, max_rows: int, decodes: Decodes | None
+    context: StepContext, speculator: Speculator, passes: Passes, max_rows: int, decodes: CapturedPasses | None
 ) -> list[Executor]:
     """The executors of a runner that speculates."""
     loaded = context.loaded
@@ -75,17 +85,17 @@ def _speculative(
     drafter.capture(loaded.agree, verifies.ends if verifies is not None else {})
     speculator.verifier.prepare(drafter.most_nodes, loaded.caches if drafter.branches else [])
     if verifies is not None and verifies.ends and loaded.group.size == 1:
-        found.append(FollowingPass(context, Following(speculator, loaded.device, loaded.slots, verifies)))
-    host = HostModel.make(loaded.device, loaded.model, loaded.caches, windows, rows * drafter.most_nodes)
+        found.append(OverlappedVerifyPass(context, OverlappedVerify(speculator, loaded.device, loaded.slots, verifies)))
+    host = NativeModel.make(loaded.device, loaded.model, loaded.caches, windows, rows * drafter.most_nodes)
     if host is not None:
-        decode = HostDecode(context, host, rows)
+        decode = NativeDecode(context, host, rows)
         found.insert(0, decode)
-        ends = HostPromptEnds.make(context, windows, rows)
-        drafts = drafter.host_drafts(loaded.slots, rows)
+        ends = NativePrefill.make(context, windows, rows)
+        drafts = drafter.native_drafts(loaded.slots, rows)
         speculator.observer.use_host(drafts, host.features.shape[1])
         if drafts is not None and speculator.is_exact:
-            chains = HostDraftLoop(speculator, drafts, host, loaded.caches, rows, context.host_grammars)
-            found.append(HostChains(context, chains, decode))
+            chains = NativeDraftLoop(speculator, drafts, host, loaded.caches, rows, context.native_grammars)
+            found.append(NativeChains(context, chains, decode))
         if ends is not None:
             found.append(ends)
     found.append(NoRows())
@@ -100,9 +110,9 @@ def _unobserved(context: StepContext, max_rows: int, unobserved: bool) -> list[E
     """Executors on the CPU for steps that no draft observes (``unobserved``), or of a runner without a draft."""
     loaded = context.loaded
     windows = sorted(loaded.windows)
-    model = HostModel.make(loaded.device, loaded.model, loaded.caches, windows, max_rows, False)
+    model = NativeModel.make(loaded.device, loaded.model, loaded.caches, windows, max_rows, False)
     if model is None:
         return []
-    found: list[Executor] = [HostDecode(context, model, max_rows, unobserved)]
-    ends = HostPromptEnds.make(context, windows, max_rows, unobserved, False)
+    found: list[Executor] = [NativeDecode(context, model, max_rows, unobserved)]
+    ends = NativePrefill.make(context, windows, max_rows, unobserved, False)
     return found if ends is None else [*found, ends]

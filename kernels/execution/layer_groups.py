@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.contract.caches import CacheGroup, CacheSpec, GroupPages, Latent, Paged, Window, is_plain
+from kernels.contract.caches import CacheGroup, CacheSpec, GroupPages, Latent, Paged, Window
 from kernels.contract.errors import ConfigError
 from kernels.core.arrays import Ints, Longs
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import BoundedRows, ForwardBatch
 from kernels.devices.base import Device
 from kernels.devices.group_caches import make_group
+from kernels.devices.latent_attention import clear_latent
 from kernels.state.bounded_tables import BoundedTable
 from kernels.weights.quantization.cache import LayerScales
 
@@ -34,7 +35,7 @@ def check_groups(groups: Sequence[CacheGroup], layers: int) -> None:
 class LayerGroups:
     """``groups`` with their pages on a device. ``page_size``: tokens of a main page.
 
-    If all groups are plain pages they share one page table, and their steps need nothing from here. Raises
+    ``is_plain``: all groups share the main page table and its plans, and their steps need nothing from here. Raises
     UnsupportedError.
     """
 
@@ -49,8 +50,8 @@ class LayerGroups:
         self._device, self._page_size = device, page_size
         self.groups = groups
         self.bounded = tuple(group for group in groups if group.bounded)
-        self.is_plain = is_plain([group.group for group in groups])
-        self._has_latent = any(isinstance(group.group.spec, Latent) for group in groups)
+        self._planned = (Paged, Latent) if device.attention.plans_latent else (Paged,)
+        self.is_plain = all(isinstance(group.group.spec, self._planned) for group in groups)
         by_layer: dict[int, Any] = {}
         self._group_caches: list[list[Any]] = []
         for group in groups:
@@ -62,7 +63,9 @@ class LayerGroups:
     def windows(self, windows: frozenset[int]) -> frozenset[int]:
         """The ``windows`` of the model that need a plan over the main pages."""
         own = {group.group.spec.tokens for group in self.bounded if isinstance(group.group.spec, Window)}
-        return windows - own if any(isinstance(group.group.spec, Paged) for group in self.groups) else frozenset()
+        return (
+            windows - own if any(isinstance(group.group.spec, self._planned) for group in self.groups) else frozenset()
+        )
 
     def place(
         self, batch: ForwardBatch, rows: AttentionRows, slots: Longs, tables: Sequence[BoundedTable]
@@ -83,10 +86,12 @@ class LayerGroups:
         )
 
     def clear(self, pages: list[int]) -> None:
-        """Zero these main pages. Latent vectors that a row does not own are never read."""
+        """Zero these main pages."""
         for group, caches in zip(self.groups, self._group_caches, strict=True):
             if isinstance(group.group.spec, Paged):
                 self._device.cache.clear(caches, pages)
+            elif isinstance(group.group.spec, Latent):
+                clear_latent(caches, pages)
 
     def clear_bounded(self, index: int, pages: list[int]) -> None:
         """Zero these pages of bounded group ``index``. A state that a row does not own is never read."""
@@ -98,8 +103,7 @@ class LayerGroups:
         bounded: Mapping[CacheSpec, BoundedRows] = {
             group.group.spec: self._rows(group, rows, table) for group, table in zip(self.bounded, pages, strict=True)
         }
-        latent = self._device.attention.plan_latent(rows) if self._has_latent else None
-        return dataclasses.replace(batch, rows=rows, bounded=bounded, latent=latent)
+        return dataclasses.replace(batch, rows=rows, bounded=bounded)
 
     def _rows(self, group: GroupPages, rows: AttentionRows, pages: Ints) -> BoundedRows:
         size, spec = group.page_tokens, group.group.spec

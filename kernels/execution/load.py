@@ -19,9 +19,11 @@ from kernels.contract.caches import CacheGroup, is_plain
 from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import ConfigError
 from kernels.contract.info import ModelInfo
+from kernels.contract.speculation import SpeculativeSettings
 from kernels.core.layer_context import LayerContext, RowAdapters
 from kernels.devices.base import Device
 from kernels.devices.group_caches import token_bytes
+from kernels.devices.latent_attention import clear_latent
 from kernels.devices.memory import MemoryUsage
 from kernels.distributed.group import Group
 from kernels.execution.captures import Passes
@@ -30,11 +32,11 @@ from kernels.execution.outputs import StepOutputs
 from kernels.execution.warmup import WarmUp
 from kernels.grammar.slots import GrammarSlots
 from kernels.models.config import ModelConfig, local_config
+from kernels.models.config_loader import CodeChoice, read_config
 from kernels.models.decoder import Decoder
-from kernels.models.kinds import one_of_each_kind
 from kernels.models.layers.builder import ModelBuilder
-from kernels.models.reading import read_config
 from kernels.models.registry import build, caches, tensors
+from kernels.models.representative_layers import one_of_each_kind
 from kernels.sampling.sampler import Sampler
 from kernels.speculation.drafter import Drafter, DrafterContext
 from kernels.speculation.drafters.ngram import NgramDrafter
@@ -47,6 +49,7 @@ from kernels.state.group_sizes import GroupSizes
 from kernels.state.slots import SlotTable
 from kernels.weights.loading import CheckpointFiles, Placement, WeightLoader, open_weights
 from kernels.weights.quantization.detect import detect_scheme
+from kernels.weights.quantization.online import ONLINE
 from kernels.weights.tensors import Shard
 
 __all__ = ["LoadedModel", "OpenModel", "Phases", "load_model", "open_model"]
@@ -119,13 +122,29 @@ class LoadedModel:
     def clear_pages(self, pages: list[int]) -> None:
         """Overwrite pages of the model's and the draft's caches with zeros."""
         self.groups.clear(pages)
-        if self.draft_caches:
+        if self.speculator is not None and self.speculator.drafter.latent:
+            clear_latent(self.draft_caches, pages)
+        elif self.draft_caches:
             self.device.cache.clear(self.draft_caches, pages)
 
 
 def open_model(config: RunnerConfig, device: Device, progress: Progress) -> OpenModel:
     """Open the files and check that the model can run. Raises ConfigError, LoadError or UnsupportedError."""
-    whole = read_config(config.model_path, config.config_overrides, quantized=True, is_embedding=config.is_embedding)
+    whole = read_config(
+        config.model_path,
+        config.config_overrides,
+        quantized=True,
+        is_embedding=config.is_embedding,
+        code=CodeChoice(
+            config.model_impl,
+            config.trust_remote_code,
+            config.quantization if config.quantization in ONLINE else "",
+            config.load_format == "dummy",
+            config.random_seed,
+        ),
+    )
+    if whole.code is not None:
+        _check_code(whole, config)
     if whole.pooling is not None and config.speculation is not None:
         raise ConfigError(
             f"{whole.architecture} generates no text that could be drafted; leave --speculative-algorithm out"
@@ -144,8 +163,25 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
     )
     cache = choose_cache(config, whole, dtype, device)
     device.cache.dtype = cache.dtype
-    groups = _open_groups(config, part, cache, context)
+    groups = _open_groups(config, part, cache, context, device)
     return OpenModel(whole, part, dtype, context, captures, weights, cache, groups)
+
+
+def _check_code(whole: ModelConfig, config: RunnerConfig) -> None:
+    """Raises ConfigError for options that transformers' modeling code does not support."""
+    wrong = {
+        "--speculative-algorithm": config.speculation is not None,
+        "--quantization": config.quantization not in ("", "unquant", *ONLINE),
+        "--kv-cache-dtype": bool(config.kv_cache_dtype),
+        "--enable-fp32-lm-head": config.fp32_head,
+        "--enable-deterministic-inference": config.invariant,
+    }
+    given = [name for name, is_given in wrong.items() if is_given]
+    if given:
+        raise ConfigError(
+            f"{whole.architecture} runs by transformers' modeling code, which is without {', '.join(given)}; leave "
+            "it out"
+        )
 
 
 _WINDOW_SHARE = 0.5
@@ -153,22 +189,31 @@ _WINDOW_SHARE = 0.5
 narrow caches know one page table."""
 
 
-def _open_groups(config: RunnerConfig, part: ModelConfig, cache: CacheChoice, context: int) -> tuple[CacheGroup, ...]:
+def _drafts_latent(settings: SpeculativeSettings, part: ModelConfig, device: Device) -> bool:
+    """Whether the heads of a model with latent attention draft chains for it: where passes are captured, none verifies
+    them."""
+    chains = settings.algorithm in ("EAGLE", "MTP") and settings.topk == 1
+    return part.latent is not None and chains and not device.attention.plans_latent
+
+
+def _open_groups(
+    config: RunnerConfig, part: ModelConfig, cache: CacheChoice, context: int, device: Device
+) -> tuple[CacheGroup, ...]:
     """The cache groups of a rank's layers. Raises ConfigError for options that only plain pages support."""
     kept = sum(min(context, window or context) for window in part.windows)
     plain_only = config.speculation is not None or cache.dtype is not None
-    share = 1.0 if part.attention_cap else _WINDOW_SHARE  # of which nothing is captured anyway
+    share = 1.0 if part.eager_attention else _WINDOW_SHARE  # of which nothing is captured anyway
     saves = kept < share * context * part.layers
     groups = caches(part, windows=config.window_pages and saves and not plain_only)
     check_groups(groups, part.layers)
-    if part.attention_cap and config.invariant:
+    if part.eager_attention and config.invariant:
         raise ConfigError(
-            f"attn_logit_softcapping of {part.architecture} has no attention whose results are independent of the "
+            f"{part.eager_attention} of {part.architecture} has no attention whose results are independent of the "
             "chunks of prompts; leave --enable-deterministic-inference out"
         )
-    if part.attention_cap and plain_only:
+    if part.eager_attention and plain_only:
         raise ConfigError(
-            f"attn_logit_softcapping of {part.architecture} is neither for speculative decoding nor for a cache in "
+            f"{part.eager_attention} of {part.architecture} is neither for speculative decoding nor for a cache in "
             "fewer bits; leave --speculative-algorithm and --kv-cache-dtype out"
         )
     if part.latent is not None and config.invariant:
@@ -179,7 +224,7 @@ def _open_groups(config: RunnerConfig, part: ModelConfig, cache: CacheChoice, co
     if is_plain(groups):
         return groups
     kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))
-    if config.speculation is not None:
+    if config.speculation is not None and not _drafts_latent(config.speculation, part, device):
         raise ConfigError(
             f"speculative decoding needs keys and values of all tokens in every layer, and the layers of "
             f"{part.architecture} keep: {kinds}; leave --speculative-algorithm out"
@@ -312,7 +357,7 @@ def load_model(
         speculative_depth=drafter.depth if drafter is not None else 0,
         speculative_levels=drafter.levels(speculation) if drafter is not None and speculation is not None else (0,),
         speculative_tokens=device.traits.verify_budget if drafter is not None and drafter.stepwise else 0,
-        speculative_apart=drafter is not None and device.traits.verifies_without_prefills,
+        speculative_decode_only=drafter is not None and device.traits.verifies_without_prefills,
         draft_parameters=drafter.parameters if drafter is not None else 0,
         draft_weight_bytes=draft_bytes,
     )

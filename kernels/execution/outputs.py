@@ -14,15 +14,15 @@ from torch import Tensor
 from kernels.contract.step import RowError
 from kernels.contract.tasks import Classify, Embed, NextToken
 from kernels.devices.base import Device
-from kernels.devices.prepared import PassFound, StepFound
+from kernels.devices.prepared import CapturedStepResult, PassResult
 from kernels.execution.pooled import activated, normalized
 from kernels.execution.result_builder import PromptScores, ResultBuilder, RowValues
 from kernels.grammar.slots import NO_MASKS, GrammarSlots, StepMasks, TextTree
 from kernels.models.decoder import Decoder
-from kernels.sampling.sampler import Sampled, Sampler
-from kernels.speculation.early_draft import Followed
+from kernels.sampling.sampler import SampledTokens, Sampler
+from kernels.speculation.early_draft import OverlappedResult
 from kernels.speculation.speculator import Speculator
-from kernels.speculation.verify import Samples, Verified
+from kernels.speculation.verify import Samples, VerifyResult
 from kernels.state.slots import SlotTable
 from kernels.state.step_rows import StepRows
 
@@ -66,7 +66,7 @@ class StepOutputs:
             return False
         return self._sampler.plain(tuple(step.slots.tolist()))
 
-    def commit_greedy(self, step: StepRows, grows: Bools, found: StepFound, builder: ResultBuilder) -> None:
+    def commit_greedy(self, step: StepRows, grows: Bools, found: CapturedStepResult, builder: ResultBuilder) -> None:
         """Take the argmax tokens that a captured step has written to the table of tokens, for rows that are all
         greedy."""
         state = self._slots
@@ -83,7 +83,7 @@ class StepOutputs:
         returned = state.returns_states[slots] | np.isin(slots, list(state.returns_experts))
         return bool((scored | (returned & (step.counts > 1))).any())
 
-    def read_step(self, step: StepRows, found: StepFound, builder: ResultBuilder) -> None:
+    def read_step(self, step: StepRows, found: CapturedStepResult, builder: ResultBuilder) -> None:
         """Score and sample the rows of a captured whole step, as ``read`` does for a pass."""
         self._slots.computed[step.slots] += step.counts
         self._score_prompts(step, found.hidden, builder)
@@ -92,7 +92,7 @@ class StepOutputs:
         self._pool(step, found.hidden, builder)
         self._sample(step, found.hidden, builder, found.logits)
 
-    def read(self, step: StepRows, found: PassFound, builder: ResultBuilder) -> None:
+    def read(self, step: StepRows, found: PassResult, builder: ResultBuilder) -> None:
         """Score and sample the rows of a pass. ``found``: the model's result, for all tokens or each row's last; where
         keys and values were written; and the head's results, if it ran."""
         hidden, features = self._model.split(found.result)
@@ -220,7 +220,7 @@ class StepOutputs:
             return NO_MASKS
         return self._grammars.masks(slots.tolist(), lengths.tolist(), trees)
 
-    def _follow_verified(self, step: StepRows, verified: Verified) -> None:
+    def _follow_verified(self, step: StepRows, verified: VerifyResult) -> None:
         """Pass the sampled tokens to the grammars, those behind draft tokens if these were accepted."""
         assert self._grammars is not None
         rows, places, verifying = verified.rows, verified.places, step.verifying
@@ -251,13 +251,13 @@ class StepOutputs:
         step: StepRows,
         hidden: Tensor,
         features: Tensor,
-        found: PassFound,
+        found: PassResult,
         builder: ResultBuilder,
     ) -> None:
         """``_sample`` for steps with draft tokens: sample after each of them, and accept the right ones."""
         reached = step.starts + step.counts == self._slots.known[step.slots]
         reached[step.verifying] = True
-        verified: Verified | None = None
+        verified: VerifyResult | None = None
         if step.drafts is None:
             self._sample(step, hidden, builder)
         elif found.accepted is not None:
@@ -267,7 +267,7 @@ class StepOutputs:
             allowed = self._allowed(samples.slots, samples.lengths, _trees(step, samples))
             if found.head is not None and len(samples.tokens) == len(hidden):
                 logits, *greedy = found.head
-                verified = speculator.sample(step, samples, logits, Sampled(*greedy), allowed.masks)
+                verified = speculator.sample(step, samples, logits, SampledTokens(*greedy), allowed.masks)
             else:
                 every = len(samples.tokens) == len(hidden)
                 chosen = hidden if every else hidden[self._device.memory.put(samples.tokens)]
@@ -280,7 +280,7 @@ class StepOutputs:
             self._report(step, verified, builder)
         builder.arrives = speculator.record_run(step, reached, features, builder.sampled, verified)
 
-    def followed(self, step: StepRows, followed: Followed, builder: ResultBuilder) -> None:
+    def followed(self, step: StepRows, followed: OverlappedResult, builder: ResultBuilder) -> None:
         """Read a pass that was launched before the host knew the result of the one before."""
         assert self._speculator is not None
         verified, features = followed.verified, self._model.split(followed.found.result)[1]
@@ -290,7 +290,7 @@ class StepOutputs:
         self._speculator.early_drafts.set_followed(self._speculator.last_run, followed.found.end, followed.behind)
 
     @staticmethod
-    def _report(step: StepRows, verified: Verified, builder: ResultBuilder) -> None:
+    def _report(step: StepRows, verified: VerifyResult, builder: ResultBuilder) -> None:
         builder.sampled, builder.sampled_rows = verified.sampled, step.rows[verified.rows]
         builder.places, builder.outcome = verified.places, verified.outcome
         builder.verified_rows = step.rows[step.verifying]

@@ -15,14 +15,14 @@ from kernels.contract.step import RowError, StepBatch, StepResult, StepTiming
 from kernels.core.arrays import Ints, Longs, unpack_ints
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
-from kernels.devices.memory import Fetched
-from kernels.devices.prepared import PassFound
+from kernels.devices.memory import PendingCopies
+from kernels.devices.prepared import PassResult
 from kernels.execution.device_errors import device_errors
 from kernels.execution.load import LoadedModel
 from kernels.execution.result_builder import ResultBuilder
 from kernels.speculation.speculator import Speculator
-from kernels.state.host_grammars import HostGrammars
 from kernels.state.in_flight_writes import InFlightWrites, StepWrites
+from kernels.state.native_grammars import NativeGrammars
 from kernels.state.slot_updates import SlotUpdates
 from kernels.state.step_rows import StepRows
 
@@ -50,10 +50,10 @@ class StepContext:
             grammars=loaded.grammars,
         )
         draw = loaded.device.sampling.draw
-        self.host_grammars: HostGrammars | None = None
+        self.native_grammars: NativeGrammars | None = None
         """None: requests have no grammars, or the device draws no tokens."""
         if loaded.grammars is not None and draw is not None and loaded.slots.here is not None:
-            self.host_grammars = HostGrammars(loaded.grammars, loaded.sampler, draw, loaded.slots)
+            self.native_grammars = NativeGrammars(loaded.grammars, loaded.sampler, draw, loaded.slots)
         self.ended = 0.0
         """``time.perf_counter`` of the last result."""
         self._thread = threading.get_ident()
@@ -75,8 +75,15 @@ class StepContext:
 class PendingStep:
     """A step that no executor has taken yet.
 
-    Each part of its preparation runs once, for the first executor that needs it: page grants (``grant``), slot changes
-    (``update``), counting the accepted tokens of the step before (``prepare``), rows and draft tokens (``form``).
+    An executor calls its parts in this order, and leaves out what it does not need. Each runs once, for the first
+    executor that needs it:
+
+        grant       append the granted pages
+        prepare     count the accepted tokens of the step before, then ``update``: change the slots
+        form        the rows that can run, with their draft tokens
+        begin       the executor takes the step; the model runs
+        complete    start to copy the results to the host; ``complete_pass``: read them from a pass first
+
     ``begun``: ``time.perf_counter`` at the call that requested the step.
     """
 
@@ -247,7 +254,7 @@ class PendingStep:
         loaded = context.loaded
         return RunningStep(finish, not device.traits.overlaps or loaded.group.size > 1 or bool(loaded.slots.bounded))
 
-    def complete_pass(self, found: PassFound) -> RunningStep:
+    def complete_pass(self, found: PassResult) -> RunningStep:
         """Read the results ``found`` of the model's pass, then ``complete``."""
         loaded, builder = self._context.loaded, self.update()
         assert self.rows is not None
@@ -258,7 +265,7 @@ class PendingStep:
         return running
 
     def _finish(
-        self, fetched: Fetched, builder: ResultBuilder, writes: StepWrites | None, started: float
+        self, fetched: PendingCopies, builder: ResultBuilder, writes: StepWrites | None, started: float
     ) -> StepResult:
         """Wait for the results and pack them. Runs in the waiting thread, so it shares no state with later steps."""
         host, context = fetched(), self._context
@@ -268,7 +275,7 @@ class PendingStep:
             run=ended - max(started, context.ended),
             graph_rows=builder.graph_rows,
             draft=builder.draft,
-            whole=ended - max(self.begun, context.ended),
+            total=ended - max(self.begun, context.ended),
         )
         context.ended = ended
         result, broken = builder.pack(self.batch.number, host, timing)

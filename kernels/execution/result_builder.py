@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from kernels.contract.step import RowError, StepResult, StepTiming, TokenValues
-from kernels.sampling.sampler import Sampled
+from kernels.sampling.sampler import SampledTokens
 
 __all__ = ["PromptScores", "ResultBuilder", "RowValues"]
 
@@ -61,7 +61,7 @@ class ResultBuilder:
     generations: npt.NDArray[np.int32]
     failed: list[RowError] = field(default_factory=list)
     prompts: list[PromptScores] = field(default_factory=list)
-    sampled: Sampled | None = None
+    sampled: SampledTokens | None = None
     sampled_rows: npt.NDArray[np.int64] | None = None
     chunk_rows: npt.NDArray[np.int64] | None = None
     chunks_broken: Tensor | None = None

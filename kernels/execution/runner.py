@@ -15,7 +15,6 @@ from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import UnsupportedError
 from kernels.contract.grammar import Grammar
 from kernels.contract.info import ModelInfo
-from kernels.contract.pooling import read_pooling
 from kernels.contract.runner import Progress, RunningStep
 from kernels.contract.step import StepBatch, StepResult
 from kernels.core.layer_context import RowAdapters
@@ -29,7 +28,8 @@ from kernels.execution.executors.eager_pass import EagerPass
 from kernels.execution.executors.no_rows import NoRows
 from kernels.execution.load import LoadedModel, Phases, load_model, open_model
 from kernels.execution.pending_step import PendingStep, StepContext
-from kernels.models.reading import read_json
+from kernels.models.config_loader import read_json
+from kernels.models.pooling import read_pooling
 from kernels.speculation.warmup import warm_up_drafts
 from kernels.weights.config_json import merge_overrides
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.contract.grammar import GrammarError, GrammarSettings
 from kernels.contract.step import Admission, SlotSampling
 from kernels.devices.cpu.host import usable_cores
-from kernels.devices.memory import DeviceMemory, Fetched
+from kernels.devices.memory import DeviceMemory, PendingCopies
 from kernels.grammar.backend import Bits, Compiled, Matcher
 from kernels.grammar.compiler import GrammarCompiler
 from kernels.sampling.masks import RowMasks
@@ -23,7 +23,7 @@ from kernels.sampling.masks import RowMasks
 __all__ = ["NO_MASKS", "GrammarSlots", "StepMasks", "TextTree"]
 
 Longs = npt.NDArray[np.int64]
-Kept = Callable[[Longs], npt.NDArray[np.bool_]]
+KeptBits = Callable[[Longs], npt.NDArray[np.bool_]]
 
 _BITS: Bits = (1 << np.arange(32, dtype=np.int64)).astype(np.uint32).view(np.int32)
 _ALL = -1  # a word of bits: every token is allowed
@@ -86,7 +86,7 @@ class GrammarSlots:
         self._eos = frozenset(settings.eos_ids)
         self._memory, self._table = memory, table
         self._texts: dict[int, _Text] = {}
-        self._arriving: list[tuple[Fetched, Kept | None, list[tuple[int, _Text]]]] = []
+        self._arriving: list[tuple[PendingCopies, KeptBits | None, list[tuple[int, _Text]]]] = []
         threads = 1 if table is not None else min(_THREADS, usable_cores())
         self._pool = ThreadPoolExecutor(threads - 1, "grammar-masks") if threads > 1 else None
         self._threads = threads
@@ -199,7 +199,7 @@ class GrammarSlots:
         return {slot: text.error for slot in slots if (text := self._texts.get(slot)) is not None and text.error}
 
     def sampled(
-        self, slots: Sequence[int], tokens: Tensor, outcome: Tensor | None = None, kept: Kept | None = None
+        self, slots: Sequence[int], tokens: Tensor, outcome: Tensor | None = None, kept: KeptBits | None = None
     ) -> None:
         """``tokens`` int64 [rows] follow in these slots. ``kept``: of draft tokens, which of them, by the ``outcome``
         of the verification."""

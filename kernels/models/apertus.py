@@ -51,11 +51,11 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return gqa.caches(config)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    vocab = vocabulary.vocabulary(make, config)
-    layers = [_layer(config, make, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
-    return Decoder(make, config, vocab, layers, make.norm("model.norm", config.norm_eps))
+    vocab = vocabulary.vocabulary(builder, config)
+    layers = [_layer(config, builder, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
+    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
 
 
 _ROPE = {
@@ -71,24 +71,24 @@ _PARAMETERS: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "be
 _BETA, _EPS = 0.5, -1e-6  # checkpoints hold them, too, and never others
 
 
-def _layer(config: ModelConfig, make: LayerBuilder, name: str, window: int) -> Block:
+def _layer(config: ModelConfig, builder: LayerBuilder, name: str, window: int) -> Block:
     norms = Norms(
-        before_attention=make.norm(f"{name}.attention_layernorm", config.norm_eps),
-        before_mlp=make.norm(f"{name}.feedforward_layernorm", config.norm_eps),
+        before_attention=builder.norm(f"{name}.attention_layernorm", config.norm_eps),
+        before_mlp=builder.norm(f"{name}.feedforward_layernorm", config.norm_eps),
     )
-    feed_forward = _feed_forward(make, f"{name}.mlp")
-    return Block(make, config, attention(make, config, f"{name}.self_attn", window), feed_forward, norms)
+    feed_forward = _feed_forward(builder, f"{name}.mlp")
+    return Block(builder, config, attention(builder, config, f"{name}.self_attn", window), feed_forward, norms)
 
 
-def _feed_forward(make: LayerBuilder, name: str) -> Linear:
+def _feed_forward(builder: LayerBuilder, name: str) -> Linear:
     """``down(xielu(up(x)))``: ``p * x^2 + b * x`` above 0, else ``n * (expm1(min(x, e)) - x) + b * x``, with ``p`` and
     ``n`` of the layer."""
-    positive, negative = (make.source.take([f"{name}.act_fn.{part}"]) for part in ("alpha_p", "alpha_n"))
+    positive, negative = (builder.source.take([f"{name}.act_fn.{part}"]) for part in ("alpha_p", "alpha_n"))
     p, n = F.softplus(positive), _BETA + F.softplus(negative)
-    up, down = make.linear(f"{name}.up_proj"), make.row_parallel(f"{name}.down_proj")
+    up, down = builder.linear(f"{name}.up_proj"), builder.row_parallel(f"{name}.down_proj")
 
     def xielu(x: Tensor) -> Tensor:
         x = up(x)
         return torch.where(x > 0, p * x * x, (torch.expm1(x.clamp(max=_EPS)) - x) * n) + _BETA * x
 
-    return make.ops.elementwise.compose(xielu, down)
+    return builder.ops.elementwise.compose(xielu, down)

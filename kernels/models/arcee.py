@@ -42,17 +42,17 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return gqa.caches(config)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    vocab = vocabulary.vocabulary(make, config)
-    layers = [_layer(config, make, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
-    return Decoder(make, config, vocab, layers, make.norm("model.norm", config.norm_eps))
+    vocab = vocabulary.vocabulary(builder, config)
+    layers = [_layer(config, builder, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
+    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
 
 
-def _layer(config: ModelConfig, make: LayerBuilder, name: str, window: int) -> Block:
+def _layer(config: ModelConfig, builder: LayerBuilder, name: str, window: int) -> Block:
     norms = Norms(
-        before_attention=make.norm(f"{name}.input_layernorm", config.norm_eps),
-        before_mlp=make.norm(f"{name}.post_attention_layernorm", config.norm_eps),
+        before_attention=builder.norm(f"{name}.input_layernorm", config.norm_eps),
+        before_mlp=builder.norm(f"{name}.post_attention_layernorm", config.norm_eps),
     )
-    feed_forward = plain_mlp(make, config, f"{name}.mlp.up_proj", f"{name}.mlp.down_proj")
-    return Block(make, config, attention(make, config, f"{name}.self_attn", window), feed_forward, norms)
+    feed_forward = plain_mlp(builder, config, f"{name}.mlp.up_proj", f"{name}.mlp.down_proj")
+    return Block(builder, config, attention(builder, config, f"{name}.self_attn", window), feed_forward, norms)

@@ -111,13 +111,13 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return ()
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Encoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Encoder:
     """The encoder, with its head if it has one."""
     lookups = [
-        make.ops.linear.make_lookup(make.source.take([f"embeddings.{part}_embeddings.weight"]))
+        builder.ops.linear.make_lookup(builder.source.take([f"embeddings.{part}_embeddings.weight"]))
         for part in ("word", "position", "token_type")
     ]
-    norm = make.layer_norm("embeddings.LayerNorm", eps=config.norm_eps)
+    norm = builder.layer_norm("embeddings.LayerNorm", eps=config.norm_eps)
 
     def embed(batch: EncoderBatch) -> Tensor:
         words, positions, segments = lookups
@@ -127,17 +127,17 @@ def build(config: ModelConfig, make: ModelBuilder) -> Encoder:
             + segments(batch.segments.clamp(max=config.segments - 1))
         )
 
-    layers = [_layer(config, make, f"encoder.layer.{index}") for index in range(config.layers)]
-    return Encoder(embed, layers, _head(config, make))
+    layers = [_layer(config, builder, f"encoder.layer.{index}") for index in range(config.layers)]
+    return Encoder(embed, layers, _head(config, builder))
 
 
-def _layer(config: ModelConfig, make: LayerBuilder, name: str) -> EncoderLayer:
-    qkv = make.linear(*(f"{name}.attention.self.{part}" for part in ("query", "key", "value")))
-    output = make.linear(f"{name}.attention.output.dense")
-    up = make.ops.elementwise.activate(make.linear(f"{name}.intermediate.dense"), config.activation)
-    down = make.linear(f"{name}.output.dense")
-    after_attention = make.layer_norm(f"{name}.attention.output.LayerNorm", eps=config.norm_eps)
-    after_mlp = make.layer_norm(f"{name}.output.LayerNorm", eps=config.norm_eps)
+def _layer(config: ModelConfig, builder: LayerBuilder, name: str) -> EncoderLayer:
+    qkv = builder.linear(*(f"{name}.attention.self.{part}" for part in ("query", "key", "value")))
+    output = builder.linear(f"{name}.attention.output.dense")
+    up = builder.ops.elementwise.activate(builder.linear(f"{name}.intermediate.dense"), config.activation)
+    down = builder.linear(f"{name}.output.dense")
+    after_attention = builder.layer_norm(f"{name}.attention.output.LayerNorm", eps=config.norm_eps)
+    after_mlp = builder.layer_norm(f"{name}.output.LayerNorm", eps=config.norm_eps)
 
     def layer(hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         hidden = after_attention(hidden + output(attend(qkv(hidden), config.heads, lengths)))
@@ -146,11 +146,11 @@ def _layer(config: ModelConfig, make: LayerBuilder, name: str) -> EncoderLayer:
     return layer
 
 
-def _head(config: ModelConfig, make: LayerBuilder) -> Linear | None:
+def _head(config: ModelConfig, builder: LayerBuilder) -> Linear | None:
     if config.pooling is None or config.pooling.task != "classify":
         return None
     names = ("pooler.dense", "classifier") if _is_bert(config) else ("classifier.dense", "classifier.out_proj")
-    inner, outer = (make.linear(name) for name in names)
+    inner, outer = (builder.linear(name) for name in names)
     return lambda x: outer(torch.tanh(inner(x)))
 
 

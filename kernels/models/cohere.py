@@ -58,18 +58,18 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return gqa.caches(config)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    vocab = vocabulary.vocabulary(make, config)
-    layers = [_layer(config, make, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
-    return Decoder(make, config, vocab, layers, make.layer_norm("model.norm", eps=config.norm_eps))
+    vocab = vocabulary.vocabulary(builder, config)
+    layers = [_layer(config, builder, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
+    return Decoder(builder, config, vocab, layers, builder.layer_norm("model.norm", eps=config.norm_eps))
 
 
-def _layer(config: ModelConfig, make: LayerBuilder, name: str, window: int) -> Block:
+def _layer(config: ModelConfig, builder: LayerBuilder, name: str, window: int) -> Block:
     heads, module = None, f"{name}.self_attn"
     if config.qk_norm:
         names = [f"{module}.q_norm", f"{module}.k_norm"]
-        heads = make.layer_norm(*names, eps=config.norm_eps, order=gqa.head_order(config))
-    norms = Norms(before_attention=make.layer_norm(f"{name}.input_layernorm", eps=config.norm_eps))
-    found, feed_forward = attention(make, config, module, window, heads), gated_mlp(make, config, f"{name}.mlp")
-    return Block(make, config, found, feed_forward, norms, parallel=True)
+        heads = builder.layer_norm(*names, eps=config.norm_eps, order=gqa.head_order(config))
+    norms = Norms(before_attention=builder.layer_norm(f"{name}.input_layernorm", eps=config.norm_eps))
+    found, feed_forward = attention(builder, config, module, window, heads), gated_mlp(builder, config, f"{name}.mlp")
+    return Block(builder, config, found, feed_forward, norms, parallel=True)

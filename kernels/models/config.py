@@ -15,8 +15,18 @@ from typing import Any
 from kernels.contract.errors import ConfigError
 from kernels.contract.limits import MAX_EXPERTS, MAX_EXPERTS_OF_MODEL, MAX_LAYERS, MAX_SIZE
 from kernels.contract.pooling import PoolingConfig
+from kernels.models.fallback.sizes import CodeModel
 
-__all__ = ["ACTIVATIONS", "ConfigReader", "ExpertsConfig", "LatentConfig", "ModelConfig", "RopeConfig", "local_config"]
+__all__ = [
+    "ACTIVATIONS",
+    "MXFP4_BLOCK",
+    "ConfigReader",
+    "ExpertsConfig",
+    "LatentConfig",
+    "ModelConfig",
+    "RopeConfig",
+    "local_config",
+]
 
 
 ACTIVATIONS = {
@@ -29,6 +39,8 @@ ACTIVATIONS = {
 }
 """What config.json calls each activation."""
 
+MXFP4_BLOCK = 32
+"""Numbers that share an exponent."""
 _WINDOW = 4096  # tokens, of every family with a pattern of windows
 
 
@@ -64,7 +76,9 @@ class ExpertsConfig:
     ``layers``: which of the decoder's layers. ``chosen``: experts that a token takes. ``normalized``: whether their
     weights are made to add up to one. ``shared``: the inner dimension of an expert that all tokens take besides, 0:
     there is none; ``weighted``: whether it is weighted by the sigmoid of a logit of its own. ``scores``, ``groups``,
-    ``top_groups``, ``pair_sum`` and ``scale``: as ``kernels.devices.experts.Routing``.
+    ``top_groups``, ``pair_sum`` and ``scale``: as ``kernels.devices.experts.Routing``. ``corrected``: whether a
+    correction is added to scores for the choice. ``alpha``, ``limit``: as ``ClampedGate`` there. ``packed``: whether
+    they are stored in MXFP4.
     """
 
     layers: frozenset[int]
@@ -79,6 +93,10 @@ class ExpertsConfig:
     top_groups: int = 1
     pair_sum: bool = False
     scale: float = 1.0
+    corrected: bool = False
+    alpha: float = 1.0
+    limit: float = 0.0
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +104,7 @@ class LatentConfig:
     """Multi-head latent attention (MLA, DeepSeek-AI, arXiv 2405.04434, section 2.1). ``rank``: numbers of the vector
     that keys and values of all heads are made from; ``query_rank``: of the one that queries are, 0: there is none.
     ``plain_dim``, ``rope_dim``: numbers of a query and key head without and with a position. ``value_dim``: of a value.
+    ``apart``: whether weights of keys and of values are stored apart, as in newer GGUF files.
     """
 
     query_rank: int
@@ -93,6 +112,7 @@ class LatentConfig:
     plain_dim: int
     rope_dim: int
     value_dim: int
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,14 +121,17 @@ class ModelConfig:
 
     ``rope``: of all layers but those in ``ropes``, which have their own. ``pairs``: whether neighbors of a head rotate
     against one another, in place of its halves. ``attention_scale``: of queries times keys; 0: ``head_dim ** -0.5``.
-    ``attention_cap``, ``logit_cap``: ``cap * tanh(x / cap)`` of these numbers; 0: none. ``embedding_scale``,
+    ``attention_cap``, ``logit_cap``: ``cap * tanh(x / cap)`` of these numbers; 0: none. ``sinks``: whether each head
+    attends to one more token, whose value is 0. ``embedding_scale``,
     ``residual_scale`` and ``logit_scale`` multiply embeddings, what a layer adds to the residual stream, and logits.
     ``norm_offset``: what norms add to their weights. ``parallel``: attention and feed-forward layer are added
     together. ``layer_norms``: norms subtract the mean. ``all_kv_heads``: the whole model's, on one of several
     ranks; else 0. ``pooling``: of a model that generates no text, which has no output to the vocabulary.
-    ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``. ``position_table``,
-    ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
-    ``first_position``: the row of an input's first token.
+    ``reward_head``: the module of a family's own head that rewards; "": see ``layers.classification``.
+    ``query_growth``: (factor, tokens) by which queries grow with their positions, ``1 + factor * ln(1 + position //
+    tokens)``; a factor of 0: not. ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``.
+    ``position_table``, ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
+    ``first_position``: the row of an input's first token. ``code``: of a model that runs transformers' modeling code.
     """
 
     architecture: str
@@ -134,6 +157,7 @@ class ModelConfig:
     pairs: bool = False
     attention_scale: float = 0.0
     attention_cap: float = 0.0
+    sinks: bool = False
     logit_cap: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -144,10 +168,20 @@ class ModelConfig:
     layer_norms: bool = False
     all_kv_heads: int = 0
     pooling: PoolingConfig | None = None
+    reward_head: str = ""
     latent: LatentConfig | None = None
+    query_growth: tuple[float, int] = (0.0, 1)
     position_table: int = 0
     segments: int = 0
     first_position: int = 0
+    code: CodeModel | None = None
+
+    @property
+    def eager_attention(self) -> str:
+        """What attention has that only plain torch does, which reads a step's rows on the host; "": nothing."""
+        if self.attention_cap:
+            return "attn_logit_softcapping"
+        return "the sinks of attention" if self.sinks else ""
 
     @property
     def rotary_dim(self) -> int:
@@ -160,8 +194,12 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
 
     Attention is divided by heads, feed-forward layers and experts by their inner dimension, embedding and output by the
     vocabulary (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3). With fewer key heads than ranks, ranks share
-    one.
+    one. A model of transformers' code is divided by its own plan.
     """
+    if config.code is not None:
+        from kernels.models.fallback.model import divided
+
+        return divided(config, size)
     parts = {
         "num_attention_heads": config.heads,
         "intermediate_size": config.intermediate_size,
@@ -171,6 +209,8 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
     if experts is not None:
         parts["moe_intermediate_size"] = experts.inner
         parts["shared_expert_intermediate_size"] = experts.shared
+        if experts.packed:
+            parts["the number of mxfp4's blocks in intermediate_size,"] = experts.inner // MXFP4_BLOCK
     for name, number in parts.items():
         if number % size:
             raise ConfigError(
@@ -200,7 +240,8 @@ def _remedy(config: ModelConfig) -> str:
 
 
 def _fits(config: ModelConfig, size: int) -> bool:
-    experts = () if config.experts is None else (config.experts.inner, config.experts.shared)
+    sizes = config.experts
+    experts = () if sizes is None else (sizes.inner // (MXFP4_BLOCK if sizes.packed else 1), sizes.shared)
     numbers = (config.heads, config.intermediate_size, *experts, config.vocab_size)
     return not any(number % size for number in numbers) and not (config.kv_heads % size and size % config.kv_heads)
 
@@ -302,6 +343,7 @@ class ConfigReader:
             self.size("qk_nope_head_dim"),
             self.size("qk_rope_head_dim"),
             self.size("v_head_dim"),
+            self.flag("kv_b_apart"),
         )
         heads, bias = self.size("num_attention_heads"), self.flag("attention_bias")
         # Files give a head's size with or without its part that is not rotated, and the rotated share of it.
@@ -415,6 +457,7 @@ class ConfigReader:
             top_groups=top_groups,
             pair_sum=pair_sum,
             scale=self.number("routed_scaling_factor", 1.0),
+            corrected=scores == "sigmoid",
         )
 
     def later_layers(self, first: int = 0) -> frozenset[int]:

@@ -67,25 +67,25 @@ class Decoder:
 
     def __init__(
         self,
-        make: ModelBuilder,
+        builder: ModelBuilder,
         config: ModelConfig,
         vocab: tuple[VocabularyEmbedding, VocabularyHead],
         layers: Sequence[DecoderLayer],
         norm: Norm,
     ) -> None:
-        self.device, self.rows = make.ops, make.rows
-        self.captures = make.captures
+        self.device, self.rows = builder.ops, builder.rows
+        self.captures = builder.captures
         self.hidden_size = config.hidden_size
-        self.reads_rows = config.attention_cap > 0
-        self._routes = make.routes
+        self.reads_rows = bool(config.eager_attention)
+        self._routes = builder.routes
         self._sparse = sorted(config.experts.layers) if config.experts is not None else []
         self.embeddings, self.head = vocab
         self.pooling = pooling = config.pooling
-        self.classifier = classifier(make, config) if pooling is not None and pooling.task == "classify" else None
-        context = make.context or config.max_positions
+        self.classifier = classifier(builder, config) if pooling is not None and pooling.task == "classify" else None
+        context = builder.context or config.max_positions
         ropes = [config.ropes.get(layer, config.rope) for layer in range(config.layers)]
         kinds = list(dict.fromkeys(ropes))
-        self.rotaries = [RotaryEmbedding(rope, config.head_dim, make.dtype, make.ops, context) for rope in kinds]
+        self.rotaries = [RotaryEmbedding(rope, config.head_dim, builder.dtype, builder.ops, context) for rope in kinds]
         self.layers, self.norm = list(layers), norm
         self._rotary_of = {id(layer): kinds.index(rope) for layer, rope in zip(layers, ropes, strict=True)}
         paged = Paged(config.kv_heads, config.head_dim, config.head_dim)

@@ -34,6 +34,6 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     return deepseek_v3.tensors(config, NAMES)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    return deepseek_v3.build(config, make, NAMES)
+    return deepseek_v3.build(config, builder, NAMES)

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kernels.contract.caches import CacheGroup
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.decoder import Decoder
-from kernels.models.layers import mla, mlp, moe, pre_norm, vocabulary
-from kernels.models.layers.block import Block, Norms, gated_mlp
-from kernels.models.layers.builder import LayerBuilder, ModelBuilder
-from kernels.models.layers.mla import LatentAttention
+from kernels.models.layers import mla, sparse
+from kernels.models.layers.builder import ModelBuilder
 from kernels.models.layers.moe import DEEPSEEK, ExpertNames
-from kernels.weights.tensors import TensorSpec, norm
+from kernels.weights.tensors import TensorSpec
 
 __all__ = ["build", "caches", "config", "tensors"]
+
+caches = mla.caches
 
 
 def config(raw: ConfigReader) -> ModelConfig:
@@ -29,38 +28,9 @@ def config(raw: ConfigReader) -> ModelConfig:
 
 def tensors(config: ModelConfig, names: ExpertNames = DEEPSEEK) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint."""
-    experts = config.experts
-    yield from vocabulary.tensors(config)
-    for index in range(config.layers):
-        layer, gguf = f"model.layers.{index}", f"blk.{index}"
-        yield from pre_norm.norm_tensors(config, layer, gguf)
-        yield from mla.tensors(config, f"{layer}.self_attn", f"{gguf}.attn")
-        if experts is not None and index in experts.layers:
-            yield from moe.tensors(experts, config.hidden_size, layer, gguf, names)
-        else:
-            yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
-    yield norm("model.norm", config.hidden_size, "output_norm")
+    return sparse.tensors(config, names, mla.tensors)
 
 
-def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
-    """The caches of the layers."""
-    return mla.caches(config)
-
-
-def build(config: ModelConfig, make: ModelBuilder, names: ExpertNames = DEEPSEEK) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder, names: ExpertNames = DEEPSEEK) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    vocab = vocabulary.vocabulary(make, config)
-    layers = [_layer(config, make, index, names) for index in range(config.layers)]
-    return Decoder(make, config, vocab, layers, make.norm("model.norm", config.norm_eps))
-
-
-def _layer(config: ModelConfig, make: LayerBuilder, index: int, names: ExpertNames) -> Block:
-    name, experts = f"model.layers.{index}", config.experts
-    norms = Norms(
-        before_attention=make.norm(f"{name}.input_layernorm", config.norm_eps),
-        before_mlp=make.norm(f"{name}.post_attention_layernorm", config.norm_eps),
-    )
-    attention = LatentAttention(make, config, f"{name}.self_attn")
-    if experts is not None and index in experts.layers:
-        return Block(make, config, attention, moe.SparseFeedForward(make, experts, name, names), norms)
-    return Block(make, config, attention, gated_mlp(make, config, f"{name}.mlp"), norms)
+    return sparse.build(config, builder, names, mla.attention)

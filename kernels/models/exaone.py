@@ -54,19 +54,19 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return gqa.caches(config)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    vocab = vocabulary.vocabulary(make, config, "transformer.wte")
-    layers = [_layer(config, make, f"transformer.h.{index}", window) for index, window in enumerate(config.windows)]
-    return Decoder(make, config, vocab, layers, make.norm("transformer.ln_f", config.norm_eps))
+    vocab = vocabulary.vocabulary(builder, config, "transformer.wte")
+    layers = [_layer(config, builder, f"transformer.h.{index}", window) for index, window in enumerate(config.windows)]
+    return Decoder(builder, config, vocab, layers, builder.norm("transformer.ln_f", config.norm_eps))
 
 
-def _layer(config: ModelConfig, make: ModelBuilder, name: str, window: int) -> PreNormLayer:
+def _layer(config: ModelConfig, builder: ModelBuilder, name: str, window: int) -> PreNormLayer:
     attention, feed_forward = f"{name}.attn.attention", f"{name}.mlp"
     heads = Heads(config.heads, config.kv_heads, config.head_dim)
-    qkv = make.linear(*(f"{attention}.{part}_proj" for part in "qkv"))
-    found = Attention(make, heads, qkv, make.into_stream(f"{attention}.out_proj"), window)
-    first, second = (make.norm(f"{name}.{norm}", config.norm_eps) for norm in ("ln_1", "ln_2"))
-    gate_up = make.gated(f"{feed_forward}.c_fc_0", f"{feed_forward}.c_fc_1")
-    down = make.into_stream(f"{feed_forward}.c_proj")
-    return PreNormLayer(make, first, found, second, FeedForward(make, second, gate_up, down))
+    qkv = builder.linear(*(f"{attention}.{part}_proj" for part in "qkv"))
+    found = Attention(builder, heads, qkv, builder.into_stream(f"{attention}.out_proj"), window)
+    first, second = (builder.norm(f"{name}.{norm}", config.norm_eps) for norm in ("ln_1", "ln_2"))
+    gate_up = builder.gated(f"{feed_forward}.c_fc_0", f"{feed_forward}.c_fc_1")
+    down = builder.into_stream(f"{feed_forward}.c_proj")
+    return PreNormLayer(builder, first, found, second, FeedForward(builder, second, gate_up, down))

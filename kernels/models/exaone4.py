@@ -49,17 +49,20 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return gqa.caches(config)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    vocab = vocabulary.vocabulary(make, config)
-    layers = [_layer(config, make, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
-    return Decoder(make, config, vocab, layers, make.norm("model.norm", config.norm_eps))
+    vocab = vocabulary.vocabulary(builder, config)
+    layers = [_layer(config, builder, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
+    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
 
 
-def _layer(config: ModelConfig, make: LayerBuilder, name: str, window: int) -> Block:
+def _layer(config: ModelConfig, builder: LayerBuilder, name: str, window: int) -> Block:
     norms = Norms(
-        after_attention=make.norm(f"{name}.post_attention_layernorm", config.norm_eps),
-        after_mlp=make.norm(f"{name}.post_feedforward_layernorm", config.norm_eps),
+        after_attention=builder.norm(f"{name}.post_attention_layernorm", config.norm_eps),
+        after_mlp=builder.norm(f"{name}.post_feedforward_layernorm", config.norm_eps),
     )
-    found, feed_forward = attention(make, config, f"{name}.self_attn", window), gated_mlp(make, config, f"{name}.mlp")
-    return Block(make, config, found, feed_forward, norms)
+    found, feed_forward = (
+        attention(builder, config, f"{name}.self_attn", window),
+        gated_mlp(builder, config, f"{name}.mlp"),
+    )
+    return Block(builder, config, found, feed_forward, norms)

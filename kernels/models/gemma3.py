@@ -64,11 +64,11 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return gqa.caches(config)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    vocab = vocabulary.vocabulary(make, config)
-    layers = [_layer(config, make, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
-    return Decoder(make, config, vocab, layers, make.norm("model.norm", config.norm_eps, config.norm_offset))
+    vocab = vocabulary.vocabulary(builder, config)
+    layers = [_layer(config, builder, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
+    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps, config.norm_offset))
 
 
 _NORMS = (
@@ -80,7 +80,7 @@ _NORMS = (
 """Before and after attention, before and after the feed-forward layer."""
 
 
-def _layer(config: ModelConfig, make: LayerBuilder, name: str, window: int) -> Block:
-    norms = Norms(*(make.norm(f"{name}.{norm}", config.norm_eps, config.norm_offset) for norm in _NORMS))
-    feed_forward = gated_mlp(make, config, f"{name}.mlp")
-    return Block(make, config, attention(make, config, f"{name}.self_attn", window), feed_forward, norms)
+def _layer(config: ModelConfig, builder: LayerBuilder, name: str, window: int) -> Block:
+    norms = Norms(*(builder.norm(f"{name}.{norm}", config.norm_eps, config.norm_offset) for norm in _NORMS))
+    feed_forward = gated_mlp(builder, config, f"{name}.mlp")
+    return Block(builder, config, attention(builder, config, f"{name}.self_attn", window), feed_forward, norms)

@@ -12,7 +12,7 @@ from typing import Any
 
 from kernels.contract.errors import GgufError
 from kernels.contract.limits import MAX_EXPERTS, MAX_EXPERTS_OF_MODEL
-from kernels.models.registry import BUILT_IN, find_gguf
+from kernels.models.registry import BUILT_IN, Entry, find_gguf
 from kernels.weights.gguf.header import GgufHeader
 from kernels.weights.gguf.joined import cut
 
@@ -21,6 +21,7 @@ __all__ = ["describe", "generation_defaults"]
 _ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"})
 """Control tokens that end an answer wherever they are found: many files name only one of theirs."""
 
+_DEEPSEEK = "deepseek2"
 _CONTROL = 3
 _FLOATS = {0: "float32", 1: "float16", 30: "bfloat16"}
 _SAMPLING = ("temp", "top_k", "top_p", "min_p")
@@ -30,8 +31,8 @@ def describe(header: GgufHeader) -> dict[str, Any]:
     """The object of config.json. Raises GgufError, naming the key."""
     meta = _Metadata(header)
     name = meta.text("general.architecture")
-    architecture = find_gguf(name, bool(header.metadata.get(f"{name}.expert_count")))
-    if architecture is None:
+    entry = find_gguf(name, bool(header.metadata.get(f"{name}.expert_count")))
+    if entry is None:
         read = ", ".join(sorted({entry.gguf for entry in BUILT_IN if entry.gguf}))
         raise GgufError(
             f"{header.path} has architecture {name!r} (general.architecture); those that are read from GGUF are "
@@ -42,11 +43,12 @@ def describe(header: GgufHeader) -> dict[str, Any]:
             f"{header.path} is one of several files of a model; join them with llama-gguf-split --merge and give the "
             "whole one"
         )
-    experts = _experts(header, meta, name)
+    experts = _experts(header, meta, entry)
+    latent = _latent(header, meta) if name == _DEEPSEEK else {}
     hidden = meta.size(f"{name}.embedding_length")
     heads = meta.size(f"{name}.attention.head_count")
-    dim = meta.size(f"{name}.attention.key_length", hidden // heads)
-    if meta.size(f"{name}.attention.value_length", dim) != dim:
+    dim = latent.get("qk_rope_head_dim") or meta.size(f"{name}.attention.key_length", hidden // heads)
+    if not latent and meta.size(f"{name}.attention.value_length", dim) != dim:
         raise GgufError(f"{header.path}: heads of keys and of values of different sizes are not supported")
     if meta.size(f"{name}.rope.dimension_count", dim) != dim:
         raise GgufError(f"{header.path}: {name}.rope.dimension_count rotates part of a head, which is not supported")
@@ -65,15 +67,14 @@ def describe(header: GgufHeader) -> dict[str, Any]:
         most = MAX_EXPERTS_OF_MODEL // layers
         raise meta.wrong(f"{name}.expert_count", f"at most {most} in each of {layers} layers")
     tensors = cut(header.tensors)
-    # 0: none. As in llama.cpp, a window in a file of llama has no meaning.
-    window = 0 if name == "llama" else meta.number(f"{name}.attention.sliding_window", 0)
-    if window and name == "olmo2":
+    window = 0 if entry.gguf_window == "ignored" else meta.number(f"{name}.attention.sliding_window", 0)  # 0: none
+    if window and entry.gguf_window == "another":
         raise GgufError(
-            f"{header.path} is an OLMo 3 ({name}.attention.sliding_window), which is not supported: use an OLMo 2, "
-            "whose layers see all tokens"
+            f"{header.path} has sliding windows ({name}.attention.sliding_window): it is of a successor of "
+            f"{entry.architecture} that is not read from GGUF; give the directory of its safetensors files"
         )
     return {
-        "architectures": [architecture],
+        "architectures": ["DeepseekV3ForCausalLM" if experts.get("correction") else entry.architecture],
         "model_type": name,
         "vocab_size": embeddings.shape[0],
         "hidden_size": hidden,
@@ -85,7 +86,7 @@ def describe(header: GgufHeader) -> dict[str, Any]:
         "rms_norm_eps": meta.number(f"{name}.attention.layer_norm_rms_epsilon", 1e-5),
         "max_position_embeddings": meta.size(f"{name}.context_length"),
         "rope_parameters": _rope(header, meta, name, dim),
-        "attention_bias": name == "llama" and "blk.0.attn_q.bias" in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         "sliding_window": meta.size(f"{name}.attention.sliding_window") if window else None,
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -93,42 +94,80 @@ def describe(header: GgufHeader) -> dict[str, Any]:
         "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _ends(header) or None,
         **experts,
+        **latent,
     }
 
 
-def _experts(header: GgufHeader, meta: _Metadata, name: str) -> dict[str, Any]:
+def _latent(header: GgufHeader, meta: _Metadata) -> dict[str, Any]:
+    """The sizes of DeepSeek's latent attention. Newer files say those of heads beside those of the latent space, and
+    have the weights of keys and values apart."""
+    key, rotated = f"{_DEEPSEEK}.attention", meta.size(f"{_DEEPSEEK}.rope.dimension_count")
+    whole = meta.size(f"{key}.key_length_mla", meta.size(f"{key}.key_length"))
+    if rotated >= whole:
+        raise meta.wrong(f"{_DEEPSEEK}.rope.dimension_count", f"less than the {whole} numbers of a head")
+    rank = meta.number(f"{key}.q_lora_rank", 0)
+    return {
+        "q_lora_rank": meta.size(f"{key}.q_lora_rank") if rank else None,
+        "kv_lora_rank": meta.size(f"{key}.kv_lora_rank"),
+        "qk_nope_head_dim": whole - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": meta.size(f"{key}.value_length_mla", meta.size(f"{key}.value_length")),
+        "kv_b_apart": "blk.0.attn_k_b.weight" in header.tensors,
+    }
+
+
+def _deepseek_experts(header: GgufHeader, meta: _Metadata) -> dict[str, Any]:
+    """DeepSeek's experts. ``correction``: whether their choice is corrected, as from DeepSeek V3 on."""
+    groups = int(meta.number(f"{_DEEPSEEK}.expert_group_count", 1)) or 1
+    return {
+        "moe_intermediate_size": meta.size(f"{_DEEPSEEK}.expert_feed_forward_length"),
+        "n_shared_experts": int(meta.number(f"{_DEEPSEEK}.expert_shared_count", 0)),
+        "first_k_dense_replace": int(meta.number(f"{_DEEPSEEK}.leading_dense_block_count", 0)),
+        "norm_topk_prob": bool(header.metadata.get(f"{_DEEPSEEK}.expert_weights_norm")),
+        "routed_scaling_factor": meta.number(f"{_DEEPSEEK}.expert_weights_scale", 1.0) or 1.0,
+        "n_group": groups,
+        "topk_group": int(meta.number(f"{_DEEPSEEK}.expert_group_used_count", groups)) or groups,
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+        "correction": any(tensor.endswith(".exp_probs_b.bias") for tensor in header.tensors),
+    }
+
+
+def _experts(header: GgufHeader, meta: _Metadata, entry: Entry) -> dict[str, Any]:
     """What is said of experts; empty: there are none. llama.cpp makes the weights of those that are chosen add up to
-    one, whatever the model's maker says of it, but for Qwen2-MoE."""
+    one, whatever the model's maker says of it, but for families with a shared expert."""
+    name = meta.text("general.architecture")
     if not meta.number(f"{name}.expert_count", 0):
         if name.endswith("moe"):
             raise meta.wrong(f"{name}.expert_count", "a whole number of at least 1")
         return {}
-    if name not in ("llama", "qwen2moe", "qwen3moe"):
+    if not entry.gguf_experts:
+        read = ", ".join(sorted(each.gguf for each in BUILT_IN if each.gguf_experts))
         raise GgufError(
-            f"{header.path} is a mixture of experts of {name} ({name}.expert_count); those that are read are llama, "
-            "qwen2moe and qwen3moe: use a model of one of these"
+            f"{header.path} is a mixture of experts of {name} ({name}.expert_count); those that are read are {read}: "
+            "use a model of one of these"
         )
     count, used = meta.size(f"{name}.expert_count"), meta.size(f"{name}.expert_used_count")
     if count > MAX_EXPERTS:
         raise meta.wrong(f"{name}.expert_count", f"at most {MAX_EXPERTS}")
-    found = {"num_experts": count, "num_experts_per_tok": used, "norm_topk_prob": name != "qwen2moe"}
-    if name == "qwen2moe":
-        return found | _beside_the_shared(meta, used)
+    if name == _DEEPSEEK:
+        return {"num_experts": count, "num_experts_per_tok": used} | _deepseek_experts(header, meta)
+    found = {"num_experts": count, "num_experts_per_tok": used, "norm_topk_prob": not entry.gguf_shared_expert}
+    if entry.gguf_shared_expert:
+        return found | _beside_the_shared(meta, name, used)
     shared = next((tensor for tensor in header.tensors if tensor.partition(".weight")[0].endswith("_shexp")), "")
     if shared or meta.number(f"{name}.expert_shared_count", 0):
         raise GgufError(
             f"{header.path} has an expert that all tokens take ({shared or f'{name}.expert_shared_count'}), which a "
-            f"model of {name} has not here: of those that have one qwen2moe is read; use such a model"
+            f"model of {name} has not here; use one that has none"
         )
     if name == "llama":
         return found
     return found | {"moe_intermediate_size": meta.size(f"{name}.expert_feed_forward_length")}
 
 
-def _beside_the_shared(meta: _Metadata, used: int) -> dict[str, Any]:
-    """Sizes of Qwen2-MoE's experts, and of the one that all tokens take. Early files say neither: then those that a
+def _beside_the_shared(meta: _Metadata, name: str, used: int) -> dict[str, Any]:
+    """Sizes of experts, and of the one that all tokens take. Early files say neither: then those that a
     token takes are together as wide as that one, which is as wide as a plain layer."""
-    name = "qwen2moe"
     whole = meta.size(f"{name}.feed_forward_length")
     return {
         "moe_intermediate_size": meta.size(f"{name}.expert_feed_forward_length", max(whole // used, 1)),
@@ -203,6 +242,9 @@ def _rope(header: GgufHeader, meta: _Metadata, name: str, dim: int) -> dict[str,
             "beta_slow": meta.number(f"{name}.rope.scaling.yarn_beta_slow", 1.0),
             "attention_factor": attention * (1.0 + 0.1 * math.log(factor)) if factor > 1.0 else attention,
         }
+        if name == _DEEPSEEK:  # it scales queries times keys in place of cos and sin
+            stretch = 10.0 * meta.number(f"{name}.rope.scaling.yarn_log_multiplier", 0.0)
+            found |= {"attention_factor": 1.0, "mscale": stretch, "mscale_all_dim": stretch}
     elif kind not in ("none", "linear"):
         raise GgufError(f"{name}.rope.scaling.type {kind!r} is not supported; supported are none, linear, yarn")
     elif factor != 1.0:

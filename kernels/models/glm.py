@@ -45,16 +45,16 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return gqa.caches(config)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    vocab = vocabulary.vocabulary(make, config)
-    layers = [_layer(config, make, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
-    return Decoder(make, config, vocab, layers, make.norm("model.norm", config.norm_eps))
+    vocab = vocabulary.vocabulary(builder, config)
+    layers = [_layer(config, builder, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
+    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
 
 
-def _layer(config: ModelConfig, make: ModelBuilder, name: str, window: int) -> PreNormLayer:
-    first = make.norm(f"{name}.input_layernorm", config.norm_eps)
-    attention = gqa.attention(make, config, f"{name}.self_attn", window)
-    second = make.norm(f"{name}.post_attention_layernorm", config.norm_eps)
-    gate_up, down = make.gated(f"{name}.mlp.gate_up_proj"), make.into_stream(f"{name}.mlp.down_proj")
-    return PreNormLayer(make, first, attention, second, FeedForward(make, second, gate_up, down))
+def _layer(config: ModelConfig, builder: ModelBuilder, name: str, window: int) -> PreNormLayer:
+    first = builder.norm(f"{name}.input_layernorm", config.norm_eps)
+    attention = gqa.attention(builder, config, f"{name}.self_attn", window)
+    second = builder.norm(f"{name}.post_attention_layernorm", config.norm_eps)
+    gate_up, down = builder.gated(f"{name}.mlp.gate_up_proj"), builder.into_stream(f"{name}.mlp.down_proj")
+    return PreNormLayer(builder, first, attention, second, FeedForward(builder, second, gate_up, down))

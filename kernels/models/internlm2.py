@@ -1,9 +1,10 @@
 """InternLM 2 (Cai et al., arXiv 2403.17297): Llama's decoder under names of its own. ``wqkv`` holds for each key head
-its queries, the key and the value.
+its queries, the key and the value. Its reward model has the head ``v_head`` (section 4.2).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from kernels.contract.caches import CacheGroup
@@ -22,7 +23,7 @@ __all__ = ["build", "caches", "config", "tensors"]
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
     bias = raw.flag("bias")
-    return raw.decoder(qkv_bias=bias, output_bias=bias)
+    return dataclasses.replace(raw.decoder(qkv_bias=bias, output_bias=bias), reward_head="v_head")
 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
@@ -48,21 +49,21 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return gqa.caches(config)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    vocab = vocabulary.vocabulary(make, config, "model.tok_embeddings", "output")
-    layers = [_layer(config, make, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
-    return Decoder(make, config, vocab, layers, make.norm("model.norm", config.norm_eps))
+    vocab = vocabulary.vocabulary(builder, config, "model.tok_embeddings", "output")
+    layers = [_layer(config, builder, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
+    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
 
 
-def _layer(config: ModelConfig, make: ModelBuilder, name: str, window: int) -> PreNormLayer:
+def _layer(config: ModelConfig, builder: ModelBuilder, name: str, window: int) -> PreNormLayer:
     attention, feed_forward = f"{name}.attention", f"{name}.feed_forward"
     heads = Heads(config.heads, config.kv_heads, config.head_dim)
-    qkv = make.ordered(_order(config), f"{attention}.wqkv")
-    found = Attention(make, heads, qkv, make.into_stream(f"{attention}.wo"), window)
-    first, second = (make.norm(f"{name}.{norm}", config.norm_eps) for norm in ("attention_norm", "ffn_norm"))
-    gate_up, down = make.gated(f"{feed_forward}.w1", f"{feed_forward}.w3"), make.into_stream(f"{feed_forward}.w2")
-    return PreNormLayer(make, first, found, second, FeedForward(make, second, gate_up, down))
+    qkv = builder.ordered(_order(config), f"{attention}.wqkv")
+    found = Attention(builder, heads, qkv, builder.into_stream(f"{attention}.wo"), window)
+    first, second = (builder.norm(f"{name}.{norm}", config.norm_eps) for norm in ("attention_norm", "ffn_norm"))
+    gate_up, down = builder.gated(f"{feed_forward}.w1", f"{feed_forward}.w3"), builder.into_stream(f"{feed_forward}.w2")
+    return PreNormLayer(builder, first, found, second, FeedForward(builder, second, gate_up, down))
 
 
 def _order(config: ModelConfig) -> list[int]:

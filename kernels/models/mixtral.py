@@ -20,7 +20,7 @@ from kernels.weights.tensors import TensorSpec, norm
 
 __all__ = ["build", "caches", "config", "tensors"]
 
-_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
+NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 
 
 def config(raw: ConfigReader) -> ModelConfig:
@@ -40,7 +40,7 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
         layer, gguf = f"model.layers.{index}", f"blk.{index}"
         yield from pre_norm.norm_tensors(config, layer, gguf)
         yield from gqa.tensors(config, f"{layer}.self_attn", f"{gguf}.attn", interleaved=True)
-        yield from moe.tensors(config.experts, config.hidden_size, layer, gguf, _NAMES)
+        yield from moe.tensors(config.experts, config.hidden_size, layer, gguf, NAMES)
     yield norm("model.norm", config.hidden_size, "output_norm")
 
 
@@ -49,18 +49,18 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return gqa.caches(config)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    vocab = vocabulary.vocabulary(make, config)
-    layers = [_layer(config, make, index) for index in range(config.layers)]
-    return Decoder(make, config, vocab, layers, make.norm("model.norm", config.norm_eps))
+    vocab = vocabulary.vocabulary(builder, config)
+    layers = [_layer(config, builder, index) for index in range(config.layers)]
+    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
 
 
-def _layer(config: ModelConfig, make: ModelBuilder, index: int) -> PreNormLayer:
+def _layer(config: ModelConfig, builder: ModelBuilder, index: int) -> PreNormLayer:
     assert config.experts is not None
     name = f"model.layers.{index}"
-    first = make.norm(f"{name}.input_layernorm", config.norm_eps)
-    attention = gqa.attention(make, config, f"{name}.self_attn", config.windows[index])
-    second = make.norm(f"{name}.post_attention_layernorm", config.norm_eps)
-    experts = moe.SparseFeedForward(make, config.experts, name, _NAMES)
-    return PreNormLayer(make, first, attention, second, NormThenLinear(second, experts))
+    first = builder.norm(f"{name}.input_layernorm", config.norm_eps)
+    attention = gqa.attention(builder, config, f"{name}.self_attn", config.windows[index])
+    second = builder.norm(f"{name}.post_attention_layernorm", config.norm_eps)
+    experts = moe.SparseFeedForward(builder, config.experts, name, NAMES)
+    return PreNormLayer(builder, first, attention, second, NormThenLinear(second, experts))

@@ -17,7 +17,7 @@ from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, mlp, vocabulary
 from kernels.models.layers.block import Block, Norms, gated_mlp, wide_attention
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
-from kernels.weights.tensors import TensorSpec, by_outputs, norm
+from kernels.weights.tensors import TensorSpec, norm
 
 __all__ = ["build", "caches", "config", "tensors"]
 
@@ -30,14 +30,11 @@ def config(raw: ConfigReader) -> ModelConfig:
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint."""
-    hidden, heads, kv_heads = config.hidden_size, config.heads, config.kv_heads
-    queries, keys = heads * config.head_dim, kv_heads * config.head_dim
+    hidden = config.hidden_size
     yield from vocabulary.tensors(config)
     for index in range(config.layers):
         layer, gguf = f"model.layers.{index}", f"blk.{index}"
-        yield from gqa.tensors(config, f"{layer}.self_attn", f"{gguf}.attn")
-        yield norm(f"{layer}.self_attn.q_norm", queries, f"{gguf}.attn_q_norm", by_outputs((queries, heads)))
-        yield norm(f"{layer}.self_attn.k_norm", keys, f"{gguf}.attn_k_norm", by_outputs((keys, kv_heads)))
+        yield from gqa.wide_tensors(config, f"{layer}.self_attn", f"{gguf}.attn")
         yield norm(f"{layer}.post_attention_layernorm", hidden, f"{gguf}.post_attention_norm")
         yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
         yield norm(f"{layer}.post_feedforward_layernorm", hidden, f"{gguf}.post_ffw_norm")
@@ -49,17 +46,17 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return gqa.caches(config)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    vocab = vocabulary.vocabulary(make, config)
-    layers = [_layer(config, make, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
-    return Decoder(make, config, vocab, layers, make.norm("model.norm", config.norm_eps))
+    vocab = vocabulary.vocabulary(builder, config)
+    layers = [_layer(config, builder, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
+    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
 
 
-def _layer(config: ModelConfig, make: LayerBuilder, name: str, window: int) -> Block:
+def _layer(config: ModelConfig, builder: LayerBuilder, name: str, window: int) -> Block:
     norms = Norms(
-        after_attention=make.norm(f"{name}.post_attention_layernorm", config.norm_eps),
-        after_mlp=make.norm(f"{name}.post_feedforward_layernorm", config.norm_eps),
+        after_attention=builder.norm(f"{name}.post_attention_layernorm", config.norm_eps),
+        after_mlp=builder.norm(f"{name}.post_feedforward_layernorm", config.norm_eps),
     )
-    found = wide_attention(make, config, f"{name}.self_attn", window)
-    return Block(make, config, found, gated_mlp(make, config, f"{name}.mlp"), norms)
+    found = wide_attention(builder, config, f"{name}.self_attn", window)
+    return Block(builder, config, found, gated_mlp(builder, config, f"{name}.mlp"), norms)

@@ -51,22 +51,22 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return gqa.caches(config)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    vocab = vocabulary.vocabulary(make, config)
-    layers = [_layer(config, make, index) for index in range(config.layers)]
-    return Decoder(make, config, vocab, layers, make.norm("model.norm", config.norm_eps))
+    vocab = vocabulary.vocabulary(builder, config)
+    layers = [_layer(config, builder, index) for index in range(config.layers)]
+    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
 
 
-def _layer(config: ModelConfig, make: ModelBuilder, index: int) -> PreNormLayer:
+def _layer(config: ModelConfig, builder: ModelBuilder, index: int) -> PreNormLayer:
     name = f"model.layers.{index}"
-    first = make.norm(f"{name}.input_layernorm", config.norm_eps)
+    first = builder.norm(f"{name}.input_layernorm", config.norm_eps)
     heads = Heads(config.heads, config.kv_heads, config.head_dim)
     qkv, output = (
-        gqa.projection(make, config, f"{name}.self_attn.qkv_proj"),
-        make.into_stream(f"{name}.self_attn.o_proj"),
+        gqa.projection(builder, config, f"{name}.self_attn.qkv_proj"),
+        builder.into_stream(f"{name}.self_attn.o_proj"),
     )
-    attention = Attention(make, heads, qkv, output, config.windows[index])
-    second = make.norm(f"{name}.post_attention_layernorm", config.norm_eps)
-    gate_up, down = make.gated(f"{name}.mlp.gate_up_proj"), make.into_stream(f"{name}.mlp.down_proj")
-    return PreNormLayer(make, first, attention, second, FeedForward(make, second, gate_up, down))
+    attention = Attention(builder, heads, qkv, output, config.windows[index])
+    second = builder.norm(f"{name}.post_attention_layernorm", config.norm_eps)
+    gate_up, down = builder.gated(f"{name}.mlp.gate_up_proj"), builder.into_stream(f"{name}.mlp.down_proj")
+    return PreNormLayer(builder, first, attention, second, FeedForward(builder, second, gate_up, down))

@@ -34,10 +34,10 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return gqa.caches(config)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    vocab = vocabulary.vocabulary(make, config)
+    vocab = vocabulary.vocabulary(builder, config)
     layers = [
-        pre_norm.layer(make, config, f"model.layers.{index}", window) for index, window in enumerate(config.windows)
+        pre_norm.layer(builder, config, f"model.layers.{index}", window) for index, window in enumerate(config.windows)
     ]
-    return Decoder(make, config, vocab, layers, make.norm("model.norm", config.norm_eps))
+    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))

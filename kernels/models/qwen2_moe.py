@@ -6,17 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kernels.contract.caches import CacheGroup
-from kernels.devices.linear import NormThenLinear
 from kernels.models.config import ConfigReader, ExpertsConfig, ModelConfig
 from kernels.models.decoder import Decoder
-from kernels.models.layers import gqa, mlp, moe, pre_norm, vocabulary
+from kernels.models.layers import gqa, sparse
 from kernels.models.layers.builder import ModelBuilder
-from kernels.models.layers.mlp import FeedForward
-from kernels.models.layers.pre_norm import PreNormLayer
-from kernels.weights.tensors import TensorSpec, norm
+from kernels.weights.tensors import TensorSpec
 
 __all__ = ["build", "caches", "config", "tensors"]
+
+caches = gqa.caches
 
 
 def config(raw: ConfigReader) -> ModelConfig:
@@ -31,39 +29,9 @@ def config(raw: ConfigReader) -> ModelConfig:
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint."""
-    experts = config.experts
-    yield from vocabulary.tensors(config)
-    for index in range(config.layers):
-        layer, gguf = f"model.layers.{index}", f"blk.{index}"
-        yield from pre_norm.norm_tensors(config, layer, gguf)
-        yield from gqa.tensors(config, f"{layer}.self_attn", f"{gguf}.attn")
-        if experts is not None and index in experts.layers:
-            yield from moe.tensors(experts, config.hidden_size, layer, gguf)
-        else:
-            yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
-    yield norm("model.norm", config.hidden_size, "output_norm")
+    return sparse.tensors(config)
 
 
-def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
-    """The caches of the layers."""
-    return gqa.caches(config)
-
-
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    vocab = vocabulary.vocabulary(make, config)
-    layers = [_layer(config, make, index) for index in range(config.layers)]
-    return Decoder(make, config, vocab, layers, make.norm("model.norm", config.norm_eps))
-
-
-def _layer(config: ModelConfig, make: ModelBuilder, index: int) -> PreNormLayer:
-    name, experts = f"model.layers.{index}", config.experts
-    first = make.norm(f"{name}.input_layernorm", config.norm_eps)
-    attention = gqa.attention(make, config, f"{name}.self_attn", config.windows[index])
-    second = make.norm(f"{name}.post_attention_layernorm", config.norm_eps)
-    feed_forward: FeedForward | NormThenLinear
-    if experts is not None and index in experts.layers:
-        feed_forward = NormThenLinear(second, moe.SparseFeedForward(make, experts, name))
-    else:
-        feed_forward = mlp.feed_forward(make, second, f"{name}.mlp")
-    return PreNormLayer(make, first, attention, second, feed_forward)
+    return sparse.build(config, builder)

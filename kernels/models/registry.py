@@ -12,11 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from kernels.contract.caches import keep_all
 from kernels.contract.errors import ConfigError
-from kernels.contract.pooling import ENCODERS, base_architecture
 
 if TYPE_CHECKING:
     from kernels.contract.caches import CacheGroup
@@ -29,19 +28,27 @@ if TYPE_CHECKING:
 __all__ = [
     "BUILT_IN",
     "GROUP",
+    "HEADS",
     "Entry",
     "Family",
     "Support",
+    "UnknownArchitecture",
+    "base_architecture",
     "build",
     "caches",
     "entries",
     "families",
     "find",
+    "find_encoder",
     "find_gguf",
     "tensors",
 ]
 
 GROUP = "troupe.models"
+
+
+class UnknownArchitecture(ConfigError):
+    """No family is for the architectures of config.json."""
 
 
 class Family(Protocol):
@@ -59,65 +66,90 @@ class Family(Protocol):
         """The caches of the layers, on one rank of these sizes."""
         ...
 
-    def build(self, config: ModelConfig, make: ModelBuilder) -> Decoder | Encoder:
+    def build(self, config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
         """The decoder of one rank, whose sizes are ``config``, or an encoder."""
         ...
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A family. ``gguf``: its name in GGUF files; "": none. ``gguf_experts``: only of files with experts."""
+    """An architecture: its family's module, and what must be known of it without torch.
+
+    ``encoder``: whether tokens attend to those after them. ``padded_positions``: of an encoder whose first position
+    stands behind that of padding.
+
+    ``gguf``: its name in GGUF files; "": none. ``gguf_experts``: only of files with experts. ``gguf_shared_expert``:
+    all tokens take one more expert, and the weights of chosen experts are not normalized. ``gguf_window``: what the
+    key ``attention.sliding_window`` means: a window that is ``used`` or ``ignored``, or a model of ``another`` family.
+    """
 
     architecture: str
     module: str
+    encoder: bool = False
+    padded_positions: bool = False
     gguf: str = ""
     gguf_experts: bool = False
+    gguf_shared_expert: bool = False
+    gguf_window: Literal["used", "ignored", "another"] = "used"
+
+
+def _encoders(name: str, module: str, padded_positions: bool = False) -> tuple[Entry, ...]:
+    """The forms of an encoder. The one that was trained to fill gaps embeds, too."""
+    forms = ("Model", "ForMaskedLM", "ForSequenceClassification")
+    return tuple(Entry(name + form, module, encoder=True, padded_positions=padded_positions) for form in forms)
 
 
 BUILT_IN = (
+    Entry("AfmoeForCausalLM", "kernels.models.afmoe"),
     Entry("ApertusForCausalLM", "kernels.models.apertus"),
     Entry("ArceeForCausalLM", "kernels.models.arcee"),
-    Entry("BertForMaskedLM", "kernels.models.bert"),
-    Entry("BertForSequenceClassification", "kernels.models.bert"),
-    Entry("BertModel", "kernels.models.bert"),
+    *_encoders("Bert", "kernels.models.bert"),
     Entry("Cohere2ForCausalLM", "kernels.models.cohere2"),
     Entry("CohereForCausalLM", "kernels.models.cohere"),
-    Entry("DeepseekV2ForCausalLM", "kernels.models.deepseek_v2"),
-    Entry("DeepseekV3ForCausalLM", "kernels.models.deepseek_v3"),
+    Entry("DeepseekV2ForCausalLM", "kernels.models.deepseek_v2", gguf="deepseek2", gguf_experts=True),
+    Entry("DeepseekV3ForCausalLM", "kernels.models.deepseek_v3", gguf="deepseek2", gguf_experts=True),
+    Entry("Ernie4_5_MoeForCausalLM", "kernels.models.ernie4_5_moe"),
     Entry("ExaoneForCausalLM", "kernels.models.exaone"),
     Entry("Exaone4ForCausalLM", "kernels.models.exaone4"),
     Entry("Gemma2ForCausalLM", "kernels.models.gemma2"),
     Entry("Gemma3ForCausalLM", "kernels.models.gemma3"),
     Entry("Glm4ForCausalLM", "kernels.models.glm4"),
+    Entry("Glm4MoeForCausalLM", "kernels.models.glm4_moe"),
     Entry("Glm4MoeLiteForCausalLM", "kernels.models.glm4_moe_lite"),
     Entry("GlmForCausalLM", "kernels.models.glm"),
+    Entry("GptOssForCausalLM", "kernels.models.gpt_oss"),
     Entry("GraniteForCausalLM", "kernels.models.granite"),
+    Entry("GraniteMoeForCausalLM", "kernels.models.granite_moe"),
     Entry("InternLM2ForCausalLM", "kernels.models.internlm2"),
-    Entry("LlamaForCausalLM", "kernels.models.llama", gguf="llama"),
+    Entry("LlamaForCausalLM", "kernels.models.llama", gguf="llama", gguf_window="ignored"),
     Entry("MiMoForCausalLM", "kernels.models.mimo"),
     Entry("MiniCPM3ForCausalLM", "kernels.models.minicpm3"),
+    Entry("MiniMaxM2ForCausalLM", "kernels.models.minimax_m2"),
     Entry("MinistralForCausalLM", "kernels.models.ministral"),
-    Entry("MistralForCausalLM", "kernels.models.mistral", gguf="llama"),
-    Entry("MixtralForCausalLM", "kernels.models.mixtral", gguf="llama", gguf_experts=True),
-    Entry("Olmo2ForCausalLM", "kernels.models.olmo2", gguf="olmo2"),
+    Entry("Mistral4ForCausalLM", "kernels.models.mistral4"),
+    Entry("MistralForCausalLM", "kernels.models.mistral", gguf="llama", gguf_window="ignored"),
+    Entry("MixtralForCausalLM", "kernels.models.mixtral", gguf="llama", gguf_experts=True, gguf_window="ignored"),
+    Entry("Olmo2ForCausalLM", "kernels.models.olmo2", gguf="olmo2", gguf_window="another"),
     Entry("Olmo3ForCausalLM", "kernels.models.olmo3"),
+    Entry("OlmoeForCausalLM", "kernels.models.olmoe"),
     Entry("Phi3ForCausalLM", "kernels.models.phi3", gguf="phi3"),
     Entry("Qwen2ForCausalLM", "kernels.models.qwen2", gguf="qwen2"),
-    Entry("Qwen2MoeForCausalLM", "kernels.models.qwen2_moe", gguf="qwen2moe", gguf_experts=True),
+    Entry(
+        "Qwen2MoeForCausalLM", "kernels.models.qwen2_moe", gguf="qwen2moe", gguf_experts=True, gguf_shared_expert=True
+    ),
     Entry("Qwen3ForCausalLM", "kernels.models.qwen3", gguf="qwen3"),
     Entry("Qwen3MoeForCausalLM", "kernels.models.qwen3_moe", gguf="qwen3moe", gguf_experts=True),
-    Entry("RobertaForMaskedLM", "kernels.models.bert"),
-    Entry("RobertaForSequenceClassification", "kernels.models.bert"),
-    Entry("RobertaModel", "kernels.models.bert"),
+    *_encoders("Roberta", "kernels.models.bert", padded_positions=True),
     Entry("SeedOssForCausalLM", "kernels.models.seed_oss"),
     Entry("SmolLM3ForCausalLM", "kernels.models.smollm3"),
     Entry("StableLmForCausalLM", "kernels.models.stablelm"),
     Entry("Starcoder2ForCausalLM", "kernels.models.starcoder2"),
-    Entry("XLMRobertaForMaskedLM", "kernels.models.bert"),
-    Entry("XLMRobertaForSequenceClassification", "kernels.models.bert"),
-    Entry("XLMRobertaModel", "kernels.models.bert"),
+    *_encoders("XLMRoberta", "kernels.models.bert", padded_positions=True),
 )
 _BY_ARCHITECTURE = {entry.architecture: entry for entry in BUILT_IN}
+
+HEADS = ("ForSequenceClassification", "ForRewardModel")
+"""Endings of architectures that classify or reward."""
 
 
 def entries() -> dict[str, Entry]:
@@ -127,10 +159,10 @@ def entries() -> dict[str, Entry]:
 
 
 def find(architectures: Iterable[object]) -> tuple[str, Family]:
-    """The first of ``architectures`` that is supported, and its family. Raises ConfigError that names all that are.
+    """The first of ``architectures`` that is supported, and its family. Raises UnknownArchitecture, naming all others.
 
     A decoder that generates text is also found under the names of its forms that embed, classify or reward
-    (``kernels.contract.pooling.base_architecture``).
+    (``base_architecture``).
     """
     names = list(architectures)
     entry = _first(names, _BY_ARCHITECTURE)
@@ -139,7 +171,7 @@ def find(architectures: Iterable[object]) -> tuple[str, Family]:
             entry = known.get(base_architecture(name)) if isinstance(name, str) else None
             if isinstance(name, str) and entry is not None:
                 return name, _load(entry)
-        raise ConfigError(
+        raise UnknownArchitecture(
             f"no supported architecture in config.json (architectures: {names}); "
             f"supported are {', '.join(sorted(known))}"
         )
@@ -164,22 +196,39 @@ def _load(entry: Entry) -> Family:
     return cast(Family, module)
 
 
-def find_gguf(name: str, experts: bool) -> str | None:
-    """The architecture of a GGUF file's ``general.architecture``; None for one that is not read."""
+def base_architecture(name: str) -> str:
+    """The generating form of an architecture that has a head of its own or none: ``Qwen3ForCausalLM`` of
+    ``Qwen3Model``, ``Qwen3ForSequenceClassification`` and ``Qwen3ForRewardModel``."""
+    for suffix in (*HEADS, "Model"):
+        if name.endswith(suffix):
+            return f"{name.removesuffix(suffix)}ForCausalLM"
+    return name
+
+
+def find_encoder(architecture: str) -> Entry | None:
+    """The entry of an encoder; None for other architectures."""
+    entry = _BY_ARCHITECTURE.get(architecture)
+    return entry if entry is not None and entry.encoder else None
+
+
+def find_gguf(name: str, experts: bool) -> Entry | None:
+    """The entry of a GGUF file's ``general.architecture``; None for one that is not read."""
     fitting = [entry for entry in BUILT_IN if entry.gguf == name]
     chosen = next((entry for entry in fitting if entry.gguf_experts == experts), None)
     if chosen is not None or fitting:
-        return (chosen or fitting[0]).architecture
+        return chosen or fitting[0]
     added = (entry for entry in entries().values() if entry not in BUILT_IN)
-    return next((entry.architecture for entry in added if getattr(_load(entry), "GGUF", "") == name), None)
+    return next((entry for entry in added if getattr(_load(entry), "GGUF", "") == name), None)
 
 
 def tensors(config: ModelConfig) -> Tensors:
     """The declared tensors of a whole model, by name."""
     from kernels.weights.tensors import table_of
 
+    if config.code is not None:  # transformers reads them
+        return {}
     declared = find([config.architecture])[1].tensors(config)
-    if config.pooling is not None and config.architecture not in ENCODERS:
+    if config.pooling is not None and find_encoder(config.architecture) is None:
         declared = _pooled(config, declared)
     return table_of(declared)
 
@@ -199,19 +248,28 @@ def _pooled(config: ModelConfig, declared: Iterable[TensorSpec]) -> Iterator[Ten
 
 def caches(config: ModelConfig, windows: bool = False) -> tuple[CacheGroup, ...]:
     """The caches of one rank's layers. ``windows``: whether layers with a sliding window keep only it."""
-    found = find([config.architecture])[1].caches(config)
+    if config.code is not None:
+        from kernels.models.fallback import model as fallback
+
+        found = fallback.caches(config)
+    else:
+        found = find([config.architecture])[1].caches(config)
     return found if windows or not any(config.windows) else keep_all(found)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder | Encoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
     """The model of one rank, whose sizes are ``config``. Raises ConfigError for layers to capture that it lacks."""
-    captures = make.captures
+    captures = builder.captures
     wrong = [layer for layer in captures if not 0 <= layer < config.layers]
     if wrong or len(set(captures)) != len(captures):
         raise ConfigError(
             f"the layers to capture, {list(captures)}, must be different ones of this model's 0 to {config.layers - 1}"
         )
-    return find([config.architecture])[1].build(config, make)
+    if config.code is not None:
+        from kernels.models.fallback import model as fallback
+
+        return fallback.build(config, builder)
+    return find([config.architecture])[1].build(config, builder)
 
 
 @dataclass(frozen=True)
@@ -264,7 +322,7 @@ def families() -> tuple[Support, ...]:
 
     found = []
     for entry in entries().values():
-        if entry.architecture in ENCODERS:
+        if entry.encoder:
             continue
         family = _load(entry)
         config = family.config(ConfigReader(_EXAMPLE, entry.architecture))
@@ -277,7 +335,7 @@ def families() -> tuple[Support, ...]:
                 windows=any(config.windows),
                 tied=not any(spec.role is Role.OUTPUT for spec in specs),
                 quantizable=any(spec.quantizable for spec in specs),
-                eager=config.attention_cap > 0 or config.latent is not None,
+                eager=bool(config.eager_attention) or config.latent is not None,
                 plain=_is_plain(config),
             )
         )
@@ -286,7 +344,7 @@ def families() -> tuple[Support, ...]:
 
 def _is_plain(config: ModelConfig) -> bool:
     scales = {config.embedding_scale, config.residual_scale, config.logit_scale}
-    capped = config.logit_cap > 0 or config.attention_cap > 0
-    routed = config.experts is not None and (config.experts.scores != "softmax" or config.experts.scale != 1.0)
+    capped = config.logit_cap > 0 or bool(config.eager_attention)
+    routed = config.experts is not None and (config.experts.corrected or config.experts.scale != 1.0)
     plain = config.latent is None and not routed and not capped
     return config.activation == "silu" and scales == {1.0} and not config.layer_norms and plain

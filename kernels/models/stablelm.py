@@ -53,31 +53,31 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return gqa.caches(config)
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    vocab = vocabulary.vocabulary(make, config)
-    layers = [_layer(config, make, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
-    return Decoder(make, config, vocab, layers, make.layer_norm("model.norm", eps=config.norm_eps))
+    vocab = vocabulary.vocabulary(builder, config)
+    layers = [_layer(config, builder, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
+    return Decoder(builder, config, vocab, layers, builder.layer_norm("model.norm", eps=config.norm_eps))
 
 
-def _layer(config: ModelConfig, make: LayerBuilder, name: str, window: int) -> Block:
+def _layer(config: ModelConfig, builder: LayerBuilder, name: str, window: int) -> Block:
     heads, module = None, f"{name}.self_attn"
     if config.qk_norm:
-        names = [f"{module}.{part}.norms.{head}" for part, head in _own_heads(config, make)]
-        heads = make.layer_norm(*names, eps=config.norm_eps, order=gqa.head_order(config))
+        names = [f"{module}.{part}.norms.{head}" for part, head in _own_heads(config, builder)]
+        heads = builder.layer_norm(*names, eps=config.norm_eps, order=gqa.head_order(config))
     norms = Norms(
-        before_attention=make.layer_norm(f"{name}.input_layernorm", eps=config.norm_eps),
+        before_attention=builder.layer_norm(f"{name}.input_layernorm", eps=config.norm_eps),
         before_mlp=None
         if config.parallel
-        else make.layer_norm(f"{name}.post_attention_layernorm", eps=config.norm_eps),
+        else builder.layer_norm(f"{name}.post_attention_layernorm", eps=config.norm_eps),
     )
-    found, feed_forward = attention(make, config, module, window, heads), gated_mlp(make, config, f"{name}.mlp")
-    return Block(make, config, found, feed_forward, norms, config.parallel)
+    found, feed_forward = attention(builder, config, module, window, heads), gated_mlp(builder, config, f"{name}.mlp")
+    return Block(builder, config, found, feed_forward, norms, config.parallel)
 
 
-def _own_heads(config: ModelConfig, make: LayerBuilder) -> Iterator[tuple[str, int]]:
+def _own_heads(config: ModelConfig, builder: LayerBuilder) -> Iterator[tuple[str, int]]:
     """The query and key heads of this rank, as the checkpoint names and counts them; ranks may share a key head."""
-    rank = make.mesh.rank
-    first = rank * (config.all_kv_heads or config.kv_heads) // make.mesh.size
+    rank = builder.mesh.rank
+    first = rank * (config.all_kv_heads or config.kv_heads) // builder.mesh.size
     yield from (("q_layernorm", rank * config.heads + head) for head in range(config.heads))
     yield from (("k_layernorm", first + head) for head in range(config.kv_heads))

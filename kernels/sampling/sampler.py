@@ -26,7 +26,7 @@ from kernels.sampling.masks import RowMasks
 from kernels.sampling.nucleus import cut, outside
 from kernels.sampling.penalties import apply_penalties
 
-__all__ = ["Noise", "Sampled", "Sampler"]
+__all__ = ["Noise", "SampledTokens", "Sampler"]
 
 _GREEDY_BELOW = 1e-5  # temperatures below are greedy
 _FEW_LOGITS = 1 << 14  # up to here processing all rows is faster than selecting some; the result is the same
@@ -37,7 +37,7 @@ _SCORE_CHUNK = 1 << 24  # logits scored at once
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledTokens:
     """The result of ``Sampler.sample``. All tensors but ``top_counts`` are on the sampler's device."""
 
     tokens: Tensor  # int64 [rows]; 0 in a row that failed
@@ -78,9 +78,7 @@ class _Slots:
         self.held_until = np.zeros(count, np.int64)  # the position from which stop tokens may be sampled
         self.logprobs = np.full(count, -1, np.int32)
         self.edits: dict[int, SlotEdits] = {}
-        self.raced = np.ones(
-            count, dtype=bool
-        )  # whether the logits have no edits and no log-probabilities are requested
+        self.unedited = np.ones(count, dtype=bool)  # no edits of logits, and no log-probabilities are requested
         self.masked = np.zeros(count, dtype=bool)  # whether a grammar masks the logits
 
     def put(self, slot: int, sampling: SlotSampling, prompt_length: int, vocab_size: int) -> None:
@@ -103,7 +101,7 @@ class _Slots:
                 self.edits[slot] = edits
         penalized = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (1, 0, 0)
         self.masked[slot] = sampling.grammar is not None
-        self.raced[slot] = not (penalized or sampling.logprobs >= 0 or slot in self.edits)
+        self.unedited[slot] = not (penalized or sampling.logprobs >= 0 or slot in self.edits)
 
     def draws(self, at: npt.NDArray[np.int64]) -> Draws:
         found = np.empty(len(at), DRAWS)
@@ -166,10 +164,10 @@ class _Plan:
         self.scored = put(scored) if len(scored) else None
         self.top_counts = torch.from_numpy(logprobs.clip(min=0))
         self.most = int(logprobs.max(initial=0))
-        raced = bool(state.raced[at].all())
-        self.plain = raced and not len(sampled)
+        unedited = bool(state.unedited[at].all())
+        self.plain = unedited and not len(sampled)
         self.masked = bool(state.masked[at].any())
-        self.draws: Draws | None = state.draws(at) if raced and len(sampled) else None
+        self.draws: Draws | None = state.draws(at) if unedited and len(sampled) else None
 
 
 class Sampler:
@@ -239,11 +237,11 @@ class Sampler:
         if plan is not None:
             return plan.plain and not plan.masked
         state = self._slots
-        return bool((state.raced[at] & ~state.masked[at]).all()) and not state.temperature[at].any()
+        return bool((state.unedited[at] & ~state.masked[at]).all()) and not state.temperature[at].any()
 
-    def raced(self, slots: tuple[int, ...]) -> bool:
+    def unedited(self, slots: tuple[int, ...]) -> bool:
         """Whether none of them has logit edits, or requests log-probabilities. Grammars may mask them."""
-        return bool(self._slots.raced[list(slots)].all())
+        return bool(self._slots.unedited[list(slots)].all())
 
     def masked(self, slots: tuple[int, ...]) -> list[int]:
         """The indices of those that a grammar masks."""
@@ -251,7 +249,7 @@ class Sampler:
         return found
 
     def draws(self, slots: tuple[int, ...], greedy: bool = False) -> Draws | None:
-        """The draws of slots that are ``raced``; None if all are greedy, unless ``greedy`` asks for these too."""
+        """The draws of slots that are ``unedited``; None if all are greedy, unless ``greedy`` asks for these too."""
         at = np.array(slots, dtype=np.int64)
         return self._slots.draws(at) if greedy or self._slots.temperature[at].any() else None
 
@@ -265,7 +263,7 @@ class Sampler:
         host_slots: Sequence[int] | None = None,
         longest: int | None = None,
         masks: RowMasks | None = None,
-    ) -> Sampled:
+    ) -> SampledTokens:
         """One token for each row.
 
         logits: [rows, vocab], any floating dtype, worked on in float32; the memory of a float32 tensor may be reused.
@@ -275,9 +273,9 @@ class Sampler:
         device, if the caller knows them. With host_slots, slots may be rows of a history that is not by slot.
         masks: tokens that rows may sample; the logits of the others may be overwritten, whatever their dtype.
 
-        A row with a NaN, +inf or only -inf fails alone (``Sampled.broken``). If bans leave no token, the most likely
-        allowed token is taken, or else the most likely of all; in rows with a mask the most likely that it allows. A
-        row whose mask allows only -inf fails, too.
+        A row with a NaN, +inf or only -inf fails alone (``SampledTokens.broken``). If bans leave no token, the most
+        likely allowed token is taken, or else the most likely of all; in rows with a mask the most likely that it
+        allows. A row whose mask allows only -inf fails, too.
         """
         plan = self._plan(tuple(slots.tolist() if host_slots is None else host_slots))
         if self._apart and len(logits) > 1 and (masks is not None or not plan.plain):
@@ -286,11 +284,11 @@ class Sampler:
             masks.apply(logits, self._own_mask)  # nothing needs the raw logits
             masks = None
         if self._own_greedy is not None and plan.plain:
-            return Sampled(*self._own_greedy(logits))
+            return SampledTokens(*self._own_greedy(logits))
         if self._own_draw is not None and plan.draws is not None:
             drawn = self._own_draw(logits, plan.draws, positions, None, self.vocab_size)
             if drawn is not None:
-                return Sampled(*drawn)
+                return SampledTokens(*drawn)
         raw = logits.float()
         rows = torch.arange(len(raw), device=raw.device)
         raw_blocks = block_maxima(raw)
@@ -325,7 +323,7 @@ class Sampler:
         tokens.masked_fill_(broken, 0)
 
         if plan.scored is None:
-            return Sampled(tokens, broken)
+            return SampledTokens(tokens, broken)
         return self._score(plan, raw, raw_blocks, raw_max, tokens, broken)
 
     def _sample_apart(
@@ -338,7 +336,7 @@ class Sampler:
         host_slots: Sequence[int] | None,
         *,
         masks: RowMasks | None,
-    ) -> Sampled:
+    ) -> SampledTokens:
         given = slots.tolist() if host_slots is None else host_slots
         found = [
             self.sample(
@@ -353,19 +351,19 @@ class Sampler:
         ]
         tokens, broken = (torch.cat(parts) for parts in zip(*((one.tokens, one.broken) for one in found), strict=True))
         if plan.scored is None:
-            return Sampled(tokens, broken)
+            return SampledTokens(tokens, broken)
         missing = torch.full((1,), torch.nan, device=logits.device)
         logprobs = torch.cat([missing if one.logprobs is None else one.logprobs for one in found])
         widest = max(0 if one.top_ids is None else one.top_ids.shape[1] for one in found)
         if not widest:
-            return Sampled(tokens, broken, logprobs, top_counts=plan.top_counts)
+            return SampledTokens(tokens, broken, logprobs, top_counts=plan.top_counts)
         top_ids = torch.zeros((len(found), widest), dtype=torch.int64, device=logits.device)
         top_logprobs = torch.full(top_ids.shape, torch.nan, device=logits.device)
         for row, one in enumerate(found):
             if one.top_ids is not None and one.top_logprobs is not None:
                 top_ids[row, : one.top_ids.shape[1]] = one.top_ids[0]
                 top_logprobs[row, : one.top_ids.shape[1]] = one.top_logprobs[0]
-        return Sampled(tokens, broken, logprobs, top_ids, top_logprobs, plan.top_counts.clamp(max=widest))
+        return SampledTokens(tokens, broken, logprobs, top_ids, top_logprobs, plan.top_counts.clamp(max=widest))
 
     def score_prompt(self, logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of known tokens: logits [n, vocab] each predict one of the targets int64 [n].
@@ -462,16 +460,18 @@ class Sampler:
             torch.where(exhausted, spare.argmax(-1), tokens, out=tokens)
 
     @staticmethod
-    def _score(plan: _Plan, raw: Tensor, blocks: Tensor, row_max: Tensor, tokens: Tensor, broken: Tensor) -> Sampled:
+    def _score(
+        plan: _Plan, raw: Tensor, blocks: Tensor, row_max: Tensor, tokens: Tensor, broken: Tensor
+    ) -> SampledTokens:
         some = plan.scored
         assert some is not None
         normalizer = log_normalizer(raw, some, row_max[some])
         logprobs = torch.full_like(row_max, torch.nan)
         logprobs[some] = raw[some, tokens[some]] - normalizer
         if plan.most == 0:
-            return Sampled(tokens, broken, logprobs, top_counts=plan.top_counts)
+            return SampledTokens(tokens, broken, logprobs, top_counts=plan.top_counts)
         values, ids = top(raw, some, blocks[some], plan.most)
         top_ids = torch.zeros((len(raw), ids.shape[1]), dtype=torch.int64, device=raw.device)
         top_logprobs = torch.full(top_ids.shape, torch.nan, device=raw.device)
         top_ids[some], top_logprobs[some] = ids, values - normalizer[:, None]
-        return Sampled(tokens, broken, logprobs, top_ids, top_logprobs, plan.top_counts.clamp(max=ids.shape[1]))
+        return SampledTokens(tokens, broken, logprobs, top_ids, top_logprobs, plan.top_counts.clamp(max=ids.shape[1]))

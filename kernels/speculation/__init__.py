@@ -11,14 +11,14 @@ Modules:
 
     drafter.py          the contract of an algorithm: Drafter, its rows, trees and observations
     drafters/           one file an algorithm; heads.py: the common part of EAGLE's and MTP's heads
-    drafting.py         choosing draft tokens by logits; places in a draft's cache
+    draft_sampler.py    choosing draft tokens by logits; places in a draft's cache
     expansion.py        chains and trees from autoregressive drafts
     speculator.py       the work before and after the model in each step
     observe.py          results of steps that wait for observation
     verify.py           acceptance of draft tokens
     early_draft.py      drafting and verifying before the host knows the accepted tokens
-    host_drafts.py      drafting on the CPU: one native call a pass
-    host_loop.py        whole steps of drafting and verification on the CPU
+    native_drafts.py      drafting on the CPU: one native call a pass
+    native_loop.py        whole steps of drafting and verification on the CPU
     load.py             a draft's files, device and algorithm; token_map.py: heads with a reduced vocabulary
     warmup.py           warm-up steps at load
 

@@ -27,12 +27,12 @@ from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import Admission
 from kernels.core.tree import Drafts, DraftTree
 from kernels.devices.base import Device
-from kernels.devices.prepared import PassEnd
+from kernels.devices.prepared import VerifyOutputs
 from kernels.distributed.group import Group
 from kernels.models.config import ModelConfig
 from kernels.models.decoder import Decoder
 from kernels.sampling.sampler import Noise
-from kernels.speculation.host_drafts import HostDrafts
+from kernels.speculation.native_drafts import NativeDrafts
 from kernels.state.slots import SlotTable
 
 __all__ = ["AcceptedRows", "DraftRows", "Drafter", "DrafterContext", "Observation"]
@@ -43,8 +43,8 @@ Longs = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """The inputs of a drafter's constructor. ``model``: this rank's part of the target's configuration; ``whole``: the
-    full one. ``context``: the most tokens of a sequence. ``dtype``: the target's.
+    """The inputs of a drafter's constructor. ``model``: this rank's part of the target's configuration;
+    ``full_config``: the full one. ``context``: the most tokens of a sequence. ``dtype``: the target's.
     """
 
     config: RunnerConfig
@@ -53,7 +53,7 @@ class DrafterContext:
     group: Group
     target: Decoder
     model: ModelConfig
-    whole: ModelConfig
+    full_config: ModelConfig
     dtype: torch.dtype
     context: int
 
@@ -106,8 +106,8 @@ class AcceptedRows(NamedTuple):
     """The accepted tokens of a step, on the device, before the host knows them. All rows are greedy and verified.
 
     ``roots`` [rows]: positions of the trees' roots. ``pages`` [rows, columns]: enough for accepted and newly drafted
-    tokens. ``outcome``: ``Verified.outcome``. ``tokens`` int64 [rows, levels or fewer]: the token after each accepted
-    node. ``features`` [tokens, n]: the step's; a row's begin at ``places`` [rows].
+    tokens. ``outcome``: ``VerifyResult.outcome``. ``tokens`` int64 [rows, levels or fewer]: the token after each
+    accepted node. ``features`` [tokens, n]: the step's; a row's begin at ``places`` [rows].
     """
 
     roots: Longs
@@ -127,7 +127,8 @@ class Drafter(ABC):
     ``features``: whether it reads the target's hidden states; ``captured_layers`` names the layers before the target is
     built. ``stepwise``: whether each level takes a pass of the draft, so that shallow trees are cheaper.
     ``depth``: the longest path of a tree, without the root. ``most_nodes``: the most nodes of a tree, with the root.
-    ``cache_bytes``: bytes of a token in all caches. ``spare_bytes``: bytes of the caches beyond the target's pages.
+    ``cache_bytes``: bytes of a token in all caches, which hold latent vectors if ``latent``. ``spare_bytes``: bytes of
+    the caches beyond the target's pages.
     """
 
     features: bool = False
@@ -136,6 +137,7 @@ class Drafter(ABC):
     parameters: int = 0
     weight_bytes: int = 0
     cache_bytes: int = 0
+    latent: bool = False
     spare_bytes: int = 0
     depth: int
     most_nodes: int
@@ -153,12 +155,12 @@ class Drafter(ABC):
         target's."""
         return []
 
-    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, PassEnd]) -> None:
+    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, VerifyOutputs]) -> None:
         """Capture passes, where the device gains by it (``Capture.decodes``). ``ends``: results of the target's passes
         that accept; the drafter may draft directly after these."""
         return None
 
-    def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
+    def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:
         """Prepare drafting in one native call for up to ``rows`` rows, on the CPU; None: not supported."""
         return None
 
@@ -209,6 +211,6 @@ class Drafter(ABC):
     def draft(self, rows: DraftRows) -> Drafts:
         """A tree for each row. Only the last known token is new since the last observation."""
 
-    def judged(self, slots: Sequence[int], accepted: Sequence[int], drafted: Sequence[int]) -> None:
+    def record_acceptance(self, slots: Sequence[int], accepted: Sequence[int], drafted: Sequence[int]) -> None:
         """Record that the first ``accepted`` of the ``drafted`` levels of each slot's last tree were accepted."""
         return None

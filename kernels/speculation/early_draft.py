@@ -5,9 +5,9 @@ pass of static shapes without a read-back, so that a device can capture it (``Ca
 prepares the next step. ``EarlyDrafts`` keeps the trees until a step verifies them. If that step has other rows, the
 observation and the trees of the remaining rows stay valid.
 
-``Following`` goes further. A pass that accepts on the device leaves the new lengths there for the next pass. While the
-rows stay the same and have enough pages, the next pass and its drafting are issued before the host has counted the
-last one. The device then never waits for the host.
+``OverlappedVerify`` goes further. A pass that accepts on the device leaves the new lengths there for the next pass.
+While the rows stay the same and have enough pages, the next pass and its drafting are issued before the host has
+counted the last one. The device then never waits for the host.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Acceptance
 from kernels.core.tree import Drafts, DraftTree, Growth, Level, chain
 from kernels.devices.base import Device
-from kernels.devices.drafting import Accepted, Growing, GrowthShape
-from kernels.devices.memory import Fetched
-from kernels.devices.prepared import Decodes, PassEnd, PassFound
+from kernels.devices.draft_kernels import AcceptedTokens, TreeBuilder, TreeShape
+from kernels.devices.memory import PendingCopies
+from kernels.devices.prepared import CapturedPasses, PassResult, VerifyOutputs
 from kernels.sampling.sampler import Sampler
+from kernels.speculation.draft_sampler import DraftSampler
 from kernels.speculation.drafter import AcceptedRows, Drafter, DrafterContext
-from kernels.speculation.drafting import DraftSampler
 from kernels.speculation.observe import Run
-from kernels.speculation.verify import Verified
+from kernels.speculation.verify import VerifyResult
 from kernels.state.slots import SlotTable
 from kernels.state.step_rows import StepRows
 
@@ -46,8 +46,8 @@ __all__ = [
     "EarlyDraftModel",
     "EarlyDraftPasses",
     "EarlyDrafts",
-    "Followed",
-    "Following",
+    "OverlappedResult",
+    "OverlappedVerify",
     "PlanDraft",
     "TorchGrowing",
     "rows_of",
@@ -58,9 +58,9 @@ PlanDraft = Callable[[Tensor, Tensor, int, Tensor | None, Tensor | None, int], A
 
 
 class TorchGrowing:
-    """``Growing`` in plain torch."""
+    """``TreeBuilder`` in plain torch."""
 
-    def __init__(self, shape: GrowthShape, given: Accepted, plan: PlanDraft, sampler: DraftSampler) -> None:
+    def __init__(self, shape: TreeShape, given: AcceptedTokens, plan: PlanDraft, sampler: DraftSampler) -> None:
         self._shape, self._given, self._plan, self._sampler = shape, given, plan, sampler
         self._step = 0
         self._seen = given.slots  # bit masks of the nodes that each node of the last level attends to
@@ -170,7 +170,7 @@ class EarlyDraftPasses:
         sampler: DraftSampler,
         caches: list[Any],
         states: Tensor,
-        shape: GrowthShape,
+        shape: TreeShape,
     ) -> None:
         self._model, self._sampler, self._device, self._caches = model, sampler, context.device, caches
         self._states, self._shape = states, shape
@@ -185,7 +185,7 @@ class EarlyDraftPasses:
         self._passes: _Passes = {}
         self._after_pass: _Passes = {}
 
-    def capture(self, rows: int, agree: Callable[[bool], bool], ends: Mapping[int, PassEnd]) -> None:
+    def capture(self, rows: int, agree: Callable[[bool], bool], ends: Mapping[int, VerifyOutputs]) -> None:
         """Capture passes of up to ``rows`` rows, as far as the device can, and passes that follow ``ends``."""
         for size in sorted((size for size in _ROWS if size <= rows), reverse=True):
             if not self._capture(self._passes, size, partial(self._run, size), agree):
@@ -249,7 +249,7 @@ class EarlyDraftPasses:
         return DraftTree(tree.tokens[:rows], tree.parents[:rows], tree.depths[:rows], tree.bits[:rows], tree.linear)
 
     def _bring(self, given: Tensor, pages: Tensor, outcome: Tensor, tokens: Tensor, features: Tensor) -> None:
-        """Copy accepted tokens to the input of a pass, as ``Drafting.copy_accepted`` does."""
+        """Copy accepted tokens to the input of a pass, as ``DraftKernels.copy_accepted`` does."""
         size, rows, columns = len(given), len(outcome), min(self._host.shape[1] - 2, pages.shape[1])
         drafting = self._device.drafting
         kept = self._host[:size], self._outcome, self._tokens, self._features
@@ -264,13 +264,13 @@ class EarlyDraftPasses:
         at = (self._outcome[:rows, 2:] + given[:rows, 3:4]).reshape(-1)
         self._features[: len(at)].copy_(features.index_select(0, at))
 
-    def _run_after_pass(self, end: PassEnd) -> DraftTree:
+    def _run_after_pass(self, end: VerifyOutputs) -> DraftTree:
         self._bring(end.rows, end.pages, end.accepted.outcome, end.accepted.tokens, end.features)
         return self._run(len(end.rows))
 
     def _run(self, rows: int) -> DraftTree:
         model, levels, caches = self._model, self._shape.steps + 1, self._caches
-        given = Accepted(
+        given = AcceptedTokens(
             self._host[:rows, 0],
             self._host[:rows, 1],
             self._host[:rows, 2:],
@@ -279,24 +279,24 @@ class EarlyDraftPasses:
             self._features[: rows * levels],
             self._states,
         )
-        growing = self._make(given)
-        batch = growing.observe()
+        builder = self._make(given)
+        batch = builder.observe()
         assert batch.states is not None
-        states = growing.start(model.forward(batch, model.start(batch.states), caches))
+        states = builder.start(model.forward(batch, model.start(batch.states), caches))
         for _ in range(self._shape.steps - 1):
-            batch = growing.level(model.logits(states), states)
+            batch = builder.level(model.logits(states), states)
             assert batch.states is not None
             states = model.forward(batch, batch.states, caches)
-        return growing.tree(model.logits(states))
+        return builder.tree(model.logits(states))
 
-    def _make(self, given: Accepted) -> Growing:
+    def _make(self, given: AcceptedTokens) -> TreeBuilder:
         drafting = self._device.drafting
-        own = None if drafting is None else drafting.make_growing(self._shape, given)
+        own = None if drafting is None else drafting.make_tree_builder(self._shape, given)
         return own or TorchGrowing(self._shape, given, self._device.attention.plan_draft, self._sampler)
 
 
 @dataclass(eq=False)
-class _Grown:
+class _EarlyTrees:
     """Trees drafted after ``run``, one for each of its rows. ``end``: the result of the pass that they start from; 0:
     none. ``roots``: positions of the roots, once the host knows them."""
 
@@ -318,15 +318,15 @@ class EarlyDrafts:
             None  # the last step's outcome, and the token after each accepted node
         )
         self._end = 0  # index of the pass that left these; 0: none
-        self._arrives: Fetched | None = None  # the last result of such a pass
-        self._grown: _Grown | None = None
+        self._arrives: PendingCopies | None = None  # the last result of such a pass
+        self._grown: _EarlyTrees | None = None
         self._whole = True  # whether the last trees had all levels
 
     # -- accepted tokens of a step ------------------------------------------------------------------------------------
 
     def set_outcome(self, outcome: Tensor, tokens: Tensor) -> None:
-        """Record the ``outcome`` of a step (``Verified.outcome``), and the ``tokens`` after each accepted node, int64
-        [verified rows, levels]."""
+        """Record the ``outcome`` of a step (``VerifyResult.outcome``), and the ``tokens`` after each accepted node,
+        int64 [verified rows, levels]."""
         self._found, self._end = (outcome, tokens), 0
 
     def can_accept(self, slots: Longs) -> bool:
@@ -338,22 +338,22 @@ class EarlyDrafts:
             self._arrives()
         return True
 
-    def take_accepted(self, found: PassFound) -> Verified:
+    def take_accepted(self, found: PassResult) -> VerifyResult:
         """Take the tokens that a pass accepted on the device, and start their copy to the host."""
         assert found.accepted is not None
         self._found, self._end = (found.accepted.outcome, found.accepted.tokens), found.end
         # Only the next accepting pass overwrites it, and that waits on the device (``after_copies``) or in
         # ``can_accept``.
         self._arrives = self._device.memory.fetch([found.accepted.packed], lasting=True)
-        return Verified.by_device(found.accepted)
+        return VerifyResult.from_device(found.accepted)
 
-    def arrival(self, accepted: Acceptance) -> Fetched:
+    def arrival(self, accepted: Acceptance) -> PendingCopies:
         """A function that waits for the last step's outcome, its tokens and which of these are broken."""
         begun = self._arrives if self._end else None
         fetched = begun or self._device.memory.fetch([accepted.packed], lasting=True)
 
         def arrives() -> list[Tensor]:
-            here = accepted.here(fetched()[0])
+            here = accepted.on_host(fetched()[0])
             return [here.outcome, here.tokens.reshape(-1), here.broken.reshape(-1)]
 
         return arrives
@@ -382,7 +382,7 @@ class EarlyDrafts:
             accepted = AcceptedRows(step.starts, step.slots, pages, *found, run.features, step.offsets)
             tree = self._drafter.draft_early(accepted)
         if tree is not None:
-            self._grown = _Grown(run, tree, end)
+            self._grown = _EarlyTrees(run, tree, end)
 
     def find_behind(self, slots: Longs, generations: Ints, levels: int) -> tuple[Run, DraftTree] | None:
         """The last step, whose outcome the host does not know, and the trees drafted after it.
@@ -400,7 +400,7 @@ class EarlyDrafts:
     def set_followed(self, run: Run | None, end: int, tree: DraftTree | None) -> None:
         """Record that ``tree`` was drafted after ``run``, from the results of its pass."""
         self._found = None
-        self._grown = None if tree is None or run is None else _Grown(run, tree, end)
+        self._grown = None if tree is None or run is None else _EarlyTrees(run, tree, end)
 
     def confirm(self, run: Run, roots: Longs, rows: Longs) -> bool:
         """Confirm that the host has counted ``run``. ``roots`` [rows]: positions of the last known tokens; ``rows``:
@@ -447,22 +447,22 @@ def rows_of(tree: DraftTree, rows: Tensor) -> DraftTree:
     )
 
 
-class Followed(NamedTuple):
+class OverlappedResult(NamedTuple):
     """A launched pass of ``slots`` int64 [rows]. ``found``: its results, also as ``verified``. ``tree``: the trees that
     it verifies, one per row. ``behind``: the trees that were drafted after it, if any."""
 
     slots: Longs
-    found: PassFound
-    verified: Verified
+    found: PassResult
+    verified: VerifyResult
     tree: DraftTree
     behind: DraftTree | None
 
 
-class Following:
+class OverlappedVerify:
     """Issues a runner's passes before the host knows the last result. ``prepared``: captured passes that verify; some
     of them accept on the device."""
 
-    def __init__(self, speculator: Speculator, device: Device, slots: SlotTable, prepared: Decodes) -> None:
+    def __init__(self, speculator: Speculator, device: Device, slots: SlotTable, prepared: CapturedPasses) -> None:
         self._speculator, self._device, self._slots, self._prepared = speculator, device, slots, prepared
 
     def is_candidate(self, batch: StepBatch) -> bool:
@@ -473,7 +473,7 @@ class Following:
             return False
         return bool(batch.counts == np.ones(len(batch.slots) // 4, dtype=np.int32).tobytes())
 
-    def issue(self, batch: StepBatch) -> Followed | None:
+    def issue(self, batch: StepBatch) -> OverlappedResult | None:
         """Launch the next pass after one whose outcome the host does not know, and draft after it. None if it must wait
         for the host; state is unchanged then."""
         slots, generations, most = (
@@ -499,9 +499,9 @@ class Following:
             return None
         verified = speculator.early_drafts.take_accepted(found)
         behind = speculator.drafter.draft_after_pass(found.end, len(at))
-        return Followed(at, found, verified, tree, behind)
+        return OverlappedResult(at, found, verified, tree, behind)
 
-    def finish_previous(self, followed: Followed) -> StepRows:
+    def finish_previous(self, followed: OverlappedResult) -> StepRows:
         """Wait for the accepted tokens of the pass before. -> the rows of the pass issued after it, with their now
         known positions."""
         self._speculator.begin_step(True, False)

@@ -15,18 +15,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.contract.caches import Latent
 from kernels.contract.errors import ConfigError
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.tree import MOST_NODES, Drafts, Growth, chain
 from kernels.devices.capture import CaptureRequest
-from kernels.devices.drafting import GrowthShape
-from kernels.devices.prepared import Decodes, PassEnd
+from kernels.devices.draft_kernels import TreeShape
+from kernels.devices.latent_attention import make_latent
+from kernels.devices.prepared import CapturedPasses, VerifyOutputs
 from kernels.models.config import ModelConfig
+from kernels.speculation.draft_sampler import DraftPlaces, DraftSampler
 from kernels.speculation.drafter import DrafterContext, DraftRows, Observation
-from kernels.speculation.drafting import DraftPlaces, DraftSampler
 from kernels.speculation.early_draft import EarlyDraftModel, EarlyDraftPasses
-from kernels.speculation.host_drafts import ChainModel, HostChains, HostDrafts
+from kernels.speculation.native_drafts import ChainModel, NativeChains, NativeDrafts
 from kernels.state.slots import SlotTable
 
 __all__ = ["DraftModel", "Expansion", "observed_rows"]
@@ -78,13 +80,15 @@ class Expansion:
                 f"through the draft, and at most {MOST_NODES} fit: lower one of them"
             )
         self._places = DraftPlaces(context.device, config.page_size, config.max_slots, places, first)
-        self._observing: Decodes | None = None  # prepared passes over accepted tokens ...
-        self._levels: Decodes | None = None  # ... and over the nodes of a level, with their logits
+        self._observing: CapturedPasses | None = None  # prepared passes over accepted tokens ...
+        self._levels: CapturedPasses | None = None  # ... and over the nodes of a level, with their logits
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of a token."""
         config, dtype = self._model.config, self._context.dtype
+        if (latent := config.latent) is not None:
+            return config.layers * Latent(latent.rank, latent.rope_dim).token_bytes(dtype.itemsize)
         return config.layers * self._device.cache.token_bytes(config.kv_heads, config.head_dim, dtype)
 
     @property
@@ -96,6 +100,11 @@ class Expansion:
         """As ``Drafter.make_caches``."""
         config, context = self._model.config, self._context
         pages, page_size = self._places.cache_pages(pages), context.config.page_size
+        if (latent := config.latent) is not None:
+            place = context.dtype, self._device.torch_device
+            width = latent.rank + latent.rope_dim
+            self.caches = [make_latent(pages, page_size, width, *place) for _ in range(config.layers)]
+            return self.caches
         self.caches = self._device.cache.make(
             config.layers, pages, page_size, config.kv_heads, config.head_dim, context.dtype
         )
@@ -104,6 +113,8 @@ class Expansion:
     def capture(self, agree: Callable[[bool], bool]) -> None:
         """As ``Drafter.capture``."""
         model, context, device = self._model, self._context, self._device
+        if model.config.latent is not None:  # its attention reads rows on the host
+            return
         states = torch.zeros((1, model.width), dtype=context.dtype, device=device.torch_device)
         most, page_size = context.config.max_slots - 1, context.config.page_size
         columns = -(-(context.context + self._first + self.topk * self.steps) // page_size) + 1
@@ -131,19 +142,21 @@ class Expansion:
             )
 
     def prepare_early(
-        self, model: EarlyDraftModel, states: Tensor, agree: Callable[[bool], bool], ends: Mapping[int, PassEnd]
+        self, model: EarlyDraftModel, states: Tensor, agree: Callable[[bool], bool], ends: Mapping[int, VerifyOutputs]
     ) -> EarlyDraftPasses | None:
         """Passes that observe and draft in one launch (``early_draft``); None if the device captures none.
 
         ``states``: of the slots' last tokens. ``ends``: see ``Drafter.capture``.
         """
         config, ids = self._context.config, self._model.ids
-        shape = GrowthShape(self.steps, self.topk, self.nodes, self._first, config.page_size, tuple(self._windows), ids)
+        if self._model.config.latent is not None:
+            return None
+        shape = TreeShape(self.steps, self.topk, self.nodes, self._first, config.page_size, tuple(self._windows), ids)
         passes = EarlyDraftPasses(self._context, model, self._sampler, self.caches, states, shape)
         passes.capture(config.max_slots - 1, agree, ends)
         return passes if passes.size(1) else None
 
-    def host_chains(
+    def native_chains(
         self,
         state: SlotTable,
         rows: int,
@@ -151,9 +164,9 @@ class Expansion:
         reached: npt.NDArray[np.int64],
         start: Callable[[Tensor], Tensor],
         features: int,
-    ) -> HostDrafts | None:
-        """As ``Drafter.host_drafts``; the rest as ``ChainModel`` says."""
-        if self.topk > 1:
+    ) -> NativeDrafts | None:
+        """As ``Drafter.native_drafts``; the rest as ``ChainModel`` says."""
+        if self.topk > 1 or self._model.config.latent is not None:
             return None
         model = self._model
         chain_model = ChainModel(
@@ -167,12 +180,12 @@ class Expansion:
             reached=reached,
             first=self._first,
         )
-        return HostChains.make(self._device, state, self._places, chain_model, rows, self.nodes)
+        return NativeChains.make(self._device, state, self._places, chain_model, rows, self.nodes)
 
     def observe(self, seen: Observation, tokens: Tensor, states: Tensor) -> Tensor:
         """Run ``tokens`` [tokens] at the observed positions -> output states [tokens, width]."""
-        plans = self._plans(observed_rows(seen.starts, seen.counts, seen.pages))
-        batch = ForwardBatch(tokens, seen.positions, seen.cache_index, plans, states)
+        attended = observed_rows(seen.starts, seen.counts, seen.pages)
+        batch = self._batch(tokens, seen.positions, seen.cache_index, attended, states)
         found = None if self._observing is None else self._observing.run(batch)
         return self._model.forward(batch, states, self.caches) if found is None else found
 
@@ -191,8 +204,8 @@ class Expansion:
             ones = np.ones(len(rows.slots), dtype=np.int64)
         for step in range(1, steps):
             at = starts[step - 1]
-            plans = self._plans(AttentionRows(at, ones, table, len(at)))
-            batch = ForwardBatch(tokens[-1], positions[step - 1], index[step - 1], plans, states)
+            attended = AttentionRows(at, ones, table, len(at))
+            batch = self._batch(tokens[-1], positions[step - 1], index[step - 1], attended, states)
             states, logits = self._run(batch, states)
             tokens.append(choose(logits, rows.noise, rows.root_positions, 1 + step))
         return Drafts(chain(torch.stack(tokens, 1)), np.minimum(rows.limits, steps) + 1)
@@ -218,8 +231,8 @@ class Expansion:
         for step in range(1, steps):
             above = 1 if step == 1 else width  # nodes of the previous level
             states = states.index_select(0, (row * above + level.origins).view(-1))
-            plans = self._plans(AttentionRows(starts[step - 1], counts, table, 0, count, seen, roots))
-            batch = ForwardBatch(level.tokens.reshape(-1), positions[step - 1], index[step - 1], plans, states)
+            attended = AttentionRows(starts[step - 1], counts, table, 0, count, seen, roots)
+            batch = self._batch(level.tokens.reshape(-1), positions[step - 1], index[step - 1], attended, states)
             states, logits = self._run(batch, states)
             tokens, scores = choose(logits, rows.noise, rows.root_positions, 1 + step, width)
             level = growth.grow(tokens.view(count, width, -1), scores.view(count, width, -1))
@@ -236,8 +249,14 @@ class Expansion:
         states = self._model.forward(batch, states, self.caches) if both is None else both
         return states, self._model.logits(states)
 
-    def _plans(self, rows: AttentionRows) -> dict[int, Any]:
-        return {window: self._device.attention.plan(rows, window) for window in self._windows}
+    def _batch(
+        self, tokens: Tensor, positions: Tensor, index: Tensor, rows: AttentionRows, states: Tensor
+    ) -> ForwardBatch:
+        attention = self._device.attention
+        if self._model.config.latent is not None:
+            return ForwardBatch(tokens, positions, index, {}, states, rows)
+        plans = {window: attention.plan(rows, window) for window in self._windows}
+        return ForwardBatch(tokens, positions, index, plans, states)
 
 
 def observed_rows(

@@ -8,7 +8,7 @@ are.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -23,16 +23,16 @@ from kernels.contract.speculation import SpeculativeSettings
 from kernels.devices.base import Device
 from kernels.devices.select import select_device
 from kernels.models.config import ModelConfig, local_config
-from kernels.models.layers import pre_norm
+from kernels.models.config_loader import parse_config, read_json
+from kernels.models.layers import gqa, mla, moe, pre_norm
 from kernels.models.layers.builder import LayerBuilder
-from kernels.models.reading import parse_config, read_json
 from kernels.speculation.drafter import Drafter, DrafterContext
 from kernels.weights.gguf.header import is_gguf
 from kernels.weights.loading import CheckpointFiles, Placement, WeightLoader, open_weights, read_tensor, stored_shapes
 from kernels.weights.quantization.detect import detect_scheme
 from kernels.weights.quantization.modelslim import description_file
 from kernels.weights.quantization.online import ONLINE
-from kernels.weights.quantization.scheme import Files, Scheme, Stored
+from kernels.weights.quantization.scheme import Files, Scheme, StoredTensor
 from kernels.weights.quantization.weights import Projection, QuantizedWeight
 from kernels.weights.tensors import Role, Shard, Tensors, TensorSpec, embedding, linear, norm, table_of
 
@@ -109,7 +109,7 @@ class DraftCheckpoint:
         attention = f"{prefix}.self_attn"
         return dataclasses.replace(
             config,
-            qkv_bias=self.has(f"{attention}.q_proj.bias"),
+            qkv_bias=self.has(f"{attention}.{'q_proj' if config.latent is None else 'kv_a_proj_with_mqa'}.bias"),
             output_bias=self.has(f"{attention}.o_proj.bias"),
             mlp_bias=self.has(f"{prefix}.mlp.gate_proj.bias"),
             qk_norm=self.has(f"{attention}.q_norm.weight"),
@@ -150,7 +150,7 @@ class DraftWeights:
         self._checkpoint = checkpoint
         self._has = tensors.keys()
         size = context.group.size
-        self.local = local_config(dataclasses.replace(config, vocab_size=context.whole.vocab_size), size)
+        self.local = local_config(dataclasses.replace(config, vocab_size=context.full_config.vocab_size), size)
         stored = (dataclasses.replace(spec, name=checkpoint.stored(spec.name)) for spec in tensors.values())
         self._loader: WeightLoader = open_weights(
             CheckpointFiles(checkpoint.path, checkpoint.load_format, context.config.random_seed),
@@ -158,7 +158,7 @@ class DraftWeights:
             Placement(context.dtype, context.device.torch_device, Shard(context.group.rank, size)),
             draft_scheme(checkpoint.path, context.config, context.settings, checkpoint.tensors),
         )
-        self.make = LayerBuilder(self, context.device, context.group)
+        self.builder = LayerBuilder(self, context.device, context.group)
 
     @property
     def parameters(self) -> int:
@@ -190,11 +190,21 @@ class DraftWeights:
 
 def layer_tensors(config: ModelConfig, prefix: str, inputs: int = 0) -> Tensors:
     """The tensors of a decoder's layer called ``prefix``. ``inputs``: of its attention; 0: the hidden size."""
+    if config.experts is not None:
+        return table_of(_sparse_tensors(config, prefix))
     found = table_of(pre_norm.tensors(config, prefix))
     for part in ("q", "k", "v"):
         name = f"{prefix}.self_attn.{part}_proj.weight"
         found[name] = dataclasses.replace(found[name], shape=(found[name].shape[0], inputs or config.hidden_size))
     return found
+
+
+def _sparse_tensors(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
+    assert config.experts is not None
+    attention = gqa.tensors if config.latent is None else mla.tensors
+    yield from pre_norm.norm_tensors(config, prefix, "")
+    yield from attention(config, f"{prefix}.self_attn", "")
+    yield from moe.tensors(config.experts, config.hidden_size, prefix, "", moe.DEEPSEEK)
 
 
 def plain(name: str, *shape: int, bias: bool = False, role: Role = Role.PROJECTION) -> Tensors:
@@ -242,7 +252,7 @@ class _AsStored(Scheme):
     def adapt(self, tensors: Tensors) -> Tensors:
         return self._scheme.adapt(tensors)
 
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored] | None:
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
         return None if weight.module in self._floats else self._scheme.tensors(weight)
 
     def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kernels.core.arrays import ragged
 from kernels.devices.base import Device
-from kernels.devices.memory import Fetched
+from kernels.devices.memory import PendingCopies
 from kernels.speculation.drafter import Drafter, Observation
-from kernels.speculation.host_drafts import HostDrafts, HostObservation, Raw, raw
+from kernels.speculation.native_drafts import NativeDrafts, NativeObservation, Raw, raw
 from kernels.state.slots import SlotTable
 from kernels.state.step_rows import StepRows
 
@@ -94,7 +94,7 @@ class Backlog:
         self._steps += 1
         return self._steps + 1 < self._most and end < self._full
 
-    def add_accepted(self, seen: HostObservation, generations: Ints) -> bool:
+    def add_accepted(self, seen: NativeObservation, generations: Ints) -> bool:
         """Add the accepted tokens of a drafting step. Returns whether they fit, with room for two more steps; otherwise
         adds nothing."""
         most, count = int(seen.counts.max()), len(seen.places)
@@ -113,7 +113,7 @@ class Backlog:
         """Whether nothing is kept."""
         return not self._spans
 
-    def take(self) -> HostObservation | None:
+    def take(self) -> NativeObservation | None:
         """Take all tokens of requests that still run, the shortest rows first, and empty the backlog."""
         spans = self._spans
         self.drop()
@@ -135,7 +135,7 @@ class Backlog:
         least = np.argsort(counts, kind="stable")
         rows = ragged(first[least], counts[least])
         features = self._features if self._width else None
-        return HostObservation(named[least], at[order][first[least]], counts[least], features, found[order][rows])
+        return NativeObservation(named[least], at[order][first[least]], counts[least], features, found[order][rows])
 
 
 SHORT = 16
@@ -150,7 +150,7 @@ Bools = npt.NDArray[np.bool_]
 class Run:
     """A step that was launched.
 
-    ``reached`` bool [rows]: rows that sampled. ``outcome``: ``Verified.outcome`` of the rows with draft tokens.
+    ``reached`` bool [rows]: rows that sampled. ``outcome``: ``VerifyResult.outcome`` of the rows with draft tokens.
     ``tokens`` [entries]: sampled tokens, for a drafter that needs them on the host, with their rows in the step
     (``token_rows``) and levels (``token_places``).
     """
@@ -159,8 +159,8 @@ class Run:
     generations: Ints
     reached: Bools
     features: Tensor | None
-    outcome: Fetched | None
-    tokens: Fetched | None
+    outcome: PendingCopies | None
+    tokens: PendingCopies | None
     token_rows: Longs
     token_places: Longs
 
@@ -187,13 +187,13 @@ class Observer:
         self._drafter, self._device, self._slots = drafter, device, slots
         self._wide = drafter.features
         self._pending: list[_Rows] = []
-        self._host_drafts: HostDrafts | None = None
+        self._native_drafts: NativeDrafts | None = None
         self._deferred: Backlog | None = None
 
-    def use_host(self, drafts: HostDrafts | None, width: int) -> None:
+    def use_host(self, drafts: NativeDrafts | None, width: int) -> None:
         """Keep decodes in one ``Backlog``, if the device is the host and features are bf16, ``width`` wide. ``drafts``
         observe if they can. Requires an empty observer."""
-        self._host_drafts = drafts
+        self._native_drafts = drafts
         self._deferred = Backlog(self._slots, width if self._drafter.features else 0)
 
     @property
@@ -256,12 +256,12 @@ class Observer:
             )
         )
 
-    def show(self, seen: HostObservation, generations: Ints) -> None:
+    def show(self, seen: NativeObservation, generations: Ints) -> None:
         """Observe decodes that reached their last known token, together with kept tokens. Requires ``use_host``."""
         self.flush()
         self._see(seen, generations, np.ones(len(seen.slots), dtype=bool))
 
-    def defer_accepted(self, seen: HostObservation, generations: Ints) -> None:
+    def defer_accepted(self, seen: NativeObservation, generations: Ints) -> None:
         """Defer a drafting step's accepted tokens if the next step does not draft; observe them now without room."""
         assert self._deferred is not None
         if not self._deferred.add_accepted(seen, generations):
@@ -294,7 +294,7 @@ class Observer:
                 self._see(kept, self._slots.generation[kept.slots], np.ones(len(kept.slots), dtype=bool))
             for seen in backlog:
                 bits = None if seen.features is None else raw(seen.features)
-                here = HostObservation(seen.slots, seen.starts, seen.counts, bits, seen.places)
+                here = NativeObservation(seen.slots, seen.starts, seen.counts, bits, seen.places)
                 self._see(here, seen.generations, seen.reached)
             return
         if not backlog:
@@ -345,15 +345,15 @@ class Observer:
         self._show(seen.slots, seen.starts, counts, seen.reached, self._features([seen], seen.places), sampled)
         return True
 
-    def _see(self, seen: HostObservation, generations: Ints, reached: Bools) -> None:
+    def _see(self, seen: NativeObservation, generations: Ints, reached: Bools) -> None:
         """Observe on the host the rows of requests that still run."""
         state = self._slots
         alive = state.active[seen.slots] & (state.generation[seen.slots] == generations)
         if not alive.all():
             places = seen.places[np.repeat(alive, seen.counts)]
-            seen = HostObservation(seen.slots[alive], seen.starts[alive], seen.counts[alive], seen.features, places)
+            seen = NativeObservation(seen.slots[alive], seen.starts[alive], seen.counts[alive], seen.features, places)
             reached = reached[alive]
-        if not len(seen.slots) or (self._host_drafts is not None and self._host_drafts.observe(seen)):
+        if not len(seen.slots) or (self._native_drafts is not None and self._native_drafts.observe(seen)):
             return
         order = np.argsort((seen.counts > 1).astype(np.int8) + (seen.counts > SHORT), kind="stable")
         first, counts = np.cumsum(seen.counts) - seen.counts, seen.counts[order]

@@ -3,7 +3,7 @@
 The host keeps the lengths of sequences, but only the device knows how many draft tokens a step accepts. The host
 therefore counts a step with draft tokens before it prepares the next one; then it knows every length again, and the
 drafter observes the results before slots change owners. If no slot changes, the next step may be issued earlier
-(``Following``). ``kernels.speculation`` draws the states of what a draft has observed.
+(``OverlappedVerify``). ``kernels.speculation`` draws the states of what a draft has observed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from kernels.contract.step import Admission
 from kernels.core.arrays import ragged
 from kernels.core.tree import Drafts
 from kernels.devices.base import Device
-from kernels.devices.memory import Fetched
+from kernels.devices.memory import PendingCopies
 from kernels.sampling.masks import RowMasks
-from kernels.sampling.sampler import Sampled, Sampler
+from kernels.sampling.sampler import SampledTokens, Sampler
 from kernels.speculation.drafter import Drafter, DraftRows
 from kernels.speculation.early_draft import EarlyDrafts, rows_of
-from kernels.speculation.host_drafts import HostObservation, Raw, raw
+from kernels.speculation.native_drafts import NativeObservation, Raw, raw
 from kernels.speculation.observe import Observer, Run
-from kernels.speculation.verify import Samples, Verified, Verifier
+from kernels.speculation.verify import Samples, Verifier, VerifyResult
 from kernels.state.slots import SlotTable
-from kernels.state.step_rows import ReachedRows, StepRows
+from kernels.state.step_rows import PrefilledRows, StepRows
 
 __all__ = ["Speculator"]
 
@@ -62,9 +62,9 @@ class Speculator:
         self.early_drafts = EarlyDrafts(drafter, settings, device, sampler, slots)
         self._last: Run | None = None
         # the accepted tokens of a step of chains, with its generations
-        self._accepted: tuple[HostObservation, Ints] | None = None
+        self._accepted: tuple[NativeObservation, Ints] | None = None
         self._continues = False  # whether the next such step may observe them itself
-        self._prompts: tuple[ReachedRows, Ints] | None = None  # the same for a step that ran prompts to their ends
+        self._prompts: tuple[PrefilledRows, Ints] | None = None  # the same for a step that ran prompts to their ends
         self._settled = False
         """Whether another step of the last decodes needs no call before or after it."""
         self._unobserved = False
@@ -119,9 +119,9 @@ class Speculator:
             self.defer(slots, features)
             return
         ones = np.ones(len(slots), dtype=np.int64)
-        self.record_accepted(HostObservation(slots, self.slots.computed[slots] - 1, ones, None, ones), generations)
+        self.record_accepted(NativeObservation(slots, self.slots.computed[slots] - 1, ones, None, ones), generations)
 
-    def record_accepted(self, seen: HostObservation, generations: Ints, continues: bool = False) -> None:
+    def record_accepted(self, seen: NativeObservation, generations: Ints, continues: bool = False) -> None:
         """Record the accepted draft tokens of a step on the host, which are observed before the next step.
 
         ``continues``: whether the next step usually observes them itself (``can_continue``).
@@ -143,7 +143,7 @@ class Speculator:
         """Record that the continuing step has observed the last accepted tokens, and drafts."""
         self._accepted, self._settled = None, False
 
-    def record_prompts(self, reached: ReachedRows, generations: Ints) -> None:
+    def record_prompts(self, reached: PrefilledRows, generations: Ints) -> None:
         """Record a step on the host that ran prompts to their ends; they are observed before the next step."""
         self._prompts = reached, generations
 
@@ -166,7 +166,9 @@ class Speculator:
         slots, starts, counts = reached.slots[rows], reached.starts[rows], reached.counts[rows]
         features = reached.features if self.drafter.features else None
         first = (np.cumsum(reached.counts) - reached.counts)[rows]
-        self._observer.show(HostObservation(slots, starts, counts, features, ragged(first, counts)), generations[rows])
+        self._observer.show(
+            NativeObservation(slots, starts, counts, features, ragged(first, counts)), generations[rows]
+        )
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -241,7 +243,7 @@ class Speculator:
         state.known[slots] += accepted[alive]
         state.computed[slots] += accepted[alive]
         sound[step.verifying] &= outcome[:, 0] > 0
-        self.drafter.judged(slots.tolist(), (accepted[alive] - 1).tolist(), depths[alive].tolist())
+        self.drafter.record_acceptance(slots.tolist(), (accepted[alive] - 1).tolist(), depths[alive].tolist())
         return sound, counts, outcome[:, 2:]
 
     def _drop(self) -> None:
@@ -310,9 +312,9 @@ class Speculator:
         step: StepRows,
         samples: Samples,
         logits: Tensor,
-        argmax: Sampled | None = None,
+        argmax: SampledTokens | None = None,
         masks: RowMasks | None = None,
-    ) -> Verified:
+    ) -> VerifyResult:
         """Sample and verify: see ``Verifier.sample``."""
         verified, tokens = self.verifier.sample(step, samples, logits, argmax, masks)
         self.early_drafts.set_outcome(verified.outcome, tokens)
@@ -323,9 +325,9 @@ class Speculator:
         step: StepRows,
         reached: npt.NDArray[np.bool_],
         features: Tensor | None,
-        sampled: Sampled | None,
-        verified: Verified | None,
-    ) -> Fetched | None:
+        sampled: SampledTokens | None,
+        verified: VerifyResult | None,
+    ) -> PendingCopies | None:
         """Record a launched step; it is observed before the next one. Returns the copy that fetches outcome, tokens and
         broken rows, if there is a single one."""
         arrives = None

@@ -6,7 +6,8 @@ accepted. The walk starts at the root and repeatedly moves to the child with the
 as without a draft, for greedy and for sampled requests. Rejection sampling (Leviathan et al., arXiv 2211.17192) would
 only keep the distribution.
 
-``Samples``: the tokens of a step after which one is sampled. ``Verifier``: samples and walks. ``Verified``: the result.
+``Samples``: the tokens of a step after which one is sampled. ``Verifier``: samples and walks. ``VerifyResult``: the
+result.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from kernels.core.operators import Acceptance
 from kernels.core.tree import DraftTree, chain, unpack_bits
 from kernels.devices.base import Device
 from kernels.sampling.masks import RowMasks
-from kernels.sampling.sampler import Sampled, Sampler
+from kernels.sampling.sampler import SampledTokens, Sampler
 from kernels.state.slots import SlotTable
 from kernels.state.step_rows import StepRows
 
-__all__ = ["Leniency", "Samples", "Verified", "Verifier", "Walk", "path_history", "walk", "walk_here"]
+__all__ = ["AcceptedPath", "Leniency", "Samples", "Verifier", "VerifyResult", "path_history", "walk", "walk_here"]
 
 
 @dataclass(frozen=True)
-class Walk:
+class AcceptedPath:
     """The accepted path of each tree. ``path`` int64 [rows, depth + 1]: its nodes, the root first; after ``counts``
     entries the last one is repeated. ``counts`` int64 [rows]: the number of nodes, and of emitted tokens. ``tokens``
     int64 [rows, depth + 1]: the token after each node of the path.
@@ -63,7 +64,7 @@ class Leniency:
 
 def walk(
     tree: DraftTree, nodes: Tensor, sampled: Tensor, depth: int, leniency: Leniency | None = None, forced: int = 0
-) -> Walk:
+) -> AcceptedPath:
     """Walk trees of which the first ``nodes`` int64 [rows] nodes of each row were run.
 
     ``sampled`` int64 [rows, nodes]: the token sampled after each node; undefined in nodes that did not run. ``depth``:
@@ -82,7 +83,7 @@ def walk(
         right = (tree.tokens[:, 1:] == sampled[:, :-1]) & run[:, 1:]
         counts = ((~right).cumsum(1) == 0).sum(1) + 1  # an A5 has no cumulative product
         path = torch.minimum(places[: depth + 1], (counts - 1).unsqueeze(1))
-        return Walk(path, counts, sampled.gather(1, path))
+        return AcceptedPath(path, counts, sampled.gather(1, path))
     at = torch.zeros((rows, 1), dtype=torch.int64, device=sampled.device)
     going = torch.ones((rows, 1), dtype=torch.bool, device=sampled.device)
     counts = torch.ones(rows, dtype=torch.int64, device=sampled.device)
@@ -102,10 +103,10 @@ def walk(
     if not exact:  # the path is the accepted one, sampled or not
         inner = torch.arange(depth, device=sampled.device) < (counts - 1).unsqueeze(1)
         tokens[:, :-1] = torch.where(inner, tree.tokens.gather(1, passed[:, 1:]), tokens[:, :-1])
-    return Walk(passed, counts, tokens)
+    return AcceptedPath(passed, counts, tokens)
 
 
-def walk_here(tree: DraftTree, nodes: npt.NDArray[np.int64], sampled: Tensor, depth: int) -> Walk:
+def walk_here(tree: DraftTree, nodes: npt.NDArray[np.int64], sampled: Tensor, depth: int) -> AcceptedPath:
     """``walk`` of chains on the CPU: for so few numbers numpy is several times as fast as torch."""
     after = sampled.numpy()
     right = tree.tokens.numpy()[:, 1:] == after[:, :-1]
@@ -113,7 +114,7 @@ def walk_here(tree: DraftTree, nodes: npt.NDArray[np.int64], sampled: Tensor, de
     counts = np.logical_and.accumulate(right, axis=1).sum(1) + 1
     path = np.minimum(np.arange(depth + 1), counts[:, None] - 1)
     tokens = np.take_along_axis(after, path, 1)
-    return Walk(torch.from_numpy(path), torch.from_numpy(counts), torch.from_numpy(tokens))
+    return AcceptedPath(torch.from_numpy(path), torch.from_numpy(counts), torch.from_numpy(tokens))
 
 
 def _lenient(leniency: Leniency, children: Tensor, right: Tensor, at: Tensor) -> Tensor:
@@ -189,7 +190,7 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifyResult:
     """The sampled tokens of a step with draft tokens, and which of them are accepted.
 
     ``sampled``: entries row after row: one, or in a row that verified one for each level that could be accepted.
@@ -198,21 +199,21 @@ class Verified:
     could have been accepted, and the accepted nodes. ``accepted``: the device's ``Acceptance`` that holds all of it.
     """
 
-    sampled: Sampled
+    sampled: SampledTokens
     rows: Longs
     places: Longs
     outcome: Tensor
     accepted: Acceptance | None = None
 
     @classmethod
-    def of(
+    def from_samples(
         cls,
         step: StepRows,
         samples: Samples,
-        sampled: Sampled,
-        found: Walk,
+        sampled: SampledTokens,
+        found: AcceptedPath,
         put: Callable[[Longs], Tensor],
-    ) -> Verified:
+    ) -> VerifyResult:
         """The result of a step. ``found``: the accepted paths. ``put``: copies an array to the device."""
         assert step.drafts is not None
         part = samples.verified
@@ -266,8 +267,9 @@ class Verified:
         return cls(chosen, samples.rows[host], places, outcome)
 
     @classmethod
-    def here(cls, step: StepRows, sampled: Sampled, found: Walk) -> Verified:
-        """``of`` for rows that all verified without scores, where the device is the host: numpy is faster there."""
+    def on_host(cls, step: StepRows, sampled: SampledTokens, found: AcceptedPath) -> VerifyResult:
+        """``from_samples`` for rows that all verified without scores, where the device is the host: numpy is faster
+        there."""
         assert step.drafts is not None
         counts, path, accepted = step.counts, found.path.numpy(), found.counts.numpy()
         rows, levels = path.shape
@@ -280,19 +282,21 @@ class Verified:
         outcome[:, 0] = np.where(own.any(1), -accepted, accepted)
         outcome[:, 1] = np.where(run, depths, 0).max(1)
         outcome[:, 2:] = path
-        return cls.whole(Sampled(found.tokens.reshape(-1), torch.from_numpy(broken)), torch.from_numpy(outcome))
+        return cls.from_outcome(
+            SampledTokens(found.tokens.reshape(-1), torch.from_numpy(broken)), torch.from_numpy(outcome)
+        )
 
     @classmethod
-    def whole(cls, chosen: Sampled, outcome: Tensor) -> Verified:
+    def from_outcome(cls, chosen: SampledTokens, outcome: Tensor) -> VerifyResult:
         """For rows that all verified: ``chosen`` [rows * levels]."""
         levels = outcome.shape[1] - 2
         index = np.arange(len(outcome) * levels)
         return cls(chosen, index // levels, index % levels, outcome)
 
     @classmethod
-    def by_device(cls, found: Acceptance) -> Verified:
+    def from_device(cls, found: Acceptance) -> VerifyResult:
         """For rows that all verified and were accepted by the device: entries are [rows, levels]."""
-        return replace(cls.whole(Sampled(found.tokens, found.broken), found.outcome), accepted=found)
+        return replace(cls.from_outcome(SampledTokens(found.tokens, found.broken), found.outcome), accepted=found)
 
 
 class Verifier:
@@ -353,9 +357,9 @@ class Verifier:
         step: StepRows,
         samples: Samples,
         logits: Tensor,
-        argmax: Sampled | None = None,
+        argmax: SampledTokens | None = None,
         masks: RowMasks | None = None,
-    ) -> tuple[Verified, Tensor]:
+    ) -> tuple[VerifyResult, Tensor]:
         """Sample after every node, walk, and append the tokens to the slots' table. ``logits`` [samples, vocab];
         ``argmax``: their argmax tokens if they were already computed. ``masks``: see ``Sampler.sample``.
 
@@ -368,7 +372,7 @@ class Verifier:
         depth, forced = min(self._depth, tree.tokens.shape[1] - 1), self._forced()
         greedy, sampled, self._accepted = self._device.sampling.greedy, None, None
         if greedy is not None and step.verifies == len(step.rows) and self._sampler.plain(tuple(slots)):
-            sampled = argmax or Sampled(*greedy(logits))
+            sampled = argmax or SampledTokens(*greedy(logits))
             # Always the full depth: a device may compile a kernel for each depth.
             found = self._accept(step, sampled, self._depth, forced)
             if found is not None:
@@ -400,12 +404,14 @@ class Verifier:
             passed = walk(tree, put(counts), after, depth, leniency, forced)
         self._append(step, samples, sampled, passed)
         if self._here and step.verifies == len(step.rows) and sampled.logprobs is None:
-            verified = Verified.here(step, sampled, passed)
+            verified = VerifyResult.on_host(step, sampled, passed)
         else:
-            verified = Verified.of(step, samples, sampled, passed, self._device.memory.put)
+            verified = VerifyResult.from_samples(step, samples, sampled, passed, self._device.memory.put)
         return verified, passed.tokens
 
-    def _accept(self, step: StepRows, sampled: Sampled, depth: int, forced: int) -> tuple[Verified, Tensor] | None:
+    def _accept(
+        self, step: StepRows, sampled: SampledTokens, depth: int, forced: int
+    ) -> tuple[VerifyResult, Tensor] | None:
         """Verify with the device's kernel if every row verifies and is greedy; None without such a kernel."""
         assert step.drafts is not None
         drafting = self._device.drafting
@@ -417,7 +423,7 @@ class Verifier:
         if found is None:
             return None
         self._accepted = found.rows
-        return Verified.by_device(found), found.tokens
+        return VerifyResult.from_device(found), found.tokens
 
     def _histories(self, step: StepRows, samples: Samples, longest: int) -> tuple[Tensor, Tensor]:
         """A table with the tokens before each sample, including its path, and the samples' rows in the table."""
@@ -473,7 +479,7 @@ class Verifier:
             warm.index_select(0, first),
         )
 
-    def _append(self, step: StepRows, samples: Samples, sampled: Sampled, found: Walk) -> None:
+    def _append(self, step: StepRows, samples: Samples, sampled: SampledTokens, found: AcceptedPath) -> None:
         """Append the sampled tokens to the table. In rows that verified the host counts them in ``begin_step``."""
         state, put, part = self._slots, self._device.memory.put, samples.verified
         if part.start > 0 or part.stop < len(samples.slots):

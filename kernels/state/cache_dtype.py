@@ -63,7 +63,7 @@ def choose_cache(config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, d
     Raises ConfigError, LoadError or UnsupportedError, saying what to do.
     """
     requested, method = config.kv_cache_dtype, config.kv_cache_quant_method
-    stored, own = _Stored(config, model), config.kv_cache_scales
+    stored, own = _CheckpointScales(config, model), config.kv_cache_scales
     name = requested or stored.dtype
     if not requested and name:
         try:
@@ -94,7 +94,7 @@ def choose_cache(config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, d
     return CacheChoice(kind, tuple(layer.part(first, first + count).to(device.torch_device) for layer in scales))
 
 
-class _Stored:
+class _CheckpointScales:
     """The scales of a checkpoint. ``dtype``: their dtype by the flag's names; empty: there are none."""
 
     def __init__(self, config: RunnerConfig, model: ModelConfig) -> None:

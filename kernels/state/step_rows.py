@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from kernels.contract.step import RowError
 from kernels.core.tree import Drafts
-from kernels.devices.memory import Fetched
+from kernels.devices.memory import PendingCopies
 from kernels.state.slots import SlotTable
 
-__all__ = ["ReachedRows", "StepRows"]
+__all__ = ["PrefilledRows", "StepRows"]
 
 Longs = npt.NDArray[np.int64]
 
@@ -35,9 +35,9 @@ class StepRows:
         self.decodes = int(longer[0]) if len(longer) else len(counts)
         self.verifies = 0
         self.drafts: Drafts | None = None
-        self.fetched: Fetched | None = None
+        self.fetched: PendingCopies | None = None
 
-    def with_drafts(self, verifying: Longs, drafts: Drafts, fetched: Fetched | None = None) -> StepRows:
+    def with_drafts(self, verifying: Longs, drafts: Drafts, fetched: PendingCopies | None = None) -> StepRows:
         """The same rows, of which the decodes ``verifying`` run the first ``drafts.nodes`` of their trees."""
         others = np.ones(self.decodes, dtype=bool)
         others[verifying] = False
@@ -78,7 +78,7 @@ class StepRows:
 
 
 @dataclass(frozen=True, eq=False)
-class ReachedRows:
+class PrefilledRows:
     """Rows that ran to their last known token, and sampled the next one: prompts, their ends, and decodes.
 
     ``tokens``: int32 [rows], what each row sampled. Row r ran ``counts[r]`` tokens of ``slots[r]`` from position

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kernels.weights.quantization.scheme import Stored
+from kernels.weights.quantization.scheme import StoredTensor
 from kernels.weights.tensors import Part, Role, Tensors
 
 __all__ = ["DummyWeights"]
@@ -32,7 +32,7 @@ _DTYPES = {
 class DummyWeights:
     """Weights from a seed and each tensor's name, independent of the order of reads. Norms are ones, biases zeros."""
 
-    def __init__(self, seed: int, tensors: Tensors, stored: Mapping[str, Stored]) -> None:
+    def __init__(self, seed: int, tensors: Tensors, stored: Mapping[str, StoredTensor]) -> None:
         self._seed = seed
         self._tensors = tensors
         self._stored = stored
@@ -56,6 +56,9 @@ class DummyWeights:
             target.fill_(1.0)
         elif spec.role is Role.BIAS:
             target.zero_()
+        elif spec.role in (Role.NIBBLES, Role.EXPONENTS):
+            whole = self.read(name)
+            target.copy_(whole if part is None else part.of(whole))
         else:
             seed = zlib.crc32(f"{self._seed} {name}".encode())  # the CPU's generator uses 32 bits of a seed
             generator = torch.Generator(target.device).manual_seed(seed)

@@ -31,6 +31,7 @@ from kernels.weights.tensors import Part, Role, Shard, Tensors, TensorSpec
 
 __all__ = ["CheckpointFiles", "Placement", "WeightLoader", "open_weights", "read_tensor", "stored_shapes"]
 
+_DTYPES = {Role.WIDE: torch.float32, Role.NIBBLES: torch.uint8, Role.EXPONENTS: torch.uint8}
 _log = logging.getLogger("troupe.kernels")
 
 
@@ -85,18 +86,23 @@ class WeightLoader:
         self.parameters = 0
         self.weight_bytes = 0
 
+    def add(self, parameters: int, weight_bytes: int) -> None:
+        """Count weights that were loaded elsewhere."""
+        self.parameters += parameters
+        self.weight_bytes += weight_bytes
+
     def take(self, names: Sequence[str]) -> Tensor:
         """A new tensor of the named ones, concatenated along their first dimension."""
         specs = [self._tensors[name] for name in names]
         shapes = [self._local_shape(spec) for spec in specs]
         rows = [shape[0] for shape in shapes]
-        dtype = torch.float32 if specs[0].role is Role.WIDE else self._dtype
+        dtype = _DTYPES.get(specs[0].role, self._dtype)
         weight = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype, device=self._device)
         for spec, target in zip(specs, weight.split(rows), strict=True):
             self._fill(spec, target)
             if len(target.shape) == 1 or spec.role is Role.ROUTER:  # small: to check all weights would take seconds
                 _check_finite(spec.name, target)
-        self.parameters += sum(math.prod(spec.shape) for spec in specs)
+        self.parameters += sum(spec.parameters for spec in specs)
         self.weight_bytes += weight.nbytes
         self._advance(len(names))
         return weight

@@ -15,20 +15,21 @@ from torch import Tensor
 
 from kernels.contract.errors import LoadError
 from kernels.contract.limits import MAX_EXPERTS
-from kernels.weights.quantization.scheme import Scheme, Stored
-from kernels.weights.tensors import Part, Stacked, Tensors
+from kernels.weights.quantization.scheme import Scheme, StoredTensor
+from kernels.weights.tensors import Part, Role, StackedExpert, Tensors
 
 __all__ = ["SafetensorsCheckpoint", "expected_tensors"]
 
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
 
-def expected_tensors(tensors: Tensors, scheme: Scheme | None) -> dict[str, Stored]:
+def expected_tensors(tensors: Tensors, scheme: Scheme | None) -> dict[str, StoredTensor]:
     """The tensors that files of ``scheme`` must store for a model of ``tensors``."""
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for name, spec in tensors.items():
         stored = scheme.tensors(spec) if scheme is not None and spec.quantizable else None
-        found.update({name: Stored(_FLOATS, (spec.shape,))} if stored is None else stored)
+        dtypes = ("U8",) if spec.role in (Role.NIBBLES, Role.EXPONENTS) else _FLOATS
+        found.update({name: StoredTensor(dtypes, (spec.shape,))} if stored is None else stored)
     return found
 
 
@@ -43,7 +44,7 @@ class _Expert:
     columns: int
 
     @staticmethod
-    def find(stacked: Stacked, shape: tuple[int, ...]) -> _Expert | None:
+    def find(stacked: StackedExpert, shape: tuple[int, ...]) -> _Expert | None:
         """The place of an expert in a tensor of ``shape``; None if the shape does not fit."""
         if len(shape) != 3 or not stacked.expert < shape[0] <= MAX_EXPERTS or not shape[1] or not shape[2]:
             return None

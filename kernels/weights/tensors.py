@@ -8,6 +8,7 @@ dummy weights and ranks read these declarations and never look at a name's endin
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -22,7 +23,7 @@ __all__ = [
     "Role",
     "Shard",
     "Split",
-    "Stacked",
+    "StackedExpert",
     "TensorSpec",
     "Tensors",
     "biased_norm",
@@ -46,9 +47,13 @@ class Role(Enum):
     ROUTER = "small projection that stays in floats, such as the choice of experts"
     NORM = "weight of a norm"
     BIAS = "bias"
+    EXPERTS = "weights of all experts of a layer in one tensor, which the family takes apart"
+    NIBBLES = "numbers of four bits, two a byte, which the family reads as they are stored"
+    EXPONENTS = "exponents of blocks of such numbers, a byte each"
     WIDE = "few numbers that stay in float32, such as the correction of a choice of experts"
 
 
+_EACH = {Role.NIBBLES: 2, Role.EXPONENTS: 0}
 _QUANTIZABLE = frozenset((Role.OUTPUT, Role.PROJECTION, Role.DOWN))
 
 
@@ -125,7 +130,7 @@ class GgufPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Stacked:
+class StackedExpert:
     """Where files that keep all ``count`` experts of a layer in one tensor have this ``expert``.
 
     ``stored``: the tensor in safetensors, [count, rows, columns]; this expert's rows are part ``part`` of ``parts``
@@ -154,7 +159,7 @@ class TensorSpec:
     split: Split | None = None
     gguf: GgufPlace | None = None
     aliases: tuple[str, ...] = ()
-    stacked: Stacked | None = None
+    stacked: StackedExpert | None = None
 
     @property
     def module(self) -> str:
@@ -165,6 +170,11 @@ class TensorSpec:
     def quantizable(self) -> bool:
         """Whether a quantization scheme may store it in another form."""
         return self.role in _QUANTIZABLE
+
+    @property
+    def parameters(self) -> int:
+        """Numbers of the model that it holds."""
+        return _EACH.get(self.role, 1) * math.prod(self.shape)
 
     @property
     def matrix(self) -> tuple[int, int]:

@@ -23,7 +23,7 @@ __all__ = ["OTHER_LOGGERS", "LogOutput", "install"]
 OTHER_LOGGERS = ("hypercorn.error", "opentelemetry", "asyncio", "py.warnings", "app")
 """Other loggers of the same server; the last one is Quart's."""
 
-_MOST_WAITING = 4 * 1024 * 1024
+_MAX_WAITING = 4 * 1024 * 1024
 """Characters that may wait for a slow reader of the log."""
 
 _PLAIN = logging.Formatter()
@@ -49,7 +49,7 @@ class LogOutput(logging.Handler):
         context: Callable[[], LogContext] | None = None,
         secrets: Sequence[str] = (),
         repeats: Repeats | None = None,
-        most_waiting: int = _MOST_WAITING,
+        most_waiting: int = _MAX_WAITING,
     ) -> None:
         super().__init__()
         self.setFormatter(lines)

@@ -9,13 +9,13 @@ import msgspec
 
 from telemetry.logs.lines import clip
 
-__all__ = ["Repeated", "Repeats"]
+__all__ = ["RepeatedRecords", "Repeats"]
 
 _KEPT = 512
 """Characters that identify a text: its beginning, and its end, where the fields of an event are."""
 
 
-class Repeated(msgspec.Struct, frozen=True):
+class RepeatedRecords(msgspec.Struct, frozen=True):
     """A count of records that were not logged."""
 
     name: str
@@ -46,7 +46,7 @@ class Repeats:
         self._most = most
         self._texts: OrderedDict[tuple[object, ...], _Seen] = OrderedDict()
         self._places: OrderedDict[tuple[object, ...], _Seen] = OrderedDict()
-        self._forgotten: deque[Repeated] = deque(maxlen=most)
+        self._forgotten: deque[RepeatedRecords] = deque(maxlen=most)
 
     def admit(self, record: logging.LogRecord, text: str, now: float) -> bool:
         """Whether to log ``record`` with the message ``text``; otherwise it is counted."""
@@ -92,14 +92,14 @@ class Repeats:
             text = f"{seen.text} (seen {seen.held + 1} times within {self._window:g} s)"
         else:
             text = f"{seen.text} (the last of {seen.held} more like it within {self._window:g} s)"
-        self._forgotten.append(Repeated(name=name, level=level, text=text))
+        self._forgotten.append(RepeatedRecords(name=name, level=level, text=text))
 
     @property
     def counting(self) -> bool:
         """Whether :meth:`due` would return anything."""
         return bool(self._texts or self._places or self._forgotten)
 
-    def due(self, now: float) -> list[Repeated]:
+    def due(self, now: float) -> list[RepeatedRecords]:
         """Counts of finished windows, each once; ``math.inf`` returns all."""
         for kept in (self._texts, self._places):
             while kept:

@@ -20,7 +20,7 @@ __all__ = ["RequestFile"]
 
 _log = logging.getLogger("troupe.request_file")
 
-_MOST_WAITING = 100_000
+_MAX_WAITING = 100_000
 """Queued lines. If the disk is too slow, the oldest are dropped, and the log reports their number."""
 
 
@@ -52,7 +52,7 @@ class RequestFile:
     def ended(self, timeline: RequestTimeline) -> None:
         if timeline.probe:
             return
-        if len(self._lines) >= _MOST_WAITING:
+        if len(self._lines) >= _MAX_WAITING:
             self._lines.popleft()
             self._lost += 1
         outcome, end = timeline.outcome, timeline.end or timeline.started

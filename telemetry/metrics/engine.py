@@ -10,16 +10,16 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
+from telemetry.metrics.actor_messages import ActorMessages
+from telemetry.metrics.compatible_names import foreign_exposition
 from telemetry.metrics.exposition import Exposition, Readings, Samples
-from telemetry.metrics.foreign import foreign_exposition
+from telemetry.metrics.histogram import Histogram
 from telemetry.metrics.loop_lag import LoopLag
 from telemetry.metrics.names import METRICS
 from telemetry.metrics.options import MetricOptions
 from telemetry.metrics.requests import PER_TOKEN_BUCKETS, RequestMetrics
 from telemetry.metrics.steps import StepMetrics
 from telemetry.metrics.streams import StreamMetrics
-from telemetry.metrics.tally import Tally
-from telemetry.metrics.traffic import Traffic
 
 if TYPE_CHECKING:
     from telemetry.timeline import Timelines
@@ -43,7 +43,7 @@ class EngineMetrics:
 
     ``readings`` returns the metrics that are read at each scrape, by the names of
     :data:`telemetry.metrics.names.METRICS`. With ``options.enabled`` false the registry stays empty, and nothing writes
-    to :attr:`traffic`, :attr:`requests` or :attr:`loop_lag`.
+    to :attr:`actor_messages`, :attr:`requests` or :attr:`loop_lag`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class EngineMetrics:
     ) -> None:
         self.registry = registry
         self.options = options = options or MetricOptions()
-        self.traffic = Traffic()
+        self.actor_messages = ActorMessages()
         self.steps = StepMetrics()
         self.requests = RequestMetrics(model, options)
         self.loop_lag = LoopLag()
@@ -59,7 +59,7 @@ class EngineMetrics:
         self.http_requests: Counter[tuple[str, str]] = Counter()  # by endpoint and status
         self.unknown_fields: Counter[tuple[str]] = Counter()
         self._readings = readings
-        self._inter_token = Tally(options.inter_token_buckets or PER_TOKEN_BUCKETS)
+        self._inter_token = Histogram(options.inter_token_buckets or PER_TOKEN_BUCKETS)
         self.steps.inter_token.append(self._inter_token)
         self._collectors: list[Collector] = []
         if not options.enabled:
@@ -105,25 +105,25 @@ class EngineMetrics:
             **self.requests.readings(),
             **self.steps.readings(),
             **self.streams.readings(),
-            **self._traffic(),
+            **self._actor_messages(),
             "prompt_tokens": self.requests.prompt_tokens,
             "troupe_inter_token_latency_seconds": self._inter_token,
-            "troupe_loop_lag_seconds": self.loop_lag.tally,
+            "troupe_loop_lag_seconds": self.loop_lag.histogram,
             "troupe_tasks": self.loop_lag.tasks,
             "troupe_http_requests_total": self.http_requests,
             "troupe_unknown_fields_total": self.unknown_fields,
             **self._readings(),
         }
 
-    def _traffic(self) -> Mapping[str, Samples]:
-        traffic = self.traffic
-        flows = list(traffic.flows.items())
+    def _actor_messages(self) -> Mapping[str, Samples]:
+        messages = self.actor_messages
+        flows = list(messages.flows.items())
         return {
             "troupe_mailbox_wait_seconds": {key: flow.waiting for key, flow in flows},
             "troupe_handler_seconds": {key: flow.handling for key, flow in flows},
             "troupe_handler_errors_total": {key: flow.errors for key, flow in flows},
-            "troupe_ask_timeouts_total": traffic.ask_timeouts,
-            "troupe_dead_letters_total": traffic.dead_letters,
-            "troupe_restarts_total": traffic.restarts,
-            "troupe_recovery_seconds": traffic.recovery,
+            "troupe_ask_timeouts_total": messages.ask_timeouts,
+            "troupe_dead_letters_total": messages.dead_letters,
+            "troupe_restarts_total": messages.restarts,
+            "troupe_recovery_seconds": messages.recovery,
         }

@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from telemetry.metrics.histogram import Histogram
 from telemetry.metrics.names import MetricSpec
-from telemetry.metrics.tally import Tally
 
 __all__ = ["Exposition", "Readings", "Samples"]
 
-Samples: TypeAlias = float | Tally | Mapping[Any, float | Tally]
+Samples: TypeAlias = float | Histogram | Mapping[Any, float | Histogram]
 """The value of a metric without labels, or values by tuples of label values."""
 
 Readings: TypeAlias = Callable[[], Mapping[str, Samples]]
@@ -51,9 +51,9 @@ class Exposition(Collector):
         by_labels = list(samples.items()) if isinstance(samples, Mapping) else [((), samples)]
         if spec.kind == "histogram":
             histogram = HistogramMetricFamily(spec.name, spec.help, labels=labels)
-            for values, tally in by_labels:
-                if isinstance(tally, Tally):
-                    histogram.add_metric((*before, *values), tally.cumulative(), tally.total)
+            for values, measured in by_labels:
+                if isinstance(measured, Histogram):
+                    histogram.add_metric((*before, *values), measured.cumulative(), measured.total)
             return histogram
         family: CounterMetricFamily | GaugeMetricFamily
         if spec.kind == "counter":
@@ -61,6 +61,6 @@ class Exposition(Collector):
         else:
             family = GaugeMetricFamily(spec.name, spec.help, labels=labels)
         for values, value in by_labels:
-            if not isinstance(value, Tally):
+            if not isinstance(value, Histogram):
                 family.add_metric((*before, *values), value)
         return family

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from telemetry.metrics.tally import Tally
+from telemetry.metrics.histogram import Histogram
 
 __all__ = ["LoopLag"]
 
@@ -16,7 +16,7 @@ class LoopLag:
 
     def __init__(self, interval: float = 0.05) -> None:
         self.last = 0.0
-        self.tally = Tally(_SECONDS)
+        self.histogram = Histogram(_SECONDS)
         self._interval = interval
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -32,4 +32,4 @@ class LoopLag:
             due = loop.time() + self._interval
             await asyncio.sleep(self._interval)
             self.last = max(0.0, loop.time() - due)
-            self.tally.add(self.last)
+            self.histogram.add(self.last)

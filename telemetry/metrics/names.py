@@ -159,7 +159,9 @@ _RUNTIME = (
     _histogram("troupe_loop_lag_seconds", "Delay of the event loop beyond the requested sleep."),
     _histogram("troupe_recovery_seconds", "From the crash of an actor to its restart.", "actor"),
     _counter("troupe_requests_resumed_total", "Sequences resumed after a worker's crash or a preemption."),
-    _counter("troupe_requests_set_apart_total", "Requests not run again because they killed their worker repeatedly."),
+    _counter(
+        "troupe_requests_quarantined_total", "Requests not run again because they killed their worker repeatedly."
+    ),
     _histogram("troupe_stream_gap_seconds", "From a worker's crash to the next token of a sequence it ran."),
 )
 

@@ -15,7 +15,7 @@ ForeignNames = Literal["sglang", "vllm"]
 CUSTOM_LABEL = "troupe.label."
 """The prefix of request attributes that are custom labels: ``troupe.label.team`` fills the label ``team``."""
 
-_MOST_BUCKETS = 200
+_MAX_BUCKETS = 200
 
 
 class MetricOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,17 +48,17 @@ def token_buckets(rule: Sequence[str]) -> tuple[float, ...] | None:
         elif kind == "tse" and len(numbers) == 3:
             middle, base, count = numbers
             sides = math.ceil(count / 2)
-            if base <= 1 or not 0 < sides <= _MOST_BUCKETS / 2:
+            if base <= 1 or not 0 < sides <= _MAX_BUCKETS / 2:
                 raise ValueError
             distances = [base**power for power in range(1, sides + 1)]
             bounds = {middle, *(middle + far for far in distances), *(max(0.0, middle - far) for far in distances)}
         else:
             raise ValueError
-        if len(bounds) > _MOST_BUCKETS or not all(math.isfinite(bound) and bound >= 0 for bound in bounds):
+        if len(bounds) > _MAX_BUCKETS or not all(math.isfinite(bound) and bound >= 0 for bound in bounds):
             raise ValueError
     except (ValueError, OverflowError):
         raise ValueError(
-            f"must be default, or tse MIDDLE BASE COUNT (as in tse 1000 2 8), or custom and at most {_MOST_BUCKETS} "
+            f"must be default, or tse MIDDLE BASE COUNT (as in tse 1000 2 8), or custom and at most {_MAX_BUCKETS} "
             f"numbers (as in custom 10 50 100), not {' '.join(rule)[:100]!r}"
         ) from None
     return tuple(sorted(bounds))

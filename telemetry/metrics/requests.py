@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from telemetry.metrics.bounded import Bounded
 from telemetry.metrics.exposition import Samples
+from telemetry.metrics.histogram import Histogram
+from telemetry.metrics.label_limiter import LabelLimiter
 from telemetry.metrics.names import PROVIDER
 from telemetry.metrics.options import CUSTOM_LABEL, MetricOptions
-from telemetry.metrics.tally import Tally
 from telemetry.timeline import Hop, Mark, RequestTimeline
 
 __all__ = ["FIRST_TOKEN_BUCKETS", "PER_TOKEN_BUCKETS", "RequestMetrics"]
@@ -53,8 +53,8 @@ class RequestMetrics:
     """Listens to timelines (``telemetry.timeline.TimelineListener``), except those of the server's own requests: their
     prompts are short, and the first ones wait for compilation.
 
-    ``measured``: by quantity, the tallies that each measurement is added to. Others may add tallies with their own
-    buckets. Seconds, or tokens.
+    ``measured``: by quantity, the histograms that each measurement is added to. Others may add histograms with
+    their own buckets. Seconds, or tokens.
     """
 
     def __init__(self, model: str, options: MetricOptions | None = None) -> None:
@@ -63,18 +63,18 @@ class RequestMetrics:
         self._first_token_bounds = options.first_token_buckets or FIRST_TOKEN_BUCKETS
         self._per_token_bounds = options.inter_token_buckets or PER_TOKEN_BUCKETS
         self._duration_bounds = options.duration_buckets or _DURATION
-        self._error_types: Bounded[str] = Bounded("other")
-        self._custom: Bounded[tuple[str, ...]] = Bounded(("other",) * len(options.custom_labels))
-        self.duration: dict[tuple[str, ...], Tally] = {}
-        self.first_token: dict[tuple[str, ...], Tally] = {}
-        self.per_token: dict[tuple[str, ...], Tally] = {}
-        self.tokenize = Tally(_STAGE)
-        self.queue = Tally(_STAGE)
-        self.prefill = Tally(_STAGE)
-        self.decode = Tally(_STAGE)
-        self.stream_gap = Tally(_GAP)
-        self.input_tokens = Tally(options.prompt_token_buckets or _TOKENS)
-        self.output_tokens = Tally(options.generation_token_buckets or _TOKENS)
+        self._error_types: LabelLimiter[str] = LabelLimiter("other")
+        self._custom: LabelLimiter[tuple[str, ...]] = LabelLimiter(("other",) * len(options.custom_labels))
+        self.duration: dict[tuple[str, ...], Histogram] = {}
+        self.first_token: dict[tuple[str, ...], Histogram] = {}
+        self.per_token: dict[tuple[str, ...], Histogram] = {}
+        self.tokenize = Histogram(_STAGE)
+        self.queue = Histogram(_STAGE)
+        self.prefill = Histogram(_STAGE)
+        self.decode = Histogram(_STAGE)
+        self.stream_gap = Histogram(_GAP)
+        self.input_tokens = Histogram(options.prompt_token_buckets or _TOKENS)
+        self.output_tokens = Histogram(options.generation_token_buckets or _TOKENS)
         self.ended_by: Counter[tuple[str, ...]] = Counter()
         self.tokens: Counter[tuple[str, ...]] = Counter()
         if not options.custom_labels:
@@ -83,10 +83,10 @@ class RequestMetrics:
         self.cached_tokens = 0
         self.prompt_tokens = 0  # of prompts that were run
         self.resumed = 0
-        self.set_apart = 0
+        self.quarantined = 0
         self.stream_errors: Counter[tuple[str]] = Counter()
         self.disconnects: Counter[tuple[str]] = Counter()
-        self.measured: dict[str, list[Tally]] = {
+        self.measured: dict[str, list[Histogram]] = {
             "queue": [self.queue],
             "prefill": [self.prefill],
             "decode": [self.decode],
@@ -103,8 +103,8 @@ class RequestMetrics:
         }
 
     def _add(self, quantity: str, value: float) -> None:
-        for tally in self.measured[quantity]:
-            tally.add(value)
+        for histogram in self.measured[quantity]:
+            histogram.add(value)
 
     def _labels(self, timeline: RequestTimeline) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The GenAI labels of a request, and its custom ones."""
@@ -116,12 +116,12 @@ class RequestMetrics:
         return (timeline.operation, PROVIDER, self._model), custom
 
     def _into(
-        self, family: dict[tuple[str, ...], Tally], labels: tuple[str, ...], bounds: Sequence[float], value: float
+        self, family: dict[tuple[str, ...], Histogram], labels: tuple[str, ...], bounds: Sequence[float], value: float
     ) -> None:
-        tally = family.get(labels)
-        if tally is None:
-            tally = family[labels] = Tally(bounds)
-        tally.add(value)
+        histogram = family.get(labels)
+        if histogram is None:
+            histogram = family[labels] = Histogram(bounds)
+        histogram.add(value)
 
     # -- events of timelines
 
@@ -145,8 +145,8 @@ class RequestMetrics:
             self.disconnects[next((stage,) for stage in _STAGES if stage in begun or stage == "admission")] += 1
         elif mark.name == "resumed":
             self.resumed += 1
-        elif mark.name == "set_apart":
-            self.set_apart += 1
+        elif mark.name == "quarantined":
+            self.quarantined += 1
 
     def _first_token(self, timeline: RequestTimeline, at: float) -> None:
         """The first token of a request, of any choice."""
@@ -225,7 +225,7 @@ class RequestMetrics:
             "troupe_stream_errors_total": self.stream_errors,
             "troupe_client_disconnects_total": self.disconnects,
             "troupe_requests_resumed_total": self.resumed,
-            "troupe_requests_set_apart_total": self.set_apart,
+            "troupe_requests_quarantined_total": self.quarantined,
             "troupe_stream_gap_seconds": self.stream_gap,
         }
         if self._options.collect_tokens:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from telemetry.metrics.exposition import Samples
+from telemetry.metrics.histogram import Histogram
 from telemetry.metrics.speculation import SpeculationMetrics
-from telemetry.metrics.tally import Tally
 
 if TYPE_CHECKING:
     from telemetry.logs.step_log import StepLog
@@ -49,11 +49,11 @@ class StepMetrics:
         self.prepare_seconds = 0.0
         self.run_seconds = 0.0
         self.speculation = SpeculationMetrics()
-        self.rows = Tally(_ROWS)
-        self.seconds = Tally(_SECONDS)
-        self.inter_token: list[Tally] = []  # each with its own buckets
+        self.rows = Histogram(_ROWS)
+        self.seconds = Histogram(_SECONDS)
+        self.inter_token: list[Histogram] = []  # each with its own buckets
         self.log: StepLog | None = None
-        self.tokens: list[Tally] = []  # of a step; the same
+        self.tokens: list[Histogram] = []  # of a step; the same
         self.warming_up = False  # only warm-up steps run, whose times belong to no client
         self._answered: dict[int, float] = {}  # when the last step was, by replica
 
@@ -85,12 +85,12 @@ class StepMetrics:
             self._answered.pop(shape.replica, None)
             return
         self.seconds.add(now - shape.sent)
-        for tally in self.tokens:
-            tally.add(shape.decodes + shape.prefill_tokens)
+        for histogram in self.tokens:
+            histogram.add(shape.decodes + shape.prefill_tokens)
         before = self._answered.get(shape.replica)
         if shape.decodes and before is not None:
-            for tally in self.inter_token:
-                tally.add(now - before, shape.decodes)
+            for histogram in self.inter_token:
+                histogram.add(now - before, shape.decodes)
         self._answered[shape.replica] = now
         if self.log is not None:
             self.log.answered(shape, now, generated=generated, graph_rows=graph_rows)

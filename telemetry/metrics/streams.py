@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from telemetry.metrics.tally import Tally
+from telemetry.metrics.histogram import Histogram
 
 if TYPE_CHECKING:
     from telemetry.metrics.exposition import Samples
@@ -21,7 +21,7 @@ class StreamMetrics:
 
     def __init__(self) -> None:
         self.keep_alives = 0
-        self._slow = Tally(_SECONDS)
+        self._slow = Histogram(_SECONDS)
 
     def sent(self, seconds: float) -> None:
         """Record the wait of a write for its client, in seconds."""

@@ -7,8 +7,8 @@ from typing import Any
 
 __all__ = ["profiled"]
 
-_PROMPTS = "_prefill"  # a kernel that only steps with prompts have
-_LAST = "_leave"  # the last kernel of a step
+_PROMPTS = "prefill_attention_kernel"  # a kernel that only steps with prompts have
+_LAST = "step_end_kernel"  # the last kernel of a step
 _COPIES = ("Mem", "mem")  # between host and device, and on it: no work of a step
 
 

@@ -49,8 +49,49 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
+    "v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "vocab_size": 102400,
+        "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 40.0,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+    },
 }
-MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+MODEL_TYPES = {
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "LlamaForCausalLM": "llama",
+    "Qwen3ForCausalLM": "qwen3",
+}
 
 # vLLM 0.24.0 (the better of its medians), the goal, and the unit.
 PEER: dict[tuple[str, str], tuple[float, float, str]] = {
@@ -84,6 +125,11 @@ PEER: dict[tuple[str, str], tuple[float, float, str]] = {
     ("0.6b", "online 256 TTFT p50"): (117, 0.0, "ms"),
     ("8b", "start"): (72.0, 20.0, "s"),
     ("0.6b", "start"): (69.0, 0.0, "s"),
+    ("v2-lite", "decode 128"): (3.51, 0.0, "ms"),
+    ("v2-lite", "decode 4096"): (3.63, 0.0, "ms"),
+    ("v2-lite", "offline 64"): (9880, 0.0, "tokens/s"),
+    ("v2-lite", "offline 256"): (18580, 0.0, "tokens/s"),
+    ("v2-lite", "prefill"): (87150, 0.0, "tokens/s"),
     ("8b", "start again"): (0.0, 0.0, "s"),
     ("0.6b", "start again"): (0.0, 0.0, "s"),
 }

@@ -202,9 +202,9 @@ class Client:
         if headers is None:
             return "refused"
         outcome = await self._events(http, headers, body, pause)
-        if outcome not in ("complete", "internal_error"):  # set apart after two deaths of its worker
+        if outcome not in ("complete", "internal_error"):  # quarantined after two deaths of its worker
             raise Unexpected(f"the stream ended with {outcome}")
-        return "set apart" if outcome == "internal_error" else outcome
+        return "quarantined" if outcome == "internal_error" else outcome
 
     async def _slow(self, http: Http) -> str:
         """Stop reading for a while, then read all."""
@@ -218,7 +218,7 @@ class Client:
         if status == 429:
             return "refused"
         if status == 500:
-            return "set apart"
+            return "quarantined"
         if status != 200:
             raise Unexpected(f"status {status}: {reported[:300]!r}")
         answer = msgspec.json.decode(reported)
@@ -280,7 +280,7 @@ class Client:
             await aborting
         if outcome not in ("complete", "request_aborted", "internal_error"):
             raise Unexpected(f"the stream ended with {outcome}")
-        return "aborted" if outcome == "request_aborted" else "complete or set apart"
+        return "aborted" if outcome == "request_aborted" else "complete or quarantined"
 
     async def _bad(self, http: Http) -> str:
         path, body = self._request(stream=self._rng.random() < 0.5)

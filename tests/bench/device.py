@@ -8,11 +8,13 @@ two steps in flight, on made-up weights: the shapes, lengths and settings are th
 on an H200 (2026-11-20). They leave out what the actors cost; ``engine``, the same by an Engine, ``online``, streams
 over HTTP from client processes, and the start of a server to its first answer are the whole program's.
 
-Options: ``--only NAME[,NAME...]`` of checks, decode, offline, prefill, engine, online, start; ``--model 8b,0.6b``;
+Options: ``--only NAME[,NAME...]`` of checks, decode, offline, prefill, engine, online, start; ``--model 8b,0.6b``
+(or v2-lite);
 ``--only products`` times the products of few tokens, every way there is to make them, ``--only chain`` those of a
-layer as they follow one another, and ``--only prompts`` the attention of prompts; ``--only speculative`` says what
-drafting tokens ahead costs and gains (``device_speculative``); ``--profile DIR`` writes tables of the device's time by
-kernel. ``--deterministic`` measures decode, offline and prefill with kernels whose results depend on no other rows
+layer as they follow one another, ``--only prompts`` the attention of prompts, and ``--only latent`` that over latent
+vectors; ``--only speculative`` says what drafting tokens ahead costs and gains (``device_speculative``);
+``--profile DIR`` writes tables of the device's time by kernel.
+``--deterministic`` measures decode, offline and prefill with kernels whose results depend on no other rows
 (``--enable-deterministic-inference``). In parts: ``--tests WORD`` checks only files and tests with the word in their
 names, and ``--keep FILE`` adds rows to those that an earlier part left there, so that the table holds all.
 """
@@ -35,6 +37,7 @@ from tests.bench._needs import need_gpu
 from tests.bench._options import command_line
 from tests.bench._record import record
 from tests.bench.device_chain import chain
+from tests.bench.device_latent import latent
 from tests.bench.device_products import products
 from tests.bench.device_prompts import prompts
 from tests.bench.device_speculative import speculative
@@ -95,6 +98,8 @@ def main(arguments: list[str]) -> None:
             products(given.model.split(","))
         if "prompts" in points:
             prompts(given.model.split(","))
+        if "latent" in points:
+            latent()
         if "chain" in points:
             chain(given.model.split(","))
         for name in given.model.split(","):

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from actors.runtime import Actor, ActorRef, ActorSystem, Message, handles
-from telemetry.metrics.traffic import Traffic
+from telemetry.metrics.actor_messages import ActorMessages
 from tests.bench._options import command_line
 from tests.bench._record import record
 
@@ -110,7 +110,7 @@ async def _in_process(count: int) -> dict[str, list[float]]:
             "ask (coroutine handler)": await _times(count, lambda: ref.ask(add, timeout=10.0)),
             "ask (plain handler)": await _times(count, lambda: ref.ask(note, timeout=10.0)),
         }
-    async with ActorSystem(observer=Traffic()) as system:
+    async with ActorSystem(observer=ActorMessages()) as system:
         ref = await system.spawn(Adder, name="adder")
         await _times(200, lambda: ref.ask(note, timeout=10.0))
         measured["ask (plain handler), counted"] = await _times(count, lambda: ref.ask(note, timeout=10.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,8 +15,9 @@ from kernels.devices.npu.features import FEATURES as NPU
 from kernels.models.registry import BUILT_IN, Support, families
 from tests.kits.device_features import features_of
 from tests.kits.driver import FAMILIES, SPARSE
+from tests.kits.fallback import RUNS, TABLE
 
-__all__ = ["architectures", "matrix"]
+__all__ = ["architectures", "code", "code_architectures", "matrix"]
 
 DEVICES: Mapping[str, DeviceFeatures] = {"CPU": features_of(CpuDevice(1)), "NVIDIA GPU": CUDA, "Ascend NPU¹": NPU}
 FEATURES: Mapping[str, str] = {
@@ -37,7 +39,9 @@ def matrix() -> str:
     for name, _, cells in _families():
         alike[cells].append(name)
     rows = sorted(alike.items(), key=lambda row: (-len("".join(row[0]).replace("²", "")), row[1]))
-    table = _table(["families", *DEVICES, "GGUF"], [["; ".join(sorted(names)), *cells] for cells, names in rows])
+    lines = [["; ".join(sorted(names)), *cells] for cells, names in rows]
+    others = f"{len(code_architectures())} other architectures, by [transformers' code](.github/docs/models.md)"
+    table = _table(["families", *DEVICES, "GGUF"], [*lines, [others, "F Q T", "F Q T²", "F Q T²", "no"]])
     legend = ", ".join(f"{letter} {feature}" for letter, feature in FEATURES.items())
     return (
         f"{table}\n\n{legend}. ¹ The NPU code has run on a simulator under the real torch_npu, never on "
@@ -49,6 +53,18 @@ def architectures() -> str:
     """The family of each architecture that is built in."""
     rows = sorted([f"`{architecture}`", name] for name, architecture, _ in _families())
     return _table(["`architectures` of config.json", "family"], rows)
+
+
+def code_architectures() -> list[str]:
+    """Architectures that run by transformers' modeling code with its results, and that no family is built in for."""
+    table = json.loads(TABLE.read_text(encoding="utf-8")).values()
+    native = {entry.architecture for entry in BUILT_IN}
+    return sorted({entry["architecture"] for entry in table if entry["result"] == RUNS} - native)
+
+
+def code() -> str:
+    """The list of these architectures."""
+    return ", ".join(f"`{name}`" for name in code_architectures()) + "."
 
 
 def _families() -> Iterator[tuple[str, str, tuple[str, ...]]]:

@@ -21,7 +21,9 @@ from tests.kits.driver import (
     DENSE,
     EXPERTS,
     FAMILIES,
+    GPT_OSS,
     LATENT,
+    ROUTED,
     SHARED,
     SPARSE,
     VOCAB,
@@ -66,6 +68,7 @@ DIVISIBLE |= {
 
 DIVISIBLE |= {
     "parallel-deepseek-v3": ("DeepseekV3", DEEPSEEK | {"vocab_size": 212}),
+    "parallel-gpt-oss": ("GptOss", GPT_OSS | {"vocab_size": 212}),
     "parallel-minicpm3": ("MiniCPM3", DEEPSEEK | {"vocab_size": 212, "pad_token_id": 0}),
 }
 
@@ -86,7 +89,7 @@ class Reference:
         import torch
         import transformers
 
-        family, options = (FAMILIES | DENSE | LATENT | SPARSE | DIVISIBLE | NATIVE)[name]
+        family, options = (FAMILIES | DENSE | LATENT | ROUTED | SPARSE | DIVISIBLE | NATIVE)[name]
         torch.manual_seed(sum(name.encode()))
         config = getattr(transformers, f"{family}Config")(**COMMON | options)
         model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()

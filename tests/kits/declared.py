@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kernels.models.reading import read_config
+from kernels.models.config_loader import read_config
 from kernels.models.registry import tensors
 from kernels.weights.gguf.checkpoint import GgufCheckpoint
 from kernels.weights.gguf.header import read_header

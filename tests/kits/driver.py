@@ -21,9 +21,11 @@ __all__ = [
     "DENSE",
     "EXPERTS",
     "FAMILIES",
+    "GPT_OSS",
     "GREEDY",
     "LATENT",
     "LLAMA3_ROPE",
+    "ROUTED",
     "SHARED",
     "SPARSE",
     "VOCAB",
@@ -238,6 +240,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with norms, rotatio
 }
 
 LATENT_YARN = YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.9}
+EQUAL_YARN = YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}
+GROWING_YARN = EQUAL_YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}
 DEEPSEEK = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,
@@ -252,20 +256,72 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
     "n_group": 4,
     "topk_group": 2,
-    "routed_scaling_factor": 1.7,
+    "routed_scaling_factor": 1.75,
     "num_nextn_predict_layers": 0,
 }
 
 LATENT: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with latent attention
-    "deepseek-v2": ("DeepseekV2", DEEPSEEK | {"topk_method": "group_limited_greedy", "rope_parameters": LATENT_YARN}),
+    "deepseek-v2": ("DeepseekV2", DEEPSEEK | {"topk_method": "group_limited_greedy", "rope_parameters": EQUAL_YARN}),
     "deepseek-v2-lite": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy"}),
     "deepseek-v3": ("DeepseekV3", DEEPSEEK | {"rope_parameters": LATENT_YARN, "attention_bias": True}),
     "kimi-k2": ("DeepseekV3", DEEPSEEK | {"n_group": 1, "topk_group": 1, "rope_interleave": False}),
     "glm4-moe-lite": ("Glm4MoeLite", DEEPSEEK | {"tie_word_embeddings": True}),
+    "mistral4": (
+        "Mistral4",
+        DEEPSEEK | {"norm_topk_prob": True, "rope_parameters": GROWING_YARN, "n_group": 1, "topk_group": 1},
+    ),
     "minicpm3": ("MiniCPM3", DEEPSEEK | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32, "pad_token_id": 0}),
 }
 
 SHARED = EXPERTS | {"shared_expert_intermediate_size": 96}
+
+GPT_OSS = {
+    "num_hidden_layers": 4,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "sliding_window": 21,
+    "rope_parameters": YARN_ROPE | {"truncate": False},
+    "attn_implementation": "eager",  # which has sinks
+}
+
+ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, gates or attention of their own
+    "afmoe": (
+        "Afmoe",
+        PADDED
+        | WINDOWED
+        | {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "route_scale": 1.5}
+        | {"global_attn_every_n_layers": 2, "mup_enabled": True},
+    ),
+    "ernie4.5-moe": (
+        "Ernie4_5_Moe",
+        PADDED
+        | {
+            "moe_num_experts": 7,
+            "moe_k": 3,
+            "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 2,
+        },
+    ),
+    "glm4-moe": ("Glm4Moe", DEEPSEEK | {"num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True}),
+    "gpt-oss": ("GptOss", GPT_OSS),
+    "granite-moe": (
+        "GraniteMoe",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 32},
+    ),
+    "olmoe": ("Olmoe", PADDED | {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32}),
+}
 
 SPARSE: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 21}),

@@ -31,8 +31,8 @@ from actors.requests.sampling_rules import validate
 from actors.runtime import ActorStatus, current_traceparent
 from app.application import Troupe
 from kernels.contract.tasks import Embed, Generate, Task, Vector
+from telemetry.metrics.actor_messages import ActorMessages
 from telemetry.metrics.engine import EngineMetrics
-from telemetry.metrics.traffic import Traffic
 from telemetry.timeline import Outcome, RequestTimeline, Timelines
 from tests.kits import waiting
 
@@ -178,7 +178,7 @@ class FakeEngine:
         self.generation_defaults: dict[str, Any] = {}
         self.registry = CollectorRegistry()
         self.timelines = Timelines()
-        self.traffic = Traffic()
+        self.actor_messages = ActorMessages()
         self.board = HealthBoard()
         self.intake = None
         self.company: list[ActorStatus] = []

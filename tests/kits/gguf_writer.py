@@ -33,17 +33,20 @@ def write_gguf(
     joined: bool = False,
     change: Callable[[Any], None] | None = None,
     tensors: Callable[[Any], None] | None = None,
+    apart_kv: bool = True,
 ) -> Path:
     """``model`` as ``file``. Matrices have type ``kind`` if their rows allow it, otherwise float32.
 
     ``replaced``: tensors by their names in the file. ``apart``: experts are separate tensors, as in files of early
-    2024. ``joined``: queries, keys and values are one tensor, and so are gate and up projections, if their types are
-    equal. ``change``: overrides metadata of the model's own files; ``tensors``: adds tensors. The tokenizer, if any,
-    must be byte-level BPE.
+    2024. ``apart_kv``: keys and values of DeepSeek's latent vectors have tensors of their own, as since April 2025.
+    ``joined``: queries, keys and values are one tensor, and so are gate and up projections, if their types are equal.
+    ``change``: overrides metadata of the model's own files; ``tensors``: adds tensors. The tokenizer, if any, must be
+    byte-level BPE.
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     family = config["architectures"][0].removesuffix("ForCausalLM").lower()
-    arch = {"mistral": "llama", "mixtral": "llama"}.get(family, family)
+    same = {"mistral": "llama", "mixtral": "llama", "deepseekv2": "deepseek2", "deepseekv3": "deepseek2"}
+    arch = same.get(family, family)
     writer = gguf.GGUFWriter(file, arch)
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
     writer.add_context_length(config["max_position_embeddings"])
@@ -53,13 +56,14 @@ def write_gguf(
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
     dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer.add_key_length(dim)
-    writer.add_value_length(dim)
+    if arch != "deepseek2":
+        writer.add_key_length(dim)
+        writer.add_value_length(dim)
     writer.add_rope_dimension_count(dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if arch == "phi3":
         writer.add_sliding_window(config.get("sliding_window") or 0)
-    experts = config.get("num_experts") or config.get("num_local_experts")
+    experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -67,11 +71,15 @@ def write_gguf(
             writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
         if "shared_expert_intermediate_size" in config:
             writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if arch == "deepseek2":
+        _deepseek(writer, config, apart_kv)
     _rope(writer, config, dim)
     if (model / "tokenizer.json").is_file():
         _tokenizer(writer, model, pre)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), config["num_hidden_layers"])
     held = load_file(model / "model.safetensors")
+    if arch == "deepseek2":
+        held = _of_deepseek(held, config, apart_kv)
     made: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] = {}
     for name, tensor in (held if apart else _stacked(held)).items():
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
@@ -167,10 +175,48 @@ def _interleaved(values: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(split.swapaxes(1, 2).reshape(values.shape))
 
 
+def _deepseek(writer: gguf.GGUFWriter, config: dict[str, Any], apart: bool) -> None:
+    """The sizes of latent attention and of experts. ``apart``: as newer files say them."""
+    rotated, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    heads = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
+    if apart:
+        writer.add_key_length_mla(heads[0])
+        writer.add_value_length_mla(heads[1])
+    writer.add_key_length(rank + rotated if apart else heads[0])
+    writer.add_value_length(rank if apart else heads[1])
+    writer.add_kv_lora_rank(rank)
+    if config.get("q_lora_rank"):
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(bool(config["norm_topk_prob"]))
+    if config.get("n_group") and config.get("topk_method") != "greedy":
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+
+
+def _of_deepseek(tensors: dict[str, torch.Tensor], config: dict[str, Any], apart: bool) -> dict[str, torch.Tensor]:
+    """The tensors as llama.cpp's converter has them."""
+    found = {name.replace("e_score_correction_bias", "e_score_correction.bias"): held for name, held in tensors.items()}
+    for name in [name for name in found if name.endswith(".kv_b_proj.weight") and apart]:
+        both = found.pop(name).view(config["num_attention_heads"], -1, config["kv_lora_rank"])
+        keys, values = both.split((config["qk_nope_head_dim"], config["v_head_dim"]), 1)
+        found[name.replace("kv_b_proj", "k_b_proj")] = keys.transpose(1, 2).contiguous()
+        found[name.replace("kv_b_proj", "v_b_proj")] = values.contiguous()
+    return found
+
+
 def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
     rope = config.get("rope_parameters") or {}
     writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type", "default")
+    if kind == "yarn" and "mscale_all_dim" in rope:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+        return
     if kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])

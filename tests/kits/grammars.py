@@ -15,7 +15,7 @@ from kernels.contract.grammar import Grammar, GrammarSettings
 from kernels.grammar.backend import Matcher
 from kernels.grammar.compiler import GrammarCompiler
 
-__all__ = ["BACKENDS", "EOS", "FILE", "VOCAB", "Sampled", "allowed", "compiler", "sample", "tokenizer"]
+__all__ = ["BACKENDS", "EOS", "FILE", "VOCAB", "SampledTokens", "allowed", "compiler", "sample", "tokenizer"]
 
 FILE = Path(__file__).parents[2] / "app" / "understudy" / "model" / "tokenizer.json"
 
@@ -45,13 +45,13 @@ def allowed(matcher: Matcher) -> list[int]:
     return np.flatnonzero(np.unpackbits(row.view(np.uint8), count=VOCAB, bitorder="little")).tolist()
 
 
-class Sampled(str):
+class SampledTokens(str):
     """A text. ``whole``: whether it ended by its grammar, not by its length."""
 
     whole: bool
 
 
-def sample(backend: str, grammar: Grammar, seed: int = 0, most: int = 300) -> Sampled:
+def sample(backend: str, grammar: Grammar, seed: int = 0, most: int = 300) -> SampledTokens:
     """A random text of a grammar: each token is one of those allowed, short texts preferred."""
     rng, matcher, tokens = random.Random(seed), compiler(backend).compile(grammar).result(30)(), []
     for _ in range(most):
@@ -59,7 +59,7 @@ def sample(backend: str, grammar: Grammar, seed: int = 0, most: int = 300) -> Sa
         if not found:
             raise AssertionError(f"nothing may follow {tokenizer().decode(tokens)!r}")
         if EOS in found and (len(found) <= 2 or rng.random() < 0.5):
-            text = Sampled(tokenizer().decode(tokens, skip_special_tokens=False))
+            text = SampledTokens(tokenizer().decode(tokens, skip_special_tokens=False))
             text.whole = True
             return text
         closing = [token for token in found if tokenizer().id_to_token(token)[:1] in ('"', "}", "]", ",")]
@@ -67,6 +67,6 @@ def sample(backend: str, grammar: Grammar, seed: int = 0, most: int = 300) -> Sa
         tokens.append(rng.choice(choice))
         if not matcher.accept(tokens[-1]):
             raise AssertionError(f"an allowed token was not accepted after {tokenizer().decode(tokens)!r}")
-    text = Sampled(tokenizer().decode(tokens, skip_special_tokens=False))
+    text = SampledTokens(tokenizer().decode(tokens, skip_special_tokens=False))
     text.whole = False
     return text

@@ -99,23 +99,23 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     )
 
 
-def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank."""
     assert isinstance(config, MixedConfig)
-    ends = vocabulary.vocabulary(make, config)
+    ends = vocabulary.vocabulary(builder, config)
     layers: list[Any] = []
     for index, kind in enumerate(config.kinds):
         name = f"model.layers.{index}"
         if kind == "full":
-            layers.append(pre_norm.layer(make, config, name, 0))
+            layers.append(pre_norm.layer(builder, config, name, 0))
         elif kind == "window":
-            inner = pre_norm.layer(make, config, name, config.window)
+            inner = pre_norm.layer(builder, config, name, config.window)
             layers.append(_WindowLayer(inner, _spec(config, kind)))
         elif kind == "latent":
-            layers.append(_LatentLayer(make, config, name))
+            layers.append(_LatentLayer(builder, config, name))
         else:
-            layers.append(_StateLayer(make, config, name))
-    return Decoder(make, config, ends, layers, make.norm("model.norm", config.norm_eps))
+            layers.append(_StateLayer(builder, config, name))
+    return Decoder(builder, config, ends, layers, builder.norm("model.norm", config.norm_eps))
 
 
 class _WindowLayer:
@@ -143,10 +143,10 @@ class _Mixer:
 
     first_norm: Norm | None = None
 
-    def __init__(self, make: ModelBuilder, config: MixedConfig, name: str) -> None:
+    def __init__(self, builder: ModelBuilder, config: MixedConfig, name: str) -> None:
         self.heads, self.dim = config.heads, config.head_dim
-        self.norm = make.norm(f"{name}.norm", config.norm_eps)
-        self.queries, self.output = make.linear(f"{name}.q_proj"), make.linear(f"{name}.o_proj")
+        self.norm = builder.norm(f"{name}.norm", config.norm_eps)
+        self.queries, self.output = builder.linear(f"{name}.q_proj"), builder.linear(f"{name}.o_proj")
 
     def set_next_norm(self, norm: Norm) -> None:
         """The sum is taken here."""
@@ -163,9 +163,9 @@ class _Mixer:
 
 
 class _LatentLayer(_Mixer):
-    def __init__(self, make: ModelBuilder, config: MixedConfig, name: str) -> None:
-        super().__init__(make, config, name)
-        self.vectors = make.linear(f"{name}.kv_proj")
+    def __init__(self, builder: ModelBuilder, config: MixedConfig, name: str) -> None:
+        super().__init__(builder, config, name)
+        self.vectors = builder.linear(f"{name}.kv_proj")
 
     def mix(self, x: Tensor, cache: Any, batch: ForwardBatch) -> Tensor:
         assert batch.rows is not None
@@ -175,11 +175,11 @@ class _LatentLayer(_Mixer):
 
 
 class _StateLayer(_Mixer):
-    def __init__(self, make: ModelBuilder, config: MixedConfig, name: str) -> None:
-        super().__init__(make, config, name)
+    def __init__(self, builder: ModelBuilder, config: MixedConfig, name: str) -> None:
+        super().__init__(builder, config, name)
         self.spec = _spec(config, "state")
-        self.keys, self.values = make.linear(f"{name}.k_proj"), make.linear(f"{name}.v_proj")
-        self.gate = make.linear(f"{name}.gate_proj")
+        self.keys, self.values = builder.linear(f"{name}.k_proj"), builder.linear(f"{name}.v_proj")
+        self.gate = builder.linear(f"{name}.gate_proj")
 
     def mix(self, x: Tensor, cache: Any, batch: ForwardBatch) -> Tensor:
         out = x.new_empty(len(x), self.heads * self.dim)

@@ -11,7 +11,7 @@ from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.devices.capture import Capture
 from kernels.devices.cpu.device import CpuDevice
-from kernels.devices.prepared import StepFound, Steps
+from kernels.devices.prepared import CapturedStepResult, CapturedSteps
 
 __all__ = ["drive_prepared"]
 
@@ -22,7 +22,7 @@ class PreparedSteps(Capture):
     def __init__(self, device):
         self.device = device
 
-    def host_pass(self, *args, **options):
+    def native_pass(self, *args, **options):
         return None
 
     def steps(self, request):
@@ -49,7 +49,7 @@ class PreparedSteps(Capture):
             table[slots[grows], lengths[grows]] = argmax[grows]
             argmax.masked_fill_(broken, -1)
             arrives = (lambda: [argmax]) if device.brings else None
-            return StepFound(hidden, logits, torch.full_like(argmax, -1) if device.brings else argmax, arrives)
+            return CapturedStepResult(hidden, logits, torch.full_like(argmax, -1) if device.brings else argmax, arrives)
 
         def prompts(given):
             if given.counts.sum() > 150:
@@ -65,7 +65,7 @@ class PreparedSteps(Capture):
             assert len(found[0]) == len(last)  # what is behind the last layer's keys and values is of these alone
             return left(*found, given, torch.from_numpy(given.slots), torch.from_numpy(given.starts + given.counts))
 
-        return Steps((1, 2, 4), run, prompts)
+        return CapturedSteps((1, 2, 4), run, prompts)
 
 
 class Preparing(CpuDevice):

@@ -53,7 +53,7 @@ HEALTHY: dict[str, str] = {
     f"troupe_heartbeat_age_seconds{{{_WORKER}}}": steady(0.5),
     f"troupe_requests_waiting{{{_A}}}": steady(3),
     f"troupe_preemptions_total{{{_A}}}": steady(4),
-    f"troupe_requests_set_apart_total{{{_A}}}": steady(1),
+    f"troupe_requests_quarantined_total{{{_A}}}": steady(1),
     f'troupe_requests_total{{{_A}, finish_reason="stop"}}': growing(100),
     f'troupe_requests_total{{{_A}, finish_reason="rejected"}}': growing(10),
     f'troupe_requests_total{{{_A}, finish_reason="error"}}': growing(1),
@@ -97,7 +97,7 @@ CASES = (
         fires_at=29,
         still_at=26,
     ),
-    Case("TroupeRequestSetApart", {f"troupe_requests_set_apart_total{{{_A}}}": "1+0x100 2+0x60"}, 27, 24),
+    Case("TroupeRequestQuarantined", {f"troupe_requests_quarantined_total{{{_A}}}": "1+0x100 2+0x60"}, 27, 24),
     Case("TroupeRequestsFailing", {f'troupe_requests_total{{{_A}, finish_reason="error"}}': growing(20)}, 7, 3),
     Case("TroupeStreamsBreak", {f'troupe_stream_errors_total{{{_A}, error_type="ActorDied"}}': born(100)}, 28, 24),
     Case(

@@ -12,10 +12,10 @@ from telemetry.logs.request_file import RequestFile
 from telemetry.logs.request_times import RequestTimes, request_times
 from telemetry.logs.step_log import StepLog
 from telemetry.metrics.engine import EngineMetrics
+from telemetry.metrics.histogram import Histogram
 from telemetry.metrics.options import MetricOptions, token_buckets
 from telemetry.metrics.requests import RequestMetrics
 from telemetry.metrics.steps import StepMetrics, StepShape
-from telemetry.metrics.tally import Tally
 from telemetry.timeline import Outcome, RequestTimeline, Timelines
 
 CHAT = ("chat", "troupe", "box")
@@ -44,7 +44,7 @@ def live(timeline: RequestTimeline, *, tokens: int = 11, choice: int = 0) -> flo
     return end
 
 
-def total(family: dict[tuple[str, ...], Tally], *labels: str) -> tuple[int, float]:
+def total(family: dict[tuple[str, ...], Histogram], *labels: str) -> tuple[int, float]:
     return family[labels].count, round(family[labels].total, 6)
 
 
@@ -58,8 +58,8 @@ def test_a_request_counts_once_in_each_of_its_metrics() -> None:
     assert total(metrics.first_token, *CHAT) == (1, 0.6)
     assert total(metrics.duration, *CHAT, "") == (1, 1.1)
     assert total(metrics.per_token, *CHAT) == (2, 0.1)
-    for tally, seconds in ((metrics.queue, 0.4), (metrics.prefill, 0.6), (metrics.decode, 1.0)):
-        assert (tally.count, round(tally.total, 6)) == (2, seconds)
+    for histogram, seconds in ((metrics.queue, 0.4), (metrics.prefill, 0.6), (metrics.decode, 1.0)):
+        assert (histogram.count, round(histogram.total, 6)) == (2, seconds)
     assert metrics.ended_by["stop",] == 1
     assert metrics.tokens == {("input",): 7, ("output",): 22}
     assert (metrics.cached_tokens, metrics.prompt_tokens) == (4, 7)
@@ -141,10 +141,10 @@ def test_the_gap_is_that_of_the_choice_whose_worker_died() -> None:
 def test_what_others_measure_is_reported_by_its_quantity() -> None:
     metrics = RequestMetrics("box")
     reported = {
-        name: Tally((1.0,)) for name in ("duration", "inference", "choices", "longest", "max_tokens", "per_token")
+        name: Histogram((1.0,)) for name in ("duration", "inference", "choices", "longest", "max_tokens", "per_token")
     }
-    for name, tally in reported.items():
-        metrics.measured[name].append(tally)
+    for name, histogram in reported.items():
+        metrics.measured[name].append(histogram)
     _, timeline = begin(metrics, **{"gen_ai.request.max_tokens": 40})
     live(timeline)
     timeline.finish(timeline.begin("queue", timeline.started, 1), timeline.started + 0.3)
@@ -154,7 +154,7 @@ def test_what_others_measure_is_reported_by_its_quantity() -> None:
     early.close(Outcome((), "abort"), early.started + 1.0)
     _, refused = begin(metrics)
     refused.close(Outcome((), "QueueFull"), refused.started + 1.0)
-    found = {name: (tally.count, round(tally.total, 6)) for name, tally in reported.items()}
+    found = {name: (histogram.count, round(histogram.total, 6)) for name, histogram in reported.items()}
     assert found == {
         "duration": (2, 2.2),
         "inference": (2, 0.8 + 0.5),

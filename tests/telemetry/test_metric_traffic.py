@@ -6,9 +6,9 @@ import time
 import pytest
 
 from actors.runtime import Actor, ActorSystem, AskTimeout, EventKind, Message, RequestError, handles
-from telemetry.metrics.bounded import Bounded
+from telemetry.metrics.actor_messages import ActorMessages
+from telemetry.metrics.label_limiter import LabelLimiter
 from telemetry.metrics.loop_lag import LoopLag
-from telemetry.metrics.traffic import Traffic
 
 
 class CountedProtocol: ...
@@ -40,7 +40,7 @@ class Counted(Actor[CountedProtocol]):
 
 
 async def test_every_message_is_counted_by_actor_and_kind_with_its_errors() -> None:
-    traffic = Traffic()
+    traffic = ActorMessages()
     async with ActorSystem(observer=traffic) as system:
         ref = await system.spawn(Counted, name="counted")
         for value in (1, 2, 3):
@@ -55,7 +55,7 @@ async def test_every_message_is_counted_by_actor_and_kind_with_its_errors() -> N
 
 
 async def test_timeouts_dead_letters_and_restarts_are_counted_with_their_cause() -> None:
-    traffic = Traffic()
+    traffic = ActorMessages()
     async with ActorSystem(observer=traffic) as system:
         restarted = asyncio.Event()
 
@@ -83,7 +83,7 @@ async def test_timeouts_dead_letters_and_restarts_are_counted_with_their_cause()
 
 
 async def test_a_restart_without_a_death_is_its_groups() -> None:
-    traffic = Traffic()
+    traffic = ActorMessages()
     traffic.restarted("scheduler")
     assert traffic.restarts == {("scheduler", "group"): 1}
     assert traffic.recovery == {}
@@ -95,11 +95,11 @@ async def test_a_blocked_loop_shows_as_lag() -> None:
     await asyncio.sleep(0)
     asyncio.get_running_loop().call_soon(time.sleep, 0.2)
     await asyncio.sleep(0.3)
-    assert lag.tally.total > 0.1
+    assert lag.histogram.total > 0.1
     assert lag.tasks >= 2
     task.cancel()
 
 
 def test_label_values_of_clients_are_bounded() -> None:
-    bounded: Bounded[str] = Bounded("other", most=2)
+    bounded: LabelLimiter[str] = LabelLimiter("other", most=2)
     assert [bounded(value) for value in ("a", "b", "c", "a", "d")] == ["a", "b", "other", "a", "other"]

@@ -5,10 +5,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from telemetry.metrics.engine import EngineMetrics
+from telemetry.metrics.histogram import Histogram
 from telemetry.metrics.names import METRICS
 from telemetry.metrics.options import MetricOptions
 from telemetry.metrics.steps import StepMetrics, StepShape
-from telemetry.metrics.tally import Tally
 
 
 def samples(registry: CollectorRegistry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -34,7 +34,7 @@ def test_live_readings_are_read_at_each_scrape() -> None:
 def test_two_engines_share_nothing_with_each_other_or_the_process() -> None:
     before = generate_latest(prometheus_client.REGISTRY)
     first, second = CollectorRegistry(), CollectorRegistry()
-    EngineMetrics(first, "a", dict).traffic.restarted("worker-0")
+    EngineMetrics(first, "a", dict).actor_messages.restarted("worker-0")
     EngineMetrics(second, "b", dict)
     label = (("actor", "worker-0"), ("cause", "group"))
     assert samples(first)["troupe_restarts_total", label] == 1
@@ -68,7 +68,7 @@ def test_without_metrics_the_registry_stays_empty_and_nothing_listens() -> None:
 def test_every_exposed_metric_is_in_the_table_with_its_type_and_labels() -> None:
     registry = CollectorRegistry()
     metrics = EngineMetrics(registry, "box", dict, MetricOptions(collect_tokens=True))
-    metrics.traffic.handled("scheduler", "Submit", wait=0.1, duration=0.2, depth=3, traceparent=None, error=None)
+    metrics.actor_messages.handled("scheduler", "Submit", wait=0.1, duration=0.2, depth=3, traceparent=None, error=None)
     for family in registry.collect():
         name = f"{family.name}_total" if family.type == "counter" else family.name
         spec = METRICS[name]
@@ -78,14 +78,14 @@ def test_every_exposed_metric_is_in_the_table_with_its_type_and_labels() -> None
             assert set(sample.labels) - {"le"} == set(spec.labels), name
 
 
-def test_a_tally_puts_a_value_at_its_bound_and_takes_many_at_once() -> None:
-    tally = Tally((0.1, 1.0))
-    tally.add(0.1)
-    tally.add(0.5, 3)
-    tally.add(7.0)
-    assert tally.cumulative() == [("0.1", 1), ("1.0", 4), ("+Inf", 5)]
-    assert tally.count == 5
-    assert abs(tally.total - 8.6) < 1e-9
+def test_a_histogram_puts_a_value_at_its_bound_and_takes_many_at_once() -> None:
+    histogram = Histogram((0.1, 1.0))
+    histogram.add(0.1)
+    histogram.add(0.5, 3)
+    histogram.add(7.0)
+    assert histogram.cumulative() == [("0.1", 1), ("1.0", 4), ("+Inf", 5)]
+    assert histogram.count == 5
+    assert abs(histogram.total - 8.6) < 1e-9
 
 
 def answered(steps: StepMetrics, shape: StepShape, now: float, *, generated: int, graph_rows: int = 0) -> None:
@@ -93,7 +93,7 @@ def answered(steps: StepMetrics, shape: StepShape, now: float, *, generated: int
 
 
 def test_inter_token_latency_is_the_time_between_two_steps() -> None:
-    steps, latency = StepMetrics(), Tally((0.02, 0.1))
+    steps, latency = StepMetrics(), Histogram((0.02, 0.1))
     steps.inter_token.append(latency)
     answered(steps, StepShape(0.0, decodes=0, prefills=3, prefill_tokens=48), 0.5, generated=3)
     answered(steps, StepShape(0.4, decodes=3), 0.55, generated=3, graph_rows=3)
@@ -112,7 +112,7 @@ def test_inter_token_latency_is_the_time_between_two_steps() -> None:
 
 
 def test_the_gap_after_lost_steps_is_no_latency_between_tokens() -> None:
-    steps, latency = StepMetrics(), Tally((0.02, 0.1))
+    steps, latency = StepMetrics(), Histogram((0.02, 0.1))
     steps.inter_token.append(latency)
     answered(steps, StepShape(0.0, decodes=1), 1.0, generated=1)
     steps.interrupted()

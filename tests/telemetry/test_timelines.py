@@ -201,7 +201,7 @@ async def test_a_killed_worker_is_seen_in_what_it_ran(tiny_model: Path) -> None:
     assert timeline.outcome.error_type == ""
 
 
-async def test_a_request_that_is_set_apart_reports_it(tiny_model: Path) -> None:
+async def test_a_request_that_is_quarantined_reports_it(tiny_model: Path) -> None:
     with FaultPlan() as plan:
         async with small_engine(tiny_model, faults=plan) as engine:
             stream = engine.generate([5] * 40, LONG)
@@ -213,7 +213,7 @@ async def test_a_request_that_is_set_apart_reports_it(tiny_model: Path) -> None:
                 await reader
     check_whole(timeline)
     died = ["worker_died", "resumed"]
-    assert marks(timeline) == ["first_token", *died, *died, "worker_died", "set_apart"]
+    assert marks(timeline) == ["first_token", *died, *died, "worker_died", "quarantined"]
     assert timeline.outcome is not None
     assert (timeline.outcome.error_type, timeline.outcome.finish_reasons) == ("RequestFailed", ("error",))
 

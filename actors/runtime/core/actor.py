@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, overload
 from actors.runtime.core.context import ActorContext
 from actors.runtime.core.message import Message, reply_type
 
-__all__ = ["Actor", "Answered", "Deferred", "Handler", "Later", "handlers_of", "handles", "handles_in_thread"]
+__all__ = ["Actor", "Deferred", "EarlyReply", "Handler", "Later", "handlers_of", "handles", "handles_in_thread"]
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -34,7 +34,7 @@ Later = Future
 
 
 @dataclass(frozen=True)
-class Answered(Generic[R]):
+class EarlyReply(Generic[R]):
     """A reply of a handler in the actor's thread, sent before ``then`` is called there. An exception of ``then`` is a
     crash."""
 

@@ -24,7 +24,7 @@ __all__ = ["ProcessIncarnation"]
 _KILL_AFTER = 1.0
 """Seconds between the end of a child's link and SIGKILL."""
 
-_STANDBY_PATIENCE = 10.0
+_STANDBY_PATIENCE_SECONDS = 10.0
 """Seconds that a standby, whose imports are mostly done, may take to start before a new process replaces it: it may
 have been stopped (SIGSTOP) while it waited."""
 
@@ -88,7 +88,7 @@ class ProcessIncarnation(Incarnation):
         if self._stopping or self.cause is not None:
             return
         if self._begin_standby():
-            with within(self.cell.system.clock, _STANDBY_PATIENCE):
+            with within(self.cell.system.clock, _STANDBY_PATIENCE_SECONDS):
                 await self._until(lambda: self._ready or self._gone or self._stopping)
             if not (self._ready or self._gone or self._stopping):
                 await self._give_up_standby()
@@ -138,7 +138,7 @@ class ProcessIncarnation(Incarnation):
         self.cell.system.logger.warning(
             "the standby of actor %s did not start within %g s: a new process takes its place",
             self.cell.name,
-            _STANDBY_PATIENCE,
+            _STANDBY_PATIENCE_SECONDS,
         )
         child.abandon(self._change_now)
         with anyio.CancelScope(shield=True):

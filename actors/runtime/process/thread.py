@@ -9,7 +9,7 @@ from typing import Any, Union
 
 import msgspec
 
-from actors.runtime.core.actor import Answered, Later
+from actors.runtime.core.actor import EarlyReply, Later
 from actors.runtime.core.errors import MessageTooLarge, RequestError
 from actors.runtime.core.message import Message, current_actor, current_traceparent
 from actors.runtime.process.frames import Frames, Kind, frame
@@ -86,7 +86,7 @@ class ActorThread:
         else:
             if isinstance(result, Later):
                 result.add_done_callback(partial(self._reply_later, correlation))
-            elif isinstance(result, Answered):
+            elif isinstance(result, EarlyReply):
                 self._reply(correlation, result.answer)
                 result.then()
             else:

@@ -7,7 +7,7 @@ import numpy as np
 
 from actors.scheduling.sequence import Sequence
 from actors.scheduling.speculation.policy import AdaptiveConfig, AdaptivePolicy
-from actors.scheduling.step_builder import Flight, StepBuilder
+from actors.scheduling.step_builder import InFlightStep, StepBuilder
 from kernels.contract.info import ModelInfo
 from kernels.contract.step import StepResult
 
@@ -18,14 +18,14 @@ class DraftLimits:
     """Draft limits of one worker. The scheduler decides, so that all ranks of a model do the same.
 
     ``adaptive``: JSON settings of ``AdaptiveConfig``, whose policy follows acceptance and step times; None: as many
-    draft tokens as the worker makes. ``apart``: no step verifies draft tokens beside prompts.
+    draft tokens as the worker makes. ``decode_only``: no step verifies draft tokens beside prompts.
     """
 
     def __init__(self, info: ModelInfo, adaptive: str | None) -> None:
         self._depth: int = info.speculative_depth
         self._nodes = info.speculative_levels
         self._tokens: int = info.speculative_tokens
-        self.apart: bool = info.speculative_apart
+        self.decode_only: bool = info.speculative_decode_only
         self._chains = info.speculative_nodes == info.speculative_depth + 1
         self._prompts = 0  # the number of the last step with prompts
         self._policy: AdaptivePolicy | None = None
@@ -46,7 +46,7 @@ class DraftLimits:
         decide."""
         policy, rows = self._policy, step.decodes
         # A new sequence is the last row.
-        if policy is None or rows[-1].track is None or not policy.skip(len(rows)):
+        if policy is None or rows[-1].acceptance is None or not policy.skip(len(rows)):
             return False
         if policy.is_timed:
             step.adapted = len(rows)
@@ -95,14 +95,14 @@ class DraftLimits:
             policy.add_declined()
             return wanted
         for sequence in drafting:
-            if sequence.track is None:
-                sequence.track = policy.new_track()
-        levels = policy.choose([sequence.track for sequence in drafting if sequence.track is not None])
+            if sequence.acceptance is None:
+                sequence.acceptance = policy.new_estimate()
+        levels = policy.choose([sequence.acceptance for sequence in drafting if sequence.acceptance is not None])
         step.draft_levels, step.adapted = max(levels), len(drafting)
         chosen = iter(levels)
         return [min(most, self._nodes[next(chosen)]) if most else 0 for most in wanted]
 
-    def learn(self, flight: Flight, result: StepResult) -> None:
+    def learn(self, flight: InFlightStep, result: StepResult) -> None:
         """Update the policy with the result of a step."""
         policy = self._policy
         if policy is None:
@@ -118,9 +118,9 @@ class DraftLimits:
             if not alone:
                 policy.add_untimed(flight.adapted, 0, 0, 0)
             elif flight.max_extra:
-                policy.add_empty(flight.adapted, result.timing.whole)
+                policy.add_empty(flight.adapted, result.timing.total)
             else:
-                policy.add_plain(flight.adapted, result.timing.whole, result.timing.observe, after_prompts)
+                policy.add_plain(flight.adapted, result.timing.total, result.timing.observe, after_prompts)
             return
         drafted, accepted, depths = (
             np.frombuffer(part, dtype=np.int32).tolist() for part in (result.drafted, result.accepted, result.depths)
@@ -130,15 +130,15 @@ class DraftLimits:
             if not depth:
                 continue
             right += max(tokens - 1, 0)
-            if sequence.track is not None and tokens:
-                policy.add_accepted(sequence.track, tokens - 1, depth)
+            if sequence.acceptance is not None and tokens:
+                policy.add_accepted(sequence.acceptance, tokens - 1, depth)
         levels, nodes = max(depths), sum(drafted)
         if not alone:
             policy.add_untimed(flight.adapted, levels, nodes, right)
         elif nodes:
-            policy.add_timed(flight.adapted, levels, nodes, result.timing.whole, right)
+            policy.add_timed(flight.adapted, levels, nodes, result.timing.total, right)
         else:
-            policy.add_empty(flight.adapted, result.timing.whole)
+            policy.add_empty(flight.adapted, result.timing.total)
 
 
 def draft_limit(sequence: Sequence, info: ModelInfo) -> int:

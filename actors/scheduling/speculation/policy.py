@@ -3,8 +3,8 @@
 A decode step of one batch size is modelled as ``plain + start + per_level * levels + per_node * nodes`` seconds: the
 time of a step without draft tokens, the fixed cost of drafting, the cost of each pass of the draft and the cost of each
 node that is verified (``StepCost``). The k-th draft token of a request is accepted with a probability that is learnt as
-the request runs (``Track``). The plan of a step is the one with the most expected tokens a second; it is plain decoding
-where nothing promises more.
+the request runs (``AcceptanceEstimate``). The plan of a step is the one with the most expected tokens a second; it is
+plain decoding where nothing promises more.
 
 Three mechanisms bound what speculation may lose:
 
@@ -28,59 +28,65 @@ from typing import Annotated
 
 import msgspec
 
-__all__ = ["DIALS", "AdaptiveConfig", "AdaptivePolicy", "Dials", "DraftSleep", "LossBudget", "StepCost", "Track"]
+__all__ = [
+    "CONSTANTS",
+    "AcceptanceEstimate",
+    "AdaptiveConfig",
+    "AdaptivePolicy",
+    "DraftSleep",
+    "LossBudget",
+    "PolicyConstants",
+    "StepCost",
+]
 
 
 @dataclass(frozen=True)
-class Dials:
-    """The policy's constants. A "plain step" as a unit is the time of one step without draft tokens."""
+class PolicyConstants:
+    """The policy's constants. A "plain step" as a unit is the time of one step without draft tokens.
+
+    Each was compared with its neutral value by simulation (decision 0015): it gains 4 % or more in some workload, or it
+    is part of the bound on losses.
+    """
 
     # Acceptance of a request's draft tokens.
-    prior: float = 0.6  # chance that a draft token is accepted, before any was verified
-    prior_weight: int = 4  # how many outcomes the prior counts as
-    hopeless: float = 0.15  # chance of the first draft token below which a request joins no trial and is probed seldom
-    # Chance of the first draft token that keeps a draft awake, where such a token pays and where it does not.
-    stay_awake_least: float = 0.5
-    stay_awake_most: float = 0.8  # speculation then lost only because the machine was slow for the moment
-    probe_streak: int = 4  # probes in a row after one that was accepted
+    prior: float = 0.6  # the chance that a draft token is accepted, before any was verified
+    prior_weight: int = 4  # the number of outcomes that the prior counts as: a request shows its kind within some steps
+    probe_streak: int = 4  # probes in a row after one that was accepted: a request that changed is followed at once
 
-    # Expected speedup over plain decoding that starts drafting: estimates are noisy and starting takes time. Once a
-    # batch drafts, any speedup keeps it drafting.
-    least_gain: float = 1.06
+    # Speedup over plain decoding that starts drafting: estimates are noisy, and starting takes time. Once a batch
+    # drafts, any speedup keeps it drafting.
+    min_gain: float = 1.06
 
     # Steps between decisions. Intervals are powers of two, so that requests are probed in the same steps.
-    first_interval: int = 8  # between the first probes of a request, and between reviews of a batch that does not draft
-    last_interval: int = 512  # between the last probes of a request
-    longest_rest: int = 64  # without a review of a batch that does not draft
-    refresh: int = 32  # drafting steps between plain ones, which renew their cost; plain steps that the load averages
-    stable_size: int = 4  # at one batch size before drafting starts there: many sizes last for a step or two
-    plan_reuse: int = 3  # further steps that reuse a plan, once ``first_interval`` drafting steps are timed
+    min_interval: int = (
+        8  # between the first probes of a request; between reviews of any batch; one plan is used so long
+    )
+    max_review_interval: int = 64  # between reviews of a batch that does not draft, and plain steps of one that does
+    max_probe_interval: int = 512  # between probes of a request: a probe costs about half a plain step
+    stable_steps: int = 4  # at one batch size before drafting starts there: while requests end, sizes last for a step
 
     # Cost of steps.
-    trials: int = 3  # steps that all draft, to learn the cost; also first steps of a kind, whose cost is taken as it is
-    trial_levels: int = 16  # levels, summed over all rows, of the deepest of these
-    outlier: float = 0.3  # share by which a step may exceed its expected cost; the rest is blamed on the machine
-    stall: float = 4.0  # multiple of the expected cost beyond which a step is ignored: the machine stalled
+    trials: int = 3  # drafting steps that learn the cost; also slow first steps, whose time is taken as it is
+    trial_levels: int = 16  # levels of the deepest trial, summed over all rows: it bounds the cost of trials
+    outlier: float = 0.3  # share by which a step may exceed its expected cost; the rest is attributed to the machine
+    stall: float = 4.0  # multiple of the expected cost to which the time of a step is cut: the machine stalled
     faster_weight: float = 8.0  # weight of a step below its expected cost: noise makes steps slower, never faster
-    first_shares: tuple[float, float, float] = (0.3, 0.08, 0.03)  # start, level, node in plain steps, untimed
+    first_shares: tuple[float, float, float] = (0.3, 0.08, 0.03)  # a draft, a level, a node in plain steps, untimed
 
-    # Limits of losses by drafting, in plain steps unless stated otherwise.
+    # Bounds on what drafting loses, in plain steps unless stated otherwise.
     loss_share: float = 0.005  # share of the time, by batch size
-    debt: float = 4.0  # by batch size, before anything is gained
-    savings: float = 64.0  # most past gain that is remembered, by batch size and in all
-    first_debt: float = 1.0  # by batch size where costs are copied from another size, and by each of the first steps
-    total_share: float = 0.02  # share of the time, in all
-    loan: float = 8.0  # in all, before that
-    most_loss: float = 16.0  # of one step
+    total_loss_share: float = 0.02  # share of the time, in all
+    max_debt: float = 4.0  # before that, by batch size and in all
+    first_debt: float = 1.0  # the same where costs are copied from another batch size; the loss of a first, slow step
+    max_credit: float = 64.0  # past gain that is remembered, by batch size and in all; also the most loss of one step
 
-    # Sleep of the draft, in steps.
-    awake: int = 48  # without draft tokens before a draft sleeps; also observed before it drafts again
-    awake_per_draft: int = 16  # by which a drafting step postpones sleep
-    first_sleep: int = 128  # least sleep after a wake-up that gained less than one plain step; doubles each time ...
-    longest_sleep: int = 384  # ... up to this: with ``awake`` less than ``last_interval``, or probes are missed
+    # Sleep of the draft, which then does not observe steps. Observing takes some 8 % of a plain step of a small model.
+    awake_steps: int = 48  # without draft tokens before a draft sleeps; also observed before it drafts again
+    awake_per_draft: int = 16  # steps by which a drafting step postpones sleep
+    awake_chance: float = 0.8  # a first draft token as likely as this keeps a draft awake: only the moment was too slow
 
 
-DIALS = Dials()
+CONSTANTS = PolicyConstants()
 
 
 class AdaptiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,16 +104,16 @@ class AdaptiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     zero_step_probe_interval: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 0
 
 
-class Track:
-    """Acceptance statistics of one request. ``hits`` [levels]: chance that each draft token is accepted, given that
-    those before it are."""
+class AcceptanceEstimate:
+    """Acceptance statistics of one request. ``chances`` [levels]: the chance that each draft token is accepted, given
+    that those before it are."""
 
-    __slots__ = ("eager", "hits", "interval", "judged")
+    __slots__ = ("chances", "interval", "outcomes", "pending_probes")
 
-    def __init__(self, hits: list[float], interval: int) -> None:
-        self.hits = hits
-        self.judged = DIALS.prior_weight  # outcomes
-        self.eager = 0  # probes to make at once
+    def __init__(self, chances: list[float], interval: int) -> None:
+        self.chances = chances
+        self.outcomes = CONSTANTS.prior_weight
+        self.pending_probes = 0  # to make at once
         self.interval = interval  # steps between other probes
 
 
@@ -129,10 +135,10 @@ class StepCost:
         self.deepest = 0  # levels of the deepest timed draft
         self.load = 1.0  # average time of plain steps in units of ``plain``, which is close to their minimum
         self.paused = True  # whether the last step was plain
-        self.credit = DIALS.debt  # plain steps that may be lost
-        self.shares = DIALS.first_shares  # start, level and node in plain steps, before any was timed
+        self.credit = CONSTANTS.max_debt  # plain steps that may be lost
+        self.shares = CONSTANTS.first_shares  # start, level and node in plain steps, before any was timed
         if like is not None:
-            self.trials, self.credit = DIALS.trials, DIALS.first_debt
+            self.trials, self.credit = CONSTANTS.trials, CONSTANTS.first_debt
             self.shares = (like.start / like.plain, like.per_level / like.plain, like.per_node / like.plain)
         self.plain: float = 0.0
         self.start: float = 0.0
@@ -151,12 +157,12 @@ class StepCost:
         # ``observe`` is subtracted: a plain step estimated too slow would never be corrected, since each follows a
         # drafting one.
         self.plain_steps += 1
-        if self.plain_steps <= DIALS.trials and not self.drafting_steps:  # the first steps are slow
+        if self.plain_steps <= CONSTANTS.trials and not self.drafting_steps:  # the first steps are slow
             self.plain = min(seconds, self.plain or seconds)
             self.start, self.per_level, self.per_node = (share * self.plain for share in self.shares)
         if paused or observed:
-            self.load += (min(seconds / self.plain, DIALS.stall) - self.load) / DIALS.refresh
-        if paused or self.plain_steps <= DIALS.trials or seconds < self.plain:
+            self.load += (min(seconds / self.plain, CONSTANTS.stall) - self.load) / CONSTANTS.max_review_interval
+        if paused or self.plain_steps <= CONSTANTS.trials or seconds < self.plain:
             self.plain += _damped(seconds - self.plain, self.plain, weight)
 
     def _learn_drafting(self, levels: int, nodes: int, seconds: float, paused: bool, weight: float) -> None:
@@ -164,12 +170,12 @@ class StepCost:
         self.deepest = max(self.deepest, levels)
         expected = self.expected(levels, nodes)
         error = seconds - expected
-        if self.drafting_steps > DIALS.trials:
+        if self.drafting_steps > CONSTANTS.trials:
             error = _damped(error, expected, weight)
         if paused:  # the draft first observed all deferred tokens
             error = min(error, 0.0)
         # Normalized least mean squares: indistinguishable parts share an error by their squared prior.
-        start, level, node = (share * share for share in DIALS.first_shares)
+        start, level, node = (share * share for share in CONSTANTS.first_shares)
         error /= start + level * levels**2 + node * nodes**2
         # No part exceeds the whole excess of this step: a stall would otherwise distort many probes.
         most = max(0.0, seconds - self.plain)
@@ -180,16 +186,16 @@ class StepCost:
     @property
     def refresh(self) -> int:
         """Drafting steps before a plain one: fewer while few plain steps were timed."""
-        return min(DIALS.refresh, DIALS.first_interval + 2 * self.plain_steps)
+        return min(CONSTANTS.max_review_interval, CONSTANTS.min_interval + 2 * self.plain_steps)
 
     def add_gain(self, gain: float) -> None:
         """Record the gain of a drafting step, in plain steps of time."""
-        least = -DIALS.first_debt if self.drafting_steps <= DIALS.trials else -DIALS.debt
-        self.credit = min(max(self.credit + max(gain, least), -DIALS.debt), DIALS.savings)
+        least = -CONSTANTS.first_debt if self.drafting_steps <= CONSTANTS.trials else -CONSTANTS.max_debt
+        self.credit = min(max(self.credit + max(gain, least), -CONSTANTS.max_debt), CONSTANTS.max_credit)
 
     def add_plain(self, steps: int) -> None:
         """Record steps without draft tokens."""
-        self.credit = max(self.credit, min(self.credit + DIALS.loss_share * steps, DIALS.debt))
+        self.credit = max(self.credit, min(self.credit + CONSTANTS.loss_share * steps, CONSTANTS.max_debt))
 
     def expected(self, levels: int, nodes: int) -> float:
         """Seconds of a step with a deepest draft of ``levels`` and ``nodes`` draft tokens in all."""
@@ -198,7 +204,7 @@ class StepCost:
 
 def _damped(error: float, expected: float, weight: float) -> float:
     """The change of an estimate by an error."""
-    return min(error, DIALS.outlier * expected) * min((1.0 if error > 0 else DIALS.faster_weight) * weight, 1.0)
+    return min(error, CONSTANTS.outlier * expected) * min((1.0 if error > 0 else CONSTANTS.faster_weight) * weight, 1.0)
 
 
 class LossBudget:
@@ -212,34 +218,34 @@ class LossBudget:
 
     def __init__(self) -> None:
         self._balance = 0.0  # seconds
-        self._first = DIALS.trials  # initial drafting steps still to come; they are slow
+        self._first = CONSTANTS.trials  # initial drafting steps still to come; they are slow
 
     def is_spent(self, plain: float) -> bool:
         """Whether nothing may be drafted before a step whose plain time is ``plain`` seconds."""
-        return self._balance + DIALS.loan * plain < 0
+        return self._balance + CONSTANTS.max_debt * plain < 0
 
     def steps_until(self, plain: float) -> float:
         """Plain steps of ``plain`` seconds until the budget is no longer spent."""
         if not plain:
             return 0.0
-        return max(0.0, -(self._balance + DIALS.loan * plain) / (DIALS.total_share * plain))
+        return max(0.0, -(self._balance + CONSTANTS.max_debt * plain) / (CONSTANTS.total_loss_share * plain))
 
     def add_steps(self, plain: float, steps: int = 1) -> None:
         """Record steps, drafting or not, whose plain time is ``plain`` seconds."""
-        self._add(DIALS.total_share * plain * steps, plain)
+        self._add(CONSTANTS.total_loss_share * plain * steps, plain)
 
     def add_drafting(self, plain: float, tokens: float, seconds: float) -> None:
         """Record a step that took ``seconds``: it drafted, or the draft observed tokens of such a step.
 
         ``tokens``: tokens by row, each counted as the plain steps that it would have taken.
         """
-        most = DIALS.first_debt if self._first else DIALS.most_loss
+        most = CONSTANTS.first_debt if self._first else CONSTANTS.max_credit
         self._first = max(self._first - 1, 0)
         self._add(max(tokens * plain - seconds, -most * plain), plain)
 
     def _add(self, seconds: float, plain: float) -> None:
         # Savings of batch sizes with longer steps are kept.
-        self._balance += min(seconds, max(DIALS.savings * plain - self._balance, 0.0))
+        self._balance += min(seconds, max(CONSTANTS.max_credit * plain - self._balance, 0.0))
 
 
 class DraftSleep:
@@ -247,15 +253,12 @@ class DraftSleep:
 
     A plain step costs more where the engine may speculate, because the draft observes its tokens. A sleeping draft
     observes nothing. Before it drafts again it observes some steps; it never observes those that it slept through. It
-    observes later requests whole, except for cached prefixes computed while it slept. A wake-up costs a few steps'
-    time: after one that did not pay, the next sleep is longer.
+    observes later requests whole, except for cached prefixes computed while it slept.
     """
 
     def __init__(self) -> None:
-        self._awake_until = DIALS.awake
+        self._awake_until = CONSTANTS.awake_steps
         self._ready = 0
-        self._least = 0  # steps of sleep before the next wake-up
-        self._gained = 0.0  # in plain steps of time, since it woke
 
     def is_asleep(self, step: int) -> bool:
         """Whether the draft does not observe this step."""
@@ -265,26 +268,14 @@ class DraftSleep:
         """Whether the draft is awake but has not observed enough to draft in this step."""
         return step < self._ready
 
-    def steps_left(self, step: int) -> int:
-        """Steps until a sleeping draft may be woken."""
-        return max(self._awake_until + self._least - step, 0)
-
     def wake(self, step: int) -> None:
         """Wake the draft for a step that would draft: it observes this step and those after it."""
-        self._ready = step + DIALS.awake
-        self._awake_until = self._ready + DIALS.awake_per_draft
-        self._least = min(max(2 * self._least, DIALS.first_sleep), DIALS.longest_sleep)
-        self._gained = 0.0
-
-    def add_gain(self, gain: float) -> None:
-        """Record the gain of a drafting step, in plain steps of time."""
-        self._gained += gain
-        if self._gained > 1.0:  # the wake-up paid
-            self._least = 0
+        self._ready = step + CONSTANTS.awake_steps
+        self._awake_until = self._ready + CONSTANTS.awake_per_draft
 
     def add_drafting(self, step: int) -> None:
         """Record that this step drafts."""
-        self._awake_until = min(max(self._awake_until, step) + DIALS.awake_per_draft, step + DIALS.awake)
+        self._awake_until = min(max(self._awake_until, step) + CONSTANTS.awake_per_draft, step + CONSTANTS.awake_steps)
 
 
 class AdaptivePolicy:
@@ -300,8 +291,8 @@ class AdaptivePolicy:
         most = len(nodes) - 1
         chosen = {level for level in self._config.candidate_steps if level <= most}
         self._levels = sorted(chosen - {0}) if self._config.candidate_steps else list(range(1, most + 1))
-        self._prior = [DIALS.prior] * most
-        self._judged = DIALS.prior_weight  # outcomes
+        self._prior = [CONSTANTS.prior] * most
+        self._outcomes = CONSTANTS.prior_weight
         self._costs: dict[int, StepCost] = {}
         self._budget = LossBudget()
         self._sleep = DraftSleep()
@@ -312,17 +303,17 @@ class AdaptivePolicy:
         self._drafting = 0  # drafting steps since the last plain one
         self._planned: tuple[StepCost | None, int] = (None, 0)  # batch size and number of the last step with a plan
         self._idle: StepCost | None = None  # the batch size at which no row drafts until an estimate changes
-        self._rest = DIALS.first_interval  # steps between reviews of such a batch
+        self._rest = CONSTANTS.min_interval  # steps between reviews of such a batch
         self._uncounted = 0  # skipped steps that are not counted yet
-        self._interval = DIALS.first_interval  # between probes of a new request
+        self._interval = CONSTANTS.min_interval  # between probes of a new request
         self._size: StepCost | None = None  # of the last step
         self._lasted = 0  # consecutive steps of that size before it
-        self._plan: tuple[StepCost, list[Track], list[int]] | None = None  # of an earlier step, for reuse
+        self._plan: tuple[StepCost, list[AcceptanceEstimate], list[int]] | None = None  # of an earlier step, for reuse
         self._served = 0  # steps that reused it
 
-    def new_track(self) -> Track:
-        """The track of a new request, with the acceptance of earlier ones as its prior."""
-        return Track(self._prior.copy(), self._interval)
+    def new_estimate(self) -> AcceptanceEstimate:
+        """The estimate of a new request, with the acceptance of earlier ones as its prior."""
+        return AcceptanceEstimate(self._prior.copy(), self._interval)
 
     def skip(self, rows: int) -> bool:
         """Count a step with the ``rows`` of the last one if ``choose`` would let none of them draft.
@@ -340,7 +331,7 @@ class AdaptivePolicy:
     @property
     def is_timed(self) -> bool:
         """Whether a skipped step is timed: one of ``first_interval`` steps."""
-        return self._steps % DIALS.first_interval == DIALS.first_interval // 2
+        return self._steps % CONSTANTS.min_interval == CONSTANTS.min_interval // 2
 
     @property
     def is_asleep(self) -> bool:
@@ -352,7 +343,7 @@ class AdaptivePolicy:
         """Count a step whose requests want no draft tokens."""
         self._steps += 1
         self._declined += 1
-        if self._declined >= DIALS.awake:  # fewer are just the last tokens of requests
+        if self._declined >= CONSTANTS.awake_steps:  # fewer are just the last tokens of requests
             self._likely = False
 
     def _count_skipped(self) -> None:
@@ -361,23 +352,22 @@ class AdaptivePolicy:
             self._add_plain(self._idle, self._uncounted)
         self._uncounted = 0
 
-    def choose(self, tracks: Sequence[Track]) -> list[int]:
+    def choose(self, estimates: Sequence[AcceptanceEstimate]) -> list[int]:
         """Levels to draft for each row of the next step, 0 for none."""
         self._count_skipped()
-        rows = len(tracks)
+        rows = len(estimates)
         cost = self._cost(rows)
         self._steps += 1
         self._declined = 0
         lasted = self._lasted = self._lasted + 1 if cost is self._size else 0
         self._size = cost
         if not self.is_asleep:  # otherwise only ``DraftSleep.wake`` ends it
-            likely = self._likely_from(cost, rows)
-            self._likely = any(track.hits[0] > likely for track in tracks)
+            self._likely = any(estimate.chances[0] > CONSTANTS.awake_chance for estimate in estimates)
         none = [0] * rows
         if not self._levels or cost.plain_steps < self._config.warmup_batches or self._drafting >= cost.refresh:
             self._drafting = 0
             return none
-        if lasted < DIALS.stable_size and cost.credit <= DIALS.debt and cost.trials >= DIALS.trials:
+        if lasted < CONSTANTS.stable_steps and cost.credit <= CONSTANTS.max_debt and cost.trials >= CONSTANTS.trials:
             return none
         fixed = self._config.zero_step_probe_interval
         wait = self._steps_to_wait(cost, bool(fixed))
@@ -385,7 +375,7 @@ class AdaptivePolicy:
             self._set_idle(cost, _power_of_two(wait))
             return none
         held, self._plan = self._plan, None
-        if held is not None and not self.is_asleep and self._can_reuse(held, cost, tracks):
+        if held is not None and not self.is_asleep and self._can_reuse(held, cost, estimates):
             self._plan = held
             self._served += 1
             self._drafting += 1
@@ -393,21 +383,23 @@ class AdaptivePolicy:
             return held[2]
         if self._idle is cost and self._steps % self._rest:
             return none
-        self._rest = fixed or DIALS.first_interval
-        trial = cost.trials < DIALS.trials
+        self._rest = fixed or CONSTANTS.min_interval
+        trial = cost.trials < CONSTANTS.trials
         may = cost.credit > 0 or trial  # expected gains may not have come true
         if not (may or fixed):
-            self._set_idle(cost, _power_of_two(-cost.credit / DIALS.loss_share))
+            self._set_idle(cost, _power_of_two(-cost.credit / CONSTANTS.loss_share))
             return none
         owed, self._owed = self._owed, False
-        chosen = self._plan_trial(cost, tracks) if trial else self._plan_best(cost, tracks) if may else none.copy()
+        chosen = (
+            self._plan_trial(cost, estimates) if trial else self._plan_best(cost, estimates) if may else none.copy()
+        )
         planned = any(chosen) and not trial
-        probed = self._probe(cost, tracks, chosen, owed)
+        probed = self._probe(cost, estimates, chosen, owed)
         if any(chosen):
             if self.is_asleep:
                 self._sleep.wake(self._steps)
                 self._owed = probed
-                self._set_idle(cost, DIALS.first_interval)
+                self._set_idle(cost, CONSTANTS.min_interval)
                 return none
             self._sleep.add_drafting(self._steps)
             cost.trials += trial
@@ -415,10 +407,13 @@ class AdaptivePolicy:
                 self._planned = cost, self._steps
         self._drafting = self._drafting + 1 if any(chosen) else 0
         self._idle = None if any(chosen) else cost
-        if all(chosen) and not (trial or probed) and cost.drafting_steps >= DIALS.first_interval:
-            self._plan, self._served, self._interval = (cost, list(tracks), chosen), 0, DIALS.first_interval
+        if all(chosen) and not (trial or probed) and cost.drafting_steps >= CONSTANTS.min_interval:
+            self._plan, self._served, self._interval = (cost, list(estimates), chosen), 0, CONSTANTS.min_interval
         if not fixed:
-            self._rest = min(DIALS.longest_rest, *(1 if track.eager else track.interval for track in tracks))
+            self._rest = min(
+                CONSTANTS.max_review_interval,
+                *(1 if estimate.pending_probes else estimate.interval for estimate in estimates),
+            )
         return chosen
 
     def _steps_to_wait(self, cost: StepCost, fixed: bool) -> float | None:
@@ -428,77 +423,78 @@ class AdaptivePolicy:
                 return self._budget.steps_until(cost.plain)
             if self._sleep.is_waking(self._steps):
                 return 0.0
-        if self.is_asleep and (left := self._sleep.steps_left(self._steps)):
-            return left
         return None
 
     def _set_idle(self, cost: StepCost, rest: int) -> None:
         self._drafting, self._idle, self._rest = 0, cost, rest
 
     def _can_reuse(
-        self, held: tuple[StepCost, list[Track], list[int]], cost: StepCost, tracks: Sequence[Track]
+        self,
+        held: tuple[StepCost, list[AcceptanceEstimate], list[int]],
+        cost: StepCost,
+        estimates: Sequence[AcceptanceEstimate],
     ) -> bool:
         """Whether this step can reuse the plan of an earlier one."""
-        return held[0] is cost and cost.credit > 0 and self._served < DIALS.plan_reuse and held[1] == tracks
+        return held[0] is cost and cost.credit > 0 and self._served < CONSTANTS.min_interval and held[1] == estimates
 
-    def _plan_trial(self, cost: StepCost, tracks: Sequence[Track]) -> list[int]:
+    def _plan_trial(self, cost: StepCost, estimates: Sequence[AcceptanceEstimate]) -> list[int]:
         """The deepest and the shallowest draft in turns, which determine the cost best."""
-        deep = bisect_right(self._levels, max(self._levels[0], DIALS.trial_levels // len(tracks)))
+        deep = bisect_right(self._levels, max(self._levels[0], CONSTANTS.trial_levels // len(estimates)))
         levels = self._levels[0 if cost.trials % 2 else deep - 1]
-        return [levels if track.hits[0] > DIALS.hopeless else 0 for track in tracks]
+        return [levels] * len(estimates)
 
-    def _plan_best(self, cost: StepCost, tracks: Sequence[Track]) -> list[int]:
+    def _plan_best(self, cost: StepCost, estimates: Sequence[AcceptanceEstimate]) -> list[int]:
         size, step = self._planned
         goes_on = size is cost and self._steps - step <= 2  # a plain step in between refreshes the cost of plain steps
-        return self._best(cost, tracks, 1.0 if goes_on else DIALS.least_gain)
+        return self._best(cost, estimates, 1.0 if goes_on else CONSTANTS.min_gain)
 
-    def _probe(self, cost: StepCost, tracks: Sequence[Track], chosen: list[int], owed: bool) -> bool:
+    def _probe(self, cost: StepCost, estimates: Sequence[AcceptanceEstimate], chosen: list[int], owed: bool) -> bool:
         """Add due probes of requests that do not draft to ``chosen``; returns whether there is any."""
         fixed = self._config.zero_step_probe_interval
         probed: list[int] = []
-        for row, track in enumerate(tracks):
+        for row, estimate in enumerate(estimates):
             if chosen[row]:
-                track.interval = DIALS.first_interval
-            elif self._steps % fixed == 0 if fixed else owed or self._take_probe(track):
+                estimate.interval = CONSTANTS.min_interval
+            elif self._steps % fixed == 0 if fixed else owed or self._take_probe(estimate):
                 probed.append(row)
         if not probed:
             return False
-        rich = cost.credit > DIALS.debt and not fixed  # draft tokens have gained time that probes may spend
-        plan = self._best(cost, [tracks[row] for row in probed], DIALS.least_gain) if rich else [0] * len(probed)
+        rich = cost.credit > CONSTANTS.max_debt and not fixed  # draft tokens have gained time that probes may spend
+        plan = self._best(cost, [estimates[row] for row in probed], CONSTANTS.min_gain) if rich else [0] * len(probed)
         for row, levels in zip(probed, plan, strict=True):
             chosen[row] = levels or self._levels[0]
-            if levels and tracks[row].hits[0] > DIALS.hopeless:
-                tracks[row].interval = self._interval = DIALS.first_interval
+            if levels:
+                estimates[row].interval = self._interval = CONSTANTS.min_interval
         return True
 
-    def _take_probe(self, track: Track) -> bool:
+    def _take_probe(self, estimate: AcceptanceEstimate) -> bool:
         """Take the due probe of a request that does not draft; returns whether there was one."""
-        if track.eager:
-            track.eager -= 1
+        if estimate.pending_probes:
+            estimate.pending_probes -= 1
             return True
-        if self._steps % track.interval:
+        if self._steps % estimate.interval:
             return False
-        track.interval = self._interval = min(2 * track.interval, DIALS.last_interval)
+        estimate.interval = self._interval = min(2 * estimate.interval, CONSTANTS.max_probe_interval)
         return True
 
-    def add_accepted(self, track: Track, accepted: int, levels: int) -> None:
+    def add_accepted(self, estimate: AcceptanceEstimate, accepted: int, levels: int) -> None:
         """Record that the first ``accepted`` of the ``levels`` drafted for a request were accepted."""
         if not levels:
             return
         self._count_skipped()
         self._idle = None
         alpha = self._config.ema_alpha
-        if accepted == levels == self._levels[0] and track.hits[0] < DIALS.prior:
-            track.eager = DIALS.probe_streak
-        track.judged, self._judged = track.judged + 1, self._judged + 1
-        own, shared = max(alpha, 1 / track.judged) if alpha >= 0.1 else alpha, max(alpha / 4, 1 / self._judged)
-        for hits, weight in ((track.hits, own), (self._prior, shared)):
+        if accepted == levels == self._levels[0] and estimate.chances[0] < CONSTANTS.prior:
+            estimate.pending_probes = CONSTANTS.probe_streak
+        estimate.outcomes, self._outcomes = estimate.outcomes + 1, self._outcomes + 1
+        own, shared = max(alpha, 1 / estimate.outcomes) if alpha >= 0.1 else alpha, max(alpha / 4, 1 / self._outcomes)
+        for chances, weight in ((estimate.chances, own), (self._prior, shared)):
             for level in range(min(accepted + 1, levels)):
-                hits[level] += weight * ((level < accepted) - hits[level])
+                chances[level] += weight * ((level < accepted) - chances[level])
             # Levels that were not tried slowly approach the last one that was.
-            last = hits[levels - 1]
-            for level in range(levels, len(hits)):
-                hits[level] += weight / 4 * (last - hits[level])
+            last = chances[levels - 1]
+            for level in range(levels, len(chances)):
+                chances[level] += weight / 4 * (last - chances[level])
 
     def add_timed(self, rows: int, levels: int, nodes: int, seconds: float, accepted: int) -> None:
         """Record that a step of ``rows`` decodes and nothing else took ``seconds``.
@@ -519,9 +515,11 @@ class AdaptivePolicy:
             return
         # After a pause the draft observes deferred tokens. That time is lost but is not a cost of draft tokens.
         expected = cost.expected(levels, nodes)
-        most = (2 if paused else 1) * DIALS.outlier * expected
+        most = (2 if paused else 1) * CONSTANTS.outlier * expected
         believed = expected + min(max(seconds - expected, -most), most)
-        self._add_gain(cost, 1 + accepted / rows, believed, seconds if paused else min(seconds, DIALS.stall * expected))
+        self._add_gain(
+            cost, 1 + accepted / rows, believed, seconds if paused else min(seconds, CONSTANTS.stall * expected)
+        )
 
     def add_plain(self, rows: int, seconds: float, observe: float = 0.0, after_prompts: bool = False) -> None:
         """Record that a step of ``rows`` decodes without draft tokens and nothing else took ``seconds``.
@@ -533,14 +531,14 @@ class AdaptivePolicy:
         if not rows or seconds <= 0:
             return
         cost = self._cost(rows)
-        if after_prompts and cost.plain_steps >= DIALS.trials:
+        if after_prompts and cost.plain_steps >= CONSTANTS.trials:
             cost.plain_steps += 1
             self._add_plain(cost)
             return
         after_draft = not cost.paused  # the draft observed tokens that a drafting step left
         cost.learn(0, 0, seconds, self._config.ema_alpha, observe)
         if after_draft and seconds > cost.plain:
-            self._budget.add_drafting(cost.plain, cost.load, min(seconds, DIALS.stall * cost.plain))
+            self._budget.add_drafting(cost.plain, cost.load, min(seconds, CONSTANTS.stall * cost.plain))
         self._add_plain(cost)
 
     def add_untimed(self, rows: int, levels: int, nodes: int, accepted: int) -> None:
@@ -580,7 +578,6 @@ class AdaptivePolicy:
         it."""
         gain = tokens - believed / cost.plain
         cost.add_gain(gain)
-        self._sleep.add_gain(gain)
         self._budget.add_steps(cost.plain)
         # The same number of plain steps would have been as slow as recent ones.
         self._budget.add_drafting(cost.plain, tokens * cost.load, seconds)
@@ -589,23 +586,16 @@ class AdaptivePolicy:
         size = rows.bit_length()
         found = self._costs.get(size)
         if found is None:
-            known = [other for other, cost in self._costs.items() if cost.drafting_steps >= DIALS.trials]
+            known = [other for other, cost in self._costs.items() if cost.drafting_steps >= CONSTANTS.trials]
             near = min(known, key=lambda other: abs(other - size), default=None)
             found = self._costs[size] = StepCost(None if near is None else self._costs[near])
         return found
 
-    def _likely_from(self, cost: StepCost, rows: int) -> float:
-        """The chance of a first draft token at which the draft of such a batch stays awake."""
-        if not (self._levels and cost.plain):
-            return DIALS.stay_awake_least
-        first = self._levels[0]
-        pays = DIALS.least_gain * cost.expected(first, rows * self._nodes[first]) / cost.plain - 1
-        return min(max(pays, DIALS.stay_awake_least), DIALS.stay_awake_most)
-
-    def _best(self, cost: StepCost, tracks: Sequence[Track], gain: float) -> list[int]:
+    def _best(self, cost: StepCost, estimates: Sequence[AcceptanceEstimate], gain: float) -> list[int]:
         """The plan with the most tokens a second; plain decoding if none is ``gain`` times better."""
-        rows, rate = len(tracks), len(tracks) / cost.plain
-        chances = [list(accumulate(track.hits, mul)) for track in tracks]  # of 1, 2, ... accepted draft tokens
+        rows, rate = len(estimates), len(estimates) / cost.plain
+        # Of 1, 2, ... accepted draft tokens.
+        chances = [list(accumulate(estimate.chances, mul)) for estimate in estimates]
         expected = [
             list(accumulate(each, initial=0.0)) for each in chances
         ]  # draft tokens accepted of 0, 1, ... levels
@@ -627,4 +617,4 @@ class AdaptivePolicy:
 
 def _power_of_two(steps: float) -> int:
     """``steps`` as a power of two, like all intervals."""
-    return 1 << int(min(max(steps, DIALS.first_interval), DIALS.longest_rest)).bit_length() - 1
+    return 1 << int(min(max(steps, CONSTANTS.min_interval), CONSTANTS.max_review_interval)).bit_length() - 1

@@ -9,7 +9,7 @@ import msgspec
 from quart import Response, request
 
 from app.apis.openai.requests import Label
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.errors import ApiError, invalid
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
@@ -42,7 +42,7 @@ async def abort_request(service: Service, exchange: Exchange, body: AbortRequest
     """Abort requests. Their clients receive the output so far."""
     if body.abort_all:
         try:
-            service.keyring.check(Level.ADMIN, request.scope["headers"], request.scope.get("server"))
+            service.keyring.check(AccessLevel.ADMIN, request.scope["headers"], request.scope.get("server"))
         except ApiError as error:
             raise ApiError(
                 401 if error.status == 401 else 403,

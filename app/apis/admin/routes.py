@@ -15,7 +15,7 @@ from app.apis.admin.handlers import (
     server_info,
     set_trace_level,
 )
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.routes import Route
 
 __all__ = ["ROUTES"]
@@ -24,7 +24,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/abort_request",
         methods=("POST",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=abort_request,
         summary="Abort a request, or (admin) all of them",
         body=AbortRequest,
@@ -33,7 +33,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/flush_cache",
         methods=("POST",),
-        level=Level.ADMIN,
+        level=AccessLevel.ADMIN,
         handler=flush_cache,
         summary="Clear the prefix cache",
         tag="operation",
@@ -41,7 +41,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/pause_generation",
         methods=("POST",),
-        level=Level.ADMIN,
+        level=AccessLevel.ADMIN,
         handler=pause_generation,
         summary="Run no more steps",
         body=PauseRequest,
@@ -51,7 +51,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/continue_generation",
         methods=("POST",),
-        level=Level.ADMIN,
+        level=AccessLevel.ADMIN,
         handler=continue_generation,
         summary="End a pause",
         tag="operation",
@@ -59,7 +59,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/set_trace_level",
         methods=("POST",),
-        level=Level.ADMIN,
+        level=AccessLevel.ADMIN,
         handler=set_trace_level,
         summary="Set the trace level",
         body=TraceLevel,
@@ -69,7 +69,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/drain",
         methods=("POST",),
-        level=Level.ADMIN,
+        level=AccessLevel.ADMIN,
         handler=drain,
         summary="Admit no more requests",
         tag="operation",
@@ -78,7 +78,7 @@ ROUTES: tuple[Route, ...] = (
         Route(
             path=path,
             methods=("GET",),
-            level=Level.USER,
+            level=AccessLevel.USER,
             handler=server_info,
             summary="The server: workers, actors, arguments, load",
             tag="operation",
@@ -89,7 +89,7 @@ ROUTES: tuple[Route, ...] = (
         Route(
             path=path,
             methods=("GET",),
-            level=Level.USER,
+            level=AccessLevel.USER,
             handler=model_info,
             summary="The model",
             tag="operation",

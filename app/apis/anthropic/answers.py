@@ -15,8 +15,8 @@ from app.apis.events import (
     Call,
     CallArguments,
     CallBegun,
+    ChoiceEnded,
     ChoiceEvents,
-    Ended,
     Event,
     Reasoning,
     Text,
@@ -71,7 +71,7 @@ def usage_of(usage: Usage, reasoning_tokens: int) -> UsageReport:
     )
 
 
-def _stop(end: Ended, max_tokens: int) -> tuple[StopReason, str | None]:
+def _stop(end: ChoiceEnded, max_tokens: int) -> tuple[StopReason, str | None]:
     """The reason, and the stop sequence if that is it."""
     if end.reason == "tool_calls":
         return "tool_use", None
@@ -172,7 +172,7 @@ class MessageChunks:
                 return [*self._close(), *self._open(CallBegun, fields)]
             case CallArguments(_, text):
                 return [self._delta(b'"type":"input_json_delta","partial_json":' + _encode(text))]
-            case Ended():
+            case ChoiceEnded():
                 return [*self._close(), self._last(event)]
         return []
 
@@ -199,7 +199,7 @@ class MessageChunks:
     def _delta(self, fields: bytes) -> bytes:
         return _event(b"content_block_delta", b'"index":%d,"delta":{%b}' % (self._block, fields))
 
-    def _last(self, end: Ended) -> bytes:
+    def _last(self, end: ChoiceEnded) -> bytes:
         reason, sequence = _stop(end, self._max_tokens)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         usage = usage_of(end.usage, end.reasoning_tokens)

@@ -39,9 +39,9 @@ async def create_message(service: Service, exchange: Exchange, body: MessagesReq
         chat=chat_of(body, service.output_format.tools or StreamingParser),
         params=_params(body, grammar),
         names={**_NAMES, "grammar": field},
-        choice=choice,
+        tool_choice=choice,
         parallel=parallel,
-        thought_limit=_thought_limit(service, body),
+        reasoning_limit=_thought_limit(service, body),
         priority=body.priority,
         cache_salt=body.cache_salt or None,
     )
@@ -102,6 +102,6 @@ def _thought_limit(service: Service, body: MessagesRequest) -> tuple[str, int] |
         return None
     if thinking.budget_tokens is None:
         raise invalid("thinking.budget_tokens: this field is required.", param="thinking.budget_tokens")
-    if service.output_format.thoughts is None or thinking.budget_tokens >= body.max_tokens:
+    if service.output_format.reasoning_format is None or thinking.budget_tokens >= body.max_tokens:
         return None
     return "thinking.budget_tokens", thinking.budget_tokens

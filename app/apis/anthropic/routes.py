@@ -13,7 +13,7 @@ from app.apis.anthropic.requests import (
     Thinking,
     ToolChoiceField,
 )
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.routes import Route
 
 __all__ = ["ROUTES"]
@@ -30,7 +30,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/v1/messages",
         methods=("POST",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=create_message,
         summary="Answer a conversation",
         body=MessagesRequest,
@@ -47,7 +47,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/v1/messages/count_tokens",
         methods=("POST",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=count_tokens,
         summary="The tokens of a conversation",
         body=CountRequest,

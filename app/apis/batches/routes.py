@@ -15,7 +15,7 @@ from app.apis.batches.handlers import (
     upload_file,
 )
 from app.apis.batches.records import BatchAnswer, BatchList, FileAnswer, FileDeleted, FileList
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.routes import Route
 
 __all__ = ["ROUTES"]
@@ -27,7 +27,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/v1/files",
         methods=("POST",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=upload_file,
         summary="Upload a file of requests",
         upload=True,
@@ -37,7 +37,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/v1/files",
         methods=("GET",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=list_files,
         summary="The files of this key",
         query=(("limit", "Files of one page.", 1, 10_000),),
@@ -48,7 +48,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/v1/files/{file_id}",
         methods=("GET",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=get_file,
         summary="A file's description",
         answer=FileAnswer,
@@ -57,7 +57,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/v1/files/{file_id}",
         methods=("DELETE",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=delete_file,
         summary="Delete a file",
         answer=FileDeleted,
@@ -66,7 +66,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/v1/files/{file_id}/content",
         methods=("GET",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=file_content,
         summary="The bytes of a file",
         media=("application/octet-stream",),
@@ -75,7 +75,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/v1/batches",
         methods=("POST",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=create_batch,
         summary="Run the requests of a file behind all others",
         body=BatchRequest,
@@ -85,7 +85,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/v1/batches",
         methods=("GET",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=list_batches,
         summary="The batches of this key",
         query=(("limit", "Batches of one page.", 1, 100),),
@@ -96,7 +96,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/v1/batches/{batch_id}",
         methods=("GET",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=get_batch,
         summary="A batch with its counts",
         answer=BatchAnswer,
@@ -105,7 +105,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/v1/batches/{batch_id}/cancel",
         methods=("POST",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=cancel_batch,
         summary="Cancel a batch; its finished lines stay",
         answer=BatchAnswer,

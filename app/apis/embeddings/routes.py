@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from app.apis.embeddings.handlers import EmbeddingsAnswer, EmbeddingsRequest, embeddings
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.routes import Route
 
 __all__ = ["ROUTES"]
@@ -12,7 +12,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/v1/embeddings",
         methods=("POST",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=embeddings,
         summary="Vectors of texts, by a model that was trained for them",
         body=EmbeddingsRequest,

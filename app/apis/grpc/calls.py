@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from actors.runtime import current_traceparent
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.background import detached_exchange
 from app.server.errors import ApiError
 from app.server.exchange import Exchange, current_request_id
@@ -29,6 +29,7 @@ _CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
+    422: grpc.StatusCode.INVALID_ARGUMENT,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     499: grpc.StatusCode.CANCELLED,
     500: grpc.StatusCode.INTERNAL,
@@ -67,7 +68,7 @@ async def answer_call(service: Service, route: Route, context: Any) -> AsyncIter
     in the engine."""
     headers = headers_of(context.invocation_metadata())
     try:
-        tenant = service.keyring.check(Level.USER, headers, None)
+        tenant = service.keyring.check(AccessLevel.USER, headers, None)
     except ApiError as error:
         service.count_http(route.path, error.status)
         await refuse(context, error)

@@ -10,7 +10,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from actors.protocol.requests import Delta, RequestAborted, TokenLogprob
 from actors.requests.streams import RequestStream
-from app.apis.collecting import Collected, collect
+from app.apis.collecting import CollectedChoice, collect
 from app.apis.grpc.messages import message
 from app.apis.sglang.requests import GenerateRequest, Item, batch_of, native_names
 from app.server.errors import ApiError, invalid
@@ -113,7 +113,7 @@ async def responses(
             yield _complete(label, index, choice, item)
         _note(exchange, collected)
         return
-    collected = [Collected() for _ in range(choices)]
+    collected = [CollectedChoice() for _ in range(choices)]
     try:
         async for delta in stream:
             choice = collected[delta.index]
@@ -136,7 +136,7 @@ def _raise_interruption(exchange: Exchange) -> None:
         raise exchange.interruption
 
 
-def _note(exchange: Exchange, collected: Sequence[Collected]) -> None:
+def _note(exchange: Exchange, collected: Sequence[CollectedChoice]) -> None:
     exchange.tokens = (collected[0].usage.prompt_tokens, sum(one.usage.completion_tokens for one in collected))
 
 
@@ -154,7 +154,7 @@ def _chunk(label: str, delta: Delta, item: Item) -> Any:
     return response
 
 
-def _complete(label: str, index: int, choice: Collected, item: Item) -> Any:
+def _complete(label: str, index: int, choice: CollectedChoice, item: Item) -> Any:
     response = _Response(request_id=label)
     complete, usage, matched = response.complete, choice.usage, choice.matched_stop
     complete.output_ids.extend(choice.token_ids)

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from app.apis.grpc.calls import headers_of, refuse
 from app.apis.grpc.messages import METHODS, POOL, SERVICE, message
 from app.apis.grpc.servicer import Servicer
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.errors import ApiError
 from app.server.request_body import MAX_BODY
 from app.server.service import Service
@@ -112,7 +112,7 @@ class _KeyedReflection(grpc.aio.ServerInterceptor):
         if not call.method.startswith("/grpc.reflection."):
             return await continuation(call)
         try:
-            self._service.keyring.check(Level.USER, headers_of(call.invocation_metadata), None)
+            self._service.keyring.check(AccessLevel.USER, headers_of(call.invocation_metadata), None)
         except ApiError as error:
             return grpc.stream_stream_rpc_method_handler(_refusal(error))
         return await continuation(call)

@@ -14,7 +14,7 @@ from app.apis.embeddings.handlers import task_all
 from app.apis.grpc.calls import answer_call, seconds_left
 from app.apis.grpc.generation import check_fields, check_start, generate_item, prompt_of, responses, submitted
 from app.apis.grpc.messages import METHODS, SERVICE, message
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.errors import ApiError, invalid
 from app.server.routes import Route
 from app.server.service import Service
@@ -33,7 +33,7 @@ _ROUTES = {
     name: Route(
         path=f"/{SERVICE}/{name}",
         methods=("POST",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=_no_handler,
         summary=name,
         operation=_OPERATIONS.get(name, ""),

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import msgspec
 
 from actors.protocol.requests import Delta, SamplingParams, TokenLogprob
-from app.apis.collecting import Collected
+from app.apis.collecting import CollectedChoice
 from app.apis.openai.answers import chat_logprobs
 from app.server.exchange import Exchange
 
-__all__ = ["CompletionChunks", "Form", "LlamaCompletionAnswer"]
+__all__ = ["AnswerFields", "CompletionChunks", "LlamaCompletionAnswer"]
 
 StopType = Literal["none", "eos", "limit", "word"]
 
@@ -39,7 +39,7 @@ class LlamaCompletionAnswer(msgspec.Struct, kw_only=True):
     completion_probabilities: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
 
 
-class Form:
+class AnswerFields:
     """What all answers of one request share."""
 
     def __init__(self, exchange: Exchange, model: str, params: SamplingParams, *, tokens: bool) -> None:
@@ -81,7 +81,7 @@ class Form:
             completion_probabilities=_probabilities(delta.logprobs),
         )
 
-    def end(self, index: int, choice: Collected, *, whole: bool) -> LlamaCompletionAnswer:
+    def end(self, index: int, choice: CollectedChoice, *, whole: bool) -> LlamaCompletionAnswer:
         """The last answer of a choice; ``whole``: with its text, which no event has brought."""
         usage = choice.usage
         word = choice.matched_stop if isinstance(choice.matched_stop, str) else ""
@@ -133,10 +133,10 @@ def _probabilities(
 class CompletionChunks:
     """An event for each piece, and the last of each choice with what is known at its end."""
 
-    def __init__(self, exchange: Exchange, form: Form, choices: int) -> None:
+    def __init__(self, exchange: Exchange, form: AnswerFields, choices: int) -> None:
         self._exchange = exchange
         self._form = form
-        self._choices = [Collected() for _ in range(choices)]
+        self._choices = [CollectedChoice() for _ in range(choices)]
 
     def chunk(self, delta: Delta) -> bytes:
         self._form.mark()

@@ -11,14 +11,14 @@ from quart import Response, request
 from actors.protocol.requests import Chat, Delta, Grammar, SamplingParams
 from app.apis.collecting import collect
 from app.apis.grammars import schema_text
-from app.apis.llamacpp.answers import CompletionChunks, Form
+from app.apis.llamacpp.answers import AnswerFields, CompletionChunks
 from app.apis.llamacpp.requests import InfillRequest, LlamaCompletionRequest, SamplingBody, TemplateRequest
 from app.apis.openai.completions import Prompt, prompts_of
 from app.apis.openai.infill import Filling, ending, fill_in
 from app.apis.openai.parameters import messages, own_template, template_kwargs, tools
 from app.server.errors import ApiError, invalid
 from app.server.exchange import Exchange
-from app.server.merged import Merged
+from app.server.merged_streams import MergedStreams
 from app.server.service import Service, json_response
 from app.server.sse import sse_response
 from app.server.version import troupe_version
@@ -84,9 +84,9 @@ async def _complete(
         for prompt in prompts
     ]
     await service.accepted(streams, names)
-    form = Form(exchange, model, params, tokens=bool(body.return_tokens))
+    form = AnswerFields(exchange, model, params, tokens=bool(body.return_tokens))
     if body.stream:
-        source: AsyncIterator[Delta] = streams[0] if len(streams) == 1 else Merged(streams, 1)
+        source: AsyncIterator[Delta] = streams[0] if len(streams) == 1 else MergedStreams(streams, 1)
         return sse_response(service, exchange, source, CompletionChunks(exchange, form, len(streams)))
     collected = []
     for stream in streams:

@@ -16,12 +16,12 @@ from app.apis.llamacpp.handlers import (
     slots,
 )
 from app.apis.llamacpp.requests import InfillRequest, LlamaCompletionRequest, TemplateRequest
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.routes import Route
 
 __all__ = ["ROUTES"]
 
-_USER: dict[str, Any] = {"level": Level.USER, "tag": "llama.cpp", "dialect": LLAMA_CPP}
+_USER: dict[str, Any] = {"level": AccessLevel.USER, "tag": "llama.cpp", "dialect": LLAMA_CPP}
 _GENERATES: dict[str, Any] = {
     **_USER,
     "methods": ("POST",),

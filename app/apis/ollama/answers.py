@@ -15,8 +15,8 @@ from app.apis.events import (
     CallArguments,
     CallBegun,
     CallEnded,
+    ChoiceEnded,
     ChoiceEvents,
-    Ended,
     Reasoning,
     Text,
     input_of,
@@ -84,7 +84,7 @@ class Times:
         if self._first is None:
             self._first = time.monotonic()
 
-    def end(self, end: Ended) -> dict[str, Any]:
+    def end(self, end: ChoiceEnded) -> dict[str, Any]:
         """The fields of a last answer."""
         now = time.monotonic()
         first, started = self._first or now, self._exchange.started
@@ -176,7 +176,7 @@ class Lines:
                     called = _call(call.index, call.id, call.name, "".join(self._arguments))
                     lines.append(self._line("", calls=[called], logprobs=scores))
                     scores = msgspec.UNSET
-                case Ended():
+                case ChoiceEnded():
                     lines.append(self._line("", logprobs=scores, **self._times.end(event)))
                     scores = msgspec.UNSET
         if scores is not msgspec.UNSET:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from quart import Response
 
-from app.apis.collecting import Collected
+from app.apis.collecting import CollectedChoice
 from app.apis.conversations import NO_TOOLS, AcceptedRequest, ConversationRequest, ToolChoice, submit
 from app.apis.embeddings.handlers import check_dimensions, cut_all, embed_all, normalizes, require_embeddings
 from app.apis.events import read_whole
@@ -47,7 +47,7 @@ async def chat(service: Service, exchange: Exchange, body: OllamaChatRequest) ->
         chat=chat_of(service, body),
         params=params_of(service, body),
         names=NAMES,
-        choice=ToolChoice("auto", tools) if tools else NO_TOOLS,
+        tool_choice=ToolChoice("auto", tools) if tools else NO_TOOLS,
         priority=body.priority,
         label=body.rid,
     )
@@ -100,7 +100,7 @@ async def _answer(
     is_chat, times = isinstance(body, OllamaChatRequest), Times(exchange)
     if body.stream is not False:
         return sse_response(service, exchange, submitted.stream, Lines(submitted.reader(), model, times, chat=is_chat))
-    collected = Collected()
+    collected = CollectedChoice()
     async for delta in submitted.stream:
         times.mark()
         collected.add(delta)

@@ -145,7 +145,7 @@ async def show(service: Service, exchange: Exchange, body: ShowRequest) -> Respo
         capabilities.append("tools")
     if service.arguments.completion_template is not None:
         capabilities.append("insert")
-    if form.thoughts is not None:
+    if form.reasoning_format is not None:
         capabilities.append("thinking")
     facts: dict[str, Any] = {
         "general.architecture": details.family,

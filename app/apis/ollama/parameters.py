@@ -131,7 +131,7 @@ def _kwargs(service: Service, body: OwnFields) -> dict[str, Any]:
     think = body.think
     if think is None:
         return {}
-    if think is not False and service.output_format.thoughts is None:
+    if think is not False and service.output_format.reasoning_format is None:
         raise invalid("think: this model has no reasoning; leave it out.", param="think")
     effort = {"reasoning_effort": think} if isinstance(think, str) else {}
     return {**effort, **dict.fromkeys(SWITCHES, think is not False)}

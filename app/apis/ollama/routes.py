@@ -17,12 +17,12 @@ from app.apis.ollama.requests import (
     Options,
     ShowRequest,
 )
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.routes import Route
 
 __all__ = ["ROUTES"]
 
-_USER: dict[str, Any] = {"level": Level.USER, "tag": "ollama", "dialect": OLLAMA}
+_USER: dict[str, Any] = {"level": AccessLevel.USER, "tag": "ollama", "dialect": OLLAMA}
 _GENERATES: dict[str, Any] = {
     **_USER,
     "methods": ("POST",),

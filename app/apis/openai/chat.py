@@ -10,7 +10,7 @@ from quart import Response
 
 from actors.protocol.requests import Delta
 from app.apis.choice_reader import ChoiceReader
-from app.apis.collecting import Collected, collect
+from app.apis.collecting import CollectedChoice, collect
 from app.apis.conversations import ConversationRequest, submit
 from app.apis.events import Answer, read_whole
 from app.apis.openai.answers import (
@@ -27,7 +27,7 @@ from app.apis.openai.chunks import ChatChunks, UsageReport
 from app.apis.openai.parameters import chat_names, chat_params, chat_prompt, label_of, salt_of
 from app.apis.openai.requests import ChatRequest
 from app.apis.openai.tool_choice import tool_choice_of
-from app.apis.sessions import take_turn
+from app.apis.sessions import begin_session_request
 from app.apis.token_values import last_state
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
@@ -41,27 +41,27 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
     model = service.check_model(body.model)
     params, names = chat_params(body), chat_names(body)
     chat = chat_prompt(body, service.arguments, service.output_format.tools)
-    turn = None
+    session_request = None
     if body.session_params is not None:
-        turn = await take_turn(
+        session_request = await begin_session_request(
             service, exchange, body.session_params, [chat], choices=params.n, rid=exchange.request_id, names=names
         )
     request = ConversationRequest(
-        choice=tool_choice_of(body),
+        tool_choice=tool_choice_of(body),
         chat=chat,
-        prompt=None if turn is None else turn.prompt,
+        prompt=None if session_request is None else session_request.prompt,
         params=params,
         names=names,
         parallel=body.parallel_tool_calls is not False,
-        thought_limit=_thought_limit(body),
+        reasoning_limit=_thought_limit(body),
         separate=body.separate_reasoning is not False,
-        stream_thought=body.stream_reasoning is not False,
+        stream_reasoning=body.stream_reasoning is not False,
         priority=body.priority,
         cache_salt=salt_of(body),
         label=label_of(body),
     )
     stream, reader = await submit(service, exchange, request)
-    source: AsyncIterator[Delta] = stream if turn is None else turn.follow(stream)
+    source: AsyncIterator[Delta] = stream if session_request is None else session_request.follow(stream)
     created = int(time.time())
     if body.stream:
         usage = UsageReport(
@@ -93,7 +93,7 @@ async def _answer(
     service: Service,
     exchange: Exchange,
     body: ChatRequest,
-    collected: list[Collected],
+    collected: list[CollectedChoice],
     created: int,
     reader: Callable[[], ChoiceReader | None],
 ) -> ChatAnswer:

@@ -8,7 +8,7 @@ import msgspec
 
 from actors.protocol.requests import Delta, Usage
 from app.apis.choice_reader import ChoiceReader
-from app.apis.events import CallArguments, CallBegun, ChoiceEvents, Ended, Event, Reasoning, Text
+from app.apis.events import CallArguments, CallBegun, ChoiceEnded, ChoiceEvents, Event, Reasoning, Text
 from app.apis.openai.answers import UsageAnswer, characters, chat_logprobs, completion_logprobs, usage_answer
 from app.apis.openai.requests import ChatRequest, CompletionRequest, StreamOptions
 from app.server.exchange import Exchange
@@ -146,7 +146,7 @@ class ChatChunks:
         pieces = [self._part(delta, b'"role":"assistant","content":""', tail)] if begins else []
         text, finish = b"", _GOES_ON
         for event in events:
-            if isinstance(event, Ended):
+            if isinstance(event, ChoiceEnded):
                 finish = _finish(delta, event.reason)
                 continue
             if text:

@@ -10,17 +10,17 @@ import msgspec
 from quart import Response
 
 from actors.protocol.requests import LIMITS, Delta
-from app.apis.collecting import Collected, collect
+from app.apis.collecting import CollectedChoice, collect
 from app.apis.openai.answers import Choice, CompletionAnswer, completion_logprobs, prompt_logprobs, usage_answer
 from app.apis.openai.chunks import CompletionChunks, UsageReport
 from app.apis.openai.infill import ending, fill_in
 from app.apis.openai.parameters import completion_names, completion_params, label_of, salt_of
 from app.apis.openai.requests import CompletionRequest
-from app.apis.sessions import take_turn
+from app.apis.sessions import begin_session_request
 from app.apis.token_values import last_state
 from app.server.errors import invalid
 from app.server.exchange import Exchange
-from app.server.merged import Merged
+from app.server.merged_streams import MergedStreams
 from app.server.service import Service, json_response
 from app.server.sse import sse_response
 
@@ -38,12 +38,12 @@ async def completions(service: Service, exchange: Exchange, body: CompletionRequ
         filled = [await fill_in(service, prompt, body.suffix) for prompt in prompts]
         prompts, params = [one.text for one in filled], ending(params, filled[0])
     service.check_size(len(prompts), params.n, "prompt")
-    turn = None
+    session_request = None
     if body.session_params is not None:
-        turn = await take_turn(
+        session_request = await begin_session_request(
             service, exchange, body.session_params, prompts, choices=params.n, rid=exchange.request_id, names=names
         )
-        prompts = [turn.prompt]
+        prompts = [session_request.prompt]
     streams = [
         service.submit(
             exchange,
@@ -77,9 +77,11 @@ async def completions(service: Service, exchange: Exchange, body: CompletionRequ
             echoes=echoes,
             choices=params.n,
         )
-        source: AsyncIterator[Delta] = streams[0] if len(streams) == 1 else Merged(streams, params.n)
-        return sse_response(service, exchange, source if turn is None else turn.follow(source), writer)
-    sources = streams if turn is None else [turn.follow(streams[0])]
+        source: AsyncIterator[Delta] = streams[0] if len(streams) == 1 else MergedStreams(streams, params.n)
+        return sse_response(
+            service, exchange, source if session_request is None else session_request.follow(source), writer
+        )
+    sources = streams if session_request is None else [session_request.follow(streams[0])]
     collected = [await collect(source, params.n) for source in sources]
     return json_response(_answer(service, exchange, body, collected, echoes, created))
 
@@ -116,7 +118,7 @@ def _answer(
     service: Service,
     exchange: Exchange,
     body: CompletionRequest,
-    collected: list[list[Collected]],
+    collected: list[list[CollectedChoice]],
     echoes: list[str],
     created: int,
 ) -> CompletionAnswer:
@@ -143,26 +145,26 @@ def _answer(
     )
 
 
-def _best(choices: list[Collected], count: int) -> list[Collected]:
+def _best(choices: list[CollectedChoice], count: int) -> list[CollectedChoice]:
     """The choices whose tokens have the highest mean log-probability, best first; all of them in their order if no more
     were asked for than are returned."""
     if len(choices) <= count:
         return choices
 
-    def mean(choice: Collected) -> float:
+    def mean(choice: CollectedChoice) -> float:
         return sum(entry.logprob or 0.0 for entry in choice.logprobs) / max(1, len(choice.logprobs))
 
     return sorted(choices, key=mean, reverse=True)[:count]
 
 
-def _scored(body: CompletionRequest, first: Collected) -> Any:
+def _scored(body: CompletionRequest, first: CollectedChoice) -> Any:
     """The prompt's log-probabilities, encoded once for all choices."""
     if body.prompt_logprobs is None:
         return msgspec.UNSET
     return msgspec.Raw(msgspec.json.encode(prompt_logprobs(first.prompt_logprobs)))
 
 
-def _choice(body: CompletionRequest, choice: Collected, echo: str, scored: Any, index: int) -> Choice:
+def _choice(body: CompletionRequest, choice: CollectedChoice, echo: str, scored: Any, index: int) -> Choice:
     only_prompt = body.max_tokens == 0
     text = "" if only_prompt else "".join(choice.text)
     logprobs = None

@@ -7,7 +7,7 @@ from app.apis.openai.chat import chat_completions
 from app.apis.openai.completions import completions
 from app.apis.openai.models import ModelCard, ModelList, get_model, list_models
 from app.apis.openai.requests import ChatRequest, CompletionRequest
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.routes import Route
 
 __all__ = ["ROUTES"]
@@ -16,7 +16,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/v1/models",
         methods=("GET",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=list_models,
         summary="The served model, as a list",
         answer=ModelList,
@@ -26,7 +26,7 @@ ROUTES: tuple[Route, ...] = (
         path="/v1/models/{model}",
         slashes=True,
         methods=("GET",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=get_model,
         summary="The served model",
         answer=ModelCard,
@@ -35,7 +35,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/v1/chat/completions",
         methods=("POST",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=chat_completions,
         summary="Answer a conversation",
         body=ChatRequest,
@@ -50,7 +50,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/v1/completions",
         methods=("POST",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=completions,
         summary="Continue texts",
         body=CompletionRequest,

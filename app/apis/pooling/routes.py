@@ -22,7 +22,7 @@ from app.apis.pooling.requests import (
     RerankRequest,
     ScoreRequest,
 )
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.routes import Route
 
 __all__ = ["ROUTES"]
@@ -30,7 +30,7 @@ __all__ = ["ROUTES"]
 
 def _route(path: str, field: str, **more: Any) -> Route:
     """``field``: the prompt's name in the body."""
-    fixed: dict[str, Any] = {"methods": ("POST",), "level": Level.USER, "needs_engine": True, "tag": "ranking"}
+    fixed: dict[str, Any] = {"methods": ("POST",), "level": AccessLevel.USER, "needs_engine": True, "tag": "ranking"}
     return Route(path=path, spelling=(("prompt", field),), **fixed, **more)
 
 

@@ -14,7 +14,7 @@ from app.apis.probes.handlers import (
     ready,
     version,
 )
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.routes import Route
 
 __all__ = ["ROUTES"]
@@ -23,7 +23,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/live",
         methods=("GET",),
-        level=Level.PUBLIC,
+        level=AccessLevel.PUBLIC,
         handler=live,
         summary="Whether the event loop runs",
         tag="probes",
@@ -32,7 +32,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/ready",
         methods=("GET",),
-        level=Level.PUBLIC,
+        level=AccessLevel.PUBLIC,
         handler=ready,
         summary="Whether requests are admitted, and the progress of loading",
         answer=Readiness,
@@ -42,7 +42,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/health",
         methods=("GET",),
-        level=Level.PUBLIC,
+        level=AccessLevel.PUBLIC,
         handler=health,
         summary="Whether the engine makes progress",
         tag="probes",
@@ -51,7 +51,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/ping",
         methods=("GET",),
-        level=Level.PUBLIC,
+        level=AccessLevel.PUBLIC,
         handler=health,
         summary="The same as /health",
         tag="probes",
@@ -60,7 +60,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/health_generate",
         methods=("GET",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=health_generate,
         summary="Whether a token can be generated, end to end",
         tag="probes",
@@ -69,7 +69,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/metrics",
         methods=("GET",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=metrics,
         summary="Metrics for Prometheus",
         media=("text/plain",),
@@ -79,7 +79,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/version",
         methods=("GET",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=version,
         summary="The version of Troupe",
         tag="probes",
@@ -88,7 +88,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/v1/loads",
         methods=("GET",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=loads,
         summary="Load, for routers",
         query=(("dp_rank", "Only this replica.", 0, 65535),),
@@ -99,7 +99,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/get_load",
         methods=("GET",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=load,
         summary="Load, for routers, in SGLang's older form",
         tag="probes",

@@ -8,7 +8,7 @@ import msgspec
 from quart import Response
 
 from app.apis.responses.answers import ConversationAnswer, ConversationDeleted
-from app.apis.responses.handlers import MOST_SHOWN, SHOWN, shown_items
+from app.apis.responses.handlers import MAX_SHOWN, SHOWN, shown_items
 from app.apis.responses.items import Item, new_items
 from app.apis.responses.preparing import repeated, see_owner, too_long
 from app.apis.responses.requests import ConversationRequest, ConversationUpdate, InputItem, ItemsRequest
@@ -85,7 +85,7 @@ async def delete_conversation(service: Service, exchange: Exchange, conversation
 async def list_items(service: Service, exchange: Exchange, conversation_id: str) -> Response:
     answer = _found(service, exchange, conversation_id)
     word("include")
-    after, limit = word("after"), number("limit", SHOWN, 1, MOST_SHOWN)
+    after, limit = word("after"), number("limit", SHOWN, 1, MAX_SHOWN)
     page = _store(service).page(answer.id, after, limit, oldest_first=choice("order", ("desc", "asc")) == "asc")
     if page is None:
         raise invalid(f"after: there is no {(after or '')[:64]!r} in this list.", param="after")

@@ -11,7 +11,7 @@ from app.apis.conversations import submit
 from app.apis.responses.answers import InputTokens, ItemList, ResponseAnswer, ResponseDeleted
 from app.apis.responses.preparing import prepare, see_owner
 from app.apis.responses.requests import ResponsesRequest
-from app.apis.responses.runs import BackgroundRun, EventBody, Run
+from app.apis.responses.runs import BackgroundRun, EventBody, ResponseRun
 from app.apis.responses.store import ResponseStore, StoredResponse
 from app.apis.responses.writer import first_events
 from app.server.errors import ApiError, invalid
@@ -20,7 +20,7 @@ from app.server.query import choice, number, page, word
 from app.server.service import Service, json_response
 
 __all__ = [
-    "MOST_SHOWN",
+    "MAX_SHOWN",
     "SHOWN",
     "Responses",
     "cancel_response",
@@ -32,7 +32,7 @@ __all__ = [
     "shown_items",
 ]
 
-MOST_SHOWN, SHOWN = 100, 20
+MAX_SHOWN, SHOWN = 100, 20
 """Items of a list at most, and without a limit in the query."""
 
 _MAX_RUNS = 64  # background responses of one key
@@ -62,7 +62,7 @@ async def create_response(service: Service, exchange: Exchange, body: ResponsesR
     if body.background:
         run = await _in_background(service, exchange, BackgroundRun(prepared, service.owner(exchange)))
         return _stream(exchange, run.follow(-1)) if body.stream else json_response(prepared.response)
-    made = Run(service, exchange, prepared, await submit(service, exchange, prepared.request))
+    made = ResponseRun(service, exchange, prepared, await submit(service, exchange, prepared.request))
     if body.stream:
         return _stream(exchange, made.events())
     async for _ in made.events():
@@ -182,7 +182,7 @@ async def list_input_items(service: Service, exchange: Exchange, response_id: st
 def _item_list(items: list[dict[str, object]]) -> ItemList:
     """The page of items that the query asks for; ``items``: oldest first."""
     word("include")
-    return shown_items(*page(items[::-1], lambda item: str(item["id"]), most=MOST_SHOWN, default=SHOWN))
+    return shown_items(*page(items[::-1], lambda item: str(item["id"]), most=MAX_SHOWN, default=SHOWN))
 
 
 def shown_items(items: list[dict[str, object]], more: bool) -> ItemList:

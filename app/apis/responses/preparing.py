@@ -22,7 +22,7 @@ from app.server.errors import ApiError, invalid
 from app.server.exchange import Exchange
 from app.server.service import Service
 
-__all__ = ["Prepared", "prepare", "repeated", "see_owner", "too_long"]
+__all__ = ["PreparedResponse", "prepare", "repeated", "see_owner", "too_long"]
 
 Item = dict[str, Any]
 
@@ -51,7 +51,7 @@ _INPUT = {
 """The parameters of a custom tool as the model sees them."""
 
 
-class Prepared(msgspec.Struct, kw_only=True):
+class PreparedResponse(msgspec.Struct, kw_only=True):
     """``items``: the request's own. ``owner``: of what is stored; None if nothing is."""
 
     request: ConversationRequest
@@ -66,7 +66,7 @@ def see_owner(service: Service, exchange: Exchange) -> str | None:
     return None if service.keyring.is_admin(exchange.tenant) else service.owner(exchange)
 
 
-async def prepare(service: Service, exchange: Exchange, body: ResponsesRequest) -> Prepared:
+async def prepare(service: Service, exchange: Exchange, body: ResponsesRequest) -> PreparedResponse:
     """Check a request and build what answers it. Raises 400."""
     model = service.check_model(body.model)
     store = service.responses.store
@@ -82,7 +82,7 @@ async def prepare(service: Service, exchange: Exchange, body: ResponsesRequest) 
     try:
         chat = _chat_request(body, messages_of([*context, *items], body.instructions), scored)
         request = ConversationRequest(
-            choice=tool_choice_of(chat),
+            tool_choice=tool_choice_of(chat),
             chat=chat_prompt(chat, service.arguments, service.output_format.tools),
             params=chat_params(chat),
             names=_NAMES,
@@ -106,7 +106,7 @@ async def prepare(service: Service, exchange: Exchange, body: ResponsesRequest) 
     )
     if body.text is not None and body.text.verbosity not in (None, "medium"):
         exchange.ignored = ", ".join(filter(None, [exchange.ignored, "text.verbosity"]))
-    return Prepared(
+    return PreparedResponse(
         request=request,
         response=_empty(exchange.request_id, model, body, stored=stored),
         options=options,

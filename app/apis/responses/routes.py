@@ -33,7 +33,7 @@ from app.apis.responses.handlers import (
     list_input_items,
 )
 from app.apis.responses.requests import ConversationRequest, ConversationUpdate, ItemsRequest, ResponsesRequest
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.routes import Route
 
 __all__ = ["ROUTES"]
@@ -56,7 +56,7 @@ _PAGES = {
     ),
 }
 
-_route: Callable[..., Route] = partial(Route, level=Level.USER, tag="responses")
+_route: Callable[..., Route] = partial(Route, level=AccessLevel.USER, tag="responses")
 _RESPONSE, _CONVERSATION = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
 _ITEM = f"{_CONVERSATION}/items/{{item_id}}"
 

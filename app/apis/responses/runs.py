@@ -14,7 +14,7 @@ from quart.wrappers.response import ResponseBody
 from actors.protocol.requests import RequestAborted
 from actors.requests.streams import RequestStream
 from app.apis.conversations import AcceptedRequest, submit
-from app.apis.responses.preparing import Prepared
+from app.apis.responses.preparing import PreparedResponse
 from app.apis.responses.store import ResponseStore, StoredResponse
 from app.apis.responses.writer import ResponseWriter, first_events
 from app.server.background import detached_exchange
@@ -23,17 +23,19 @@ from app.server.exchange import Exchange
 from app.server.routes import Route
 from app.server.service import Service
 
-__all__ = ["BackgroundRun", "EventBody", "Run"]
+__all__ = ["BackgroundRun", "EventBody", "ResponseRun"]
 
 _encode = msgspec.json.encode
 
 log = logging.getLogger("troupe.responses")
 
 
-class Run:
+class ResponseRun:
     """Makes one response of an accepted request, and stores it. ``failure``: set if it could not be made."""
 
-    def __init__(self, service: Service, exchange: Exchange, prepared: Prepared, accepted: AcceptedRequest) -> None:
+    def __init__(
+        self, service: Service, exchange: Exchange, prepared: PreparedResponse, accepted: AcceptedRequest
+    ) -> None:
         self.writer = ResponseWriter(prepared.response, accepted.reader(), prepared.options)
         self.failure: ApiError | None = None
         self.cancelled = False
@@ -82,12 +84,12 @@ class BackgroundRun:
     """A response that goes on without its client. ``follow`` gives its events, those of the past as well. ``size``:
     bytes that it takes, about."""
 
-    def __init__(self, prepared: Prepared, owner: str) -> None:
+    def __init__(self, prepared: PreparedResponse, owner: str) -> None:
         self.prepared = prepared
         self.size = len(_encode(prepared.response)) + len(_encode(prepared.request.chat))
         self.owner = owner
         self.done = asyncio.Event()
-        self.run: Run | None = None
+        self.run: ResponseRun | None = None
         self.stream: RequestStream | None = None
         self._events: list[bytes] = []  # behind the first ones, which repeat the request
         self._more = asyncio.Event()
@@ -112,7 +114,7 @@ class BackgroundRun:
                     accepted.set_exception(exchange.error)
                     return
                 self.stream = submitted.stream
-                self.run = Run(service, exchange, self.prepared, submitted)
+                self.run = ResponseRun(service, exchange, self.prepared, submitted)
                 accepted.set_result(None)
                 async for piece in self.run.events():
                     self._events += [event + b"\n\n" for event in piece.split(b"\n\n") if event]

@@ -10,7 +10,7 @@ import msgspec
 
 from actors.protocol.requests import Delta
 from app.apis.choice_reader import ChoiceReader
-from app.apis.events import CallArguments, CallBegun, CallEnded, ChoiceEvents, Ended, Event, Reasoning, Text
+from app.apis.events import CallArguments, CallBegun, CallEnded, ChoiceEnded, ChoiceEvents, Event, Reasoning, Text
 from app.apis.responses.answers import ResponseAnswer, logprobs_of, usage_of
 from app.apis.responses.items import PREFIXES, encode_thought
 from app.server.errors import ApiError
@@ -120,7 +120,7 @@ class ResponseWriter:
                 return self._arguments(text)
             case CallEnded():
                 return self._close("completed")
-            case Ended():
+            case ChoiceEnded():
                 return self._end(event)
         return b""
 
@@ -223,7 +223,7 @@ class ResponseWriter:
         done = self._of_item("response.reasoning_text.done", content_index=0, text=text)
         return done + self._of_item("response.content_part.done", content_index=0, part=part)
 
-    def _end(self, event: Ended) -> bytes:
+    def _end(self, event: ChoiceEnded) -> bytes:
         response = self.response
         cut = event.reason == "length"
         done = b""

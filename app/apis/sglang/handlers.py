@@ -11,13 +11,13 @@ from msgspec import Meta
 from quart import Response
 
 from actors.protocol.requests import Acceptance, Delta, TokenLogprob
-from app.apis.collecting import Collected, collect
-from app.apis.sessions import MOST_SECONDS, take_turn
+from app.apis.collecting import CollectedChoice, collect
+from app.apis.sessions import MAX_SECONDS, begin_session_request
 from app.apis.sglang.requests import Batch, GenerateRequest, Item, batch_of, native_names
 from app.apis.token_values import all_states, packed_experts
 from app.server.errors import invalid
 from app.server.exchange import Exchange
-from app.server.merged import Merged
+from app.server.merged_streams import MergedStreams
 from app.server.service import Service, json_response
 from app.server.sse import sse_response
 
@@ -51,14 +51,14 @@ async def generate(service: Service, exchange: Exchange, body: GenerateRequest) 
     batch = batch_of(body)
     names = native_names(body)
     service.check_size(len(batch.items), batch.choices, names["prompt"])
-    turn = None
+    session_request = None
     if body.session_params is not None:
         item, prompts = batch.items[0], [item.prompt for item in batch.items]
         rid = item.label or exchange.request_id
-        turn = await take_turn(
+        session_request = await begin_session_request(
             service, exchange, body.session_params, prompts, choices=batch.choices, rid=rid, names=names
         )
-        item.prompt = turn.prompt
+        item.prompt = session_request.prompt
     salt = f"{body.cache_salt}\n{body.extra_key}" if body.cache_salt and body.extra_key else None
     streams = [
         service.submit(
@@ -88,10 +88,10 @@ async def generate(service: Service, exchange: Exchange, body: GenerateRequest) 
             )
     answers = _Answers(service, exchange, body, batch, [stream.request_id for stream in streams])
     if body.stream:
-        source: AsyncIterator[Delta] = streams[0] if len(streams) == 1 else Merged(streams, batch.choices)
-        source = source if turn is None else turn.follow(source)
+        source: AsyncIterator[Delta] = streams[0] if len(streams) == 1 else MergedStreams(streams, batch.choices)
+        source = source if session_request is None else session_request.follow(source)
         return sse_response(service, exchange, source, _NativeChunks(answers, service.arguments.stream_output))
-    sources = streams if turn is None else [turn.follow(streams[0])]
+    sources = streams if session_request is None else [session_request.follow(streams[0])]
     collected = [choice for source in sources for choice in await collect(source, batch.choices, keep_aborted=True)]
     if exchange.interruption is not None:
         raise exchange.interruption
@@ -109,7 +109,7 @@ class OpenSession(msgspec.Struct, kw_only=True):
     ) = None
     session_id: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
     streaming: bool | None = None
-    timeout: Annotated[float, Meta(gt=0, le=MOST_SECONDS)] | None = None
+    timeout: Annotated[float, Meta(gt=0, le=MAX_SECONDS)] | None = None
 
 
 class CloseSession(msgspec.Struct, kw_only=True):
@@ -146,7 +146,7 @@ class _Answers:
         self._weight_version = service.arguments.weight_version
         self._encoded: tuple[object, tuple[msgspec.Raw, msgspec.Raw]] | None = None  # of the last prompt
 
-    def of(self, index: int, choice: Collected, text: Sequence[str], since: int = 0) -> GenerateAnswer:
+    def of(self, index: int, choice: CollectedChoice, text: Sequence[str], since: int = 0) -> GenerateAnswer:
         """``since``: the first output token to report (for disjoint events)."""
         item = self.batch.items[index // self.batch.choices]
         answer = GenerateAnswer(
@@ -156,7 +156,7 @@ class _Answers:
             answer.prompt_token_ids = list(choice.prompt_token_ids)
         return answer
 
-    def _meta(self, item: Item, index: int, choice: Collected, since: int) -> dict[str, Any]:
+    def _meta(self, item: Item, index: int, choice: CollectedChoice, since: int) -> dict[str, Any]:
         number = index // self.batch.choices
         meta: dict[str, Any] = {
             "id": item.label or self._ids[number],
@@ -194,7 +194,7 @@ class _Answers:
         tops = [None if place == 0 else self._top(entry) for place, entry in enumerate(prompt)]
         return msgspec.Raw(_encode(own)), msgspec.Raw(_encode(tops))
 
-    def _finish(self, choice: Collected) -> dict[str, Any] | None:
+    def _finish(self, choice: CollectedChoice) -> dict[str, Any] | None:
         match choice.finish_reason:
             case None:
                 return None
@@ -212,7 +212,7 @@ class _Answers:
     def _top(self, entry: TokenLogprob) -> list[tuple[float | None, int, str | None]]:
         return [self._entry(other, other.logprob) for other in entry.top]
 
-    def note_tokens(self, collected: Sequence[Collected]) -> None:
+    def note_tokens(self, collected: Sequence[CollectedChoice]) -> None:
         prompts = sum(choice.usage.prompt_tokens for choice in collected[:: self.batch.choices])
         self._exchange.tokens = (prompts, sum(choice.usage.completion_tokens for choice in collected))
 
@@ -240,7 +240,7 @@ class _NativeChunks:
     def __init__(self, answers: _Answers, disjoint: bool) -> None:
         self._answers = answers
         self._disjoint = disjoint
-        self._choices = [Collected() for _ in range(answers.count)]
+        self._choices = [CollectedChoice() for _ in range(answers.count)]
         self._sent = [_Sent() for _ in range(answers.count)]
 
     def chunk(self, delta: Delta) -> bytes:

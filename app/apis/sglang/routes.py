@@ -11,7 +11,7 @@ from app.apis.sglang.handlers import (
     open_session,
 )
 from app.apis.sglang.requests import NATIVE_SPELLING, GenerateRequest, NativeSampling
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.routes import Route
 
 __all__ = ["ROUTES"]
@@ -20,7 +20,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/generate",
         methods=("POST", "PUT"),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=generate,
         summary="Generate for one prompt or many, in SGLang's form",
         body=GenerateRequest,
@@ -36,7 +36,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/open_session",
         methods=("POST",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=open_session,
         summary="Open a session, whose requests continue each other",
         body=OpenSession,
@@ -45,7 +45,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/close_session",
         methods=("POST",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=close_session,
         summary="Close a session",
         body=CloseSession,

@@ -11,7 +11,7 @@ from app.apis.tokens.handlers import (
     tokenize,
     tokenizer_info,
 )
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.routes import Route
 
 __all__ = ["ROUTES"]
@@ -24,7 +24,7 @@ ROUTES: tuple[Route, ...] = (
             Route(
                 path=f"{prefix}/tokenize",
                 methods=("POST",),
-                level=Level.USER,
+                level=AccessLevel.USER,
                 handler=tokenize,
                 summary="Text or conversation to token ids",
                 body=TokenizeRequest,
@@ -35,7 +35,7 @@ ROUTES: tuple[Route, ...] = (
             Route(
                 path=f"{prefix}/detokenize",
                 methods=("POST",),
-                level=Level.USER,
+                level=AccessLevel.USER,
                 handler=detokenize,
                 summary="Token ids to text",
                 body=DetokenizeRequest,
@@ -48,7 +48,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         path="/tokenizer_info",
         methods=("GET",),
-        level=Level.USER,
+        level=AccessLevel.USER,
         handler=tokenizer_info,
         summary="The tokenizer's configuration and the chat template",
         tag="tokens",

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from actors.engine.engine import Engine
     from app.server.service import Service
 
-__all__ = ["FRAME_SECONDS", "MOST_VIEWERS", "Feed"]
+__all__ = ["FRAME_SECONDS", "MAX_VIEWERS", "Feed"]
 
 FRAME_SECONDS = 0.25
-MOST_VIEWERS = 32
+MAX_VIEWERS = 32
 
 _MARGIN = 0.001  # seconds
 
@@ -51,7 +51,7 @@ class Feed:
 
     def admit(self, exchange: Exchange) -> bool:
         """Admit a viewer until its exchange ends. Returns False if there are too many."""
-        if self.viewers >= MOST_VIEWERS:
+        if self.viewers >= MAX_VIEWERS:
             return False
         self._viewers.add(exchange)
         return True
@@ -101,7 +101,7 @@ class Feed:
             load=_load(engine, now),
             cache=_cache(engine),
             actors=actors,
-            edges=edges(engine.traffic.flows, steps=engine.board.steps, tokens=engine.board.output_tokens),
+            edges=edges(engine.actor_messages.flows, steps=engine.board.steps, tokens=engine.board.output_tokens),
             live=len(engine.intake) if engine.intake is not None else 0,
             requests=[],
         )
@@ -166,7 +166,7 @@ def _actors(engine: Engine) -> list[ActorView]:
             message=status.message,
             message_age=None if status.message_age is None else round(status.message_age, 3),
         )
-    for (name, _), flow in engine.traffic.flows.items():
+    for (name, _), flow in engine.actor_messages.flows.items():
         view = views.get(name)
         if view is not None:
             view.handled += flow.count

@@ -10,7 +10,7 @@ from actors.protocol import StepDone, StepFailed, WorkerReady
 from app.live.feed.answers import EdgeView
 
 if TYPE_CHECKING:
-    from telemetry.metrics.traffic import Flow
+    from telemetry.metrics.actor_messages import Flow
 
 __all__ = ["edges", "role_of"]
 

@@ -7,26 +7,26 @@ from types import TracebackType
 from quart import Response, request
 from quart.wrappers.response import ResponseBody
 
-from app.live.feed.frames import MOST_VIEWERS, Feed
+from app.live.feed.frames import MAX_VIEWERS, Feed
 from app.server.dialect import OPENAI
 from app.server.errors import ApiError, invalid
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
 
-__all__ = ["MOST_FRAMES", "feed", "feed_request"]
+__all__ = ["MAX_FRAMES", "feed", "feed_request"]
 
-MOST_FRAMES = 1_000_000
+MAX_FRAMES = 1_000_000
 
 
 async def feed(service: Service, exchange: Exchange, body: None) -> Response:
     """Frames as server-sent events, until the client disconnects or the server stops; ``?frames=1`` for one frame."""
-    frames = request.args.get("frames", str(MOST_FRAMES))
-    if not (frames.isascii() and frames.isdigit() and len(frames) <= 7 and 1 <= int(frames) <= MOST_FRAMES):
-        raise invalid(f"frames: must be a number from 1 to {MOST_FRAMES}.", param="frames")
+    frames = request.args.get("frames", str(MAX_FRAMES))
+    if not (frames.isascii() and frames.isdigit() and len(frames) <= 7 and 1 <= int(frames) <= MAX_FRAMES):
+        raise invalid(f"frames: must be a number from 1 to {MAX_FRAMES}.", param="frames")
     if not service.feed.admit(exchange):
         raise ApiError(
             503,
-            f"{MOST_VIEWERS} viewers look at the stage already; try again when one has left.",
+            f"{MAX_VIEWERS} viewers look at the stage already; try again when one has left.",
             kind="service_unavailable_error",
             code="too_many_viewers",
             retry_after=5,

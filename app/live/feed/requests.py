@@ -18,11 +18,11 @@ __all__ = ["RequestViews"]
 SHOWN_SECONDS = 30.0
 """Seconds that an ended request is shown."""
 
-MOST_SHOWN = 64
+MAX_SHOWN = 64
 """Most live requests of a frame, and most ended ones."""
 
 _SPANS = frozenset({"tokenize", "queue", "prefill", "decode"})
-_MOST_SPANS = 48
+_MAX_SPANS = 48
 
 _WORDS = frozenset({"worker", "reason", "error.type"})
 """Attributes with text of the server. Other texts may quote a client."""
@@ -68,7 +68,7 @@ class RequestViews:
 
     def _on_stage(self, now: float, tenant: str) -> Iterator[RequestTimeline]:
         def seen(timelines: Iterable[RequestTimeline]) -> Iterator[RequestTimeline]:
-            return itertools.islice((found for found in timelines if may_access(tenant, found.tenant)), MOST_SHOWN)
+            return itertools.islice((found for found in timelines if may_access(tenant, found.tenant)), MAX_SHOWN)
 
         yield from seen(self._timelines.live())
         for timeline in seen(reversed(self._timelines.recent)):
@@ -94,8 +94,8 @@ class RequestViews:
             cached_tokens=timeline.cached_tokens,
             output_tokens=timeline.output_tokens,
             error=timeline.outcome.error_type if timeline.outcome is not None else "",
-            spans=spans[-_MOST_SPANS:],
-            marks=[(mark.name, round(mark.at, 4)) for mark in timeline.marks[-_MOST_SPANS:]],
+            spans=spans[-_MAX_SPANS:],
+            marks=[(mark.name, round(mark.at, 4)) for mark in timeline.marks[-_MAX_SPANS:]],
         )
 
     def _in_full(self, timeline: RequestTimeline) -> Waterfall:

@@ -10,7 +10,7 @@ import msgspec
 from app.parsers.base import StreamingParser
 from app.parsers.tools.lark import ANY, Rules, Unenforceable, moved, refers, regex
 
-__all__ = ["Form", "ToolConstraint", "forced_calls", "native_calls", "strict_calls"]
+__all__ = ["AnswerForm", "ToolConstraint", "forced_calls", "native_calls", "strict_calls"]
 
 Schema = dict[str, Any]
 
@@ -27,7 +27,7 @@ class ToolConstraint(msgspec.Struct, frozen=True):
     covers_thought: bool = False
 
 
-class Form(msgspec.Struct, frozen=True):
+class AnswerForm(msgspec.Struct, frozen=True):
     """The form of an answer without calls, by its kind in ``kernels.contract.grammar``: json_schema, json_object, regex
     or choice. ``whitespace``: the pattern of white space in JSON; empty: none."""
 
@@ -71,7 +71,7 @@ def native_calls(
     *,
     forced: bool,
     single: bool = False,
-    other: Form | None = None,
+    other: AnswerForm | None = None,
 ) -> ToolConstraint:
     """Calls in the model's own format, in llguidance's dialect of Lark. Each matches its tool's schema.
 

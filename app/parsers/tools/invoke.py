@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from app.parsers.base import Malformed, Reading
+from app.parsers.base import ParseError, Reading
 from app.parsers.tools.lark import Rules, Schema
 from app.parsers.tools.parameters import ParameterParser, Value
 
@@ -40,7 +40,7 @@ class InvokeParser(ParameterParser):
             if mark != '">':  # DeepSeek says in the tag whether a value is text or JSON
                 is_string, _ = yield from self.name_until('">')
                 if is_string not in ("true", "false"):
-                    raise Malformed(f"string is {is_string[:16]!r}")
+                    raise ParseError(f"string is {is_string[:16]!r}")
                 text = is_string == "true"
             yield from self.parameter(key, end, text=text)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from app.parsers.base import Malformed, Reading, StreamingParser
+from app.parsers.base import ParseError, Reading, StreamingParser
 from app.parsers.tools.lark import Rules, Schema
 
 __all__ = ["KimiK2Parser"]
@@ -30,7 +30,7 @@ class KimiK2Parser(StreamingParser):
         written, _ = yield from self.name_until("<|tool_call_argument_begin|>")
         identity = _ID.fullmatch(written.strip())
         if identity is None:
-            raise Malformed("its id has no name")
+            raise ParseError("its id has no name")
         yield from self.named_call(identity[1], written.strip() if identity[2] else None)
 
     @classmethod

@@ -21,7 +21,7 @@ ANY = "/(?s:.*)/"
 _SPACE = " ?"
 """White space between parts of a call's JSON. Small models that may write more of it at times write nothing else."""
 
-_DEPTH, _MOST_RULES = 8, 2000
+_DEPTH, _MAX_RULES = 8, 2000
 
 ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly", "writeOnly"}
@@ -106,7 +106,7 @@ class Rules:
     def string(self, schema: Any, root: Schema, depth: int = 0) -> str:
         """A terminal of the texts, without quotes, that a schema of strings allows. Raises Unenforceable."""
         schema = resolved(schema, root)
-        if depth > _DEPTH or len(self.lines) > _MOST_RULES:
+        if depth > _DEPTH or len(self.lines) > _MAX_RULES:
             raise Unenforceable("a schema of that many parts")
         parts = [ANY]
         for keyword, value in schema.items():

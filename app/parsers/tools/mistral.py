@@ -10,7 +10,7 @@ import hashlib
 import re
 from secrets import token_hex
 
-from app.parsers.base import Malformed, Reading, StreamingParser
+from app.parsers.base import ParseError, Reading, StreamingParser
 
 __all__ = ["MistralParser"]
 
@@ -38,7 +38,7 @@ class MistralParser(StreamingParser):
         else:
             yield from self.skip("[ARGS]")
         if not parts:
-            raise Malformed("it has no name")
+            raise ParseError("it has no name")
         yield from self.named_call("".join(parts), identity)
 
     @classmethod

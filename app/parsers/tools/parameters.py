@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from app.parsers.base import Cut, Malformed, Reading, StreamingParser
+from app.parsers.base import IncompleteCall, ParseError, Reading, StreamingParser
 from app.parsers.tools.lark import ANNOTATIONS, ANY, Rules, Schema, Unenforceable, placed, resolved
 
 __all__ = ["ParameterParser", "Value", "as_json", "members", "types_of"]
@@ -49,9 +49,9 @@ class ParameterParser(StreamingParser, ABC):
         self._name, self._members = name.strip(), 0
         try:
             yield from members()
-        except Cut:
+        except IncompleteCall:
             raise
-        except Malformed:
+        except ParseError:
             read = self._read
             self._close()
             self._read = read
@@ -84,14 +84,14 @@ class ParameterParser(StreamingParser, ABC):
 
             end = yield from self.until(ends, sink)
             if not end:
-                raise Cut
+                raise IncompleteCall
             self.add_arguments('"')
             return end
         parts: list[str] = []
         end = yield from self.until(ends, parts.append)
         if not end:
             self.add_arguments("".join(parts).lstrip())  # no value yet, as the call is not complete
-            raise Cut
+            raise IncompleteCall
         self.add_arguments(as_json("".join(parts), set() if text is False else types))
         return end
 

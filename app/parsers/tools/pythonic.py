@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from app.parsers.base import Cut, Malformed, Reading, Sink, StreamingParser
+from app.parsers.base import IncompleteCall, ParseError, Reading, Sink, StreamingParser
 from app.parsers.tools.lark import ANNOTATIONS, Rules, Schema, Unenforceable, placed, resolved
 from app.parsers.tools.parameters import members, types_of
 
@@ -78,13 +78,13 @@ class PythonicParser(StreamingParser):
         parts: list[str] = []
         yield from self.run(pattern, parts.append)
         if not parts:
-            raise Malformed("expected a name") if self._text else Cut
+            raise ParseError("expected a name") if self._text else IncompleteCall
         return "".join(parts)
 
     def _value(self, sink: Sink, depth: int = 0) -> Reading[None]:
         yield from self.space()
         if depth > _DEPTH:
-            raise Malformed("it is nested too deeply")
+            raise ParseError("it is nested too deeply")
         first = yield from self.peek()
         if first in _RUNS:
             yield from self._string(sink)
@@ -96,8 +96,8 @@ class PythonicParser(StreamingParser):
             written = yield from self._word(_SCALAR)
             if written not in _WORDS and _NUMBER.fullmatch(written) is None:
                 if self._at_end():
-                    raise Cut
-                raise Malformed(f"{written[:32]!r} is no value")
+                    raise IncompleteCall
+                raise ParseError(f"{written[:32]!r} is no value")
             sink(_WORDS.get(written, written))
 
     def _string(self, sink: Sink) -> Reading[None]:
@@ -124,7 +124,7 @@ class PythonicParser(StreamingParser):
             try:
                 code = chr(int(digits, 16))
             except (ValueError, OverflowError):
-                raise Malformed("an escape has no code") from None
+                raise ParseError("an escape has no code") from None
             return "\ufffd" if "\ud800" <= code <= "\udfff" else code
         if char in "\\'\"":
             return char
@@ -153,7 +153,7 @@ class PythonicParser(StreamingParser):
         first = True
         while (char := (yield from self.peek())) != "}":
             if char not in _RUNS:
-                raise Malformed("a key is no string")
+                raise ParseError("a key is no string")
             if not first:
                 sink(", ")
             first = False

@@ -9,7 +9,7 @@ from kernels.core.attention_rows import AttentionRows
 from kernels.core.operators import Norm
 from kernels.devices.attention import Attention
 from kernels.devices.cpu.cache import CpuCache, CpuCaches
-from kernels.devices.cpu.narrow_cache import NarrowPages, NarrowPlan
+from kernels.devices.cpu.cache_8bit import Pages8bit, Plan8bit
 from kernels.devices.cpu.native_operators import NativeOperators
 from kernels.devices.cpu.norm import CpuNorm
 from kernels.devices.cpu.operators import Native
@@ -18,7 +18,7 @@ from kernels.devices.invariant.attention import InvariantPlan
 
 __all__ = ["CpuAttention", "CpuPlan"]
 
-CpuPlan = AttentionPlan | NarrowPlan | InvariantPlan
+CpuPlan = AttentionPlan | Plan8bit | InvariantPlan
 
 
 class CpuAttention(Attention[CpuCache, CpuPlan]):
@@ -33,20 +33,20 @@ class CpuAttention(Attention[CpuCache, CpuPlan]):
         assert planner is not None, "KvCaches.make comes first"
         native = self._native.current is not None and self._caches.fits_native
         if self._caches.dtype is None or native:
-            return planner.plan(in_drafts(rows) if native and self._native.alike else rows, window, native)
-        return NarrowPlan(planner, rows, window)
+            return planner.plan(in_drafts(rows) if native and self._native.batch_invariant else rows, window, native)
+        return Plan8bit(planner, rows, window)
 
     def attend(self, queries: Tensor, cache: CpuCache, plan: CpuPlan, scale: float) -> Tensor:
         native = self._fitting(queries.dtype, self._caches.fits_native)
-        if isinstance(plan, NarrowPlan):
-            assert isinstance(cache, NarrowPages)
+        if isinstance(plan, Plan8bit):
+            assert isinstance(cache, Pages8bit)
             over_pages, pages = plan.over_pages
             return paged_attention(queries, cache.widened(pages, queries.dtype), over_pages, scale)
         assert isinstance(plan, AttentionPlan)
         if native is None:
             assert isinstance(cache, Tensor)
             return paged_attention(queries, cache, plan, scale)
-        kept = cache.kept if isinstance(cache, NarrowPages) else cache
+        kept = cache.kept if isinstance(cache, Pages8bit) else cache
         assert kept is not None
         return native_attention(queries, kept, plan, scale, native)
 
@@ -65,7 +65,7 @@ class CpuAttention(Attention[CpuCache, CpuPlan]):
     def place_heads(
         self, qkv: Tensor, heads: int, norm: Norm | None, cos: Tensor, sin: Tensor, cache: CpuCache, index: Tensor
     ) -> Tensor:
-        kept = cache.kept if isinstance(cache, NarrowPages) else cache
+        kept = cache.kept if isinstance(cache, Pages8bit) else cache
         if kept is None or not (norm is None or isinstance(norm, CpuNorm)):
             return super().place_heads(qkv, heads, norm, cos, sin, cache, index)
         native = self._fitting(qkv.dtype, Native.fits_place(qkv.shape[2]))

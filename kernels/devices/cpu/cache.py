@@ -1,5 +1,5 @@
 """A model's caches on the CPU: one layer's is one tensor [pages, page_size, 2, kv_heads, head_dim], so that one copy
-gathers a page's keys and values; or in fewer bits ``NarrowPages``."""
+gathers a page's keys and values; or in fewer bits ``Pages8bit``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels.devices.cache import KvCaches
+from kernels.devices.cpu.cache_8bit import Pages8bit
 from kernels.devices.cpu.large_pages import zeros
-from kernels.devices.cpu.narrow_cache import NarrowPages
 from kernels.devices.cpu.native_operators import NativeOperators
 from kernels.devices.cpu.operators import Native
 from kernels.devices.cpu.paged_attention import AttentionPlanner
@@ -18,7 +18,7 @@ from kernels.weights.quantization.cache import LayerScales, narrow
 
 __all__ = ["CpuCache", "CpuCaches"]
 
-CpuCache = Tensor | NarrowPages
+CpuCache = Tensor | Pages8bit
 """One layer's."""
 
 
@@ -52,7 +52,7 @@ class CpuCaches(KvCaches[CpuCache]):
             return [zeros(shape, dtype) for _ in range(layers)]
         fixed: Sequence[LayerScales | None] = scales or [None] * layers
         found = [
-            NarrowPages(
+            Pages8bit(
                 zeros(shape, kept),
                 zeros(shape[:-1], self.scale_dtype) if narrow(kept) and layer is None else None,
                 layer,
@@ -64,14 +64,14 @@ class CpuCaches(KvCaches[CpuCache]):
 
     def clear(self, caches: Sequence[CpuCache], pages: list[int]) -> None:
         for cache in caches:
-            if isinstance(cache, NarrowPages):
+            if isinstance(cache, Pages8bit):
                 cache.clear(pages)
             else:
                 cache[pages] = 0
 
     def write(self, cache: CpuCache, index: Tensor, keys_values: Tensor) -> None:
-        native = self._fitting(keys_values.dtype, not isinstance(cache, NarrowPages) or cache.kept is not None)
-        if isinstance(cache, NarrowPages):
+        native = self._fitting(keys_values.dtype, not isinstance(cache, Pages8bit) or cache.kept is not None)
+        if isinstance(cache, Pages8bit):
             cache.write(index, keys_values, native)
         elif native is not None:
             native.write(cache, index, keys_values)
@@ -79,17 +79,17 @@ class CpuCaches(KvCaches[CpuCache]):
             cache.view(-1, *keys_values.shape[1:]).index_copy_(0, index, keys_values)
 
     def move(self, cache: CpuCache, source: Tensor, target: Tensor) -> None:
-        if isinstance(cache, NarrowPages):
+        if isinstance(cache, Pages8bit):
             return cache.move(source, target)
         tokens = cache.view(-1, *cache.shape[2:])
         tokens.index_copy_(0, target, tokens.index_select(0, source))
 
     def gather(self, cache: CpuCache, places: Tensor) -> Tensor:
         """The contents of ``places`` int64 [n]: [n, 2, kv_heads, dim], float32 if the cache has 8 bits."""
-        if isinstance(cache, NarrowPages):
+        if isinstance(cache, Pages8bit):
             return cache.widened_tokens(places)
         return cache.view(-1, *cache.shape[2:]).index_select(0, places)
 
     def kv_heads(self, cache: CpuCache) -> int:
         """Key heads of a cache."""
-        return (cache.values if isinstance(cache, NarrowPages) else cache).shape[3]
+        return (cache.values if isinstance(cache, Pages8bit) else cache).shape[3]

@@ -13,7 +13,7 @@ from kernels.devices.cpu.decode_loop import CpuPass
 from kernels.devices.cpu.native_operators import NativeOperators
 from kernels.devices.cpu.paged_attention import with_short
 from kernels.devices.cpu.program import Program
-from kernels.devices.prepared import Decodes, HostPass
+from kernels.devices.prepared import CapturedPasses, NativePass
 
 __all__ = ["CpuCapture"]
 
@@ -28,7 +28,7 @@ class CpuCapture(Capture):
         self._attention = attention
         self._ranks = ranks
 
-    def decodes(self, request: CaptureRequest) -> Decodes | None:
+    def decodes(self, request: CaptureRequest) -> CapturedPasses | None:
         most, states = max(request.max_rows * request.tokens, request.prompts), request.states
         held = None if states is None else states.new_zeros(most, states.shape[1])
         program = self.record(request.forward, request.windows, most, held)
@@ -38,15 +38,15 @@ class CpuCapture(Capture):
         def decode(batch: ForwardBatch) -> Tensor | None:
             return program.run(batch, with_short(next(iter(batch.plans.values())).rows))
 
-        return Decodes((request.max_rows,), decode, most)
+        return CapturedPasses((request.max_rows,), decode, most)
 
-    def host_pass(
+    def native_pass(
         self,
         forward: Callable[[ForwardBatch], Tensor],
         windows: Sequence[int],
         max_tokens: int,
         states: Tensor | None = None,
-    ) -> HostPass | None:
+    ) -> NativePass | None:
         program = self.record(forward, windows, max_tokens, states)
         return None if program is None else CpuPass(program)
 

@@ -11,9 +11,16 @@ from torch import Tensor
 
 from kernels.core.attention_rows import TokenTable
 from kernels.core.operators import Draws
-from kernels.devices.cpu.native.library import Chain, Cycle, Cycled, Observation, Op, RowTokens, Table
+from kernels.devices.cpu.native.library import Chain, Cycle, CycleOutput, Observation, Op, RowTokens, Table
 from kernels.devices.cpu.program import Program
-from kernels.devices.prepared import ChainPasses, CycleResult, DraftCycle, DraftSlots, ObserveTokens, VerifyChains
+from kernels.devices.prepared import (
+    ChainDraftPasses,
+    CycleResult,
+    DraftCacheSlots,
+    DraftCycle,
+    ObserveTokens,
+    VerifyChains,
+)
 
 __all__ = ["cycle", "described", "observe", "verify"]
 
@@ -41,13 +48,13 @@ def described(table: TokenTable) -> Table:
 
 
 def observe(
-    program: Program, table: TokenTable, ahead: int, given: Tensor, left: Tensor | None, states: Tensor | None
+    program: Program, table: TokenTable, ahead: int, inputs: Tensor, left: Tensor | None, states: Tensor | None
 ) -> ObserveTokens:
-    """See ``HostPass.observe``."""
+    """See ``NativePass.observe``."""
     native, where, rows = program.native, described(table), RowTokens()
-    seen = _observation(ahead, given, left, states)
+    seen = _observation(ahead, inputs, left, states)
     before = (native.address, program.ops, program.count, ctypes.byref(where), ctypes.byref(rows), ctypes.byref(seen))
-    held = (program, table, where, given, left, states)
+    held = (program, table, where, inputs, left, states)
 
     def run(slots: Longs, starts: Longs, counts: Longs, features: npt.NDArray[np.int16] | None, places: Longs) -> None:
         assert held
@@ -61,8 +68,8 @@ def observe(
     return run
 
 
-def _observation(ahead: int, given: Tensor, left: Tensor | None, states: Tensor | None) -> Observation:
-    seen = Observation(ahead=ahead, given=given.data_ptr(), width=given.shape[1])
+def _observation(ahead: int, inputs: Tensor, left: Tensor | None, states: Tensor | None) -> Observation:
+    seen = Observation(ahead=ahead, inputs=inputs.data_ptr(), width=inputs.shape[1])
     if left is not None and states is not None:
         seen.left, seen.states, seen.kept = left.data_ptr(), states.data_ptr(), states.shape[1]
     return seen
@@ -73,8 +80,8 @@ def cycle(
     observing: Program,
     head: Program,
     then: Program,
-    draft: ChainPasses,
-    places: DraftSlots,
+    draft: ChainDraftPasses,
+    places: DraftCacheSlots,
     table: TokenTable,
     logits: Tensor,
     argmax: Longs,
@@ -83,7 +90,7 @@ def cycle(
     most: int,
     longest: int,
 ) -> DraftCycle:
-    """See ``HostPass.cycle``."""
+    """See ``NativePass.cycle``."""
     native, ids, room = model.native, draft.ids, len(draft.headed)
     vocab = draft.first.logits.shape[1] if ids is None else int(ids.max()) + 1
     chosen, unsound = np.zeros((2, room), dtype=np.int64), np.zeros((2, room), dtype=np.bool_)
@@ -109,7 +116,7 @@ def cycle(
     seen = _observation(draft.ahead, draft.seen, draft.left, draft.states)
     if features is not None:
         seen.features, seen.stride = features.ctypes.data, features.strides[0] // features.itemsize
-    given = Cycle(
+    settings = Cycle(
         chain,
         places.reached.ctypes.data,
         places.first,
@@ -131,11 +138,11 @@ def cycle(
     emitted, drafted, depths = np.zeros((3, room), dtype=np.int32)
     tokens, kept = np.zeros(len(argmax), dtype=np.int32), np.zeros(len(argmax), dtype=np.int64)
     ended = np.zeros(room, dtype=np.bool_)
-    found = Cycled(*[part.ctypes.data for part in (roots, accepted, emitted, drafted, depths, tokens, kept)])
+    found = CycleOutput(*[part.ctypes.data for part in (roots, accepted, emitted, drafted, depths, tokens, kept)])
     found.ended = ended.ctypes.data
     where = described(table)
     call = native.library.cycle
-    before = (native.address, ctypes.byref(given), ctypes.byref(where))
+    before = (native.address, ctypes.byref(settings), ctypes.byref(where))
     held: tuple[object, ...]
     held = (model, observing, head, then, draft, places, table, logits, argmax, broken, features, chosen, unsound)
     held += (drawn, unfit, draws, ended)
@@ -178,7 +185,7 @@ def cycle(
 def verify(
     program: Program, table: TokenTable, logits: Tensor, argmax: Longs, broken: npt.NDArray[np.bool_]
 ) -> VerifyChains:
-    """See ``HostPass.verify``."""
+    """See ``NativePass.verify``."""
     native, where, rows = program.native, described(table), RowTokens()
     drawn, unsound = np.zeros(len(argmax), dtype=np.int64), np.zeros(len(argmax), dtype=np.bool_)
     draw = native.drawing(logits, drawn, unsound)

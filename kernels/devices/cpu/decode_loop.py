@@ -15,13 +15,13 @@ from kernels.devices.cpu.native.library import Head, RowTokens
 from kernels.devices.cpu.program import Program
 from kernels.devices.prepared import (
     Advance,
-    ChainPasses,
+    ChainDraftPasses,
+    DraftCacheSlots,
     DraftCycle,
-    DraftSlots,
-    HostPass,
+    NativePass,
     ObserveTokens,
     PassLogits,
-    ReachEnds,
+    PrefillCall,
     VerifyChains,
 )
 
@@ -31,7 +31,7 @@ _DONE, _OVER = 0, 3
 
 
 class CpuPass:
-    """See ``HostPass``."""
+    """See ``NativePass``."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -65,14 +65,14 @@ class CpuPass:
         return advance
 
     def observe(
-        self, table: TokenTable, ahead: int, given: Tensor, left: Tensor | None, states: Tensor | None
+        self, table: TokenTable, ahead: int, inputs: Tensor, left: Tensor | None, states: Tensor | None
     ) -> ObserveTokens:
-        return chains.observe(self._program, table, ahead, given, left, states)
+        return chains.observe(self._program, table, ahead, inputs, left, states)
 
     def cycle(
         self,
-        draft: ChainPasses,
-        places: DraftSlots,
+        draft: ChainDraftPasses,
+        places: DraftCacheSlots,
         table: TokenTable,
         logits: Tensor,
         argmax: npt.NDArray[np.int64],
@@ -92,15 +92,15 @@ class CpuPass:
     ) -> VerifyChains:
         return chains.verify(self._program, table, logits, argmax, broken)
 
-    def reach(
+    def prefill(
         self,
-        head: HostPass,
+        head: NativePass,
         table: TokenTable,
         hidden: Tensor,
         last: Tensor,
         found: PassLogits,
         broken: npt.NDArray[np.bool_],
-    ) -> ReachEnds:
+    ) -> PrefillCall:
         assert isinstance(head, CpuPass)
         model, then = self._program, head._program
         native, room = model.native, len(last)
@@ -110,12 +110,12 @@ class CpuPass:
         ending = Head(
             ctypes.addressof(then.ops), then.count, hidden.data_ptr(), hidden.stride(0), last.data_ptr(), last.shape[1]
         )
-        call = native.library.reach
+        call = native.library.prefill
         before = (native.address, model.ops, model.count, *map(ctypes.byref, (where, rows, ending)))
         results, drawing = (found.tokens.data_ptr(), broken.ctypes.data), ctypes.byref(draw)
         held = (model, then, table, where, hidden, last, found, broken, drawn, unsound)
 
-        def reach(
+        def prefill(
             slots: npt.NDArray[np.int64],
             starts: npt.NDArray[np.int64],
             counts: npt.NDArray[np.int64],
@@ -130,4 +130,4 @@ class CpuPass:
             code = call(*before, *results, None if draws is None else drawing, tokens.ctypes.data)
             return None if code else tokens[: len(slots)].tobytes()
 
-        return reach
+        return prefill

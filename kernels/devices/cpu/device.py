@@ -36,13 +36,13 @@ class CpuDevice(Device):
     The default cache is a compromise between the prompts that it finds again and the memory of a small host: with it a
     server of the included model stays under 700 MB.
     ``ranks``: how many processes run the model together on this host and share its cores and its memory.
-    ``alike``: whether a row's result must depend on no other; see ``InvariantCpuDevice``.
+    ``batch_invariant``: whether a row's result must depend on no other; see ``InvariantCpuDevice``.
     """
 
     name = "cpu"
     cache: CpuCaches
 
-    def __init__(self, threads: int = 0, ranks: int = 1, alike: bool = False) -> None:
+    def __init__(self, threads: int = 0, ranks: int = 1, batch_invariant: bool = False) -> None:
         try:
             isa = chosen_isa()
         except IsaError as error:
@@ -56,7 +56,7 @@ class CpuDevice(Device):
             cpu_isa=str(isa),
         )
         self.threads = threads or max(1, (usable_cores() - 1) // ranks)
-        self.native = NativeOperators(isa, threads or max(1, usable_cores() // ranks), alike)
+        self.native = NativeOperators(isa, threads or max(1, usable_cores() // ranks), batch_invariant)
         self.communication = Communication("gloo")
         self.memory = CpuMemory(ranks)
         fallbacks = Fallbacks()

@@ -16,19 +16,20 @@ from kernels.devices.cpu.native_operators import NativeOperators
 from kernels.devices.cpu.operators import Native, NativeWeight
 from kernels.devices.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, CpuInt8Linear
 from kernels.devices.cpu.recording import NotNative
-from kernels.devices.experts import ExpertLayers, Experts, ExpertsInTurn, ExpertWeights, Routing, choose
+from kernels.devices.experts import ClampedGate, ExpertLayers, Experts, ExpertsInTurn, ExpertWeights, Routing, choose
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.linear import ClippedLinear, ConcatenatedLinear, FakeQuantizedLinear
 
 __all__ = ["CpuExpertLayers", "CpuExperts"]
 
 _NATIVE = (CpuLinear, CpuInt8Linear, CpuGroupedLinear, CpuBlocksLinear)
-_ALIKE = (NativeWeight, NativeInt8)
+_BATCH_INVARIANT = (NativeWeight, NativeInt8)
 """Weights with which any number of rows is multiplied in one way, however many of them an expert has."""
 
 
 class CpuExperts:
     """[tokens, hidden] -> [tokens, hidden]. ``linears``: (gate and up, down) of each expert, as linear layers;
+    ``gate``: of each, in place of SwiGLU's.
     ``in_turn``: the same layer, one expert after the other; the log says once when only that can run it.
     """
 
@@ -38,7 +39,9 @@ class CpuExperts:
         linears: Sequence[tuple[Linear, Linear]],
         native: NativeOperators,
         fallbacks: Fallbacks,
+        gate: ClampedGate | None = None,
     ) -> None:
+        self._gate = gate
         self.in_turn = in_turn
         self._linears = tuple(linears)
         self._native = native
@@ -69,13 +72,15 @@ class CpuExperts:
     def _tabled(self) -> ExpertTable | None:
         found: list[tuple[list[ExpertProduct], list[ExpertProduct]]] = []
         for up, down in self._linears:
-            first, second = _products(up, True), _products(down, False)
+            first, second = _products(up, self._gate is None), _products(down, False)
             if first is None or second is None:
                 return None
-            if self._native.alike and not all(isinstance(one.weight, _ALIKE) for one in (*first, *second)):
+            if self._native.batch_invariant and not all(
+                isinstance(one.weight, _BATCH_INVARIANT) for one in (*first, *second)
+            ):
                 return None
             found.append((first, second))
-        return ExpertTable(found)
+        return ExpertTable(found, None if self._gate is None else (self._gate.alpha, self._gate.limit))
 
 
 def _products(linear: Linear, gated: bool) -> list[ExpertProduct] | None:
@@ -110,7 +115,14 @@ class CpuExpertLayers(ExpertLayers):
         self._linear = linear
         self._native = native
 
-    def make(self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], routing: Routing) -> Experts:
+    def make(
+        self,
+        router: Tensor,
+        bias: Tensor | None,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        gate: ClampedGate | None = None,
+    ) -> Experts:
         linears = [
             (
                 self._linear.make_projection(expert.gate_up, expert.gate_up_bias),
@@ -120,7 +132,10 @@ class CpuExpertLayers(ExpertLayers):
         ]
         in_turn = ExpertsInTurn(
             self.make_router(router, bias, routing),
-            [(self._linear.gate(up), down) for up, down in linears],
+            [(self._gated(up, gate), down) for up, down in linears],
             routing,
         )
-        return CpuExperts(in_turn, linears, self._native, self.fallbacks)
+        return CpuExperts(in_turn, linears, self._native, self.fallbacks, gate)
+
+    def _gated(self, up: Linear, gate: ClampedGate | None) -> Linear:
+        return self._linear.gate(up) if gate is None else lambda x: gate(up(x))

@@ -1,10 +1,10 @@
 """A CPU whose results for a token do not depend on what else a step runs.
 
 Native operators have this property: each row is computed by itself, or its sums are added up in one order whatever rows
-are beside it. Three of them have it in a mode of their own, ``alike``: products with weights of few bits multiply no
-more rows at a time than they treat in one way, attention treats a prompt as drafts, and experts of few bits run in
-turn. Whatever has no native operator is computed as in ``kernels.devices.invariant``; which of both serves a layer
-depends on its dtype and sizes alone.
+are beside it. Three of them have it in the mode ``batch_invariant``: products with weights of few bits multiply no more
+rows at a time than they treat in one way, attention treats a prompt as drafts, and experts of few bits run in turn.
+Whatever has no native operator is computed as in ``kernels.devices.invariant``; which of both serves a layer depends on
+its dtype and sizes alone.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from kernels.devices.cpu.operators import Native
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.invariant.attention import InvariantPlan, Put
 from kernels.devices.invariant.capabilities import InvariantAttention, InvariantElementwise, refuse_ranks
+from kernels.devices.invariant.matmul import TiledLinear
 from kernels.devices.invariant.norm import InvariantNorm
-from kernels.devices.invariant.products import TiledLinear
 from kernels.devices.linear import LinearLayers
 from kernels.weights.quantization.weights import QuantizedWeight
 
@@ -44,7 +44,7 @@ class InvariantCpuDevice(CpuDevice):
 
     def __init__(self, config: RunnerConfig) -> None:
         refuse_ranks(config, "ranks", "with --tensor-parallel-size 1")
-        super().__init__(config.threads, alike=True)
+        super().__init__(config.threads, batch_invariant=True)
         self.traits = dataclasses.replace(self.traits, samples_row_by_row=True)
         fallbacks = Fallbacks()
         self.elementwise = _Elementwise(self.native)

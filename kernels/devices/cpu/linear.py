@@ -18,7 +18,6 @@ from kernels.devices.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, Cpu
 from kernels.devices.elementwise import Elementwise
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.linear import LinearLayers
-from kernels.weights.quantization.gguf_weight import GgufWeight
 from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
 
 __all__ = ["CpuLinearLayers", "fits_native"]
@@ -35,7 +34,7 @@ def fits_native(weight: QuantizedWeight) -> bool:
         return NativeGrouped.fits(weight)
     if isinstance(weight, Fp8Weight):
         return NativeFp8.fits(weight)
-    return isinstance(weight, GgufWeight) and NativeBlocks.fits(weight)
+    return NativeBlocks.fits(weight)
 
 
 class CpuLinearLayers(LinearLayers):
@@ -78,11 +77,11 @@ class CpuLinearLayers(LinearLayers):
                 reason = f"--cpu-isa {self._native.isa} switches the native products off"
             return self.make_dequantized(weight, bias, reason)
         packed: CpuGroupedLinear | CpuBlocksLinear
-        if isinstance(found, GroupedWeight | Fp8Weight):
-            packed = CpuGroupedLinear(found, bias, native)
-        else:
-            assert isinstance(found, GgufWeight)
+        if NativeBlocks.fits(found):
             packed = CpuBlocksLinear(found, bias, native)
+        else:
+            assert isinstance(found, GroupedWeight | Fp8Weight)
+            packed = CpuGroupedLinear(found, bias, native)
         self.dequantized_bytes += packed.nbytes - weight.nbytes
         return packed
 
@@ -113,7 +112,7 @@ class CpuLinearLayers(LinearLayers):
 
     def _blocks(self, table: Tensor | QuantizedWeight) -> CpuBlocksLinear | None:
         """A layer of a table in blocks, if there are native operators for it."""
-        if not isinstance(table, GgufWeight) or not NativeBlocks.fits(table):
+        if not isinstance(table, QuantizedWeight) or not NativeBlocks.fits(table):
             return None
         native = self._native.wait()
         if native is None:

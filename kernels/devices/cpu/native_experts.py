@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kernels.devices.cpu.matmul import AnyWeight, products
 from kernels.devices.cpu.native.library import Op
-from kernels.devices.cpu.products import AnyWeight, products
 
 __all__ = ["ExpertProduct", "ExpertTable"]
 
@@ -46,9 +46,14 @@ class _Expert(ctypes.Structure):
 
 class ExpertTable:
     """``experts``: of each the products of its gates and others, and those that lead back, side by side. ``count``:
-    of experts. ``address``: of the table, which lives as long as this."""
+    of experts. ``gate``: factor and limit of clamped gates. ``address``: of the table, which lives as long as this."""
 
-    def __init__(self, experts: Sequence[tuple[Sequence[ExpertProduct], Sequence[ExpertProduct]]]) -> None:
+    def __init__(
+        self,
+        experts: Sequence[tuple[Sequence[ExpertProduct], Sequence[ExpertProduct]]],
+        gate: tuple[float, float] | None = None,
+    ) -> None:
+        self.gate = None if gate is None else (ctypes.c_float * 2)(*gate)
         self.count = len(experts)
         self.inner = experts[0][1][0].weight.inputs
         self._kept: list[object] = []

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from kernels.contract.cpu_isa import CpuIsa
-from kernels.devices.cpu.native.library import OPERATORS, SHIPPED, Awaited, built, open_library, start_build
+from kernels.devices.cpu.native.library import OPERATORS, SHIPPED, PendingBuild, built, open_library, start_build
 from kernels.devices.cpu.operators import Native
 from kernels.devices.cpu.recording import NotNative
 
@@ -25,15 +25,15 @@ class _Adopts(Protocol):
 
 class NativeOperators:
     """``current``: the operators; None while there are none. ``isa``: the instruction set that they may use.
-    ``threads``: of each operator. ``alike``: whether a row's result must depend on no other.
+    ``threads``: of each operator. ``batch_invariant``: whether a row's result must depend on no other.
     """
 
-    def __init__(self, isa: CpuIsa, threads: int, alike: bool = False) -> None:
+    def __init__(self, isa: CpuIsa, threads: int, batch_invariant: bool = False) -> None:
         self.isa = isa
         self.threads = threads
-        self.alike = alike
+        self.batch_invariant = batch_invariant
         self.current: Native | None = None
-        self.building: subprocess.Popen[bytes] | Awaited | None = None
+        self.building: subprocess.Popen[bytes] | PendingBuild | None = None
         self._adopting: weakref.WeakSet[_Adopts] = weakref.WeakSet()
 
     @property
@@ -55,7 +55,7 @@ class NativeOperators:
             return
         library = open_library(source)
         if library is not None:
-            self.current = Native(library, self.threads, self.alike)
+            self.current = Native(library, self.threads, self.batch_invariant)
         elif built(source) is None:
             self.building = start_build(source)
             if self.building is not None:
@@ -72,7 +72,7 @@ class NativeOperators:
         library = open_library(OPERATORS[self.isa])
         if library is None:
             return False
-        self.current = Native(library, self.threads, self.alike)
+        self.current = Native(library, self.threads, self.batch_invariant)
         for layer in self._adopting:
             layer.adopt(self.current)
         _log.info("the compiled native operators are in use now")

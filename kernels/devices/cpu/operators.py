@@ -12,27 +12,27 @@ import torch
 from torch import Tensor
 
 from kernels.core.operators import Draws, Masks
+from kernels.devices.cpu.matmul import MatmulOps, NativeWeight, products
 from kernels.devices.cpu.native.library import Op, Step
 from kernels.devices.cpu.native_blocks import NativeBlocks, NativeRows
 from kernels.devices.cpu.native_experts import ExpertTable
 from kernels.devices.cpu.native_fp8 import NativeFp8
 from kernels.devices.cpu.native_grouped import NativeGrouped
 from kernels.devices.cpu.native_int8 import NativeInt8
-from kernels.devices.cpu.products import NativeWeight, Products, products
-from kernels.devices.cpu.recording import Engine
+from kernels.devices.cpu.recording import OperatorRunner
 from kernels.weights.quantization.cache import LayerScales
 
-__all__ = ["Kept", "Native", "NativeWeight"]
+__all__ = ["Cache8bit", "Native", "NativeWeight"]
 
 _EMBED, _ANGLES, _NORM = range(3)
 _ROTARY, _WRITE, _ATTENTION, _SILU, _EXPERTS, _GREEDY, _ADD = range(4, 11)
-_WRITE_NARROW, _FAKE_QUANTIZE, _PLACE, _DRAW = range(14, 18)
-_NARROW = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
+_WRITE_8BIT, _FAKE_QUANTIZE, _PLACE, _DRAW = range(14, 18)
+_CACHE_TYPES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
 _HEAD_DIMS = (32, 64, 96, 128, 256)
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class Cache8bit:
     """A layer's keys and values of 8 bits. ``values`` [pages, page_size, 2, kv_heads, dim]; ``scales`` bf16 [pages,
     page_size, 2, kv_heads], each token's, or ``fixed``; ``by_head`` f32 [2, kv_heads]: where all dims share one.
     """
@@ -43,7 +43,7 @@ class Kept:
     by_head: Tensor | None
 
 
-class Native(Engine):
+class Native(OperatorRunner):
     """The native operators, on ``threads`` threads. bf16 tensors whose last dimension is contiguous.
 
     An operator that does not fit its arguments must not be called: see the ``fits`` of each.
@@ -130,12 +130,12 @@ class Native(Engine):
         """As ``linear``, with a weight in blocks; ``gated``: in those of one type."""
         return self._multiply(x, weight.outputs // 2 if gated else weight.outputs, products(weight, bias, gated))
 
-    def _multiply(self, x: Tensor, width: int, found: Products) -> Tensor:
+    def _multiply(self, x: Tensor, width: int, found: MatmulOps) -> Tensor:
         out = self._empty(len(x), width)
         for op, first, kept in found:
             op.a, op.stride_a = x.data_ptr(), x.stride(0)
             op.out, op.stride_out = out[:, first:].data_ptr(), width
-            op.narrow = self.alike
+            op.invariant = self.batch_invariant
             self._call(op, Step(len(x)), *kept)
         return out
 
@@ -160,6 +160,7 @@ class Native(Engine):
             i1=logits.shape[1],
             i2=chosen,
             i3=table.inner,
+            fixed=None if table.gate is None else ctypes.addressof(table.gate),
             i4=normalized,
         )
         self._call(op, Step(rows), table)
@@ -183,6 +184,7 @@ class Native(Engine):
             i1=table.count,
             i2=ids.shape[1],
             i3=table.inner,
+            fixed=None if table.gate is None else ctypes.addressof(table.gate),
             scales=weights.data_ptr(),
         )
         self._call(op, Step(rows), table, ids, weights)
@@ -214,10 +216,10 @@ class Native(Engine):
         op = Op(kind=_WRITE, a=keys_values.data_ptr(), out=cache.data_ptr(), stride_a=keys_values.stride(0), i0=width)
         self._call(op, Step(len(keys_values), index=index.data_ptr()), cache)
 
-    def write_narrow(self, cache: Kept, index: Tensor, keys_values: Tensor) -> None:
+    def write_8bit(self, cache: Cache8bit, index: Tensor, keys_values: Tensor) -> None:
         """``write`` to a cache of 8 bits; its dimension must be a multiple of 32."""
         op = Op(
-            kind=_WRITE_NARROW,
+            kind=_WRITE_8BIT,
             a=keys_values.data_ptr(),
             out=cache.values.data_ptr(),
             stride_a=keys_values.stride(0),
@@ -237,7 +239,7 @@ class Native(Engine):
         norm: tuple[Tensor, float] | None,
         cos: Tensor,
         sin: Tensor,
-        cache: Tensor | Kept,
+        cache: Tensor | Cache8bit,
         index: Tensor,
     ) -> None:
         """Norm and rotate the queries of ``qkv`` [rows, heads + 2 * kv_heads, dim] in place, and the keys on their way
@@ -268,7 +270,7 @@ class Native(Engine):
         return page_size % 16 == 0 and dim in _HEAD_DIMS
 
     def attention(
-        self, queries: Tensor, cache: Tensor | Kept, step: Step, window: int, scale: float, out: Tensor
+        self, queries: Tensor, cache: Tensor | Cache8bit, step: Step, window: int, scale: float, out: Tensor
     ) -> None:
         """``queries`` [rows, heads, dim] over the pages of ``step``; ``out`` [rows, heads * dim]."""
         _, heads, dim = queries.shape
@@ -391,22 +393,22 @@ class Native(Engine):
         return out
 
 
-def _values(cache: Tensor | Kept) -> Tensor:
-    return cache.values if isinstance(cache, Kept) else cache
+def _values(cache: Tensor | Cache8bit) -> Tensor:
+    return cache.values if isinstance(cache, Cache8bit) else cache
 
 
-def _held(cache: Tensor | Kept) -> tuple[Tensor | None, ...]:
+def _held(cache: Tensor | Cache8bit) -> tuple[Tensor | None, ...]:
     """Objects that a program refers to."""
-    if not isinstance(cache, Kept):
+    if not isinstance(cache, Cache8bit):
         return (cache,)
     fixed = (None, None) if cache.fixed is None else (cache.fixed.scales, cache.fixed.offsets)
     return cache.values, cache.scales, cache.by_head, *fixed
 
 
-def _of(op: Op, cache: Tensor | Kept) -> Op:
+def _of(op: Op, cache: Tensor | Cache8bit) -> Op:
     """The operator with the parameters of a cache of 8 bits."""
-    if isinstance(cache, Kept):
-        op.narrow = _NARROW[cache.values.dtype]
+    if isinstance(cache, Cache8bit):
+        op.cache_type = _CACHE_TYPES[cache.values.dtype]
         parts = (None if part is None else part.data_ptr() for part in _held(cache))
         _, op.scales, op.by_head, op.fixed, op.offsets = parts
     return op

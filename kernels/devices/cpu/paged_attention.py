@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.tree import MOST_NODES, chain_bits, unpack_bits, within_window
-from kernels.devices.cpu.operators import Kept, Native
+from kernels.devices.cpu.operators import Cache8bit, Native
 from kernels.devices.cpu.program import step_of
 
 Longs = npt.NDArray[np.int64]
@@ -256,7 +256,7 @@ def paged_attention(queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: 
 
 
 def native_attention(
-    queries: Tensor, cache: Tensor | Kept, plan: AttentionPlan, scale: float, native: Native
+    queries: Tensor, cache: Tensor | Cache8bit, plan: AttentionPlan, scale: float, native: Native
 ) -> Tensor:
     """``paged_attention`` by native operators, whose plan it is."""
     out = native.empty_attention(queries)

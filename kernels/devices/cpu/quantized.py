@@ -96,7 +96,7 @@ class CpuGroupedLinear:
 class CpuBlocksLinear:
     """Native products with the blocks of GGUF files."""
 
-    def __init__(self, weight: GgufWeight, bias: Tensor | None, native: Native) -> None:
+    def __init__(self, weight: GgufWeight | GroupedWeight, bias: Tensor | None, native: Native) -> None:
         self.bias = bias
         self.native = native
         self._packed = NativeBlocks(native.library, weight)

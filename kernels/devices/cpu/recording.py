@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.devices.cpu.native.library import Library, Op, Step
 
-__all__ = ["Engine", "NotNative", "Recording"]
+__all__ = ["NotNative", "OperatorRunner", "Recording"]
 
 _MANY_ROWS = 64  # whose outputs an allocator would give back to the system
 
@@ -29,14 +29,16 @@ class NotNative(RuntimeError):
     """Something in a forward pass has no native operator, so that no program can be made of it."""
 
 
-class Engine:
-    """Runs native operators on ``threads`` threads, or records them. ``alike``: products with weights of few bits treat
-    few rows as they treat many, so that a row's result depends on no other.
+class OperatorRunner:
+    """Runs native operators on ``threads`` threads, or records them.
+
+    ``batch_invariant``: products with weights of few bits treat few rows as they treat many, so that a row's result
+    depends on no other.
     """
 
-    def __init__(self, library: Library, threads: int, alike: bool = False) -> None:
+    def __init__(self, library: Library, threads: int, batch_invariant: bool = False) -> None:
         self.library = library
-        self.alike = alike
+        self.batch_invariant = batch_invariant
         engine = library.open(threads)
         if engine is None:
             raise RuntimeError(f"the system did not start {threads} threads for native operators; lower --cpu-threads")

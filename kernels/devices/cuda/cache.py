@@ -1,5 +1,5 @@
 """A model's caches on an NVIDIA GPU: for each layer one tensor [pages, 2, kv_heads, page_size, head_dim], or a
-quantized ``NarrowCache``."""
+quantized ``Cache8bit``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from kernels.contract.errors import UnsupportedError
 from kernels.devices.cache import KvCaches
+from kernels.devices.cuda.attention.cache_8bit import Cache8bit
 from kernels.devices.cuda.attention.moving import move_caches
-from kernels.devices.cuda.attention.narrow_cache import NarrowCache
 from kernels.devices.memory import DeviceMemory
 from kernels.weights.quantization.cache import LayerScales, narrow
 
 __all__ = ["CudaCache", "CudaCaches"]
 
-CudaCache = Tensor | NarrowCache
+CudaCache = Tensor | Cache8bit
 """The cache of one layer."""
 
 _PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -59,7 +59,7 @@ class CudaCaches(KvCaches[CudaCache]):
             return [zeros(shape, dtype) for _ in range(layers)]
         fixed: Sequence[LayerScales | None] = scales or [None] * layers
         return [
-            NarrowCache(
+            Cache8bit(
                 zeros(shape, kept),
                 zeros(shape[:-1], self.scale_dtype) if narrow(kept) and layer is None else None,
                 layer,
@@ -69,7 +69,7 @@ class CudaCaches(KvCaches[CudaCache]):
 
     def clear(self, caches: Sequence[CudaCache], pages: list[int]) -> None:
         for cache in caches:
-            if isinstance(cache, NarrowCache):
+            if isinstance(cache, Cache8bit):
                 cache.clear(pages)
             else:
                 cache[pages] = 0
@@ -80,14 +80,14 @@ class CudaCaches(KvCaches[CudaCache]):
         return cache[torch.div(places, page_size, rounding_mode="floor"), :, :, places % page_size]
 
     def write(self, cache: CudaCache, index: Tensor, keys_values: Tensor) -> None:
-        if isinstance(cache, NarrowCache):
+        if isinstance(cache, Cache8bit):
             return cache.write(index, keys_values)
         page_size = cache.shape[3]
         both = keys_values.unflatten(1, (2, -1))
         cache[index // page_size, :, :, index % page_size] = both
 
     def move(self, cache: CudaCache, source: Tensor, target: Tensor) -> None:
-        if isinstance(cache, NarrowCache):
+        if isinstance(cache, Cache8bit):
             return cache.move(source, target)
         page_size = cache.shape[3]
         moved = cache[source // page_size, :, :, source % page_size]

@@ -19,7 +19,7 @@ from kernels.devices.cuda.graphs.step_graphs import StepGraphs
 from kernels.devices.cuda.precompile import precompile_passes
 from kernels.devices.experts import ExpertLayers
 from kernels.devices.graphs import graph_sizes
-from kernels.devices.prepared import Decodes, StepFound, Steps
+from kernels.devices.prepared import CapturedPasses, CapturedStepResult, CapturedSteps
 from kernels.devices.staged_memory import StagedMemory
 
 __all__ = ["CudaCapture"]
@@ -37,7 +37,7 @@ class CudaCapture(Capture):
         self._device = memory.torch_device
         self._pool: Any = None  # memory of captured drafts
 
-    def decodes(self, request: CaptureRequest) -> Decodes | None:
+    def decodes(self, request: CaptureRequest) -> CapturedPasses | None:
         config, tokens = self._config, request.tokens
         sizes = self._sizes(tokens, request.max_rows)
         if not sizes:
@@ -58,14 +58,14 @@ class CudaCapture(Capture):
             nothing = chain(torch.zeros((1, tokens), dtype=torch.int64, device=self._device))
             null_pages = np.zeros((1, -(-tokens // config.page_size)), dtype=np.int32)
             graphs.verify(np.zeros(1, dtype=np.int64), null_pages, nothing)
-        return Decodes(
+        return CapturedPasses(
             tuple(graphs.sizes),
             lambda batch: graphs.run(batch, next(iter(batch.plans.values()))),
             verify=graphs.verify,
             ends=graphs.ends,
         )
 
-    def steps(self, request: StepCaptureRequest) -> Steps | None:
+    def steps(self, request: StepCaptureRequest) -> CapturedSteps | None:
         config, sizes = self._config, self._sizes(1, request.max_rows)
         if not sizes:
             return None
@@ -80,11 +80,11 @@ class CudaCapture(Capture):
         if not graphs.sizes:
             return None
         prompts = self.prompt_steps(request, min(request.max_rows, max(graphs.sizes)))
-        return Steps(tuple(graphs.sizes), graphs.run, prompts)
+        return CapturedSteps(tuple(graphs.sizes), graphs.run, prompts)
 
     def prompt_steps(
         self, request: StepCaptureRequest, max_rows: int
-    ) -> Callable[[PromptTokens], StepFound | None] | None:
+    ) -> Callable[[PromptTokens], CapturedStepResult | None] | None:
         """Whole steps with chunks of prompts, of up to ``max_rows`` rows."""
         config = self._config
         if config.disable_prompt_graphs or config.disable_graph_padding:  # no two such steps have the same numbers

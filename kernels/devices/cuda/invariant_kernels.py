@@ -71,7 +71,7 @@ def _sum(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _product(
+def invariant_gemm_kernel(
     x,
     weight,
     bias,
@@ -129,7 +129,7 @@ def _product(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _add_up(
+def invariant_sum_kernel(
     parts,
     bias,
     out,
@@ -186,7 +186,7 @@ class InvariantLinear:
         left = x.new_empty((parts, len(x), outputs), dtype=torch.float32) if parts > 1 else out
         bias, biased = self.weight if self.bias is None else self.bias, self.bias is not None
         pdl = overlapping(x.device)
-        _product[(triton.cdiv(outputs, rows), triton.cdiv(len(x), columns), parts)](
+        invariant_gemm_kernel[(triton.cdiv(outputs, rows), triton.cdiv(len(x), columns), parts)](
             x,
             self.weight,
             bias,
@@ -208,12 +208,14 @@ class InvariantLinear:
         )
         if parts > 1:
             grid = triton.cdiv(outputs, _ADDED), len(x)
-            _add_up[grid](left, bias, out, len(x), outputs, parts, _ADDED, biased, pdl, num_warps=4, launch_pdl=pdl)
+            invariant_sum_kernel[grid](
+                left, bias, out, len(x), outputs, parts, _ADDED, biased, pdl, num_warps=4, launch_pdl=pdl
+            )
         return swiglu(out) if self._gated else out
 
 
 @triton.jit(do_not_specialize=["state_stride", "page_stride", "bits_stride", "tiles"])
-def _alone(
+def invariant_attention_kernel(
     queries,
     cache,
     scales,
@@ -345,7 +347,7 @@ def _attend(
     each = max(1, _LINES // group) if bits is None else 1
     tiles = triton.cdiv(most, each)
     pdl = overlapping(queries.device)
-    _alone[(len(state) * tiles, kv_heads)](
+    invariant_attention_kernel[(len(state) * tiles, kv_heads)](
         queries,
         cache,
         cache if scales is None else scales,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
 from kernels.devices.invariant.elementwise import by_lines, pairwise_sum
-from kernels.devices.invariant.products import rows_alike
+from kernels.devices.invariant.matmul import rows_alike
 
 __all__ = ["InvariantPlan", "attend"]
 

@@ -20,12 +20,12 @@ from kernels.core.operators import Linear, Norm
 from kernels.devices.attention import Attention
 from kernels.devices.cache import KvCaches
 from kernels.devices.elementwise import ACTIVATIONS, Elementwise
-from kernels.devices.experts import ExpertLayers, Experts, ExpertWeights, Routing
+from kernels.devices.experts import ClampedGate, ExpertLayers, Experts, ExpertWeights, Routing
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.invariant.attention import InvariantPlan, Put, attend
 from kernels.devices.invariant.elementwise import by_lines
+from kernels.devices.invariant.matmul import TiledLinear
 from kernels.devices.invariant.norm import InvariantNorm
-from kernels.devices.invariant.products import TiledLinear
 from kernels.devices.linear import LinearLayers
 from kernels.weights.quantization.weights import QuantizedWeight
 
@@ -106,9 +106,16 @@ class InvariantLinearLayers(LinearLayers):
 
 
 class InvariantExpertLayers(ExpertLayers):
-    def make(self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], routing: Routing) -> Experts:
+    def make(
+        self,
+        router: Tensor,
+        bias: Tensor | None,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        gate: ClampedGate | None = None,
+    ) -> Experts:
         made, reason = self.make_router(router, bias, routing), "so that a token's result depends on no other"
-        return self.make_in_turn(made, experts, routing, reason)
+        return self.make_in_turn(made, experts, routing, reason, gate)
 
 
 class GatheredCaches(Protocol[Read]):

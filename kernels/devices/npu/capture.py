@@ -16,7 +16,7 @@ from kernels.devices.npu.backends import NATIVE, AttentionBackends
 from kernels.devices.npu.cache import NpuCaches
 from kernels.devices.npu.graphs import DecodeGraphs
 from kernels.devices.npu.int8_cache import DequantizedPart
-from kernels.devices.prepared import Decodes
+from kernels.devices.prepared import CapturedPasses
 
 __all__ = ["NpuCapture"]
 
@@ -35,7 +35,7 @@ class NpuCapture(Capture):
         self._config, self._memory, self._caches = config, memory, caches
         self._experts, self._backends = experts, backends
 
-    def decodes(self, request: CaptureRequest) -> Decodes | None:
+    def decodes(self, request: CaptureRequest) -> CapturedPasses | None:
         config, mask, tokens = self._config, self._caches.mask, request.tokens
         backend = self._backends.decode if tokens == 1 else self._backends.verify
         if config.disable_graphs or self._experts.reads_back or backend == NATIVE or mask is None:
@@ -64,7 +64,7 @@ class NpuCapture(Capture):
             pages = None if only is None or isinstance(only, DequantizedPart) else only.pages
             return graphs.run(batch, plan.rows, pages)
 
-        return Decodes(tuple(graphs.sizes), decode) if graphs.sizes else None
+        return CapturedPasses(tuple(graphs.sizes), decode) if graphs.sizes else None
 
     def _default_graph_rows(self) -> int:
         """Largest batch of graphs by default: graphs take memory and streams, so smaller on small devices."""

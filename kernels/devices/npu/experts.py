@@ -12,6 +12,7 @@ import torch_npu
 from torch import Tensor
 
 from kernels.devices.experts import (
+    ClampedGate,
     ExpertInputs,
     ExpertLayers,
     Experts,
@@ -212,10 +213,17 @@ class NpuExpertLayers(ExpertLayers):
         super().__init__(linear, fallbacks)
         self.soc = soc
 
-    def make(self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], routing: Routing) -> Experts:
+    def make(
+        self,
+        router: Tensor,
+        bias: Tensor | None,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        gate: ClampedGate | None = None,
+    ) -> Experts:
         kind = partial(NpuExperts.kind, soc=self.soc)
         experts = self.stackable(experts, kind)
-        reason = refusal(experts, kind)
+        reason = refusal(experts, kind, gate)
         if reason is not None:
-            return self.make_in_turn(self.make_router(router, bias, routing), experts, routing, reason)
+            return self.make_in_turn(self.make_router(router, bias, routing), experts, routing, reason, gate)
         return NpuExperts(self.make_router(router, bias, routing, shared=True), experts, routing, self.soc)

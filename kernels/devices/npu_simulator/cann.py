@@ -11,12 +11,12 @@ from typing import Any
 from kernels.contract.npu_simulator import Spec
 from kernels.devices.npu_simulator.build import CORE, LIBRARIES
 
-__all__ = ["STREAMS", "Cann", "HostCall"]
+__all__ = ["STREAMS", "Cann", "NativeCall"]
 
 STREAMS = 2048
 """Streams of a device; each captured graph takes some (facts sheet 6.6: about two thousand)."""
 
-HostCall = Callable[[int, int, int, Any], int]
+NativeCall = Callable[[int, int, int, Any], int]
 """(kind of call, first argument, second argument, output pointer) -> an error code of CANN, 0 for none."""
 
 
@@ -29,7 +29,7 @@ class Cann:
         library = ctypes.CDLL(str(folder / f"lib{CORE}.so"), ctypes.RTLD_GLOBAL)
         self.library = library
         self.spec, self.devices = spec, devices
-        self.host_call: HostCall | None = None
+        self.host_call: NativeCall | None = None
         door_type = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
         )

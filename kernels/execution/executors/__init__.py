@@ -1,21 +1,22 @@
 """The ways to run a step, one a file, all with the contract of ``Executor``.
 
 A runner walks an ordered list of them, made when its model is loaded (``kernels.execution.executor_list``): the first
-executor that takes a step runs it. What a step needs before it runs is in ``kernels.execution.pending_step``.
+executor that takes a step runs it; the log names them at level DEBUG. What a step needs before it runs is in
+``kernels.execution.pending_step``.
 
-====================  ==========================================================  =====================================
-executor              takes                                                       where
-====================  ==========================================================  =====================================
-``HostDecode``        decodes without draft tokens, in one native call            the device is the host
-``FollowingPass``     verifying passes, before the host knows the last result     passes that accept on the device
-``HostChains``        decodes with draft tokens, in one native call               the device is the host
-``HostPromptEnds``    short prompts and ends of prompts, in one native call       the device is the host
-``NoRows``            steps none of whose rows can run                            everywhere
-``WholeStep``         decodes and prompts, sampling included, in a graph          steps that a device captures whole
-``VerifyPass``        rows that all verify whole trees, in a graph                verifying passes that take no batch
-``CapturedPass``      the model's pass, in a graph                                passes that a device captures
-``EagerPass``         everything                                                  everywhere
-====================  ==========================================================  =====================================
+========================  =======================================================  ===================================
+executor                  takes                                                    where
+========================  =======================================================  ===================================
+``NativeDecode``          decodes without draft tokens, in one native call         the device is a CPU
+``OverlappedVerifyPass``  verifying passes, before the host knows the last result  passes that accept on the device
+``NativeChains``          decodes with draft tokens, in one native call            the device is a CPU
+``NativePrefill``         short prompts and ends of prompts, in one native call    the device is a CPU
+``NoRows``                steps none of whose rows can run                         everywhere
+``WholeStep``             decodes and prompts, sampling included, in a graph       steps that a device captures whole
+``VerifyPass``            rows that all verify whole trees, in a graph             verifying passes that take no batch
+``CapturedPass``          the model's pass, in a graph                             passes that a device captures
+``EagerPass``             everything                                               everywhere
+========================  =======================================================  ===================================
 """
 
 from __future__ import annotations

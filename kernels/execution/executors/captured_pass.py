@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.contract.runner import RunningStep
-from kernels.devices.prepared import Decodes, PassFound
+from kernels.devices.prepared import CapturedPasses, PassResult
 from kernels.execution.pending_step import PendingStep
 
 __all__ = ["CapturedPass"]
@@ -15,7 +15,7 @@ class CapturedPass:
     """Takes steps that fit a captured pass. ``decodes``: passes of rows without draft tokens. ``verifies``: passes with
     rows that verify. Either may be missing."""
 
-    def __init__(self, decodes: Decodes | None, verifies: Decodes | None) -> None:
+    def __init__(self, decodes: CapturedPasses | None, verifies: CapturedPasses | None) -> None:
         self._decodes, self._verifies = decodes, verifies
 
     @torch.inference_mode()
@@ -33,4 +33,4 @@ class CapturedPass:
         if result is None:
             return None
         step.prepare().graph_rows = len(rows.slots)
-        return step.complete_pass(PassFound(result, batch.cache_index))
+        return step.complete_pass(PassResult(result, batch.cache_index))

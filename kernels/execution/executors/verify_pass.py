@@ -7,17 +7,17 @@ import time
 import torch
 
 from kernels.contract.runner import RunningStep
-from kernels.devices.prepared import Decodes, Verify
+from kernels.devices.prepared import CapturedPasses, Verify
 from kernels.execution.pending_step import PendingStep, StepContext
 
 __all__ = ["VerifyPass"]
 
 
 class VerifyPass:
-    """Takes steps in which every row verifies a whole tree. ``verify``: ``Decodes.verify`` of the captured
+    """Takes steps in which every row verifies a whole tree. ``verify``: ``CapturedPasses.verify`` of the captured
     ``decodes``."""
 
-    def __init__(self, context: StepContext, decodes: Decodes, verify: Verify) -> None:
+    def __init__(self, context: StepContext, decodes: CapturedPasses, verify: Verify) -> None:
         assert context.loaded.speculator is not None
         self._slots, self._speculator = context.loaded.slots, context.loaded.speculator
         self._accepts, self._verify = bool(decodes.ends), verify

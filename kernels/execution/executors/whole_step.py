@@ -6,7 +6,7 @@ import torch
 
 from kernels.contract.runner import RunningStep
 from kernels.core.attention_rows import PromptTokens, StepTokens
-from kernels.devices.prepared import StepFound, Steps
+from kernels.devices.prepared import CapturedStepResult, CapturedSteps
 from kernels.execution.pending_step import PendingStep, StepContext
 
 __all__ = ["WholeStep"]
@@ -15,7 +15,7 @@ __all__ = ["WholeStep"]
 class WholeStep:
     """Takes steps that fit one of the captured ``steps``."""
 
-    def __init__(self, context: StepContext, steps: Steps) -> None:
+    def __init__(self, context: StepContext, steps: CapturedSteps) -> None:
         self._slots, self._outputs, self._steps = context.loaded.slots, context.loaded.outputs, steps
 
     @torch.inference_mode()
@@ -26,7 +26,7 @@ class WholeStep:
         steps, pages = self._steps, step.writes.pages
         ends = rows.starts + rows.counts
         grows = ends == self._slots.known[rows.slots]
-        found: StepFound | None = None
+        found: CapturedStepResult | None = None
         if rows.decodes == len(rows.slots):
             found = steps.run(StepTokens(rows.slots, ends, grows, pages))
         elif steps.prompts is not None and not self._outputs.needs_all_tokens(rows):

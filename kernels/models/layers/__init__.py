@@ -1,0 +1,21 @@
+"""Layers that families are built from.
+
+    builder.py     LayerBuilder: norms and linear layers from a checkpoint's tensors
+    gqa.py         grouped-query attention     moe.py: experts     mlp.py: gated feed-forward layer
+    pre_norm.py    Llama's decoder layer       block.py: layers with norms in other places
+    rotary.py      rotary embeddings           vocabulary.py: embeddings and output head
+    classification.py                          heads that classify or reward
+
+How a residual is added
+-----------------------
+
+A layer returns its residual stream and a summand that the stream still lacks (``PendingResidual``), so that a kernel
+can add, norm and multiply in one launch:
+
+    x, residual = layer(x, residual, ...)       the stream is residual + x; x None: it is complete
+    h, residual = norm.add(x, residual)         residual += x; h = norm(residual)
+
+``NormThenLinear`` is a norm with the linear layer that reads it, ``ResidualLinear`` a linear layer whose result is
+added to the stream. A device may let the latter begin the next norm: therefore ``set_next_norm`` tells each layer the
+norm that follows it, and ``x`` may be a ``NormInProgress``. On a device without such kernels both are plain torch.
+"""

@@ -10,6 +10,7 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,17 +59,26 @@ class AttentionLayer(Protocol):
 
 class SelfAttention:
     """Attention of normed tokens, projected back. ``qkv``: the heads of queries, keys and values. ``norm``: of query
-    and key heads."""
+    and key heads. ``sinks`` float32 [heads]: as ``Attention.attend_rows``."""
 
     def __init__(
-        self, make: LayerBuilder, config: ModelConfig, qkv: Linear, output: Linear, window: int, norm: Norm | None
+        self,
+        builder: LayerBuilder,
+        config: ModelConfig,
+        qkv: Linear,
+        output: Linear,
+        window: int,
+        *,
+        norm: Norm | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
-        self.attention, self.rows, self.qkv, self.output = make.ops.attention, make.rows, qkv, output
+        self.attention, self.rows, self.qkv, self.output = builder.ops.attention, builder.rows, qkv, output
         self.heads, self.total, self.dim = config.heads, config.heads + 2 * config.kv_heads, config.head_dim
         self.window, self.norm, self.cap = window, norm, config.attention_cap
         self.scale = config.attention_scale or config.head_dim**-0.5
-        refuse = make.ops.elementwise.compose(lambda x: x, lambda x: x)
-        self._uncaptured = refuse if self.cap else None  # capped attention reads the host's rows
+        refuse = builder.ops.elementwise.compose(lambda x: x, lambda x: x)
+        self.sinks = sinks
+        self._uncaptured = refuse if config.eager_attention else None  # it reads the host's rows
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
@@ -80,8 +90,8 @@ class SelfAttention:
             found = self.attention.attend(queries, cache, batch.plans[self.window], self.scale)
         else:
             queries, rows = self._uncaptured(queries), batch.rows
-            assert rows is not None, "capped attention is part of no captured pass"
-            found = self.attention.attend_capped(queries, cache, rows, self.window, self.scale, self.cap)
+            assert rows is not None, "such attention is part of no captured pass"
+            found = self.attention.attend_rows(queries, cache, rows, self.window, self.scale, self.cap, self.sinks)
         if wanted is not None:
             found = found.index_select(0, wanted)
             if self.rows is not None:
@@ -90,23 +100,32 @@ class SelfAttention:
 
 
 def attention(
-    make: LayerBuilder, config: ModelConfig, module: str, window: int, norm: Norm | None = None
+    builder: LayerBuilder, config: ModelConfig, module: str, window: int, norm: Norm | None = None
 ) -> SelfAttention:
     """The layer of ``gqa.tensors``. ``norm``: of query and key heads, if it is another than theirs."""
     if config.qk_norm and norm is None:
         names, counts = (f"{module}.q_norm", f"{module}.k_norm"), (config.heads, config.kv_heads)
-        norm = make.head_norms(
+        norm = builder.head_norms(
             *names, *counts, config.norm_eps, order=gqa.head_order(config), offset=config.norm_offset
         )
-    qkv = gqa.projection(make, config, f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj")
-    return SelfAttention(make, config, qkv, make.row_parallel(f"{module}.o_proj"), window, norm)
+    qkv = gqa.projection(builder, config, f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj")
+    sinks = builder.source.take([f"{module}.sinks"]) if config.sinks else None
+    return SelfAttention(builder, config, qkv, builder.row_parallel(f"{module}.o_proj"), window, norm=norm, sinks=sinks)
 
 
-def wide_attention(make: LayerBuilder, config: ModelConfig, module: str, window: int) -> SelfAttention:
+def wide_attention(builder: LayerBuilder, config: ModelConfig, module: str, window: int) -> SelfAttention:
     """The layer of ``gqa.tensors`` with norms over the width of all query heads, and of all key heads."""
-    elementwise, total = make.ops.elementwise, (config.heads + 2 * config.kv_heads) * config.head_dim
-    projections = [make.linear(f"{module}.{part}_proj") for part in "qkv"]
-    norms = [wide_norm(make, f"{module}.{part}_norm", config.norm_eps) for part in "qk"]
+    elementwise, total = builder.ops.elementwise, (config.heads + 2 * config.kv_heads) * config.head_dim
+    order = gqa.head_order(config)
+    norms, projections = [], []
+    for part, count in (("q", config.heads), ("k", config.kv_heads)):
+        places = None
+        if order is not None:
+            places = [head * config.head_dim + place for head in range(count) for place in order]
+        name = f"{module}.{part}_proj"
+        projections.append(builder.linear(name) if places is None else builder.ordered(places, name))
+        norms.append(wide_norm(builder, f"{module}.{part}_norm", config.norm_eps, places))
+    projections.append(builder.linear(f"{module}.v_proj"))
     first = config.heads * config.head_dim
     last = first + config.kv_heads * config.head_dim
 
@@ -118,14 +137,19 @@ def wide_attention(make: LayerBuilder, config: ModelConfig, module: str, window:
         elementwise.add_rows(values, None, out[:, last:])
         return out
 
-    return SelfAttention(make, config, qkv, make.row_parallel(f"{module}.o_proj"), window, None)
+    return SelfAttention(builder, config, qkv, builder.row_parallel(f"{module}.o_proj"), window)
 
 
-def wide_norm(make: LayerBuilder, module: str, eps: float) -> Norm | Linear:
-    """A norm over the width of all heads, of which each rank has some."""
-    if make.mesh.size == 1:
-        return make.norm(module, eps)
-    weight, mesh = make.source.take([f"{module}.weight"]), make.mesh
+def wide_norm(builder: LayerBuilder, module: str, eps: float, order: Sequence[int] | None = None) -> Norm | Linear:
+    """A norm over the width of all heads, of which each rank has some. ``order``: of its numbers."""
+    mesh = builder.mesh
+    if mesh.size == 1 and order is None:
+        return builder.norm(module, eps)
+    weight = builder.source.take([f"{module}.weight"])
+    if order is not None:
+        weight = weight[list(order)]
+    if mesh.size == 1:
+        return builder.ops.elementwise.make_norm(weight, eps)
 
     def normed(x: Tensor) -> Tensor:
         wide = x.float()
@@ -135,18 +159,18 @@ def wide_norm(make: LayerBuilder, module: str, eps: float) -> Norm | Linear:
     return normed
 
 
-def gated_mlp(make: LayerBuilder, config: ModelConfig, module: str, *gate_up: str) -> Linear:
+def gated_mlp(builder: LayerBuilder, config: ModelConfig, module: str, *gate_up: str) -> Linear:
     """``down(activation(gate(x)) * up(x))``, the layer of ``mlp.tensors``. ``gate_up``: the name of one projection for
     both."""
     names = [f"{module}.{name}" for name in gate_up or ("gate_proj", "up_proj")]
-    inner, down = make.gated(*names, activation=config.activation), make.row_parallel(f"{module}.down_proj")
+    inner, down = builder.gated(*names, activation=config.activation), builder.row_parallel(f"{module}.down_proj")
     return lambda x: down(inner(x))
 
 
-def plain_mlp(make: LayerBuilder, config: ModelConfig, up: str, down: str) -> Linear:
+def plain_mlp(builder: LayerBuilder, config: ModelConfig, up: str, down: str) -> Linear:
     """``down(activation(up(x)))``."""
-    inner = make.ops.elementwise.activate(make.linear(up), config.activation)
-    outer = make.row_parallel(down)
+    inner = builder.ops.elementwise.activate(builder.linear(up), config.activation)
+    outer = builder.row_parallel(down)
     return lambda x: outer(inner(x))
 
 
@@ -155,17 +179,17 @@ class Block:
 
     def __init__(
         self,
-        make: LayerBuilder,
+        builder: LayerBuilder,
         config: ModelConfig,
         attention: AttentionLayer,
         mlp: Linear,
         norms: Norms,
         parallel: bool = False,
     ) -> None:
-        self.elementwise = make.ops.elementwise
+        self.elementwise = builder.ops.elementwise
         self.attention, self.mlp, self.norms, self.parallel = attention, mlp, norms, parallel
         factor = config.residual_scale
-        self._scale = make.ops.elementwise.compose(lambda x: x * factor, lambda x: x) if factor != 1.0 else None
+        self._scale = builder.ops.elementwise.compose(lambda x: x * factor, lambda x: x) if factor != 1.0 else None
 
     @property
     def first_norm(self) -> Norm | None:

@@ -2,7 +2,7 @@
 
 scores = score(h)                                         of decoders
 rewards = score.2(relu(score.0(h)))                       Qwen2.5-Math-RM (Zhang et al., arXiv 2501.07301)
-rewards = v_head(h)                                       InternLM 2's reward model (arXiv 2403.17297, section 4.2)
+rewards = reward_head(h)                                  of families that name such a head
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["classifier", "tensors"]
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """The head of a decoder's architecture."""
     hidden, labels = config.hidden_size, _labels(config)
-    if config.architecture.startswith("InternLM2"):
-        yield from linear("v_head", (labels, hidden), role=Role.ROUTER)
+    if config.reward_head:
+        yield from linear(config.reward_head, (labels, hidden), role=Role.ROUTER)
     elif config.architecture.endswith("ForRewardModel"):
         yield from linear("score.0", (hidden, hidden), bias=True, role=Role.ROUTER)
         yield from linear("score.2", (labels, hidden), bias=True, role=Role.ROUTER)
@@ -29,14 +29,14 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
         yield from linear("score", (labels, hidden), role=Role.ROUTER)
 
 
-def classifier(make: LayerBuilder, config: ModelConfig) -> Linear:
+def classifier(builder: LayerBuilder, config: ModelConfig) -> Linear:
     """``[rows, hidden] -> [rows, labels]``, the head of ``tensors``."""
-    if config.architecture.startswith("InternLM2"):
-        return make.linear("v_head")
+    if config.reward_head:
+        return builder.linear(config.reward_head)
     if config.architecture.endswith("ForRewardModel"):
-        inner, outer = make.ops.elementwise.activate(make.linear("score.0"), "relu"), make.linear("score.2")
+        inner, outer = builder.ops.elementwise.activate(builder.linear("score.0"), "relu"), builder.linear("score.2")
         return lambda x: outer(inner(x))
-    return make.linear("score")
+    return builder.linear("score")
 
 
 def _labels(config: ModelConfig) -> int:

@@ -16,9 +16,9 @@ from kernels.devices.linear import NormThenLinear, ResidualLinear
 from kernels.models.config import ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.rotary import rotary_order
-from kernels.weights.tensors import TensorSpec, by_inputs, by_outputs, linear, norm
+from kernels.weights.tensors import GgufPlace, Role, TensorSpec, by_inputs, by_outputs, linear, norm
 
-__all__ = ["Attention", "Heads", "attention", "caches", "head_order", "projection", "tensors"]
+__all__ = ["Attention", "Heads", "attention", "caches", "head_order", "projection", "tensors", "wide_tensors"]
 
 
 def tensors(config: ModelConfig, module: str, gguf: str, interleaved: bool = False) -> Iterator[TensorSpec]:
@@ -36,9 +36,20 @@ def tensors(config: ModelConfig, module: str, gguf: str, interleaved: bool = Fal
     yield from linear(
         f"{module}.o_proj", (hidden, queries), by_inputs(queries, heads), f"{gguf}_output", bias=config.output_bias
     )
+    if config.sinks:
+        place = GgufPlace(f"{gguf}_sinks.weight")
+        yield TensorSpec(f"{module}.sinks", (heads,), Role.WIDE, by_outputs((heads, heads)), place)
     if config.qk_norm:
         yield norm(f"{module}.q_norm", dim, f"{gguf}_q_norm")
         yield norm(f"{module}.k_norm", dim, f"{gguf}_k_norm")
+
+
+def wide_tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
+    """``tensors`` with norms over the width of all query heads, and of all key heads."""
+    yield from tensors(config, module, gguf)
+    for part, count in (("q", config.heads), ("k", config.kv_heads)):
+        width = count * config.head_dim
+        yield norm(f"{module}.{part}_norm", width, f"{gguf}_{part}_norm", by_outputs((width, count)))
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
@@ -58,27 +69,29 @@ def head_order(config: ModelConfig) -> list[int] | None:
     return rotary_order(config.head_dim, config.rotary_dim, config.pairs)
 
 
-def projection(make: LayerBuilder, config: ModelConfig, *modules: str) -> Linear:
+def projection(builder: LayerBuilder, config: ModelConfig, *modules: str) -> Linear:
     """Queries, keys and values of ``modules``, the numbers of each query and key head in ``head_order``."""
     order, dim, rotated = head_order(config), config.head_dim, config.heads + config.kv_heads
     if order is None:
-        return make.linear(*modules)
+        return builder.linear(*modules)
     places = [head * dim + place for head in range(rotated) for place in order]
-    return make.ordered([*places, *range(rotated * dim, (rotated + config.kv_heads) * dim)], *modules)
+    return builder.ordered([*places, *range(rotated * dim, (rotated + config.kv_heads) * dim)], *modules)
 
 
-def attention(make: LayerBuilder, config: ModelConfig, module: str, window: int) -> Attention:
+def attention(builder: LayerBuilder, config: ModelConfig, module: str, window: int) -> Attention:
     """The layer of ``tensors``. ``window``: tokens that a query sees, 0 for all."""
     norms = None
     if config.qk_norm:
         names = f"{module}.q_norm", f"{module}.k_norm"
         counts = config.heads, config.kv_heads
-        norms = make.head_norms(*names, *counts, config.norm_eps, order=head_order(config), offset=config.norm_offset)
+        norms = builder.head_norms(
+            *names, *counts, config.norm_eps, order=head_order(config), offset=config.norm_offset
+        )
     return Attention(
-        make,
+        builder,
         Heads(config.heads, config.kv_heads, config.head_dim),
-        projection(make, config, f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj"),
-        make.into_stream(f"{module}.o_proj"),
+        projection(builder, config, f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj"),
+        builder.into_stream(f"{module}.o_proj"),
         window,
         norms=norms,
         scale=config.attention_scale,
@@ -100,7 +113,7 @@ class Attention:
 
     def __init__(
         self,
-        make: LayerBuilder,
+        builder: LayerBuilder,
         heads: Heads,
         qkv: Linear,
         output: ResidualLinear,
@@ -109,16 +122,16 @@ class Attention:
         norms: Norm | None = None,
         scale: float = 0.0,
     ) -> None:
-        self._make_heads, self._attend = make.ops.attention.make_heads, make.ops.attention.attend
+        self._make_heads, self._attend = builder.ops.attention.make_heads, builder.ops.attention.attend
         self.heads, self.qkv, self.output, self.window, self.head_norms = heads, qkv, output, window, norms
-        self.scale, self.rows = scale or heads.dim**-0.5, make.rows
+        self.scale, self.rows = scale or heads.dim**-0.5, builder.rows
 
-    def behind(self, projection: NormThenLinear) -> ProjectedHeads[Any]:
+    def after_norm(self, projection: NormThenLinear) -> ProjectedHeads[Any]:
         """All from ``projection``, of ``qkv``, up to attention."""
         heads = self.heads
         return self._make_heads(projection, heads.count, heads.kv_count, heads.dim, self.head_norms)
 
-    def find(
+    def forward(
         self, queries: Tensor, residual: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None = None
     ) -> tuple[PendingResidual, Tensor]:
         """Attention of the placed ``queries`` [tokens, heads, dim], projected into the ``residual`` stream, as

@@ -23,10 +23,9 @@ from kernels.devices.latent_attention import LatentHeads
 from kernels.models.config import LatentConfig, ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.rotary import rotary_order
-from kernels.weights.quantization.weights import QuantizedWeight
 from kernels.weights.tensors import TensorSpec, by_inputs, by_outputs, linear, norm
 
-__all__ = ["LatentAttention", "caches", "tensors"]
+__all__ = ["LatentAttention", "attention", "caches", "tensors"]
 
 _EPS = 1e-6  # of both norms, whatever the model's other norms have
 
@@ -47,7 +46,12 @@ def tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]
     yield from linear(f"{module}.kv_a_proj_with_mqa", (width, hidden), None, f"{gguf}_kv_a_mqa", bias=bias)
     yield norm(f"{module}.kv_a_layernorm", latent.rank, f"{gguf}_kv_a_norm")
     both, values = heads * (latent.plain_dim + latent.value_dim), heads * latent.value_dim
-    yield from linear(f"{module}.kv_b_proj", (both, latent.rank), by_outputs((both, heads)), f"{gguf}_kv_b")
+    if latent.apart:
+        keys = heads * latent.rank
+        yield from linear(f"{module}.k_b_proj", (keys, latent.plain_dim), by_outputs((keys, heads)), f"{gguf}_k_b")
+        yield from linear(f"{module}.v_b_proj", (values, latent.rank), by_outputs((values, heads)), f"{gguf}_v_b")
+    else:
+        yield from linear(f"{module}.kv_b_proj", (both, latent.rank), by_outputs((both, heads)), f"{gguf}_kv_b")
     outputs = by_inputs(values, heads)
     yield from linear(f"{module}.o_proj", (hidden, values), outputs, f"{gguf}_output", bias=config.output_bias)
 
@@ -58,63 +62,77 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return (CacheGroup(Latent(latent.rank, latent.rope_dim), tuple(range(config.layers))),)
 
 
+def attention(builder: LayerBuilder, config: ModelConfig, module: str, window: int) -> LatentAttention:
+    """The layer of ``tensors``, without a ``window``."""
+    assert not window, "latent attention sees all tokens"
+    return LatentAttention(builder, config, module)
+
+
 class LatentAttention:
     """The layer of ``tensors``: attention of normed tokens, projected back."""
 
-    def __init__(self, make: LayerBuilder, config: ModelConfig, module: str) -> None:
+    def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str) -> None:
         self.sizes = latent = _sizes(config)
-        self.attention, self.rows = make.ops.attention, make.rows
-        self.heads, self.scale = config.heads, config.attention_scale
+        self.attention, self.rows = builder.ops.attention, builder.rows
+        self.heads, self.scale, self.growth = config.heads, config.attention_scale, config.query_growth
         queries = _head_order(config, latent.plain_dim, config.heads)
         vectors = _head_order(config, latent.rank, 1)
         self.query_norm: Linear | None = None
         self.queries: Linear | None = None
         if latent.query_rank:
             first, names = list(range(latent.query_rank)), (f"{module}.q_a_proj", f"{module}.kv_a_proj_with_mqa")
-            self.query_norm = make.norm(f"{module}.q_a_layernorm", _EPS)
-            self.queries = _ordered(make, config, queries, f"{module}.q_b_proj")
+            self.query_norm = builder.norm(f"{module}.q_a_layernorm", _EPS)
+            self.queries = _ordered(builder, config, queries, f"{module}.q_b_proj")
         else:
             first, names = queries, (f"{module}.q_proj", f"{module}.kv_a_proj_with_mqa")
         self.split = len(first)
-        self.down = _ordered(make, config, [*first, *(self.split + place for place in vectors)], *names)
-        self.norm = make.norm(f"{module}.kv_a_layernorm", _EPS)
-        self.expansion = self._expansion(make, f"{module}.kv_b_proj")
-        self.output = make.row_parallel(f"{module}.o_proj")
+        self.down = _ordered(builder, config, [*first, *(self.split + place for place in vectors)], *names)
+        self.norm = builder.norm(f"{module}.kv_a_layernorm", _EPS)
+        self.expansion = self._expansion(builder, module)
+        self.output = builder.row_parallel(f"{module}.o_proj")
 
-    def _expansion(self, make: LayerBuilder, module: str) -> LatentHeads:
-        make.refuse_adapters((module,))
-        weight, latent = make.source.projection([module]), self.sizes
-        assert not isinstance(weight, tuple), "one module has one weight"
-        if isinstance(weight, QuantizedWeight):
-            dense = make.ops.linear.dequantize(weight, weight.dtype)
-            make.ops.linear.dequantized_bytes += dense.nbytes - weight.nbytes
-            weight = dense
-        heads = weight.view(self.heads, latent.plain_dim + latent.value_dim, latent.rank)
-        keys, values = heads.split((latent.plain_dim, latent.value_dim), 1)
+    def _expansion(self, builder: LayerBuilder, module: str) -> LatentHeads:
+        latent, heads = self.sizes, self.heads
+        if latent.apart:  # keys with their inputs and outputs exchanged
+            keys = _floats(builder, f"{module}.k_b_proj").view(heads, latent.rank, latent.plain_dim).transpose(1, 2)
+            values = _floats(builder, f"{module}.v_b_proj").view(heads, latent.value_dim, latent.rank)
+        else:
+            both = _floats(builder, f"{module}.kv_b_proj").view(heads, -1, latent.rank)
+            keys, values = both.split((latent.plain_dim, latent.value_dim), 1)
         return LatentHeads(keys.contiguous(), values.transpose(1, 2).contiguous())
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
     ) -> Tensor:
         """As ``AttentionLayer``."""
-        sizes, attention = self.sizes, self.attention
+        attention = self.attention
         queries, vectors = self.down(x).tensor_split((self.split,), 1)
         if self.queries is not None and self.query_norm is not None:
             queries = self.queries(self.query_norm(queries.contiguous()))
         queries = queries.view(len(x), self.heads, -1)
-        latent, key = vectors.split((sizes.rank, sizes.rope_dim), 1)
-        # The key's rotated part is one more head.
-        turning = torch.cat((queries[..., sizes.plain_dim :], key.unsqueeze(1)), 1)
-        turned = torch.empty_like(turning)
-        attention.rotate(turning, cos, sin, out=turned)
-        queries = torch.cat((queries[..., : sizes.plain_dim], turned[:, :-1]), -1)
-        attention.write_latent(cache, batch.cache_index, torch.cat((self.norm(latent.contiguous()), turned[:, -1]), 1))
-        found = attention.attend_latent(queries, cache, batch.latent, self.expansion, self.scale).flatten(1)
+        queries = attention.place_latent(queries, vectors, self.norm, cos, sin, cache, batch.cache_index)
+        if self.growth[0]:
+            factor, length = self.growth
+            steps = torch.div(batch.positions, length, rounding_mode="floor").float()
+            queries = queries * (1.0 + factor * torch.log1p(steps)).to(queries.dtype).view(-1, 1, 1)
+        found = attention.attend_latent(queries, cache, batch, self.expansion, self.scale).flatten(1)
         if wanted is not None:
             found = found.index_select(0, wanted)
             if self.rows is not None:
                 self.rows.select(wanted)
         return self.output(found)
+
+
+def _floats(builder: LayerBuilder, module: str) -> Tensor:
+    """The weight of a module, in floats."""
+    builder.refuse_adapters((module,))
+    weight = builder.source.projection([module])
+    assert not isinstance(weight, tuple), "one module has one weight"
+    if isinstance(weight, Tensor):
+        return weight
+    dense = builder.ops.linear.dequantize(weight, weight.dtype)
+    builder.ops.linear.dequantized_bytes += dense.nbytes - weight.nbytes
+    return dense
 
 
 def _sizes(config: ModelConfig) -> LatentConfig:
@@ -131,5 +149,5 @@ def _head_order(config: ModelConfig, before: int, heads: int) -> list[int]:
     return [index * len(head) + place for index in range(heads) for place in head]
 
 
-def _ordered(make: LayerBuilder, config: ModelConfig, order: Sequence[int], *modules: str) -> Linear:
-    return make.ordered(order, *modules) if config.pairs else make.linear(*modules)
+def _ordered(builder: LayerBuilder, config: ModelConfig, order: Sequence[int], *modules: str) -> Linear:
+    return builder.ordered(order, *modules) if config.pairs else builder.linear(*modules)

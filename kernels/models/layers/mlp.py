@@ -24,17 +24,17 @@ def tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]
     yield from linear(down, (hidden, inner), by_inputs(inner, inner), f"{gguf}_down", bias=bias, role=Role.DOWN)
 
 
-def feed_forward(make: LayerBuilder, norm: Norm, module: str) -> FeedForward:
+def feed_forward(builder: LayerBuilder, norm: Norm, module: str) -> FeedForward:
     """The layer of ``tensors``, behind ``norm``."""
-    gate_up = make.gated(f"{module}.gate_proj", f"{module}.up_proj")
-    return FeedForward(make, norm, gate_up, make.into_stream(f"{module}.down_proj"))
+    gate_up = builder.gated(f"{module}.gate_proj", f"{module}.up_proj")
+    return FeedForward(builder, norm, gate_up, builder.into_stream(f"{module}.down_proj"))
 
 
 class FeedForward:
     """``down(silu(gate(x)) * up(x))`` of the result of ``norm``."""
 
-    def __init__(self, make: LayerBuilder, norm: Norm, gate_up: Linear, down: ResidualLinear) -> None:
-        self.gate_up = make.ops.linear.make_norm_then_linear(norm, gate_up)
+    def __init__(self, builder: LayerBuilder, norm: Norm, gate_up: Linear, down: ResidualLinear) -> None:
+        self.gate_up = builder.ops.linear.make_norm_then_linear(norm, gate_up)
         self.down = down
 
     def add(self, x: PendingResidual, residual: Tensor) -> tuple[PendingResidual, Tensor]:

@@ -14,7 +14,7 @@ from kernels.core.operators import Linear
 from kernels.devices.experts import ExpertWeights, Routing
 from kernels.models.config import ExpertsConfig
 from kernels.models.layers.builder import LayerBuilder
-from kernels.weights.tensors import GgufPlace, Role, Stacked, TensorSpec, by_inputs, by_outputs, linear
+from kernels.weights.tensors import GgufPlace, Role, StackedExpert, TensorSpec, by_inputs, by_outputs, linear
 
 __all__ = ["DEEPSEEK", "QWEN", "ExpertNames", "SparseFeedForward", "tensors"]
 
@@ -22,7 +22,8 @@ __all__ = ["DEEPSEEK", "QWEN", "ExpertNames", "SparseFeedForward", "tensors"]
 @dataclass(frozen=True)
 class ExpertNames:
     """A checkpoint's names of a layer's expert block and of an expert's projections; and in the block of the expert
-    that all tokens take, of the router, and of the correction of its scores, "": there is none."""
+    that all tokens take, of the router, and of the correction of its scores, "": there is none. ``boxed``: it is
+    one row of a matrix. ``both``, ``down_of_all``: the tensors of all experts, in a layer."""
 
     block: str
     gate: str
@@ -31,6 +32,9 @@ class ExpertNames:
     shared: str = "shared_expert"
     router: str = "gate"
     correction: str = ""
+    boxed: bool = False
+    both: str = "mlp.experts.gate_up_proj"
+    down_of_all: str = "mlp.experts.down_proj"
 
 
 QWEN = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
@@ -52,10 +56,12 @@ def tensors(
     yield router if block == stored else dataclasses.replace(router, aliases=(f"{stored}.gate.weight",))
     if names.correction:
         corrected = GgufPlace(f"{gguf}.exp_probs_b.bias")
-        yield TensorSpec(f"{block}.{names.correction}", (config.count,), Role.WIDE, None, corrected)
+        shape = (1, config.count) if names.boxed else (config.count,)
+        other = () if block == stored else (f"{stored}.{names.correction}",)
+        yield TensorSpec(f"{block}.{names.correction}", shape, Role.WIDE, None, corrected, other)
     inner, count = config.inner, config.count
     rows, columns = by_outputs((inner, inner)), by_inputs(inner, inner)
-    both, down = f"{stored}.experts.gate_up_proj", f"{stored}.experts.down_proj"
+    both, down = f"{layer}.{names.both}", f"{layer}.{names.down_of_all}"
     projections = (  # name, role, shape, split; name in GGUF; part and parts of the stacked tensor
         (names.gate, Role.PROJECTION, (inner, hidden), rows, "ffn_gate", both, 0, 2),
         (names.up, Role.PROJECTION, (inner, hidden), rows, "ffn_up", both, 1, 2),
@@ -63,7 +69,7 @@ def tensors(
     )
     for expert in range(count):
         for name, role, shape, split, place, held, part, parts in projections:
-            stacked = Stacked(expert, count, held, part, parts, f"{gguf}.{place}_exps.weight")
+            stacked = StackedExpert(expert, count, held, part, parts, f"{gguf}.{place}_exps.weight")
             apart = GgufPlace(f"{gguf}.{place}.{expert}.weight")
             weight = f"{block}.experts.{expert}.{name}.weight"
             yield TensorSpec(weight, shape, role, split, apart, (), stacked)
@@ -81,16 +87,16 @@ class SharedExpert:
     """``down(silu(gate(x)) * up(x))``, if it is ``weighted`` times ``sigmoid(weight @ x)``. Each rank has its part of
     the inner dimension."""
 
-    def __init__(self, make: LayerBuilder, names: ExpertNames, module: str, weighted: bool) -> None:
-        self._elementwise = make.ops.elementwise
-        self.gate_up = make.gated(f"{module}.{names.gate}", f"{module}.{names.up}")
+    def __init__(self, builder: LayerBuilder, names: ExpertNames, module: str, weighted: bool) -> None:
+        self._elementwise = builder.ops.elementwise
+        self.gate_up = builder.gated(f"{module}.{names.gate}", f"{module}.{names.up}")
         down = f"{module}.{names.down}"
-        make.refuse_adapters((down,))
-        self.down = make.ops.linear.make_projection(make.source.projection([down]), make.row_bias(down))
+        builder.refuse_adapters((down,))
+        self.down = builder.ops.linear.make_projection(builder.source.projection([down]), builder.row_bias(down))
         self.weight: Linear | None = None
         if weighted:
-            weight = make.source.take([f"{module}_gate.weight"])
-            self.weight = make.ops.linear.make_dense(weight, make.source.biases([f"{module}_gate"]), shared=True)
+            weight = builder.source.take([f"{module}_gate.weight"])
+            self.weight = builder.ops.linear.make_dense(weight, builder.source.biases([f"{module}_gate"]), shared=True)
 
     def add(self, x: Tensor, others: Tensor) -> Tensor:
         """The sum with ``others`` [tokens, hidden], the result of the other experts for ``x`` [tokens, hidden]. May
@@ -105,26 +111,26 @@ class SparseFeedForward:
     """``sum(weight[e] * down[e](silu(gate[e](x)) * up[e](x)))`` over the experts e that a token takes, and the one that
     all take. Each rank has its part of every expert's inner dimension."""
 
-    def __init__(self, make: LayerBuilder, config: ExpertsConfig, layer: str, names: ExpertNames = QWEN) -> None:
-        block, source = f"{layer}.{names.block}", make.source
-        self.group, self._routes = make.mesh, make.routes
+    def __init__(self, builder: LayerBuilder, config: ExpertsConfig, layer: str, names: ExpertNames = QWEN) -> None:
+        block, source = f"{layer}.{names.block}", builder.source
+        self.group, self._routes = builder.mesh, builder.routes
         experts = []
         for expert in range(config.count):
             name = f"{block}.experts.{expert}"
             gates, down = [f"{name}.{names.gate}", f"{name}.{names.up}"], f"{name}.{names.down}"
-            make.refuse_adapters((*gates, down))
+            builder.refuse_adapters((*gates, down))
             experts.append(
                 ExpertWeights(
-                    source.projection(gates), source.biases(gates), source.projection([down]), make.row_bias(down)
+                    source.projection(gates), source.biases(gates), source.projection([down]), builder.row_bias(down)
                 )
             )
         router = f"{block}.{names.router}"
         weight, bias = source.take([f"{router}.weight"]), source.biases([router])
         correction = source.take([f"{block}.{names.correction}"]) if names.correction else None
-        self.experts = make.ops.experts.make(weight, bias, experts, _routing(config, correction))
+        self.experts = builder.ops.experts.make(weight, bias, experts, _routing(config, correction))
         self.shared: SharedExpert | None = None
         if config.shared:
-            self.shared = SharedExpert(make, names, f"{block}.{names.shared}", config.weighted)
+            self.shared = SharedExpert(builder, names, f"{block}.{names.shared}", config.weighted)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._routes.is_open:

@@ -37,12 +37,12 @@ def norm_tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[Tensor
     yield norm(f"{module}.post_attention_layernorm", config.hidden_size, f"{gguf}.ffn_norm")
 
 
-def layer(make: LayerBuilder, config: ModelConfig, module: str, window: int) -> PreNormLayer:
+def layer(builder: LayerBuilder, config: ModelConfig, module: str, window: int) -> PreNormLayer:
     """The layer of ``tensors``. ``window``: tokens that a query sees, 0 for all."""
-    first = make.norm(f"{module}.input_layernorm", config.norm_eps)
-    attention = gqa.attention(make, config, f"{module}.self_attn", window)
-    second = make.norm(f"{module}.post_attention_layernorm", config.norm_eps)
-    return PreNormLayer(make, first, attention, second, mlp.feed_forward(make, second, f"{module}.mlp"))
+    first = builder.norm(f"{module}.input_layernorm", config.norm_eps)
+    attention = gqa.attention(builder, config, f"{module}.self_attn", window)
+    second = builder.norm(f"{module}.post_attention_layernorm", config.norm_eps)
+    return PreNormLayer(builder, first, attention, second, mlp.feed_forward(builder, second, f"{module}.mlp"))
 
 
 class PreNormLayer:
@@ -50,14 +50,14 @@ class PreNormLayer:
 
     def __init__(
         self,
-        make: LayerBuilder,
+        builder: LayerBuilder,
         first: Norm,
         attention: Attention,
         second: Norm,
         feed_forward: FeedForward | NormThenLinear,
     ) -> None:
         self.attention = attention
-        self.heads = attention.behind(make.ops.linear.make_norm_then_linear(first, attention.qkv))
+        self.heads = attention.after_norm(builder.ops.linear.make_norm_then_linear(first, attention.qkv))
         self.mlp = feed_forward
         attention.output.next_norm = second
 
@@ -83,4 +83,4 @@ class PreNormLayer:
     ) -> tuple[PendingResidual, Tensor]:
         """``x``: what the layer before has not yet added to ``residual``. ``wanted``: as ``Attention.find``."""
         queries, residual = self.heads(x, residual, cos, sin, cache, batch.cache_index)
-        return self.mlp.add(*self.attention.find(queries, residual, cache, batch, wanted))
+        return self.mlp.add(*self.attention.forward(queries, residual, cache, batch, wanted))

@@ -25,37 +25,37 @@ def tensors(config: ModelConfig, embed: str = "model.embed_tokens", head: str = 
 
 
 def vocabulary(
-    make: ModelBuilder, config: ModelConfig, embed: str = "model.embed_tokens", head: str = "lm_head"
+    builder: ModelBuilder, config: ModelConfig, embed: str = "model.embed_tokens", head: str = "lm_head"
 ) -> tuple[VocabularyEmbedding, VocabularyHead]:
     """The embedding and the output of ``tensors``. Nothing else holds a tied table, which a device may repack."""
-    ops = make.ops
+    ops = builder.ops
     if config.pooling is not None:  # a number in place of logits: not finite where the hidden state is not
-        table = make.source.table(embed)
+        table = builder.source.table(embed)
         found = ops.elementwise.compose(lambda x: x.sum(-1, keepdim=True) * 0, lambda x: x)
-        return VocabularyEmbedding(make.mesh, _scaled(make, config, ops.linear.make_lookup(table)), table.shape[0]), (
-            VocabularyHead(Group(), found)
-        )
-    if config.tied_embeddings and make.fp32_head:
-        floats = make.source.take([f"{embed}.weight"])
+        return VocabularyEmbedding(
+            builder.mesh, _scaled(builder, config, ops.linear.make_lookup(table)), table.shape[0]
+        ), (VocabularyHead(Group(), found))
+    if config.tied_embeddings and builder.fp32_head:
+        floats = builder.source.take([f"{embed}.weight"])
         linear = ops.linear.make_float_head(floats, True)
-        return _ends(make, config, ops.linear.make_lookup(floats), linear, len(floats))
-    table = make.source.table(embed)
+        return _ends(builder, config, ops.linear.make_lookup(floats), linear, len(floats))
+    table = builder.source.table(embed)
     if config.tied_embeddings:
         lookup, linear = ops.linear.make_tied(table)
     else:
         lookup = ops.linear.make_lookup(table)
-        weight = make.source.projection([head])
+        weight = builder.source.projection([head])
         layers = ops.linear
-        linear = layers.make_float_head(weight, False) if make.fp32_head else layers.make_projection(weight, None)
-    return _ends(make, config, lookup, linear, table.shape[0])
+        linear = layers.make_float_head(weight, False) if builder.fp32_head else layers.make_projection(weight, None)
+    return _ends(builder, config, lookup, linear, table.shape[0])
 
 
 def _ends(
-    make: ModelBuilder, config: ModelConfig, lookup: Lookup, linear: Linear, size: int
+    builder: ModelBuilder, config: ModelConfig, lookup: Lookup, linear: Linear, size: int
 ) -> tuple[VocabularyEmbedding, VocabularyHead]:
     """Embedding and output head, with the factors and the cap that the model has."""
-    compose, mesh = make.ops.elementwise.compose, make.mesh
-    lookup = _scaled(make, config, lookup)
+    compose, mesh = builder.ops.elementwise.compose, builder.mesh
+    lookup = _scaled(builder, config, lookup)
     if (scale := config.logit_scale) != 1.0 or config.logit_cap:
         cap, logits = config.logit_cap, linear
 
@@ -67,12 +67,12 @@ def _ends(
     return VocabularyEmbedding(mesh, lookup, size), VocabularyHead(mesh, linear)
 
 
-def _scaled(make: ModelBuilder, config: ModelConfig, lookup: Lookup) -> Lookup:
+def _scaled(builder: ModelBuilder, config: ModelConfig, lookup: Lookup) -> Lookup:
     """``lookup`` with the factor that the model has."""
     if (factor := config.embedding_scale) == 1.0:
         return lookup
-    rounded = torch.tensor(factor, dtype=make.dtype).item()  # as the model was trained
-    return make.ops.elementwise.compose(lambda ids: lookup(ids) * rounded, lambda x: x)
+    rounded = torch.tensor(factor, dtype=builder.dtype).item()  # as the model was trained
+    return builder.ops.elementwise.compose(lambda ids: lookup(ids) * rounded, lambda x: x)
 
 
 class VocabularyEmbedding:

@@ -27,14 +27,13 @@ from kernels.core.operators import PendingResidual
 from kernels.core.tree import MOST_NODES, Drafts, chain
 from kernels.devices.capture import CaptureRequest
 from kernels.devices.linear import norm_of_sum
-from kernels.devices.prepared import Decodes, PassEnd
+from kernels.devices.prepared import CapturedPasses, VerifyOutputs
 from kernels.models.config import ModelConfig
 from kernels.models.layers import pre_norm
 from kernels.models.layers.rotary import RotaryEmbedding
+from kernels.speculation.draft_sampler import DraftPlaces, DraftSampler
 from kernels.speculation.drafter import Drafter, DrafterContext, DraftRows, Observation
 from kernels.speculation.drafters.heads import open_checkpoint
-from kernels.speculation.drafting import DraftPlaces, DraftSampler
-from kernels.speculation.host_drafts import BlockModel, HostBlocks, HostDrafts
 from kernels.speculation.load import (
     DraftCheckpoint,
     DraftWeights,
@@ -43,6 +42,7 @@ from kernels.speculation.load import (
     need_same_hidden_size,
     plain,
 )
+from kernels.speculation.native_drafts import BlockModel, NativeBlockDrafts, NativeDrafts
 from kernels.state.slots import SlotTable
 
 __all__ = ["DflashDrafter", "DflashModel", "default_layers"]
@@ -94,10 +94,10 @@ class DflashModel:
         device, target = context.device, context.target
         layers = int(checkpoint.raw.get("num_hidden_layers") or 1)
         whole = checkpoint.config("Qwen3ForCausalLM", layers, "layers.0", layer_types=None, use_sliding_window=False)
-        need_same_hidden_size(checkpoint, whole, context.whole)
+        need_same_hidden_size(checkpoint, whole, context.full_config)
         hidden = whole.hidden_size
         tensors = {
-            **feature_projection(hidden, features * context.whole.hidden_size),
+            **feature_projection(hidden, features * context.full_config.hidden_size),
             **plain("hidden_norm.weight", hidden),
             **plain("norm.weight", hidden),
         }
@@ -112,7 +112,7 @@ class DflashModel:
         self.context_norm = device.elementwise.make_norm(weights.take(["hidden_norm.weight"]), config.norm_eps)
         prefixes = [f"layers.{layer}" for layer in range(layers)]
         self.injections = [Injection(config, weights, prefix, context) for prefix in prefixes]
-        self.layers = [pre_norm.layer(weights.make, config, prefix, window) for prefix in prefixes]
+        self.layers = [pre_norm.layer(weights.builder, config, prefix, window) for prefix in prefixes]
         self.last_norm = device.elementwise.make_norm(weights.take(["norm.weight"]), config.norm_eps)
         self.weight_bytes = weights.weight_bytes
 
@@ -141,23 +141,23 @@ class DflashDrafter(Drafter):
     def __init__(self, context: DrafterContext) -> None:
         settings, config = context.settings, context.config
         checkpoint = open_checkpoint(context)
-        layers = self.captured_layers(settings, context.whole)
+        layers = self.captured_layers(settings, context.full_config)
         block = settings.block_size or settings.num_draft_tokens
         if not 2 <= block <= MOST_NODES:
             raise ConfigError(f"--speculative-dflash-block-size must be 2 to {MOST_NODES}, not {block}")
         self._context, self._block = context, block
-        self._features = len(layers) * context.whole.hidden_size
+        self._features = len(layers) * context.full_config.hidden_size
         self._mask = checkpoint.setting("dflash_config", "mask_token_id")
-        if type(self._mask) is not int or not 0 <= self._mask < context.whole.vocab_size:
+        if type(self._mask) is not int or not 0 <= self._mask < context.full_config.vocab_size:
             raise ConfigError(
                 f"{checkpoint.path}: dflash_config.mask_token_id must be a token of the target, 0 to "
-                f"{context.whole.vocab_size - 1}, and is {self._mask!r}"
+                f"{context.full_config.vocab_size - 1}, and is {self._mask!r}"
             )
         self._model = DflashModel(context, checkpoint, len(layers), settings.draft_window)
         self._sampler = DraftSampler(None, context.device.sampling.greedy)
         self._places = DraftPlaces(context.device, config.page_size, config.max_slots, block)
         self._caches: list[Any] = []
-        self._blocks: Decodes | None = None  # prepared passes over blocks
+        self._blocks: CapturedPasses | None = None  # prepared passes over blocks
         device = context.device.torch_device
         self._ahead = torch.arange(block, device=device)
         self._everything = torch.full((1, block), (1 << block) - 1 if block < MOST_NODES else -1, device=device)
@@ -181,7 +181,7 @@ class DflashDrafter(Drafter):
         )
         return self._caches
 
-    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, PassEnd]) -> None:
+    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, VerifyOutputs]) -> None:
         context, block = self._context, self._block
         columns = -(-(context.context + block) // context.config.page_size) + 1
         self._blocks = context.device.capture.decodes(
@@ -196,7 +196,7 @@ class DflashDrafter(Drafter):
             )
         )
 
-    def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
+    def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:
         context = self._context
         blocks = BlockModel(
             model=self._model,
@@ -208,7 +208,7 @@ class DflashDrafter(Drafter):
             mask=self._mask,
             rows=rows,
         )
-        return HostBlocks.make(context.device, state, self._places, blocks)
+        return NativeBlockDrafts.make(context.device, state, self._places, blocks)
 
     def observe(self, seen: Observation) -> None:
         assert seen.features is not None, "made from features"

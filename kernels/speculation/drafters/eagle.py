@@ -52,8 +52,8 @@ class EagleModel(HeadModel):
     def __init__(self, context: DrafterContext, checkpoint: DraftCheckpoint) -> None:
         layers = int(checkpoint.raw.get("num_hidden_layers") or 1)
         config = checkpoint.config("LlamaForCausalLM", layers, "layers.0")
-        need_same_hidden_size(checkpoint, config, context.whole)
-        hidden, vocab = config.hidden_size, context.whole.vocab_size
+        need_same_hidden_size(checkpoint, config, context.full_config)
+        hidden, vocab = config.hidden_size, context.full_config.vocab_size
         tensors = dict(feature_projection(hidden, 2 * hidden, checkpoint.has("fc.bias")))
         for layer in range(layers):
             tensors |= layer_tensors(config, f"layers.{layer}")
@@ -110,7 +110,7 @@ class Eagle3Model(HeadModel):
         if layers != 1:
             raise ConfigError(f"{checkpoint.path}: an EAGLE-3 draft has one layer, and this one has {layers}")
         prefix = "layers.0" if checkpoint.has("layers.0.hidden_norm.weight") else "midlayer"
-        target, vocab = context.whole, context.whole.vocab_size
+        target, vocab = context.full_config, context.full_config.vocab_size
         size = checkpoint.raw.get("draft_vocab_size") or vocab
         config = checkpoint.config("LlamaForCausalLM", 1, prefix)
         hidden = config.hidden_size
@@ -181,7 +181,7 @@ class Eagle3Drafter(HeadDrafter):
     """EAGLE-3."""
 
     def __init__(self, context: DrafterContext) -> None:
-        layers = self.captured_layers(context.settings, context.whole)
+        layers = self.captured_layers(context.settings, context.full_config)
         super().__init__(context, Eagle3Model(context, open_checkpoint(context), len(layers)))
 
     @classmethod

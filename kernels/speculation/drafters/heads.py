@@ -22,21 +22,22 @@ from kernels.core.operators import Norm, PendingResidual
 from kernels.core.tree import Drafts, DraftTree
 from kernels.devices.base import Device
 from kernels.devices.linear import NormThenLinear
-from kernels.devices.prepared import PassEnd
+from kernels.devices.prepared import VerifyOutputs
 from kernels.distributed.group import Group
 from kernels.models.config import ModelConfig
-from kernels.models.layers import gqa, mlp
+from kernels.models.layers import block, gqa, mla, mlp, moe
+from kernels.models.layers.block import AttentionLayer
 from kernels.models.layers.rotary import RotaryEmbedding
 from kernels.models.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from kernels.speculation.drafter import AcceptedRows, Drafter, DrafterContext, DraftRows, Observation
 from kernels.speculation.early_draft import EarlyDraftPasses
 from kernels.speculation.expansion import DraftModel, Expansion
-from kernels.speculation.host_drafts import HostDrafts
 from kernels.speculation.load import DraftCheckpoint, DraftWeights
+from kernels.speculation.native_drafts import NativeDrafts
 from kernels.speculation.token_map import head_rows, read_token_map
 from kernels.state.slots import SlotTable
 
-__all__ = ["HeadDrafter", "HeadLayer", "HeadModel", "SharedEnds", "open_checkpoint"]
+__all__ = ["HeadDrafter", "HeadLayer", "HeadModel", "SharedEnds", "SparseHeadLayer", "open_checkpoint"]
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -65,10 +66,10 @@ class SharedEnds:
         self.head = target.head if head is None else VocabularyHead(Group(), device.linear.make_dense(head, None))
         self.ids: Tensor | None = None
         if token_map and context.settings.token_map:
-            ids = read_token_map(context.settings.token_map, context.whole.vocab_size)
+            ids = read_token_map(context.settings.token_map, context.full_config.vocab_size)
             config = context.config
             rows = (
-                head_rows(context, config.model_path, config.load_format, context.whole, target, ids)
+                head_rows(context, config.model_path, config.load_format, context.full_config, target, ids)
                 if head is None
                 else head.index_select(0, ids.to(device.torch_device))
             )
@@ -90,20 +91,43 @@ class HeadLayer:
     """A decoder layer whose input is already normed. ``prefix``: its name in the checkpoint."""
 
     def __init__(self, weights: DraftWeights, prefix: str, context: DrafterContext) -> None:
-        config, make = weights.local, weights.make
-        self.attention = gqa.attention(make, config, f"{prefix}.self_attn", config.windows[0])
+        config, builder = weights.local, weights.builder
+        self.attention = gqa.attention(builder, config, f"{prefix}.self_attn", config.windows[0])
         norm_weight = weights.take([f"{prefix}.post_attention_layernorm.weight"])
         norm = context.device.elementwise.make_norm(norm_weight, config.norm_eps)
-        self.mlp = mlp.feed_forward(make, norm, f"{prefix}.mlp")
+        self.mlp = mlp.feed_forward(builder, norm, f"{prefix}.mlp")
         self.attention.output.next_norm = norm
-        self.heads = self.attention.behind(NormThenLinear(_Normed(), self.attention.qkv))
+        self.heads = self.attention.after_norm(NormThenLinear(_Normed(), self.attention.qkv))
 
     def __call__(
         self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
     ) -> tuple[PendingResidual, Tensor]:
         """``x``: attention's input. -> the summand that the residual still lacks, and the residual."""
         queries, _ = self.heads(None, x, cos, sin, cache, batch.cache_index)
-        return self.mlp.add(*self.attention.find(queries, residual, cache, batch))
+        return self.mlp.add(*self.attention.forward(queries, residual, cache, batch))
+
+
+class SparseHeadLayer:
+    """``HeadLayer`` with DeepSeek's experts, and with latent attention where the target has it."""
+
+    def __init__(self, weights: DraftWeights, prefix: str, context: DrafterContext) -> None:
+        config, builder, name = weights.local, weights.builder, f"{prefix}.self_attn"
+        self.attention: AttentionLayer = (
+            block.attention(builder, config, name, config.windows[0])
+            if config.latent is None
+            else mla.attention(builder, config, name, 0)
+        )
+        norm_weight = weights.take([f"{prefix}.post_attention_layernorm.weight"])
+        self.norm = context.device.elementwise.make_norm(norm_weight, config.norm_eps)
+        assert config.experts is not None
+        self.experts = moe.SparseFeedForward(builder, config.experts, prefix, moe.DEEPSEEK)
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
+    ) -> tuple[PendingResidual, Tensor]:
+        """As ``HeadLayer``."""
+        normed, residual = self.norm.add(self.attention(x, cos, sin, cache, batch, None), residual)
+        return self.experts(normed), residual
 
 
 class HeadModel(DraftModel):
@@ -153,6 +177,7 @@ class HeadDrafter(Drafter):
 
     def __init__(self, context: DrafterContext, model: HeadModel) -> None:
         self._model, self._context = model, context
+        self.latent = model.config.latent is not None
         self._expansion = Expansion(context, model)
         self.parameters, self.weight_bytes = model.weights.parameters, model.weights.weight_bytes
         self.cache_bytes = self._expansion.cache_bytes
@@ -168,7 +193,7 @@ class HeadDrafter(Drafter):
     def make_caches(self, pages: int) -> list[Any]:
         return self._expansion.make_caches(pages)
 
-    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, PassEnd]) -> None:
+    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, VerifyOutputs]) -> None:
         self._expansion.capture(agree)
         self._early = self._expansion.prepare_early(self._model, self._states, agree, ends)
 
@@ -186,9 +211,9 @@ class HeadDrafter(Drafter):
     def mark_observed(self, slots: Longs, lengths: Longs) -> None:
         self._observed[slots] = lengths
 
-    def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
+    def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:
         size = self._model.features or self._model.width
-        return self._expansion.host_chains(state, rows, self._states, self._observed, self._model.start, size)
+        return self._expansion.native_chains(state, rows, self._states, self._observed, self._model.start, size)
 
     def admit(self, admission: Admission, tokens: npt.NDArray[np.int32]) -> None:
         self._observed[admission.slot] = -1

@@ -34,14 +34,14 @@ from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.tree import Drafts, DraftTree, chain
 from kernels.devices.linear import norm_of_sum
-from kernels.devices.prepared import PassEnd
+from kernels.devices.prepared import VerifyOutputs
 from kernels.models.config import ModelConfig
+from kernels.speculation.draft_sampler import DraftSampler
 from kernels.speculation.drafter import AcceptedRows, Drafter, DrafterContext, DraftRows, Observation
-from kernels.speculation.drafters.heads import HeadDrafter, HeadLayer, HeadModel, open_checkpoint
-from kernels.speculation.drafting import DraftSampler
+from kernels.speculation.drafters.heads import HeadDrafter, HeadLayer, HeadModel, SparseHeadLayer, open_checkpoint
 from kernels.speculation.expansion import observed_rows
-from kernels.speculation.host_drafts import HostDrafts
 from kernels.speculation.load import DraftCheckpoint, DraftWeights, layer_tensors, need_same_hidden_size, plain
+from kernels.speculation.native_drafts import NativeDrafts
 from kernels.state.slots import SlotTable
 from kernels.weights.tensors import Tensors, TensorSpec
 
@@ -215,7 +215,8 @@ class MtpHead(HeadModel):
         projection = weights.projection([f"{prefix}.{layout.projection}"])
         self.projection = context.device.linear.make_projection(projection, None)
         self.input_norm = self.norm(f"{prefix}.input_layernorm.weight")
-        self.layer = HeadLayer(weights, prefix, context)
+        sparse = self.config.experts is not None
+        self.layer = SparseHeadLayer(weights, prefix, context) if sparse else HeadLayer(weights, prefix, context)
         self.last_norm = self.norm(f"{prefix}.{layout.last_norm}.weight")
 
     def forward(self, batch: ForwardBatch, states: Tensor, caches: list[Any]) -> Tensor:
@@ -239,12 +240,15 @@ class MtpModel:
                 f"{len(prefixes)}: lower --speculative-num-steps or leave out --enable-multi-layer-eagle"
             )
         prefixes = prefixes[:count]
-        architecture = context.whole.architecture
-        whole = checkpoint.config(architecture, 1, prefixes[0], layer_types=None, sliding_window=None)
-        need_same_hidden_size(checkpoint, whole, context.whole)
+        architecture = context.full_config.architecture
+        experts = {"first_k_dense_replace": 0, "mlp_layer_types": None}  # a head has them as the last layers do
+        whole = checkpoint.config(architecture, 1, prefixes[0], layer_types=None, sliding_window=None, **experts)
+        if whole.latent is not None and count > 1:
+            raise ConfigError("several heads with latent attention are not run: leave --enable-multi-layer-eagle out")
+        need_same_hidden_size(checkpoint, whole, context.full_config)
         tensors: dict[str, TensorSpec] = {}
         for prefix in prefixes:
-            tensors |= _tensors(checkpoint, layout, prefix, whole, context.whole.vocab_size)
+            tensors |= _tensors(checkpoint, layout, prefix, whole, context.full_config.vocab_size)
         self.weights = DraftWeights(context, checkpoint, tensors, whole)
         self.heads = [MtpHead(context, self.weights, layout, prefix) for prefix in prefixes]
 
@@ -276,6 +280,7 @@ class MtpDrafter(Drafter):
         self.parameters, self.weight_bytes = model.weights.parameters, model.weights.weight_bytes
         self.cache_bytes, self.spare_bytes = self._drafter.cache_bytes, self._drafter.spare_bytes
         self.depth, self.most_nodes = self._drafter.depth, self._drafter.most_nodes
+        self.latent = self._drafter.latent
 
     def make_caches(self, pages: int) -> list[Any]:
         return self._drafter.make_caches(pages)
@@ -286,11 +291,11 @@ class MtpDrafter(Drafter):
     def draft(self, rows: DraftRows) -> Drafts:
         return self._drafter.draft(rows)
 
-    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, PassEnd]) -> None:
+    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, VerifyOutputs]) -> None:
         self._drafter.capture(agree, ends)
 
-    def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
-        return self._drafter.host_drafts(state, rows)
+    def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:
+        return self._drafter.native_drafts(state, rows)
 
     def reach(self) -> int:
         return self._drafter.reach()

@@ -25,37 +25,37 @@ from kernels.core.operators import Draws
 from kernels.core.tree import Drafts, DraftTree
 from kernels.speculation.drafter import Drafter, DrafterContext, DraftRows, Observation
 from kernels.speculation.drafters.trie import Generation, NativeSequence, NativeTrie, NgramTrie, TrieSequence, make_trie
-from kernels.speculation.host_drafts import HostDrafts, HostObservation, HostTrees
+from kernels.speculation.native_drafts import NativeDrafts, NativeObservation, NativeTrees
 from kernels.state.slots import SlotTable
 
 __all__ = ["NgramDrafter", "NgramPruner", "NgramTree", "draft_tree"]
 
-WIDEST, DEEPEST = 8, 16
+MAX_WINDOW, MAX_DEPTH = 8, 16
 """Longer windows and deeper levels are treated like these."""
-FIRST = (0.3, 0.5, 0.65, 0.75, 0.85, 0.9, 0.95, 0.95)
-"""The prior chance of a first draft token, by window length. Each further level has ``LEVEL`` times the chance of the
-one above."""
-LEVEL = 0.93
-RARER = 0.2
+FIRST_CHANCES = (0.3, 0.5, 0.65, 0.75, 0.85, 0.9, 0.95, 0.95)
+"""The prior chance of a first draft token, by window length. Each further level has ``LEVEL_FACTOR`` times the chance
+of the one above."""
+LEVEL_FACTOR = 0.93
+SIBLING_FACTOR = 0.2
 """The factor of the prior for draft tokens with a more recent sibling."""
-SURE, LEAST_WEIGHT = 4, 0.01
+PRIOR_WEIGHT, MIN_LEARNING_RATE = 4, 0.01
 """The number of outcomes that the prior counts as; the least weight of a new outcome."""
-OWN = 0.9
+REQUEST_DECAY = 0.9
 """The decay of a request's outcomes with each step."""
 
-FREE = 16
+FREE_TOKENS = 16
 """Tokens up to which a step costs hardly more than a step of one."""
-BLOCK, AGAIN = 32, 0.6
+WEIGHT_READ_TOKENS, REREAD_COST = 32, 0.6
 """Tokens up to which a CPU reads each weight once; the cost of each further read as a share of the first."""
-DECODE, DRAFT_TOKEN = 1 / 16, 0.05
+DECODE_COST, DRAFT_TOKEN_COST = 1 / 16, 0.05
 """The cost of a decode and of a draft token where weights are read once, as shares of that read, for small models."""
-LOOKED, LOOKED_ROW = 0.25, 0.045
+LOOKUP_COST, LOOKUP_ROW_COST = 0.25, 0.045
 """The cost of looking up draft tokens: for a step, and for each of its rows."""
-START, START_ROW = 0.05, 0.01
+VERIFY_COST, VERIFY_ROW_COST = 0.05, 0.01
 """The additional cost of a step that verifies draft tokens."""
-BRANCHED, BRANCHED_ROW = 0.2, 0.025
+TREE_COST, TREE_ROW_COST = 0.2, 0.025
 """The additional cost of a step with trees that branch."""
-ELSEWHERE = 0.0125
+DEVICE_TOKEN_COST = 0.0125
 """The cost of a draft token on devices that are not bound by arithmetic."""
 
 
@@ -74,7 +74,7 @@ class NgramTree:
             depths.append(depth)
             seen.add(parent)
             self.later.append(later)
-            self.kinds.append(2 * (DEEPEST * (min(window, WIDEST) - 1) + min(depth, DEEPEST) - 1) + later)
+            self.kinds.append(2 * (MAX_DEPTH * (min(window, MAX_WINDOW) - 1) + min(depth, MAX_DEPTH) - 1) + later)
         self.chances: list[float] = []  # of each node, not scaled for its request; empty if all are verified
         self.verified: set[int] = set()
         self.right: set[int] = set()
@@ -106,12 +106,17 @@ class NgramTree:
 
 class NgramPruner:
     """Chooses the nodes of trees that are worth verifying. ``reads``: whether a step is bound by reading weights, once
-    for each ``BLOCK`` of tokens."""
+    for each ``WEIGHT_READ_TOKENS`` of tokens."""
 
     def __init__(self, reads: bool) -> None:
         self._reads = reads
-        self._chances = [first * LEVEL**depth * by for first in FIRST for depth in range(DEEPEST) for by in (1, RARER)]
-        self._judged = [SURE] * len(self._chances)
+        self._chances = [
+            first * LEVEL_FACTOR**depth * by
+            for first in FIRST_CHANCES
+            for depth in range(MAX_DEPTH)
+            for by in (1, SIBLING_FACTOR)
+        ]
+        self._judged = [PRIOR_WEIGHT] * len(self._chances)
         # by slot: accepted draft tokens, and expected ones
         self._own: dict[int, tuple[float, float]] = {}
 
@@ -119,7 +124,7 @@ class NgramPruner:
         """Reset the slot for another request."""
         self._own.pop(slot, None)
 
-    def judge(self, slot: int, tree: NgramTree) -> None:
+    def record_outcomes(self, slot: int, tree: NgramTree) -> None:
         """Learn from the draft tokens of a tree when the tokens that followed it are known."""
         right = expected = 0.0
         for node in range(1, len(tree.tokens)):
@@ -130,25 +135,26 @@ class NgramPruner:
             kind = tree.kinds[node]
             self._judged[kind] += 1
             hit = node in tree.right
-            self._chances[kind] += max(1 / self._judged[kind], LEAST_WEIGHT) * (hit - self._chances[kind])
+            self._chances[kind] += max(1 / self._judged[kind], MIN_LEARNING_RATE) * (hit - self._chances[kind])
             if tree.chances:
                 right, expected = right + hit, expected + tree.chances[node]
         if not tree.chances:
             return
         before = self._own.get(slot, (0.0, 0.0))
-        self._own[slot] = OWN * before[0] + right, OWN * before[1] + expected
+        self._own[slot] = REQUEST_DECAY * before[0] + right, REQUEST_DECAY * before[1] + expected
 
     def choose(self, slots: Sequence[int], trees: Sequence[NgramTree], limits: Sequence[int]) -> None:
         """Mark the nodes to verify in one step: the most likely ones, in the number that maximizes the expected tokens
-        a second. A tree has at most ``limits`` of them besides its root. Up to ``FREE`` tokens all are verified."""
+        a second. A tree has at most ``limits`` of them besides its root. Up to ``FREE_TOKENS`` tokens, all are
+        verified."""
         tokens = sum(min(len(each.tokens), most + 1) for each, most in zip(trees, limits, strict=True))
-        if tokens <= FREE:
+        if tokens <= FREE_TOKENS:
             for tree, most in zip(trees, limits, strict=True):
                 tree.verified.update(range(1, min(len(tree.tokens), most + 1)))
             return
         found: list[tuple[float, int, int]] = []
         best, kinds, chosen = len(trees) / self._cost(len(trees), 0, False), self._chances, None
-        least = -best * (DRAFT_TOKEN if self._reads else ELSEWHERE)
+        least = -best * (DRAFT_TOKEN_COST if self._reads else DEVICE_TOKEN_COST)
         for row, (slot, tree) in enumerate(zip(slots, trees, strict=True)):
             right, expected = self._own.get(slot, (0.0, 0.0))
             own = -min((right + 1) / (expected + 1), 1.5)
@@ -189,18 +195,18 @@ class NgramPruner:
 
     def _cost(self, rows: int, trees: int, branched: bool) -> float:
         """Time of a step in units of reading the weights once."""
-        cost = LOOKED + LOOKED_ROW * rows
+        cost = LOOKUP_COST + LOOKUP_ROW_COST * rows
         if trees:
-            cost += START + START_ROW * rows
+            cost += VERIFY_COST + VERIFY_ROW_COST * rows
         if branched:
-            cost += BRANCHED + BRANCHED_ROW * rows
+            cost += TREE_COST + TREE_ROW_COST * rows
         if not self._reads:
-            return cost + 1 + ELSEWHERE * (rows + trees)
-        blocks = -(-(rows + trees) // BLOCK)
-        return cost + 1 + AGAIN * (blocks - 1) + DECODE * rows + DRAFT_TOKEN * trees
+            return cost + 1 + DEVICE_TOKEN_COST * (rows + trees)
+        blocks = -(-(rows + trees) // WEIGHT_READ_TOKENS)
+        return cost + 1 + REREAD_COST * (blocks - 1) + DECODE_COST * rows + DRAFT_TOKEN_COST * trees
 
 
-CACHED = 1024
+MAX_ADDED_TOKENS = 1024
 """The most tokens of a cached prefix, and of tokens that ran unobserved, that a request adds to the trie. Most prefixes
 were added when they were computed."""
 Ints: TypeAlias = npt.NDArray[np.int32]
@@ -238,7 +244,7 @@ class NgramDrafter(Drafter):
             self._trie.extend(predicted, np.frombuffer(admission.sampling.prediction, dtype=np.int32).tolist())
             self._trie.close(predicted)
         self._prompts[slot] = tokens
-        self._extended[slot] = max(0, known - CACHED)
+        self._extended[slot] = max(0, known - MAX_ADDED_TOKENS)
         self.extend(slot, self._extended[slot], tokens[self._extended[slot] : known])
 
     def release(self, slot: int) -> None:
@@ -256,7 +262,8 @@ class NgramDrafter(Drafter):
         for slot, start, end, sampled in zip(
             seen.slots.tolist(), seen.starts.tolist(), ends, seen.sampled, strict=True
         ):
-            begin = max(self.extended(slot, start), start - CACHED)  # prompt tokens that ran unobserved are added here
+            # Prompt tokens that ran unobserved are added here.
+            begin = max(self.extended(slot, start), start - MAX_ADDED_TOKENS)
             self.extend(slot, begin, self._prompts[slot][begin:end])
             self.extend(slot, end - len(sampled), sampled)
 
@@ -273,21 +280,21 @@ class NgramDrafter(Drafter):
         tree = DraftTree(put(found.tokens), put(found.parents), put(found.depths), put(found.bits), False)
         return Drafts(tree, found.counts)
 
-    def draft_trees(self, slots: Longs, roots: Longs, limits: Longs) -> HostTrees:
+    def draft_trees(self, slots: Longs, roots: Longs, limits: Longs) -> NativeTrees:
         """A tree of each slot's next tokens, with at most ``limits`` nodes besides the root."""
         found = []
         names = slots.tolist()
         for slot, root in zip(names, roots.tolist(), strict=True):
             before = self._trees.pop(slot, None)
             if before is not None:
-                self._pruner.judge(slot, before)
+                self._pruner.record_outcomes(slot, before)
             # A row with NaN logits is not observed, but runs until the host knows: do not draft for it.
             nodes = self.most_nodes if self._extended[slot] == root + 1 else 1
             forced = self.forced(slot, root + 1)[: min(nodes, self.depth + 1) - 1]
             if forced:  # nothing is learned from them
                 nodes = len(forced) + 1
                 found.append(
-                    NgramTree([self._last[slot], *forced], list(range(-1, nodes - 1)), [0] + [WIDEST] * len(forced))
+                    NgramTree([self._last[slot], *forced], list(range(-1, nodes - 1)), [0] + [MAX_WINDOW] * len(forced))
                 )
                 continue
             tree = draft_tree(self._trie, self._sequences[slot], self._last[slot], nodes, self._settings)
@@ -300,7 +307,7 @@ class NgramDrafter(Drafter):
         chain = list(range(-1, width - 1))
         tokens = np.array([part + [0] * (width - len(part)) for part, _ in trees], dtype=np.int64).reshape(-1, width)
         if all(parents == chain[: len(parents)] for _, parents in trees):
-            return HostTrees(tokens, counts)
+            return NativeTrees(tokens, counts)
         above = [parents + chain[len(parents) :] for _, parents in trees]  # nodes that do not run: as in a chain
         depths, bits = [], []
         for parents in above:
@@ -311,10 +318,10 @@ class NgramDrafter(Drafter):
             depths.append(deep)
             bits.append([mask - (mask >> 63 << 64) for mask in seen])  # 64 bits, the highest the sign
         both = (np.array(values, dtype=np.int64) for values in (above, depths, bits))
-        return HostTrees(tokens, counts, *both)
+        return NativeTrees(tokens, counts, *both)
 
-    def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
-        return HostNgrams(self, state)
+    def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:
+        return NativeNgrams(self, state)
 
     def extended(self, slot: int, most: int) -> int:
         """Number of the slot's tokens in the trie from position 0 on, at most ``most``."""
@@ -336,25 +343,25 @@ class NgramDrafter(Drafter):
             self._last[slot] = new[-1]
 
 
-class HostNgrams(HostDrafts):
+class NativeNgrams(NativeDrafts):
     """N-gram drafts on the CPU, where all tokens are on the host anyway."""
 
     def __init__(self, drafter: NgramDrafter, state: SlotTable) -> None:
         self._drafter, self._state = drafter, state
 
-    def observe(self, seen: HostObservation) -> bool:
+    def observe(self, seen: NativeObservation) -> bool:
         here = self._state.here
         assert here is not None
         for slot, start, count in zip(seen.slots.tolist(), seen.starts.tolist(), seen.counts.tolist(), strict=True):
             begin = max(
-                self._drafter.extended(slot, start), start - CACHED
+                self._drafter.extended(slot, start), start - MAX_ADDED_TOKENS
             )  # tokens that ran unobserved are added here
             self._drafter.extend(slot, begin, here[slot, begin : start + count + 1])
         return True
 
     def draft(
         self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int, draws: Draws | None
-    ) -> HostTrees | None:
+    ) -> NativeTrees | None:
         here, found = self._state.here, self._drafter.draft_trees(slots, roots, limits)
         assert here is not None
         found.tokens[:, 0] = here[slots, roots]  # rows that did not observe their last token lack it there

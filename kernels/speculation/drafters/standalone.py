@@ -24,15 +24,15 @@ from kernels.core.batch import ForwardBatch
 from kernels.core.tree import Drafts
 from kernels.distributed.group import Group
 from kernels.models.config import local_config
+from kernels.models.config_loader import read_config
 from kernels.models.decoder import Decoder
 from kernels.models.layers.builder import ModelBuilder
 from kernels.models.layers.vocabulary import VocabularyHead
-from kernels.models.reading import read_config
 from kernels.models.registry import build, caches, tensors
 from kernels.speculation.drafter import Drafter, DrafterContext, DraftRows, Observation
 from kernels.speculation.expansion import Expansion, observed_rows
-from kernels.speculation.host_drafts import HostDrafts
 from kernels.speculation.load import draft_scheme
+from kernels.speculation.native_drafts import NativeDrafts
 from kernels.speculation.token_map import head_rows, read_token_map
 from kernels.state.slots import SlotTable
 from kernels.weights.loading import CheckpointFiles, Placement, open_weights
@@ -40,10 +40,10 @@ from kernels.weights.quantization.weights import Projection, QuantizedWeight
 from kernels.weights.source import ModelSource
 from kernels.weights.tensors import Shard
 
-__all__ = ["Padded", "StandaloneDrafter"]
+__all__ = ["PaddedEmbedding", "StandaloneDrafter"]
 
 
-class Padded:
+class PaddedEmbedding:
     """``source`` with the embedding table padded with zeros to ``rows``, so that every id of the target has a row.
 
     An output layer that shares the table (``tied``) is returned without the padding, because a row of zeros could win
@@ -91,13 +91,13 @@ class StandaloneModel:
     def __init__(self, context: DrafterContext) -> None:
         settings, config, group = context.settings, context.config, context.group
         whole = read_config(settings.draft_model_path, quantized=True)
-        if not is_plain(caches(whole)) or whole.attention_cap:
+        if not is_plain(caches(whole)) or whole.eager_attention:
             raise ConfigError(
                 f"a draft model must keep keys and values of all tokens in every layer, and not cap scores of "
                 f"attention, which {whole.architecture} does not: use another draft model"
             )
         scheme = draft_scheme(settings.draft_model_path, config, settings)
-        target = context.whole.vocab_size
+        target = context.full_config.vocab_size
         if not same_tokens(whole.vocab_size, target):
             raise ConfigError(
                 f"the draft model has {whole.vocab_size} tokens, the model {target}: their tokens must be the same; "
@@ -116,7 +116,7 @@ class StandaloneModel:
         weights = open_weights(files, declared, placement, scheme)
         # No rank has the missing rows of a sharded table: they are zeros on all ranks.
         short = whole.vocab_size < target and group.size == 1
-        source = Padded(weights, target, whole.tied_embeddings) if short else weights
+        source = PaddedEmbedding(weights, target, whole.tied_embeddings) if short else weights
         local = dataclasses.replace(self.config, tied_embeddings=False) if short else self.config
         decoder = build(local, ModelBuilder(source, context.device, group, context.dtype, context.context))
         if not isinstance(decoder, Decoder):
@@ -165,8 +165,8 @@ class StandaloneDrafter(Drafter):
     def make_caches(self, pages: int) -> list[Any]:
         return self._expansion.make_caches(pages)
 
-    def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
-        return self._expansion.host_chains(state, rows, self._states, self._filled, lambda features: features, 0)
+    def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:
+        return self._expansion.native_chains(state, rows, self._states, self._filled, lambda features: features, 0)
 
     def admit(self, admission: Admission, tokens: Ints) -> None:
         self._filled[admission.slot] = admission.computed

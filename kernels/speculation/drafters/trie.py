@@ -186,7 +186,7 @@ class NgramTrie:
         self._follow(sequence)
         for token in tokens:
             if len(self._young) + self.depth > self._half:
-                self._turn()
+                self._rotate()
                 self._follow(sequence)
             young = self._young
             root = young.roots.setdefault(salt, {})
@@ -215,7 +215,7 @@ class NgramTrie:
             if length <= len(old) and self._old.first[old[length - 1]]:
                 yield length, self._old, old[length - 1]
 
-    def _turn(self) -> None:
+    def _rotate(self) -> None:
         self._old = self._young
         self._young = Generation(self._old.number + 1)
 

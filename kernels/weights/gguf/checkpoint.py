@@ -294,9 +294,12 @@ def not_finite(foreign: str) -> GgufError:
 
 
 def _as_matrix(info: TensorInfo, declared: tuple[int, ...]) -> TensorInfo:
-    """``info`` as a matrix: files store a matrix of one row as a vector."""
-    lone = declared == (1, *info.shape)
-    return dataclasses.replace(info, shape=declared) if lone else info
+    """``info`` as a matrix: files store a matrix of one row as a vector, and what heads have apart in three
+    dimensions."""
+    same = declared == (1, *info.shape)
+    if len(info.shape) == 3:
+        same = declared == (info.shape[0] * info.shape[1], info.shape[2])
+    return dataclasses.replace(info, shape=declared) if same else info
 
 
 def _stays(spec: TensorSpec, scheme: Scheme) -> bool:

@@ -20,7 +20,7 @@ from kernels.weights.quantization.awq import Awq
 from kernels.weights.quantization.gptq import Gptq
 from kernels.weights.quantization.packed import skipped_of
 from kernels.weights.quantization.patterns import NoPattern, Patterns
-from kernels.weights.quantization.scheme import Files, Scheme, Stored
+from kernels.weights.quantization.scheme import Files, Scheme, StoredTensor
 from kernels.weights.quantization.weights import QuantizedWeight
 from kernels.weights.tensors import Tensors, TensorSpec
 
@@ -88,7 +88,7 @@ class AutoRound(Scheme):
             return self._own[module]
         return next((self._own[name] for found, name in self._patterns if found(module)), self._plain)
 
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored] | None:
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
         scheme = self._of(weight.module)
         return None if scheme is None else scheme.tensors(weight)
 

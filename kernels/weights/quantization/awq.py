@@ -22,7 +22,7 @@ from kernels.weights.quantization.packed import (
     stored_words,
     unpack,
 )
-from kernels.weights.quantization.scheme import Files, Scheme, Stored
+from kernels.weights.quantization.scheme import Files, Scheme, StoredTensor
 from kernels.weights.quantization.weights import GroupedWeight
 from kernels.weights.tensors import Role, TensorSpec
 
@@ -50,18 +50,18 @@ class Awq(Scheme):
             "a scale an output" if self._group is None else f"groups of {self._group}"
         )
 
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored] | None:
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
         module = weight.module
         # Full names are compared: "gate" is the router, and not an expert's gate_proj.
         if weight.role is Role.OUTPUT or any(f".{part}." in f".{module}." for part in self._skipped):
             return None
         outputs, inputs = weight.matrix
         words, groups = outputs * self._bits // 32, groups_of(module, self._group, inputs)
-        zeros = Stored(("I32",), ((groups, words),), optional=not self._zeros)
+        zeros = StoredTensor(("I32",), ((groups, words),), optional=not self._zeros)
         return {
             f"{module}.qweight": stored_words(inputs, words),
             f"{module}.qzeros": zeros,
-            f"{module}.scales": Stored(FLOATS, ((groups, outputs),)),
+            f"{module}.scales": StoredTensor(FLOATS, ((groups, outputs),)),
         }
 
     def read(self, files: Files, weight: TensorSpec) -> GroupedWeight:

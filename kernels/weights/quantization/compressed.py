@@ -29,7 +29,7 @@ from kernels.contract.errors import ConfigError
 from kernels.weights.quantization.compressed_layouts import Fp8, Int8, Layout, Mx, Nvfp4, Packed, Pairs
 from kernels.weights.quantization.compressed_settings import Group, Settings, plain
 from kernels.weights.quantization.microscaling import MX_GROUP
-from kernels.weights.quantization.scheme import Files, Scheme, Stored
+from kernels.weights.quantization.scheme import Files, Scheme, StoredTensor
 from kernels.weights.quantization.weights import QuantizedWeight
 from kernels.weights.tensors import Tensors, TensorSpec
 
@@ -60,7 +60,7 @@ class Compressed(Scheme):
             self._of_module[module] = None if group is None else self._layouts[group.name]
         return self._of_module[module]
 
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored] | None:
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
         layout = self._of(weight.module)
         return None if layout is None else layout.tensors(weight)
 

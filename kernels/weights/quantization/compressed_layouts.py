@@ -15,7 +15,7 @@ from kernels.weights.quantization.four_bits import four_by_eight, signed, stored
 from kernels.weights.quantization.gptq import order_of
 from kernels.weights.quantization.microscaling import MX_GROUP, exponents, from_e2m1, from_e2m3
 from kernels.weights.quantization.packed import FLOATS, WholeBits, grouped, groups_of, stored_words, unpack
-from kernels.weights.quantization.scheme import Files, Stored
+from kernels.weights.quantization.scheme import Files, StoredTensor
 from kernels.weights.quantization.weights import (
     Activation,
     Fp8Weight,
@@ -44,17 +44,17 @@ class Layout(ABC):
         self.name = f"{group.type}{group.weights.num_bits} {group.strategy}{inputs}"
 
     @abstractmethod
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored]: ...
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor]: ...
 
     @abstractmethod
     def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight: ...
 
-    def _inputs(self, module: str) -> dict[str, Stored]:
+    def _inputs(self, module: str) -> dict[str, StoredTensor]:
         if self.activation != "static":
             return {}
-        found = {f"{module}.input_scale": Stored(FLOATS, ((1,), ()))}
+        found = {f"{module}.input_scale": StoredTensor(FLOATS, ((1,), ()))}
         if self.offset:
-            found[f"{module}.input_zero_point"] = Stored(("I8",), ((1,), ()))
+            found[f"{module}.input_zero_point"] = StoredTensor(("I8",), ((1,), ()))
         return found
 
     def _activation(self, files: Files, module: str) -> Activation:
@@ -79,19 +79,19 @@ class Packed(Layout):
         """Inputs of a group. None: one scale an output, where group_size may be missing or -1."""
         return self.weights.group_size if self.weights.strategy == "group" else None
 
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored]:
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor]:
         module, shape = weight.module, weight.matrix
         (outputs, inputs), bits = shape, self._bits
         groups = groups_of(module, self._group, inputs)
         found = {
             f"{module}.weight_packed": stored_words(outputs, inputs * bits // 32),
-            f"{module}.weight_scale": Stored(FLOATS, ((outputs, groups),)),
-            f"{module}.weight_shape": Stored(("I64", "I32"), ((2,),), optional=True),
+            f"{module}.weight_scale": StoredTensor(FLOATS, ((outputs, groups),)),
+            f"{module}.weight_shape": StoredTensor(("I64", "I32"), ((2,),), optional=True),
         }
         if not self.weights.symmetric:
             found[f"{module}.weight_zero_point"] = stored_words(outputs * bits // 32, groups)
         if self.ordered or self.weights.actorder:  # of "weight" inputs are stored as they come, mostly without it
-            found[f"{module}.weight_g_idx"] = Stored(("I32",), ((inputs,),), optional=not self.ordered)
+            found[f"{module}.weight_g_idx"] = StoredTensor(("I32",), ((inputs,),), optional=not self.ordered)
         return found
 
     def read(self, files: Files, weight: TensorSpec) -> Int8Weight | GroupedWeight:
@@ -123,20 +123,20 @@ class Pairs(Layout):
         super().__init__(group, "dynamic")
         self.clips = group.clips
 
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored]:
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor]:
         module, shape = weight.module, weight.matrix
         group = self.weights.group_size if self.weights.strategy == "group" else None
         column = ((shape[0], 1), (shape[0],))
         groups = column if group is None else ((shape[0], groups_of(module, group, shape[1])),)
         found = {
             f"{module}.weight": stored_pairs(shape),
-            f"{module}.weight_scale": Stored((*FLOATS, "I64", "U64"), groups),
-            f"{module}.weight_offset": Stored(("I8", *FLOATS), groups, optional=True),
-            f"{module}.scale_bias": Stored(("F32",), (*column, (shape[0], 16)), optional=True),
+            f"{module}.weight_scale": StoredTensor((*FLOATS, "I64", "U64"), groups),
+            f"{module}.weight_offset": StoredTensor(("I8", *FLOATS), groups, optional=True),
+            f"{module}.scale_bias": StoredTensor(("F32",), (*column, (shape[0], 16)), optional=True),
         }
         if self.clips:
-            found[f"{module}.bias"] = Stored(("F32",), ((shape[0],),), optional=True)
-            found[f"{module}.alpha"] = Stored(("F32",), ((1,), ()), optional=True)
+            found[f"{module}.bias"] = StoredTensor(("F32",), ((shape[0],),), optional=True)
+            found[f"{module}.alpha"] = StoredTensor(("F32",), ((1,), ()), optional=True)
         return found
 
     def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight:
@@ -157,9 +157,12 @@ class Pairs(Layout):
 class Int8(Layout):
     """int-quantized: a byte for each weight."""
 
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored]:
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor]:
         module, shape = weight.module, weight.matrix
-        found = {f"{module}.weight": Stored(("I8",), (shape,)), f"{module}.weight_scale": _scales(self.weights, shape)}
+        found = {
+            f"{module}.weight": StoredTensor(("I8",), (shape,)),
+            f"{module}.weight_scale": _scales(self.weights, shape),
+        }
         return found | self._inputs(module)
 
     def read(self, files: Files, weight: TensorSpec) -> Int8Weight:
@@ -174,9 +177,9 @@ class Int8(Layout):
 class Fp8(Layout):
     """float-quantized: e4m3."""
 
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored]:
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor]:
         module, shape = weight.module, weight.matrix
-        found = {f"{module}.weight": Stored(("F8_E4M3",), (shape,))}
+        found = {f"{module}.weight": StoredTensor(("F8_E4M3",), (shape,))}
         found[f"{module}.weight_scale"] = _scales(self.weights, shape)
         return found | self._inputs(module)
 
@@ -196,13 +199,13 @@ class Mx(Layout):
     def _stored(self) -> tuple[str, str]:
         return ("weight", "F8_E4M3") if self.weights.num_bits == 8 else ("weight_packed", "U8")
 
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored]:
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor]:
         module, shape = weight.module, weight.matrix
         (outputs, inputs), (name, dtype) = shape, self._stored
         groups = groups_of(module, MX_GROUP, inputs)
         return {
-            f"{module}.{name}": Stored((dtype,), ((outputs, inputs * self.weights.num_bits // 8),)),
-            f"{module}.weight_scale": Stored(("U8", "F8_E8M0"), ((outputs, groups),)),
+            f"{module}.{name}": StoredTensor((dtype,), ((outputs, inputs * self.weights.num_bits // 8),)),
+            f"{module}.weight_scale": StoredTensor(("U8", "F8_E8M0"), ((outputs, groups),)),
         }
 
     def read(self, files: Files, weight: TensorSpec) -> Fp8Weight:
@@ -218,14 +221,14 @@ class Nvfp4(Layout):
     """nvfp4-pack-quantized: scales in e4m3, all divided by one global scale of the weight. The global scale of inputs
     is not used: inputs are quantized to 8 bits, or not at all."""
 
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored]:
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor]:
         module, shape = weight.module, weight.matrix
         groups = groups_of(module, self.weights.group_size, shape[1])
         return {
-            f"{module}.weight_packed": Stored(("U8",), ((shape[0], shape[1] // 2),)),
-            f"{module}.weight_scale": Stored(("F8_E4M3",), ((shape[0], groups),)),
-            f"{module}.weight_global_scale": Stored(("F32",), ((1,), ())),
-            f"{module}.input_global_scale": Stored(("F32",), ((1,), ()), optional=True),
+            f"{module}.weight_packed": StoredTensor(("U8",), ((shape[0], shape[1] // 2),)),
+            f"{module}.weight_scale": StoredTensor(("F8_E4M3",), ((shape[0], groups),)),
+            f"{module}.weight_global_scale": StoredTensor(("F32",), ((1,), ())),
+            f"{module}.input_global_scale": StoredTensor(("F32",), ((1,), ()), optional=True),
         }
 
     def read(self, files: Files, weight: TensorSpec) -> Fp8Weight:
@@ -240,11 +243,11 @@ class Nvfp4(Layout):
         return Fp8Weight(values, scales, (1, group), self._activation(files, module))
 
 
-def _scales(weights: QuantizationArgs, shape: tuple[int, int]) -> Stored:
+def _scales(weights: QuantizationArgs, shape: tuple[int, int]) -> StoredTensor:
     if weights.block_structure is not None:
         rows, columns = weights.block_structure
-        return Stored(FLOATS, ((-(-shape[0] // rows), -(-shape[1] // columns)),))
-    return Stored(FLOATS, ((1,), ()) if weights.strategy == "tensor" else ((shape[0], 1), (shape[0],)))
+        return StoredTensor(FLOATS, ((-(-shape[0] // rows), -(-shape[1] // columns)),))
+    return StoredTensor(FLOATS, ((1,), ()) if weights.strategy == "tensor" else ((shape[0], 1), (shape[0],)))
 
 
 def _wide(scales: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -17,6 +17,7 @@ from kernels.weights.quantization.fp8 import Fp8
 from kernels.weights.quantization.gguf_files import GgufScheme
 from kernels.weights.quantization.gptq import Gptq
 from kernels.weights.quantization.modelslim import ModelSlim, description_file, read_description
+from kernels.weights.quantization.mxfp4 import Mxfp4
 from kernels.weights.quantization.online import ONLINE, Online
 from kernels.weights.quantization.scheme import Scheme
 
@@ -30,6 +31,7 @@ METHODS: dict[str, Reader] = {
     "compressed-tensors": Compressed,
     "fp8": Fp8,
     "gptq": Gptq,
+    "mxfp4": Mxfp4,
 }
 """Makers of schemes by the ``quant_method`` of quantization_config. They raise ConfigError."""
 

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from kernels.contract.errors import LoadError
 from kernels.weights.quantization.packed import grouped
-from kernels.weights.quantization.scheme import Stored
+from kernels.weights.quantization.scheme import StoredTensor
 from kernels.weights.quantization.weights import GroupedWeight, Int8Weight
 
 __all__ = ["four_by_eight", "signed", "stored_pairs"]
 
 
-def stored_pairs(shape: tuple[int, int]) -> Stored:
+def stored_pairs(shape: tuple[int, int]) -> StoredTensor:
     """A weight [outputs, inputs] with two outputs a byte or, as other tools write it, one."""
     outputs, inputs = shape
-    return Stored(("I8",), ((outputs // 2, inputs), shape) if outputs % 2 == 0 else (shape,))
+    return StoredTensor(("I8",), ((outputs // 2, inputs), shape) if outputs % 2 == 0 else (shape,))
 
 
 def signed(name: str, stored: Tensor, outputs: int) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 from kernels.contract.errors import ConfigError
 from kernels.weights.quantization.packed import FLOATS, skipped_of
-from kernels.weights.quantization.scheme import Files, Scheme, Stored
+from kernels.weights.quantization.scheme import Files, Scheme, StoredTensor
 from kernels.weights.quantization.weights import Activation, Fp8Weight, StaticActivation, within
 from kernels.weights.tensors import Role, Tensors, TensorSpec
 
@@ -42,18 +42,18 @@ class Fp8(Scheme):
         self._skipped = skipped_of(settings, "modules_to_not_convert", "ignored_layers")
         self.name = "fp8" if block is None else f"fp8, blocks of {block[0]} by {block[1]}"
 
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored] | None:
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
         module, shape = weight.module, weight.matrix
         if weight.role is Role.OUTPUT or any(f"{part}." in f"{module}." for part in self._skipped):
             return None
-        found = {f"{module}.weight": Stored(("F8_E4M3",), (shape,))}
+        found = {f"{module}.weight": StoredTensor(("F8_E4M3",), (shape,))}
         if self._block is not None:
             blocks = (-(-shape[0] // self._block[0]), -(-shape[1] // self._block[1]))
-            found[f"{module}.weight_scale_inv"] = Stored(FLOATS, (blocks,))
+            found[f"{module}.weight_scale_inv"] = StoredTensor(FLOATS, (blocks,))
             return found
-        found[f"{module}.weight_scale"] = Stored(FLOATS, ((), (1,), (shape[0],), (shape[0], 1)))
+        found[f"{module}.weight_scale"] = StoredTensor(FLOATS, ((), (1,), (shape[0],), (shape[0], 1)))
         if self._static:
-            found[f"{module}.input_scale"] = Stored(FLOATS, ((), (1,)))
+            found[f"{module}.input_scale"] = StoredTensor(FLOATS, ((), (1,)))
         return found
 
     def read(self, files: Files, weight: TensorSpec) -> Fp8Weight:

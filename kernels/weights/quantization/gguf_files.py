@@ -1,7 +1,7 @@
 """The quantization scheme of GGUF files, whose projections stay quantized where they can.
 
-Q8_0 and Q4_0 become integer weights in groups. The types of kernels/weights/gguf/blocks.py stay in their blocks. All
-other types are dequantized at load.
+Q8_0 and Q4_0 become integer weights in groups, tables of embeddings, too. The types of kernels/weights/gguf/blocks.py
+stay in their blocks. All other types are dequantized at load.
 
 A block of Q8_0 or Q4_0 holds 32 inputs of an output: its scale in float16, then integers. Q8_0: 32 signed bytes. Q4_0:
 16 bytes; byte j has input j in its low half and input j + 16 in its high half, each with an offset of 8.
@@ -17,7 +17,7 @@ from kernels.weights.gguf.checkpoint import factor_of, not_finite
 from kernels.weights.gguf.header import GgufHeader
 from kernels.weights.gguf.joined import cut
 from kernels.weights.quantization.gguf_weight import BlockRows, GgufWeight
-from kernels.weights.quantization.scheme import Files, Scheme, Stored
+from kernels.weights.quantization.scheme import Files, Scheme, StoredTensor
 from kernels.weights.quantization.weights import GroupedWeight, QuantizedWeight
 from kernels.weights.tensors import TensorSpec
 
@@ -48,7 +48,7 @@ class GgufScheme(Scheme):
             return weight.gguf.name
         return "" if weight.stacked is None else weight.stacked.gguf
 
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored] | None:
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
         number, shape, module = self._kind(weight), weight.matrix, weight.module
         if number in KINDS:
             row = shape[1] // KINDS[number].block * KINDS[number].size
@@ -56,10 +56,10 @@ class GgufScheme(Scheme):
             row = shape[1] // _BLOCK * _BYTES[number]
         else:
             return None
-        return {f"{module}.weight": Stored(("U8",), ((shape[0], row),))}
+        return {f"{module}.weight": StoredTensor(("U8",), ((shape[0], row),))}
 
     def keeps_table(self, table: TensorSpec) -> bool:
-        return self._kind(table) in KINDS
+        return self._kind(table) in (*KINDS, *_BYTES)
 
     def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight:
         kind, shape, module = self._kind(weight), weight.matrix, weight.module

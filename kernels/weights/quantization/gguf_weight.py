@@ -32,6 +32,10 @@ class BlockRows:
     def inputs(self) -> int:
         return self.data.shape[1] * self.kind.block
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.data), self.inputs
+
 
 @dataclass(frozen=True)
 class GgufWeight(QuantizedWeight):

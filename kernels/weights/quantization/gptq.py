@@ -25,7 +25,7 @@ from kernels.weights.quantization.packed import (
     unpack,
 )
 from kernels.weights.quantization.patterns import Patterns
-from kernels.weights.quantization.scheme import Files, Scheme, Stored
+from kernels.weights.quantization.scheme import Files, Scheme, StoredTensor
 from kernels.weights.quantization.weights import GroupedWeight
 from kernels.weights.tensors import Role, Tensors, TensorSpec
 
@@ -61,7 +61,7 @@ class Gptq(Scheme):
                 return found
         return self._bits, self._group
 
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored] | None:
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
         found = self._of(weight)
         if found is None:
             return None
@@ -71,8 +71,8 @@ class Gptq(Scheme):
         return {
             f"{module}.qweight": stored_words(inputs * bits // 32, outputs),
             f"{module}.qzeros": stored_words(groups, outputs * bits // 32),
-            f"{module}.scales": Stored(FLOATS, ((groups, outputs),)),
-            f"{module}.g_idx": Stored(("I32",), ((inputs,),), optional=not self._shuffled),
+            f"{module}.scales": StoredTensor(FLOATS, ((groups, outputs),)),
+            f"{module}.g_idx": StoredTensor(("I32",), ((inputs,),), optional=not self._shuffled),
         }
 
     def read(self, files: Files, weight: TensorSpec) -> GroupedWeight:

@@ -36,7 +36,7 @@ from kernels.contract.errors import ConfigError, LoadError
 from kernels.weights.quantization.four_bits import four_by_eight, signed, stored_pairs
 from kernels.weights.quantization.microscaling import MX_GROUP, exponents
 from kernels.weights.quantization.packed import FLOATS
-from kernels.weights.quantization.scheme import Files, Scheme, Stored
+from kernels.weights.quantization.scheme import Files, Scheme, StoredTensor
 from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, QuantizedWeight, StaticActivation
 from kernels.weights.tensors import Role, Tensors, TensorSpec
 
@@ -107,7 +107,7 @@ class ModelSlim(Scheme):
                 found[bias.name] = bias
         return found
 
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored] | None:
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
         module, shape = weight.module, weight.matrix
         kind = self._kind(module)
         outputs, inputs = shape
@@ -117,29 +117,29 @@ class ModelSlim(Scheme):
         if kind == _MX:
             scales = (outputs, -(-inputs // MX_GROUP))
             return {
-                f"{module}.weight": Stored(("F8_E4M3",), (shape,)),
-                f"{module}.weight_scale": Stored(("U8", "F8_E8M0"), (scales,)),
+                f"{module}.weight": StoredTensor(("F8_E4M3",), (shape,)),
+                f"{module}.weight_scale": StoredTensor(("U8", "F8_E8M0"), (scales,)),
             }
         if kind == _PACKED:
             return {
-                f"{module}.weight_packed": Stored(("I32",), ((outputs, inputs // 8),)),
-                f"{module}.weight_scale": Stored(FLOATS, (self._grouped(module, shape),)),
-                f"{module}.weight_shape": Stored(("I64", "I32"), ((2,),), optional=True),
+                f"{module}.weight_packed": StoredTensor(("I32",), ((outputs, inputs // 8),)),
+                f"{module}.weight_scale": StoredTensor(FLOATS, (self._grouped(module, shape),)),
+                f"{module}.weight_shape": StoredTensor(("I64", "I32"), ((2,),), optional=True),
             }
         if kind == _PAIRS:
             return self._pairs(module, shape)
-        found = {f"{module}.weight": Stored(("I8",), (shape,))}
+        found = {f"{module}.weight": StoredTensor(("I8",), (shape,))}
         if kind == _STATIC:
-            found[f"{module}.input_scale"] = Stored(FLOATS, ((1,), ()))
-            found[f"{module}.input_offset"] = Stored(("I8", *FLOATS), ((1,), ()))
-            found[f"{module}.quant_bias"] = Stored(("I32",), ((outputs,),))
-            found[f"{module}.deq_scale"] = Stored(("F32", "I64"), ((outputs,),))
-            found[f"{module}.weight_scale"] = Stored(FLOATS, column, optional=True)
-            found[f"{module}.weight_offset"] = Stored(("I8", *FLOATS), column, optional=True)
+            found[f"{module}.input_scale"] = StoredTensor(FLOATS, ((1,), ()))
+            found[f"{module}.input_offset"] = StoredTensor(("I8", *FLOATS), ((1,), ()))
+            found[f"{module}.quant_bias"] = StoredTensor(("I32",), ((outputs,),))
+            found[f"{module}.deq_scale"] = StoredTensor(("F32", "I64"), ((outputs,),))
+            found[f"{module}.weight_scale"] = StoredTensor(FLOATS, column, optional=True)
+            found[f"{module}.weight_offset"] = StoredTensor(("I8", *FLOATS), column, optional=True)
             return found
         groups = (self._grouped(module, shape),) if kind == "W8A16" and self._group else column
-        found[f"{module}.weight_scale"] = Stored(FLOATS, groups)
-        found[f"{module}.weight_offset"] = Stored(("I8", *FLOATS), groups, optional=True)
+        found[f"{module}.weight_scale"] = StoredTensor(FLOATS, groups)
+        found[f"{module}.weight_offset"] = StoredTensor(("I8", *FLOATS), groups, optional=True)
         return found
 
     def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight:
@@ -177,17 +177,17 @@ class ModelSlim(Scheme):
         unsigned = (values.to(torch.int16) + 128).to(torch.uint8)
         return _in_groups(unsigned, scales, zeros.to(torch.uint8), shape[1], 8)
 
-    def _pairs(self, module: str, shape: tuple[int, int]) -> dict[str, Stored]:
+    def _pairs(self, module: str, shape: tuple[int, int]) -> dict[str, StoredTensor]:
         column, groups = ((shape[0], 1), (shape[0],)), (self._grouped(module, shape),)
         found = {
             f"{module}.weight": stored_pairs(shape),
-            f"{module}.weight_scale": Stored(FLOATS, column),
-            f"{module}.weight_offset": Stored(("I8", *FLOATS), column, optional=True),
-            f"{module}.scale_bias": Stored(FLOATS, (*column, (shape[0], 16)), optional=True),
+            f"{module}.weight_scale": StoredTensor(FLOATS, column),
+            f"{module}.weight_offset": StoredTensor(("I8", *FLOATS), column, optional=True),
+            f"{module}.scale_bias": StoredTensor(FLOATS, (*column, (shape[0], 16)), optional=True),
         }
         if self._group:
-            found[f"{module}.weight_scale_second"] = Stored(FLOATS, groups)
-            found[f"{module}.weight_offset_second"] = Stored(("I8", *FLOATS), groups, optional=True)
+            found[f"{module}.weight_scale_second"] = StoredTensor(FLOATS, groups)
+            found[f"{module}.weight_offset_second"] = StoredTensor(("I8", *FLOATS), groups, optional=True)
         return found
 
     def ignores(self, name: str, tensors: Tensors) -> bool:

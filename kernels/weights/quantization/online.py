@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kernels.weights.quantization.scheme import Files, Scheme, Stored
+from kernels.weights.quantization.scheme import Files, Scheme, StoredTensor
 from kernels.weights.quantization.weights import QuantizedWeight, quantize_fp8, quantize_int8
 from kernels.weights.tensors import Role, TensorSpec
 
@@ -25,7 +25,7 @@ class Online(Scheme):
         self.name = f"{kind}, from floats"
         self._quantize = ONLINE[kind]
 
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored] | None:
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
         return None
 
     def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight:

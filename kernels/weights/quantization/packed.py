@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.contract.errors import ConfigError, LoadError
-from kernels.weights.quantization.scheme import Stored
+from kernels.weights.quantization.scheme import StoredTensor
 from kernels.weights.quantization.weights import GroupedWeight
 
 __all__ = ["FLOATS", "WholeBits", "bits_of", "group_of", "grouped", "groups_of", "skipped_of", "stored_words", "unpack"]
@@ -63,9 +63,9 @@ def groups_of(module: str, group: int | None, inputs: int) -> int:
     return inputs // group
 
 
-def stored_words(*shape: int) -> Stored:
+def stored_words(*shape: int) -> StoredTensor:
     """A stored tensor of int32 words."""
-    return Stored(("I32",), (shape,))
+    return StoredTensor(("I32",), (shape,))
 
 
 def unpack(words: Tensor, bits: WholeBits, dimension: int, places: Sequence[int] | None = None) -> Tensor:

@@ -16,11 +16,11 @@ from torch import Tensor
 from kernels.weights.quantization.weights import QuantizedWeight
 from kernels.weights.tensors import Tensors, TensorSpec
 
-__all__ = ["Files", "Scheme", "Stored"]
+__all__ = ["Files", "Scheme", "StoredTensor"]
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor as a file must store it. ``dtypes``: allowed ones, by their names in safetensors (I8, U8, I32, I64,
     F8_E4M3, F8_E8M0, BF16, F16, F32). ``shapes``: allowed ones, where tools differ. ``optional``: may be missing.
     """
@@ -54,7 +54,7 @@ class Scheme(ABC):
         return tensors
 
     @abstractmethod
-    def tensors(self, weight: TensorSpec) -> dict[str, Stored] | None:
+    def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
         """The stored tensors, by full name, that replace a quantizable ``weight``; None: the weight is stored in
         floats, as without a scheme. Raises LoadError for a shape that the scheme does not support."""
 

@@ -161,7 +161,7 @@ _FAULTS = Row(
             "Sequences resumed, and requests quarantined because they crashed their worker repeatedly.",
             (
                 Query(f"sum({events('troupe_requests_resumed_total')})", "resumed"),
-                Query(f"sum({events('troupe_requests_set_apart_total')})", "quarantined"),
+                Query(f"sum({events('troupe_requests_quarantined_total')})", "quarantined"),
             ),
             bars=True,
             decimals=0,

@@ -172,7 +172,7 @@ _TROUBLE = Row(
                 Query(f"sum({events('troupe_stream_errors_total')})", "stream broken"),
                 Query(f"sum({events('troupe_client_disconnects_total')})", "client left"),
                 Query(f"sum({events('troupe_preemptions_total')})", "preempted"),
-                Query(f"sum({events('troupe_requests_set_apart_total')})", "quarantined"),
+                Query(f"sum({events('troupe_requests_quarantined_total')})", "quarantined"),
             ),
             bars=True,
             decimals=0,

@@ -9,8 +9,8 @@ from actors.boards.health_board import HealthBoard, HealthBoards
 from actors.protocol import CacheUsage, GroupUsage, SchedulerLoad
 from actors.scheduling.testing import model_info
 from kernels.contract.step import StepResult
+from telemetry.metrics.histogram import Histogram
 from telemetry.metrics.steps import StepMetrics, StepShape
-from telemetry.metrics.tally import Tally
 
 
 def answer(board: HealthBoard, sent: float, at: float) -> None:
@@ -19,7 +19,7 @@ def answer(board: HealthBoard, sent: float, at: float) -> None:
 
 
 def test_inter_token_latency_is_counted_within_a_replica() -> None:
-    counted, latency = StepMetrics(), Tally((1.0, 10.0))
+    counted, latency = StepMetrics(), Histogram((1.0, 10.0))
     counted.inter_token = [latency]
     first, second = HealthBoard(counted, 0), HealthBoard(counted, 1)
     answer(first, 0.0, 1.0)

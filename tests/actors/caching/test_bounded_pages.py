@@ -6,7 +6,7 @@ import pytest
 
 from actors.caching import CacheCorrupted, PrefixCache
 from actors.caching.bounded_pages import BoundedPages
-from actors.protocol import CacheTurn, Commit, Grow, OpenSequence, PeekPrefixes
+from actors.protocol import CacheUpdate, Commit, Grow, OpenSequence, PeekPrefixes
 from kernels.contract.caches import CacheGroup, GroupPages, Paged, State, Window
 
 PAGE = 2
@@ -36,8 +36,8 @@ def run(cache, number, ids, *, salt=b""):
     """A sequence of these tokens from its beginning to its end; returns its lease."""
     lease = cache.open(OpenSequence(sequence=number, tokens=pack(ids), salt=salt))
     pages = -(-(len(ids) - lease.cached) // PAGE)
-    cache.turn(CacheTurn(grows=(Grow(number, pages),)))
-    cache.turn(CacheTurn(commits=(Commit(number, b"", len(ids)),), closes=(number,)))
+    cache.turn(CacheUpdate(grows=(Grow(number, pages),)))
+    cache.turn(CacheUpdate(commits=(Commit(number, b"", len(ids)),), closes=(number,)))
     cache.check()
     return lease
 
@@ -54,14 +54,14 @@ def test_a_window_needs_only_its_last_pages():
 def test_columns_outside_the_window_are_released_while_a_sequence_runs():
     cache = make(window(5), enabled=False)
     cache.open(OpenSequence(sequence=0, tokens=pack(range(30))))
-    cache.turn(CacheTurn(grows=(Grow(0, 15),)))
+    cache.turn(CacheUpdate(grows=(Grow(0, 15),)))
     assert cache.usage().bounded[0].used == 15
     for computed, used in ((4, 15), (6, 14), (17, 9), (29, 3)):
-        cache.turn(CacheTurn(commits=(Commit(0, b"", computed),)))
+        cache.turn(CacheUpdate(commits=(Commit(0, b"", computed),)))
         cache.check()
         assert cache.usage().bounded[0].used == used
     assert cache.usage().used == 15
-    cache.turn(CacheTurn(closes=(0,)))
+    cache.turn(CacheUpdate(closes=(0,)))
     assert cache.usage().bounded[0].free == 20
 
 
@@ -102,9 +102,9 @@ def test_a_shared_page_is_held_until_the_last_sequence_closes():
     for number in (1, 2):
         assert cache.open(OpenSequence(sequence=number, tokens=pack(range(9)))).cached == 8
     assert cache.usage().bounded[0].used == 4
-    cache.turn(CacheTurn(closes=(1,)))
+    cache.turn(CacheUpdate(closes=(1,)))
     assert cache.usage().bounded[0].used == 4
-    cache.turn(CacheTurn(closes=(2,)))
+    cache.turn(CacheUpdate(closes=(2,)))
     assert cache.usage().bounded[0].used == 0
     cache.check()
 
@@ -121,7 +121,7 @@ def test_more_pages_than_there_are_is_a_defect_of_the_scheduler():
     cache = make(window(30, pages=3))
     cache.open(OpenSequence(sequence=0, tokens=pack(range(30))))
     with pytest.raises(CacheCorrupted, match="all 3 pages of a window group"):
-        cache.turn(CacheTurn(grows=(Grow(0, 4),)))
+        cache.turn(CacheUpdate(grows=(Grow(0, 4),)))
 
 
 def test_groups_that_do_not_fit_the_main_pages_are_refused():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from actors.caching import PrefixCache
-from actors.protocol import CacheTurn, Commit, Grow, OpenSequence, PeekPrefixes
+from actors.protocol import CacheUpdate, Commit, Grow, OpenSequence, PeekPrefixes
 from kernels.contract.caches import CacheGroup, GroupPages, Paged, State, Window
 
 PAGE = 2
@@ -77,7 +77,7 @@ class CacheTraffic(RuleBasedStateMachine):
                 room -= count
                 grows.append(Grow(sequence, count))
                 holder.ids += data.draw(st.lists(st.integers(0, 1), max_size=PAGE * count))
-        done = self.cache.turn(CacheTurn(commits=tuple(commits), closes=tuple(closes), grows=tuple(grows)))
+        done = self.cache.turn(CacheUpdate(commits=tuple(commits), closes=tuple(closes), grows=tuple(grows)))
         assert done.available >= room
         for grow, grant in zip(grows, done.grants, strict=True):
             pages = unpack(grant.pages)
@@ -112,7 +112,7 @@ class CacheTraffic(RuleBasedStateMachine):
             assert usage.used == 0
 
     def teardown(self):
-        self.cache.turn(CacheTurn(closes=tuple(self.holders)))
+        self.cache.turn(CacheUpdate(closes=tuple(self.holders)))
         self.cache.check()
         assert self.cache.usage().used == 0
         assert self.cache.flush()

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from actors.caching import CacheCorrupted, PrefixCache
-from actors.protocol import CacheTurn, Commit, Grow, OpenSequence, PeekPrefixes
+from actors.protocol import CacheUpdate, Commit, Grow, OpenSequence, PeekPrefixes
 
 
 def pack(ids):
@@ -18,15 +18,15 @@ def run(cache, sequence, ids, **kwargs):
     lease = cache.open(OpenSequence(sequence=sequence, tokens=pack(ids), **kwargs))
     pages = unpack(lease.pages)
     needed = -(-len(ids) // 4) - len(pages)
-    done = cache.turn(CacheTurn(grows=(Grow(sequence, needed),)))
+    done = cache.turn(CacheUpdate(grows=(Grow(sequence, needed),)))
     pages += unpack(done.grants[0].pages)
-    cache.turn(CacheTurn(commits=(Commit(sequence, b"", len(ids)),)))
+    cache.turn(CacheUpdate(commits=(Commit(sequence, b"", len(ids)),)))
     cache.check()
     return pages
 
 
 def close(cache, *sequences):
-    done = cache.turn(CacheTurn(closes=sequences))
+    done = cache.turn(CacheUpdate(closes=sequences))
     cache.check()
     return done.available
 
@@ -64,9 +64,9 @@ def test_a_commit_never_lowers_what_is_available():
     run(cache, 1, range(16))
     close(cache, 1)
     cache.open(OpenSequence(sequence=2, tokens=pack(range(16)), use_cache=False))
-    granted = cache.turn(CacheTurn(grows=(Grow(2, 4),)))
+    granted = cache.turn(CacheUpdate(grows=(Grow(2, 4),)))
     assert granted.available == 4
-    assert cache.turn(CacheTurn(commits=(Commit(2, b"", 16),))).available == 4
+    assert cache.turn(CacheUpdate(commits=(Commit(2, b"", 16),))).available == 4
     cache.check()
 
 
@@ -74,7 +74,7 @@ def test_what_a_close_frees_is_there_for_the_same_turn_s_grow():
     cache = PrefixCache(5, 4)
     run(cache, 1, range(16))
     cache.open(OpenSequence(sequence=2, tokens=pack([9])))
-    done = cache.turn(CacheTurn(closes=(1,), grows=(Grow(2, 4),)))
+    done = cache.turn(CacheUpdate(closes=(1,), grows=(Grow(2, 4),)))
     assert sorted(unpack(done.grants[0].pages)) == [1, 2, 3, 4]
     assert done.available == 0
     assert cache.usage().evicted_pages == 4
@@ -84,8 +84,8 @@ def test_what_a_close_frees_is_there_for_the_same_turn_s_grow():
 def test_a_page_half_computed_is_not_shared():
     cache = PrefixCache(9, 4)
     cache.open(OpenSequence(sequence=1, tokens=pack(range(8))))
-    cache.turn(CacheTurn(grows=(Grow(1, 2),)))
-    cache.turn(CacheTurn(commits=(Commit(1, b"", 6),)))
+    cache.turn(CacheUpdate(grows=(Grow(1, 2),)))
+    cache.turn(CacheUpdate(commits=(Commit(1, b"", 6),)))
     assert cache.open(OpenSequence(sequence=2, tokens=pack(range(9)))).cached == 4
     close(cache, 1, 2)
     assert cache.usage().evictable == 1
@@ -94,8 +94,8 @@ def test_a_page_half_computed_is_not_shared():
 def test_output_joins_the_prefix():
     cache = PrefixCache(9, 4)
     cache.open(OpenSequence(sequence=1, tokens=pack(range(3))))
-    cache.turn(CacheTurn(grows=(Grow(1, 2),)))
-    cache.turn(CacheTurn(commits=(Commit(1, pack([3, 4]), 4),)))
+    cache.turn(CacheUpdate(grows=(Grow(1, 2),)))
+    cache.turn(CacheUpdate(commits=(Commit(1, pack([3, 4]), 4),)))
     cache.check()
     assert cache.peek(PeekPrefixes(tokens=(pack(range(5)),), salts=(b"",))) == [4]
 
@@ -136,7 +136,11 @@ def test_opening_twice_is_refused():
 
 def test_a_sequence_that_is_not_open_gets_nothing():
     cache = PrefixCache(9, 4)
-    for message in (CacheTurn(closes=(3,)), CacheTurn(grows=(Grow(3, 1),)), CacheTurn(commits=(Commit(3, b"", 0),))):
+    for message in (
+        CacheUpdate(closes=(3,)),
+        CacheUpdate(grows=(Grow(3, 1),)),
+        CacheUpdate(commits=(Commit(3, b"", 0),)),
+    ):
         with pytest.raises(ValueError, match="sequence 3 is not open"):
             cache.turn(message)
 
@@ -145,6 +149,6 @@ def test_a_sequence_that_is_not_open_gets_nothing():
 def test_a_commit_of_more_than_is_known_or_held_is_refused(computed):
     cache = PrefixCache(9, 4)
     cache.open(OpenSequence(sequence=1, tokens=pack(range(8))))
-    cache.turn(CacheTurn(grows=(Grow(1, 1),)))
+    cache.turn(CacheUpdate(grows=(Grow(1, 1),)))
     with pytest.raises(CacheCorrupted, match="commits"):
-        cache.turn(CacheTurn(commits=(Commit(1, b"", computed),)))
+        cache.turn(CacheUpdate(commits=(Commit(1, b"", computed),)))

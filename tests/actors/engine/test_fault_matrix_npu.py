@@ -43,7 +43,7 @@ async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     """On as many devices as the parameter says; one rig is closed before the next is made."""
     ranks = request.param
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("actors.engine.configuration.OP_TIMEOUT", 1.0 if ranks == 1 else 6.0)
+        patch.setattr("actors.engine.configuration.OP_TIMEOUT_SECONDS", 1.0 if ranks == 1 else 6.0)
         async with breakable(
             MODEL,
             patch,

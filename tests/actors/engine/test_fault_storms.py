@@ -118,7 +118,7 @@ async def test_faults_at_the_same_moment(rig: Rig, expected: Expected, victims: 
 
 
 async def test_the_next_worker_dies_before_it_has_loaded(rig: Rig, expected: Expected) -> None:
-    """That is no death with a request in the batch: no request is set apart for it."""
+    """That is no death with a request in the batch: no request is quarantined for it."""
     readings, tasks = await live(rig)
     first = rig.worker_pid
     os.kill(first, signal.SIGKILL)

@@ -144,7 +144,7 @@ async def test_a_hung_kernel_is_a_death_and_the_request_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first worker hangs in its 400th attention; the operator's timeout turns that into an error of the device."""
-    monkeypatch.setattr("actors.engine.configuration.OP_TIMEOUT", 1.0)
+    monkeypatch.setattr("actors.engine.configuration.OP_TIMEOUT_SECONDS", 1.0)
     async with serving(npu_simulator="A2", disable_cuda_graph=True) as engine:
         expected = await tokens_of(engine, PROMPTS[0])
     monkeypatch.setenv("TROUPE_NPU_FAULT", "hang@300@fused_infer")

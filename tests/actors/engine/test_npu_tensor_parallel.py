@@ -64,7 +64,7 @@ async def test_a_hung_collective_is_a_death_and_the_request_goes_on(
     short = [PROMPTS[0], PROMPTS[1], PROMPTS[5]]
     async with serving(**CPU) as engine:
         expected = [await tokens_of(engine, prompt) for prompt in short]
-    monkeypatch.setattr("actors.engine.configuration.OP_TIMEOUT", 3.0)
+    monkeypatch.setattr("actors.engine.configuration.OP_TIMEOUT_SECONDS", 3.0)
     monkeypatch.setenv("TROUPE_NPU_FAULT", "hang@700@hccl")
     async with serving(npu_simulator="A2", dtype="float32", tp=2) as engine:
         assert list(await asyncio.gather(*(tokens_of(engine, prompt) for prompt in short))) == expected

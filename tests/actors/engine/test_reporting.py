@@ -69,7 +69,7 @@ async def test_an_engines_metrics_report_what_it_did(
             engine.generate([], PARAMS)
         await rest(engine)  # so that two readings are of one moment
         found = await asyncio.to_thread(scrape, engine)
-        assert engine.traffic.flows["worker-0", "Step"].count >= 12
+        assert engine.actor_messages.flows["worker-0", "Step"].count >= 12
 
     def number(name: str, **labels: str) -> float:
         expected = labels.items()
@@ -127,7 +127,7 @@ async def test_without_metrics_nothing_is_measured_but_what_health_needs(
     async with small(tiny_model, enable_metrics=False) as engine:
         await take(engine)
         assert generate_latest(engine.registry) == b""
-        assert engine.traffic.flows == {}
+        assert engine.actor_messages.flows == {}
         assert engine.metrics.loop_lag.tasks == 0
         assert engine.metrics.requests.duration == {}
         assert engine.board.steps >= 12

@@ -133,7 +133,7 @@ async def test_ranks_of_different_incarnations_serve(tiny_model: Path) -> None:
 async def test_a_worker_that_hangs_ends_the_collective_of_the_other(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("actors.engine.configuration.OP_TIMEOUT", 3.0)
+    monkeypatch.setattr("actors.engine.configuration.OP_TIMEOUT_SECONDS", 3.0)
     with held_address() as address:
         await outlives_a_hung_rank(tiny_model, address)
     assert "rank 0 of 2: a collective failed" in caplog.text

@@ -76,7 +76,6 @@ def test_an_unknown_name_gets_the_nearest_one() -> None:
 def test_an_unbuilt_feature_is_refused_with_reason_and_remedy() -> None:
     assert "LoRA adapters are not built yet; merge" in problem(enable_lora=True)
     assert "pipeline parallelism is not built yet" in problem(pp=2)
-    assert "code from model repositories" in problem(trust_remote_code=True)
     assert "this device is not built yet; use npu, cuda or cpu" in problem(device="xpu")
     assert "bf16 weights with --quantization int8" in problem(quantization="nvfp4")
     assert "leave it out for checkpoints of ModelSlim" in problem(quantization="mxfp8")
@@ -146,7 +145,8 @@ def test_special_values_outside_the_bounds() -> None:
         ({"fastapi_root_path": "llm"}, "begin with a slash"),
         ({"fastapi_root_path": "/llm/"}, "begin with a slash"),
         ({"model_loader_extra_config": {"x": 1}}, "loaders have no options"),
-        ({"model_impl": "transformers"}, "the engine has only its own model implementations"),
+        ({"model_impl": "mindspore"}, "models of MindSpore are not supported"),
+        ({"model_impl": "other"}, "auto, native or transformers"),
         ({"preferred_sampling_params": {"max_tokens": 3}}, "max_tokens cannot be set"),
         ({"preferred_sampling_params": {"top_p": 0}}, "top_p must be a number above 0 up to 1, not 0"),
         ({"preferred_sampling_params": {"top_k": 1.5}}, "top_k must be an integer"),

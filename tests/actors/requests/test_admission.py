@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.protocol.requests import QueueFull
-from actors.requests.admission import Ticket, TicketOffice, most_for_one
+from actors.requests.admission import AdmissionControl, Ticket, most_for_one
 from actors.requests.drain_rate import DrainRate
 
 
-def refused_for(office: TicketOffice, now: float, choices: int = 1, tokens: int = 1, tenant: str = "") -> float:
+def refused_for(office: AdmissionControl, now: float, choices: int = 1, tokens: int = 1, tenant: str = "") -> float:
     """The Retry-After of a request that is refused."""
     with pytest.raises(QueueFull) as refusal:
         office.issue(choices, tokens, now, tenant)
@@ -17,7 +17,7 @@ def refused_for(office: TicketOffice, now: float, choices: int = 1, tokens: int 
 
 
 def test_refuses_sequences_past_the_bound_and_admits_again_after_a_leave() -> None:
-    office = TicketOffice(max_sequences=3, max_tokens=None)
+    office = AdmissionControl(max_sequences=3, max_tokens=None)
     first = office.issue(2, 10, 0.0)
     office.issue(1, 10, 0.0)
     with pytest.raises(QueueFull, match="3 of at most 3"):
@@ -29,7 +29,7 @@ def test_refuses_sequences_past_the_bound_and_admits_again_after_a_leave() -> No
 
 
 def test_a_ticket_counts_once_however_often_it_is_returned() -> None:
-    office = TicketOffice(max_sequences=8, max_tokens=None)
+    office = AdmissionControl(max_sequences=8, max_tokens=None)
     ticket = office.issue(3, 30, 0.0)
     office.give_back(ticket, 1.0)
     office.give_back(ticket, 1.0)
@@ -37,7 +37,7 @@ def test_a_ticket_counts_once_however_often_it_is_returned() -> None:
 
 
 def test_prompt_tokens_are_bounded_and_an_estimate_is_set_right() -> None:
-    office = TicketOffice(max_sequences=8, max_tokens=100)
+    office = AdmissionControl(max_sequences=8, max_tokens=100)
     ticket = office.issue(1, 20, 0.0)
     office.correct(ticket, 90)
     with pytest.raises(QueueFull, match="90 of at most 100 prompt tokens"):
@@ -47,15 +47,15 @@ def test_prompt_tokens_are_bounded_and_an_estimate_is_set_right() -> None:
 
 
 def test_a_request_above_the_token_limit_is_admitted_when_nothing_runs() -> None:
-    assert TicketOffice(max_sequences=8, max_tokens=100).issue(1, 500, 0.0).tokens == 500
+    assert AdmissionControl(max_sequences=8, max_tokens=100).issue(1, 500, 0.0).tokens == 500
 
 
 # -- when to come back
 
 
-def full_house(rate: float, seconds: float, *, size: int = 1000, start: float = 0.0) -> tuple[TicketOffice, float]:
+def full_house(rate: float, seconds: float, *, size: int = 1000, start: float = 0.0) -> tuple[AdmissionControl, float]:
     """A full house in which ``rate`` sequences a second have ended for so long, each followed by another."""
-    office = TicketOffice(max_sequences=size, max_tokens=None)
+    office = AdmissionControl(max_sequences=size, max_tokens=None)
     tickets = [office.issue(1, 1, start) for _ in range(size)]
     now = start
     for number in range(int(rate * seconds)):
@@ -78,7 +78,7 @@ def test_the_wait_is_what_the_rate_makes_it_however_short_it_was_measured(rate: 
 
 
 def test_a_quiet_night_is_no_slow_drain() -> None:
-    office = TicketOffice(max_sequences=100, max_tokens=None)
+    office = AdmissionControl(max_sequences=100, max_tokens=None)
     tickets = [office.issue(1, 1, 0.0) for _ in range(100)]
     for number, ticket in enumerate(tickets):
         office.give_back(ticket, (number + 1) / 10)
@@ -93,7 +93,7 @@ def test_a_quiet_night_is_no_slow_drain() -> None:
 @pytest.mark.parametrize(("working", "expected"), [(10, 10.0), (9, 5.0)])
 def test_a_rate_is_that_of_an_engine_with_enough_to_do_full_house_or_not(working: int, expected: float) -> None:
     """Five a second end, and 50 are too many. With less to do nothing is known of the full rate."""
-    office = TicketOffice(max_sequences=100, max_tokens=None, busy_from=10)
+    office = AdmissionControl(max_sequences=100, max_tokens=None, busy_from=10)
     tickets = [office.issue(1, 1, 0.0) for _ in range(working)]
     for step in range(50):
         now = step * 0.2
@@ -118,7 +118,7 @@ def test_retry_after_spreads_many_refused_requests_over_time() -> None:
 
 
 def test_a_refusal_for_tokens_counts_tokens() -> None:
-    office = TicketOffice(max_sequences=1000, max_tokens=1000)
+    office = AdmissionControl(max_sequences=1000, max_tokens=1000)
     tickets = [office.issue(1, 100, 0.0) for _ in range(10)]
     for second in range(1, 11):
         office.give_back(tickets[second - 1], float(second))  # 100 tokens a second
@@ -145,7 +145,7 @@ def test_time_without_a_measurement_has_no_rate() -> None:
 
 
 def test_a_flood_of_one_key_leaves_the_others_their_share() -> None:
-    office = TicketOffice(max_sequences=80, max_tokens=None, tenants=4)
+    office = AdmissionControl(max_sequences=80, max_tokens=None, tenants=4)
     taken = most_for_one(80, 4)
     assert taken == 50  # more than half: what no other tenant needs is used
     for _ in range(taken):
@@ -160,7 +160,7 @@ def test_a_flood_of_one_key_leaves_the_others_their_share() -> None:
 
 
 def test_tokens_are_shared_too() -> None:
-    office = TicketOffice(max_sequences=100, max_tokens=400, tenants=2)
+    office = AdmissionControl(max_sequences=100, max_tokens=400, tenants=2)
     office.issue(1, 300, 0.0, "flood")
     refused_for(office, 0.0, tokens=50, tenant="flood")
     office.issue(1, 100, 0.0, "other")
@@ -168,14 +168,14 @@ def test_tokens_are_shared_too() -> None:
 
 
 def test_one_key_alone_may_take_everything() -> None:
-    office = TicketOffice(max_sequences=5, max_tokens=None, tenants=1)
+    office = AdmissionControl(max_sequences=5, max_tokens=None, tenants=1)
     for _ in range(5):
         office.issue(1, 1, 0.0, "only")
     assert office.sequences == 5
 
 
 def test_tenants_without_configuration_share_as_they_come() -> None:
-    office = TicketOffice(max_sequences=40, max_tokens=None)
+    office = AdmissionControl(max_sequences=40, max_tokens=None)
     for _ in range(20):
         office.issue(1, 1, 0.0, "first")
     for _ in range(20):
@@ -191,7 +191,7 @@ def test_the_share_is_always_there_and_the_bound_always_holds(
     steps: list[tuple[int, int, int, bool]], size: int
 ) -> None:
     tenants = 4
-    office = TicketOffice(max_sequences=size, max_tokens=None, tenants=tenants)
+    office = AdmissionControl(max_sequences=size, max_tokens=None, tenants=tenants)
     held: dict[str, list[Ticket]] = {str(number): [] for number in range(tenants)}
     for number, choices, tokens, leave in steps:
         name = str(number)

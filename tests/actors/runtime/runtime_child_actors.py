@@ -17,7 +17,7 @@ import msgspec
 
 from actors.runtime import (
     Actor,
-    Answered,
+    EarlyReply,
     Lane,
     Later,
     Message,
@@ -326,7 +326,7 @@ class ChildActor(Actor[ChildProtocol]):
 
 class ChildWithThread(ChildActor):
     @handles_in_thread
-    def work(self, message: Work, sent: float) -> str | Answered[str] | Later[str]:
+    def work(self, message: Work, sent: float) -> str | EarlyReply[str] | Later[str]:
         assert threading.current_thread() is not threading.main_thread()
         assert 0.0 <= time.monotonic() - sent < 600.0
         if message.how == "refuse":
@@ -343,7 +343,7 @@ class ChildWithThread(ChildActor):
         if message.how == "size":
             return "x" * int(message.text)
         if message.how.startswith("first"):
-            return Answered("first", partial(self._then, message.how, message.text))
+            return EarlyReply("first", partial(self._then, message.how, message.text))
         if not message.how.startswith("later"):
             return current_traceparent.get() or message.text
         later: Later[str] = Later()

@@ -19,7 +19,7 @@ class Begin(Message[ClientProtocol, None], frozen=True):
     timeout: float = 5.0
 
 
-class Answered(Message[ClientProtocol, None], frozen=True):
+class EarlyReply(Message[ClientProtocol, None], frozen=True):
     text: str
 
 
@@ -45,12 +45,12 @@ class Client(Actor[ClientProtocol]):
             self.target,
             Work(message.name),
             timeout=message.timeout,
-            on_reply=lambda text: Answered(text),
+            on_reply=lambda text: EarlyReply(text),
             on_error=lambda error: Failed(type(error).__name__),
         )
 
     @handles
-    def answered(self, message: Answered) -> None:
+    def answered(self, message: EarlyReply) -> None:
         self.log.append(message.text)
 
     @handles

@@ -235,7 +235,7 @@ async def test_unhandled_messages_survive_a_death(system: ActorSystem) -> None:
     assert await ref.ask(Counted(), timeout=PATIENCE) == [str(number) for number in range(20)]
 
 
-async def test_poison_kills_two_incarnations_and_is_set_apart(system: ActorSystem, tmp_path: Path) -> None:
+async def test_poison_kills_two_incarnations_and_is_quarantined(system: ActorSystem, tmp_path: Path) -> None:
     ref = await spawn(system)
     await ref.tell(Poison(str(tmp_path / "deaths")))
     await ref.tell(Count("behind it"))

@@ -114,7 +114,7 @@ async def test_without_it_no_second_child_is_started(system: ActorSystem) -> Non
 async def test_a_frozen_standby_is_replaced_when_its_turn_comes(
     system: ActorSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.runtime.process.incarnation._STANDBY_PATIENCE", 0.2)
+    monkeypatch.setattr("actors.runtime.process.incarnation._STANDBY_PATIENCE_SECONDS", 0.2)
     ref = await spawn(system)
     first = await living_pid(ref)
     await until(lambda: standby_of(ref).pid is not None)

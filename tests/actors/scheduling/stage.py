@@ -120,9 +120,11 @@ class Stage:
 class DraftingStage(Stage):
     """A stage whose worker accepts ``accepts`` of the draft tokens that it may."""
 
-    def __init__(self, *, nodes=4, depth=3, accepts=lambda most: most, seconds=None, together=0, apart=False, **config):
+    def __init__(
+        self, *, nodes=4, depth=3, accepts=lambda most: most, seconds=None, together=0, decode_only=False, **config
+    ):
         self.nodes, self.depth, self.accepts, self.seconds, self.together = nodes, depth, accepts, seconds, together
-        self.apart = apart
+        self.decode_only = decode_only
         super().__init__(**config)
 
     def lose_worker(self):
@@ -134,7 +136,7 @@ class DraftingStage(Stage):
             speculative_nodes=self.nodes,
             speculative_depth=self.depth,
             speculative_tokens=self.together,
-            speculative_apart=self.apart,
+            speculative_decode_only=self.decode_only,
         )
         super().lose_worker()
         self.runner = SimulatedRunner(

@@ -5,23 +5,23 @@ import random
 
 import pytest
 
-from actors.scheduling.speculation.policy import DIALS, AdaptiveConfig, AdaptivePolicy, LossBudget
+from actors.scheduling.speculation.policy import CONSTANTS, AdaptiveConfig, AdaptivePolicy, LossBudget
 from tests.kits.speculation.worlds import LEVEL, NODE, PLAIN, World, chain
 
 
 def most_overdrawn(start: float, left: float, chance: float, length: int) -> float:
-    """Plain steps lost beyond ``DIALS.total_share`` of the time, at the worst moment, by batches of changing sizes that
-    last for ``length`` steps each. ``start``: what drafting takes beside its levels and nodes; ``left``: what the plain
-    step behind it takes longer; ``chance``: of each draft token."""
+    """Plain steps lost beyond ``CONSTANTS.total_loss_share`` of the time, at the worst moment, by batches of changing
+    sizes that last for ``length`` steps each. ``start``: what drafting takes beside its levels and nodes; ``left``:
+    what the plain step behind it takes longer; ``chance``: of each draft token."""
     draw, policy = random.Random(7), AdaptivePolicy(range(17))
     lost = seconds = worst = 0.0
     drafted = False
     for _ in range(200):
         rows = draw.choice((1, 2, 4, 8, 16, 32))
-        tracks = [policy.new_track() for _ in range(rows)]
+        estimates = [policy.new_estimate() for _ in range(rows)]
         for _ in range(length):
             rested = policy.skip(rows)
-            levels = [0] * rows if rested else policy.choose(tracks)
+            levels = [0] * rows if rested else policy.choose(estimates)
             nodes, taken = sum(levels), PLAIN
             accepted = [next((at for at in range(most) if draw.random() >= chance), most) for most in levels]
             if nodes:
@@ -29,13 +29,13 @@ def most_overdrawn(start: float, left: float, chance: float, length: int) -> flo
             elif drafted:
                 taken += left
             drafted = nodes > 0
-            for track, right, most in zip(tracks, accepted, levels, strict=True):
-                policy.add_accepted(track, right, most)
+            for estimate, right, most in zip(estimates, accepted, levels, strict=True):
+                policy.add_accepted(estimate, right, most)
             if not rested or policy.is_timed:
                 policy.add_timed(rows, max(levels), nodes, taken, sum(accepted))
             seconds += PLAIN
             lost += taken - PLAIN * (1 + sum(accepted) / rows)
-            worst = max(worst, lost - DIALS.total_share * seconds)
+            worst = max(worst, lost - CONSTANTS.total_loss_share * seconds)
     return worst / PLAIN
 
 
@@ -44,20 +44,20 @@ def most_overdrawn(start: float, left: float, chance: float, length: int) -> flo
 )
 def test_drafts_never_lose_more_than_their_share(start: float, left: float, chance: float, length: int) -> None:
     step = start + 0.1 * 16 + 0.02 * 16 + left  # one overdraws it, and the first few are forgotten
-    assert most_overdrawn(start, left, chance, length) < DIALS.loan + step + DIALS.trials * step
+    assert most_overdrawn(start, left, chance, length) < CONSTANTS.max_debt + step + CONSTANTS.trials * step
 
 
 def test_an_account_that_is_overdrawn_is_paid_for_by_its_share() -> None:
     budget = LossBudget()
-    for _ in range(DIALS.trials):  # which are slow
+    for _ in range(CONSTANTS.trials):  # which are slow
         budget.add_drafting(PLAIN, 1, 100 * PLAIN)
     assert not budget.is_spent(PLAIN)
     budget.add_drafting(PLAIN, 1, 100 * PLAIN)
-    owed, steps = DIALS.trials + DIALS.most_loss - DIALS.loan, 0
+    owed, steps = CONSTANTS.trials + CONSTANTS.max_credit - CONSTANTS.max_debt, 0
     while budget.is_spent(PLAIN) and steps < 10_000:
         budget.add_steps(PLAIN)
         steps += 1
-    assert steps == pytest.approx(owed / DIALS.total_share, abs=1)
+    assert steps == pytest.approx(owed / CONSTANTS.total_loss_share, abs=1)
 
 
 def test_what_drafts_gain_may_be_lost_up_to_a_bound() -> None:
@@ -68,7 +68,7 @@ def test_what_drafts_gain_may_be_lost_up_to_a_bound() -> None:
     while not budget.is_spent(PLAIN) and steps < 1000:
         budget.add_drafting(PLAIN, 1, 2 * PLAIN)
         steps += 1
-    assert steps == DIALS.savings + DIALS.loan + 1
+    assert steps == CONSTANTS.max_credit + CONSTANTS.max_debt + 1
     rich = LossBudget()
     rich.add_drafting(10 * PLAIN, 60, 0.0)  # of longer steps: kept while shorter ones run
     rich.add_steps(PLAIN)
@@ -78,17 +78,17 @@ def test_what_drafts_gain_may_be_lost_up_to_a_bound() -> None:
 
 def test_steps_that_are_not_thought_over_pay_in() -> None:
     policy = AdaptivePolicy(range(5))
-    tracks = [policy.new_track()]
-    while not any(policy.choose(tracks)):
+    estimates = [policy.new_estimate()]
+    while not any(policy.choose(estimates)):
         policy.add_timed(1, 0, 0, PLAIN, 0)
-    for _ in range(DIALS.trials + 2):
+    for _ in range(CONSTANTS.trials + 2):
         policy.add_timed(1, 1, 1, 100 * PLAIN, 0)
-    owed, thought = DIALS.trials + 2 * DIALS.most_loss - DIALS.loan, 0
-    for step in range(int(1.1 * owed / DIALS.total_share)):
+    owed, thought = CONSTANTS.trials + 2 * CONSTANTS.max_credit - CONSTANTS.max_debt, 0
+    for step in range(int(1.1 * owed / CONSTANTS.total_loss_share)):
         rested = policy.skip(1)
         thought += not rested
-        if not rested and any(policy.choose(tracks)):
-            assert step > 0.9 * owed / DIALS.total_share
+        if not rested and any(policy.choose(estimates)):
+            assert step > 0.9 * owed / CONSTANTS.total_loss_share
             assert thought < step / 32  # while nothing may be drafted there is nothing to think over
             return
         if not rested or policy.is_timed:
@@ -98,11 +98,11 @@ def test_steps_that_are_not_thought_over_pay_in() -> None:
 
 def test_probes_at_fixed_steps_are_made_whatever_they_cost() -> None:
     policy = AdaptivePolicy(range(5), AdaptiveConfig(zero_step_probe_interval=10))
-    track, probes = policy.new_track(), 0
+    estimate, probes = policy.new_estimate(), 0
     for _ in range(400):
-        (levels,) = policy.choose([track])
+        (levels,) = policy.choose([estimate])
         probes += levels > 0
-        policy.add_accepted(track, 0, levels)
+        policy.add_accepted(estimate, 0, levels)
         policy.add_timed(1, levels, levels, (1 + 9 * (levels > 0)) * PLAIN, 0)
     assert probes >= 40
 
@@ -144,11 +144,11 @@ def test_stalled_steps_do_not_pause_drafting_for_long() -> None:
     """What others take of the machine for once is not for draft tokens to pay back."""
     policy = chain(7)
     world, drafted = World(policy, [0.8]), 0
-    while drafted < DIALS.trials + 2:
-        (levels,) = policy.choose(world.tracks)
+    while drafted < CONSTANTS.trials + 2:
+        (levels,) = policy.choose(world.estimates)
         drafted += levels > 0
-        policy.add_accepted(world.tracks[0], levels, levels)
-        stall = 30 * PLAIN if levels and drafted > DIALS.trials else 0.0
+        policy.add_accepted(world.estimates[0], levels, levels)
+        stall = 30 * PLAIN if levels and drafted > CONSTANTS.trials else 0.0
         policy.add_timed(1, levels, levels, PLAIN + (LEVEL + NODE) * levels + stall, levels)
     world.run(100)
     assert world.run(200) > 1.6
@@ -161,9 +161,9 @@ def test_a_stalled_plain_step_is_held_neither_against_drafts_nor_for_them() -> N
     policy.add_timed(1, 2, 2, cost.expected(2, 2), 0)
     before = policy._budget._balance
     policy.add_timed(1, 0, 0, 100 * cost.plain, 0)  # which sees to what they left, as far as can be reported
-    assert before - policy._budget._balance < DIALS.stall * cost.plain
+    assert before - policy._budget._balance < CONSTANTS.stall * cost.plain
     policy.add_timed(1, 0, 0, 100 * cost.plain, 0)
-    assert 1 < cost.load < 1 + DIALS.stall / DIALS.refresh
+    assert 1 < cost.load < 1 + CONSTANTS.stall / CONSTANTS.max_review_interval
 
 
 def test_what_a_draft_saw_after_a_pause_is_paid_for_whole() -> None:
@@ -172,6 +172,6 @@ def test_what_a_draft_saw_after_a_pause_is_paid_for_whole() -> None:
     cost = policy._cost(1)
     for pauses in (True, False):
         cost.paused = pauses
-        before, taken = policy._budget._balance, 2 * DIALS.stall * cost.expected(2, 2)
+        before, taken = policy._budget._balance, 2 * CONSTANTS.stall * cost.expected(2, 2)
         policy.add_timed(1, 2, 2, taken, 0)
         assert (before - policy._budget._balance > 0.8 * taken) is pauses

@@ -4,7 +4,7 @@ test_planner_traffic."""
 import msgspec
 import pytest
 
-from actors.scheduling.speculation.policy import DIALS, AdaptivePolicy
+from actors.scheduling.speculation.policy import CONSTANTS, AdaptivePolicy
 from kernels.contract.step import SlotSampling, StepTiming
 from tests.actors.scheduling.stage import DraftingStage, says, spec, unpack
 
@@ -103,10 +103,10 @@ def test_where_drafts_are_made_apart_a_prompt_has_all_of_a_step(adaptive, monkey
     """Whether it is admitted or continues: no request drafts beside it or is a trial. Then all do."""
     calls, choose = [], AdaptivePolicy.choose
     monkeypatch.setattr(
-        AdaptivePolicy, "choose", lambda policy, tracks: calls.append(len(tracks)) or choose(policy, tracks)
+        AdaptivePolicy, "choose", lambda policy, estimates: calls.append(len(estimates)) or choose(policy, estimates)
     )
     stage = DraftingStage(
-        apart=True,
+        decode_only=True,
         adaptive=adaptive,
         seconds=lambda drafted, deepest: 0.01,
         step_tokens=16,
@@ -247,7 +247,7 @@ def test_a_draft_that_proposes_nothing_seldom_runs():
 
     def vain(batch):
         calls.append(any(unpack(batch.draft_limits)))
-        timing = StepTiming(whole=0.015 if calls[-1] else 0.01)
+        timing = StepTiming(total=0.015 if calls[-1] else 0.01)
         return msgspec.structs.replace(run(batch), drafted=b"", depths=b"", timing=timing)
 
     stage.runner.run = vain
@@ -275,7 +275,7 @@ def test_the_worker_keeps_nothing_for_a_draft_that_does_not_draft():
     late = [number for number, (has_drafted, _) in enumerate(found) if has_drafted and number > 200]
     assert late
     for number in late:
-        assert not any(unseen for _, unseen in found[number - DIALS.awake : number + 1])
+        assert not any(unseen for _, unseen in found[number - CONSTANTS.awake_steps : number + 1])
 
 
 def test_a_worker_keeps_no_draft_state_while_no_request_drafts():
@@ -293,7 +293,7 @@ def test_a_worker_keeps_no_draft_state_while_no_request_drafts():
     has_drafted = []
     while (batch := stage.step()) is not None:
         has_drafted.append(any(unpack(batch.draft_limits)))
-    assert any(has_drafted[: DIALS.awake + 16])
+    assert any(has_drafted[: CONSTANTS.awake_steps + 16])
     assert stage.tokens(3) == says(range(9), 300)
 
 
@@ -310,7 +310,7 @@ def test_what_a_plain_step_showed_the_draft_is_distinguished(monkeypatch):
     monkeypatch.setattr(AdaptivePolicy, "add_plain", lambda _, rows, *step: reported.append(step))
     stage = DraftingStage(adaptive="{}")
     run = stage.runner.run
-    timing = StepTiming(whole=0.01, observe=0.004)
+    timing = StepTiming(total=0.01, observe=0.004)
     stage.runner.run = lambda batch: msgspec.structs.replace(run(batch), timing=timing)
     stage.submit(spec(1, range(5), max_tokens=40))
     stage.play()

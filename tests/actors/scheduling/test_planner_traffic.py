@@ -60,7 +60,7 @@ class PlannerTraffic(RuleBasedStateMachine):
         context=st.sampled_from([12, 24, 40]),
         spare_slots=st.integers(0, 1),
         drafts=st.sampled_from([(0, 0), (0, 0), (1, 1), (3, 3), (4, 2), (7, 2)]),
-        apart=st.booleans(),
+        decode_only=st.booleans(),
         acceptance=st.randoms(use_true_random=False),
         options=st.fixed_dictionaries(
             {
@@ -79,7 +79,18 @@ class PlannerTraffic(RuleBasedStateMachine):
         groups=st.data(),
     )
     def start(
-        self, max_running, budget, page_size, pages, context, spare_slots, drafts, apart, acceptance, options, groups
+        self,
+        max_running,
+        budget,
+        page_size,
+        pages,
+        context,
+        spare_slots,
+        drafts,
+        decode_only,
+        acceptance,
+        options,
+        groups,
     ):
         self.config = PlannerConfig(
             max_running=max_running,
@@ -104,7 +115,7 @@ class PlannerTraffic(RuleBasedStateMachine):
             vocab_size=VOCAB,
             speculative_nodes=drafts[0] + 1,
             speculative_depth=drafts[1],
-            speculative_apart=apart,
+            speculative_decode_only=decode_only,
             cache_groups=groups,
         )
         self.acceptance = acceptance

@@ -1,7 +1,7 @@
 import pytest
 
+from actors.scheduling.in_flight_prefixes import InFlightPrefixes
 from actors.scheduling.sequence import Sequence
-from actors.scheduling.siblings import PrefillsUnderWay
 from kernels.contract.step import SlotSampling
 from tests.actors.scheduling.stage import spec
 
@@ -26,7 +26,7 @@ def sequence(number, prompt, **kwargs):
     ],
 )
 def test_which_sequence_waits_for_which(shared, prompt, holds):
-    under_way = PrefillsUnderWay(4)
+    under_way = InFlightPrefixes(4)
     prefill = sequence(0, range(12))
     prefill.shared = shared
     under_way.add(prefill)
@@ -37,7 +37,7 @@ def test_which_sequence_waits_for_which(shared, prompt, holds):
 
 
 def test_a_scored_prompt_waits_for_none_and_a_tenant_for_its_own_only():
-    under_way = PrefillsUnderWay(4)
+    under_way = InFlightPrefixes(4)
     under_way.add(sequence(0, range(12), salt=b"a"))
     assert under_way.computes_for(sequence(1, range(12), salt=b"a"))
     assert not under_way.computes_for(sequence(2, range(12), salt=b"b"))

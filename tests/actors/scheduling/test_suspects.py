@@ -45,7 +45,7 @@ class Mortal(Stage):
         verdict = self.planner.worker_died([batch.number for batch in self.sent])
         self.deaths += 1
         self.counted += verdict.counts
-        self.hear(self.planner.abort(verdict.condemned))
+        self.hear(self.planner.abort(verdict.quarantined))
         self.lose_worker()
 
 
@@ -173,7 +173,7 @@ def test_a_death_of_a_broken_device_counts_again():
     while len(suspects):
         group, _ = suspects.cohorts(())
         verdict = suspects.died(dict.fromkeys(sorted(group.members), PREFILL))
-        if verdict.condemned:
+        if verdict.quarantined:
             counts.append(verdict.counts)
     assert counts[:4] == [False] * 4
     assert all(counts[4:])
@@ -194,7 +194,7 @@ def test_a_death_without_steps_proves_nothing():
     suspects = Suspects()
     suspects.died({1: PREFILL})
     verdict = suspects.died({})
-    assert (verdict.condemned, verdict.counts, list(suspects.cohorts(())[0].members)) == ((), True, [1])
+    assert (verdict.quarantined, verdict.counts, list(suspects.cohorts(())[0].members)) == ((), True, [1])
 
 
 class DraftingStage(Mortal):

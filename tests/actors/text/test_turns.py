@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from actors.text.turns import Turns
+from actors.text.fair_pool import FairPool
 
 
 class Users:
     """Uses of one member; each waits to be released."""
 
-    def __init__(self, turns: Turns[str]) -> None:
+    def __init__(self, turns: FairPool[str]) -> None:
         self.turns = turns
         self.began: list[str] = []
         self.release: dict[str, asyncio.Event] = {}
@@ -33,7 +33,7 @@ async def settle() -> None:
 
 
 async def test_a_tenant_waits_for_one_use_of_another_at_most() -> None:
-    users = Users(Turns(["only"]))
+    users = Users(FairPool(["only"]))
     tasks = [users.start("a", number) for number in range(4)]
     await settle()
     tasks += [users.start("b", number) for number in range(2)]
@@ -45,7 +45,7 @@ async def test_a_tenant_waits_for_one_use_of_another_at_most() -> None:
 
 
 async def test_every_member_is_used_before_anybody_waits() -> None:
-    users = Users(Turns(["x", "y"]))
+    users = Users(FairPool(["x", "y"]))
     tasks = [users.start("a", number) for number in range(3)]
     await settle()
     assert users.began == ["a0", "a1"]
@@ -56,7 +56,7 @@ async def test_every_member_is_used_before_anybody_waits() -> None:
 
 @pytest.mark.parametrize("lent_already", [False, True])
 async def test_a_use_cancelled_while_it_waits_blocks_no_other(lent_already: bool) -> None:
-    users = Users(Turns(["only"]))
+    users = Users(FairPool(["only"]))
     first, second, third = [users.start("a", number) for number in range(3)]
     await settle()
     if lent_already:

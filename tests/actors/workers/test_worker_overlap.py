@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from actors.protocol import CompileGrammar, Step, WorkerConfig
-from actors.runtime import Answered, Later
+from actors.runtime import EarlyReply, Later
 from actors.workers.worker import StaleStep, Worker
 from kernels.contract.config import RunnerConfig
 from kernels.contract.grammar import Grammar
@@ -36,7 +36,7 @@ class Device:
         runs: Callable[[], None] | None = None,
     ) -> None:
         self.runs = runs
-        self.done, self.drafted, self.rest, self.timing = done, drafted, rest, StepTiming(whole=whole)
+        self.done, self.drafted, self.rest, self.timing = done, drafted, rest, StepTiming(total=whole)
         self.started: list[int] = []
         self.may_end = threading.Event()
 
@@ -109,14 +109,14 @@ def test_work_after_a_steps_reply_counts_as_draft_cost(
         device = Device(True, drafted, lambda: passes(2.0), whole, lambda: passes(1.0))
         worker = worker_on(device, monkeypatch)
         first = worker.step(step(1), clock[0])
-        assert isinstance(first, Answered)
+        assert isinstance(first, EarlyReply)
         begun = clock[0]
         first.then()
         assert clock[0] == begun + 2.0
         clock[0] = max(clock[0], begun + sent)
         answer = worker.step(step(2), begun + sent)
-        assert isinstance(answer, Answered)
-        assert answer.answer.timing.whole == (1.0 + waited if whole else 0.0)
+        assert isinstance(answer, EarlyReply)
+        assert answer.answer.timing.total == (1.0 + waited if whole else 0.0)
         assert answer.answer.timing.observe == (waited if drafted and whole else 0.0)
 
 
@@ -139,7 +139,7 @@ def test_a_step_takes_what_it_keeps_others_from_too(monkeypatch: pytest.MonkeyPa
         clock[0] = now
         answer = worker.step(step(2), sent)
         assert isinstance(answer, StepResult)
-        reported.append(answer.timing.whole)
+        reported.append(answer.timing.total)
     assert reported == [2.0, 1.0, 1.0]
 
 

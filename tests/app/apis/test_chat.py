@@ -293,7 +293,8 @@ async def test_a_grammar_that_cannot_go_on_names_its_field(application, engine, 
     body = {**BODY, "stream": stream, "response_format": {"type": "json_object"}}
     response, data = await post(application, body)
     error = events(data)[-2]["error"] if stream else msgspec.json.decode(data)["error"]
-    assert response.status_code == (200 if stream else 400)
+    assert response.status_code == (200 if stream else 422)
+    assert "x-should-retry" not in response.headers
     assert (error["param"], error["code"]) == ("response_format", "grammar_failed")
 
 

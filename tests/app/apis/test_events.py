@@ -8,14 +8,14 @@ import pytest
 
 from actors.protocol.requests import Delta, RequestAborted, Usage
 from app.apis.choice_reader import ChoiceReader
-from app.apis.collecting import Collected
+from app.apis.collecting import CollectedChoice
 from app.apis.events import (
     Call,
     CallArguments,
     CallBegun,
     CallEnded,
+    ChoiceEnded,
     ChoiceEvents,
-    Ended,
     Failed,
     Reasoning,
     Text,
@@ -23,7 +23,7 @@ from app.apis.events import (
     join,
     read_whole,
 )
-from app.parsers.reasoning.thoughts import THOUGHTS
+from app.parsers.reasoning.formats import REASONING_FORMATS
 from app.parsers.tools.hermes import HermesParser
 from app.server.errors import to_api_error
 
@@ -31,7 +31,7 @@ TEXT = '<think>Hm</think>Look: <tool_call>{"name": "add", "arguments": {"a": 1}}
 
 
 def reader() -> ChoiceReader:
-    return ChoiceReader(HermesParser({"add": {}}, thoughts=THOUGHTS["base"]), 9)
+    return ChoiceReader(HermesParser({"add": {}}, reasoning_format=REASONING_FORMATS["base"]), 9)
 
 
 def deltas(size: int, reason: str = "stop") -> list[Delta]:
@@ -69,7 +69,7 @@ async def test_events_keep_the_order_of_the_answer(size: int) -> None:
     assert isinstance(events[at - 1], CallArguments)
     assert isinstance(events[at + 1], Text)
     end = events[-1]
-    assert isinstance(end, Ended)
+    assert isinstance(end, ChoiceEnded)
     assert (end.reason, end.matched_stop) == ("tool_calls", "!")
     assert end.usage.completion_tokens == len(deltas(size))
 
@@ -87,11 +87,11 @@ def test_a_cut_answer_ends_its_call() -> None:
     *_, arguments, ended, end = choice.read(cut)
     assert arguments == CallArguments(0, '{"a": ')
     assert ended == CallEnded(0)
-    assert end == Ended("length", None, Usage(3, 5), 0)
+    assert end == ChoiceEnded("length", None, Usage(3, 5), 0)
 
 
 async def test_a_whole_answer_is_its_events_joined() -> None:
-    collected = Collected()
+    collected = CollectedChoice()
     for delta in deltas(7):
         collected.add(delta)
     answer = await read_whole(collected, reader())

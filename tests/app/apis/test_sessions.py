@@ -197,7 +197,7 @@ def test_a_session_ends_after_its_time_without_requests():
 
 
 async def test_the_number_of_short_requests_is_bounded(monkeypatch, application):
-    monkeypatch.setattr(module, "_MOST_TOKENS", 1000)
+    monkeypatch.setattr(module, "_MAX_TOKENS", 1000)
     session = await opened(application)
     assert [(await turn(application, session, [1]))[0] for _ in range(4)] == [200, 200, 200, 400]
 
@@ -226,7 +226,7 @@ async def test_replace_drops_a_chain_of_two_thousand_requests():
 
 
 async def test_the_least_used_session_of_a_key_makes_room(monkeypatch, application):
-    monkeypatch.setattr(module, "_MOST_SESSIONS", 2)
+    monkeypatch.setattr(module, "_MAX_SESSIONS", 2)
     for name in ("a", "b"):
         await opened(application, session_id=name)
     await turn(application, "a", [1])
@@ -247,7 +247,7 @@ async def test_refused_requests_leave_nothing_in_their_session(application, engi
 
 
 async def test_tokens_of_a_key_are_bounded(monkeypatch, application):
-    monkeypatch.setattr(module, "_MOST_TOKENS", 20)
+    monkeypatch.setattr(module, "_MAX_TOKENS", 20)
     monkeypatch.setattr(module, "_REQUEST_TOKENS", 0)
     for name in ("a", "b"):
         await opened(application, session_id=name)

@@ -12,7 +12,7 @@ import pytest
 
 from actors.options import Arguments
 from app.apis.choice_reader import ChoiceReader
-from app.apis.collecting import Collected
+from app.apis.collecting import CollectedChoice
 from app.apis.events import read_whole
 from app.application import create_app
 from app.parsers.tools.hermes import HermesParser
@@ -46,7 +46,7 @@ async def test_an_answer_holds_the_calls(application, engine) -> None:
 
 async def test_the_loop_runs_while_a_long_answer_is_parsed() -> None:
     arguments = msgspec.json.encode({"text": "word " * 4000}).decode()
-    choice = Collected()
+    choice = CollectedChoice()
     choice.text = pieces(f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>')
     turns = 0
 

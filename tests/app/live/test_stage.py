@@ -13,10 +13,10 @@ import pytest
 
 from actors.runtime import ActorStatus
 from app.live.feed import frames
-from app.live.feed.frames import MOST_VIEWERS
+from app.live.feed.frames import MAX_VIEWERS
 from app.live.feed.graph import edges
 from app.live.feed.requests import RequestViews
-from telemetry.metrics.traffic import Traffic
+from telemetry.metrics.actor_messages import ActorMessages
 from telemetry.timeline import Outcome, Timelines
 from tests.kits.waiting import PATIENCE
 
@@ -69,8 +69,8 @@ def request_of(engine, name="req-1", **keywords):
 
 async def test_a_frame_reports_actors_and_what_goes_between_them(application, engine):
     engine.company = [status("scheduler", depth=3), status("worker-0", "restarting", incarnation=2)]
-    handle(engine.traffic, "scheduler", "Submit", 5)
-    handle(engine.traffic, "scheduler", "StepDone", 7)
+    handle(engine.actor_messages, "scheduler", "Submit", 5)
+    handle(engine.actor_messages, "scheduler", "StepDone", 7)
     answer = await frame(application)
     assert answer["whole"]
     assert answer["model"]["name"] == "fake"
@@ -84,7 +84,7 @@ async def test_a_frame_reports_actors_and_what_goes_between_them(application, en
 
 
 def test_what_a_renderer_made_reaches_the_tokenizer_from_there():
-    traffic = Traffic()
+    traffic = ActorMessages()
     handle(traffic, "renderer-0", "RenderTemplate", 3)
     handle(traffic, "tokenizer-0", "Encode", 2)
     handle(traffic, "tokenizer-1", "Encode", 2)
@@ -145,14 +145,14 @@ async def test_viewers_are_bounded_and_leave(application, engine, serve, until):
         client = await stack.enter_async_context(
             httpx.AsyncClient(limits=httpx.Limits(max_connections=100), timeout=60)
         )
-        for _ in range(MOST_VIEWERS):
+        for _ in range(MAX_VIEWERS):
             response = await stack.enter_async_context(client.stream("GET", f"{url}/stage"))
             assert response.status_code == 200
         refused = await client.get(f"{url}/stage")
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "too_many_viewers"
         assert refused.headers["Retry-After"] == "5"
-        assert stage.viewers == MOST_VIEWERS
+        assert stage.viewers == MAX_VIEWERS
     await until(lambda: stage.viewers == 0)
     assert len(await events(url, "/stage", 1)) == 1
 

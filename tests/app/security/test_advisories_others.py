@@ -11,7 +11,7 @@ import pytest
 from actors.protocol.requests import Chat, InvalidRequest
 from actors.text.chat_template import ChatTemplate
 from app.server import auth
-from app.server.auth import Keyring, Level
+from app.server.auth import AccessLevel, Keyring
 from app.server.errors import ApiError
 from tests.kits.target import CHAT, Target
 from tests.kits.waiting import PATIENCE, until
@@ -175,9 +175,9 @@ def test_s10_administration_is_off_without_its_key(make_application: Any) -> Non
     """Routes for administrators were open to whoever came while no key was set."""
     ring = Keyring(user=("user",))
     with pytest.raises(ApiError):
-        ring.check(Level.ADMIN, [(b"x-api-key", b"user")], ("127.0.0.1", 1))
+        ring.check(AccessLevel.ADMIN, [(b"x-api-key", b"user")], ("127.0.0.1", 1))
     with pytest.raises(ApiError):
-        Keyring().check(Level.ADMIN, [], ("192.168.0.7", 8000))
+        Keyring().check(AccessLevel.ADMIN, [], ("192.168.0.7", 8000))
 
 
 # -- S11: the time of a comparison
@@ -198,10 +198,10 @@ def test_s11_cve_2025_59425_keys_are_compared_in_constant_time(monkeypatch: pyte
         compared.clear()
         headers = [(b"authorization", b"Bearer " + given)]
         if right:
-            ring.check(Level.USER, headers, None)
+            ring.check(AccessLevel.USER, headers, None)
         else:
             with pytest.raises(ApiError):
-                ring.check(Level.USER, headers, None)
+                ring.check(AccessLevel.USER, headers, None)
         assert compared == [(given, b"one"), (given, b"two"), (given, b"three")]
 
 

@@ -13,7 +13,7 @@ import pytest
 from actors.text.model_files import ModelFiles, ModelPathError
 from actors.text.text_codec import TextCodec, is_request_scoped
 from kernels.contract.errors import ConfigError, LoadError
-from kernels.models.reading import read_config
+from kernels.models.config_loader import read_config
 from kernels.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 DEEP = b'{"a":' * 100_000 + b"1" + b"}" * 100_000

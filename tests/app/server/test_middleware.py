@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from app.route_table import ROUTES
-from app.server.auth import Level
+from app.server.auth import AccessLevel
 from app.server.request_body import MAX_BODY
 from app.server.routes import RouteTable
 
@@ -28,7 +28,7 @@ async def call(application, path, method="GET", **keywords):
 
 
 def test_only_probes_and_the_page_itself_are_public():
-    assert {route.path for route in ROUTES if route.level is Level.PUBLIC} == PUBLIC
+    assert {route.path for route in ROUTES if route.level is AccessLevel.PUBLIC} == PUBLIC
 
 
 def test_no_two_routes_share_a_path_and_a_method():
@@ -47,9 +47,9 @@ async def test_every_route_requires_the_key_of_its_level(make_application):
     for route in ROUTES:
         for method in route.methods:
             for key, allowed in (
-                (None, route.level is Level.PUBLIC),
-                ("wrong", route.level is Level.PUBLIC),
-                ("user-key", route.level is not Level.ADMIN),
+                (None, route.level is AccessLevel.PUBLIC),
+                ("wrong", route.level is AccessLevel.PUBLIC),
+                ("user-key", route.level is not AccessLevel.ADMIN),
                 ("admin-key", True),
             ):
                 headers = {"Authorization": f"Bearer {key}"} if key else {}

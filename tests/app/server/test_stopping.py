@@ -148,7 +148,7 @@ def test_a_signal_while_it_starts_ends_it_at_once(tmp_path: Path, number: signal
 
 
 def test_an_engine_that_gives_up_ends_every_stream_and_exits_with_three(tmp_path: Path, tiny_model: Path) -> None:
-    # More than can come to their end, or be set apart after two deaths, while the worker dies again and again.
+    # More than can come to their end, or be quarantined after two deaths, while the worker dies again and again.
     with loaded(tmp_path / "log", tiny_model, streams=48) as (server, readers, _):
         children = family(server)
         killed: set[int] = set()
@@ -172,6 +172,6 @@ def test_an_engine_that_gives_up_ends_every_stream_and_exits_with_three(tmp_path
         for reader in readers:
             code, last = reader.end()
             assert last == "[DONE]"
-            assert code in ("engine_failed", "internal_error", None)  # set apart before; or complete in time
+            assert code in ("engine_failed", "internal_error", None)  # quarantined before; or complete in time
         assert any(reader.end()[0] == "engine_failed" for reader in readers)
         gone(children)

@@ -17,8 +17,8 @@ from kernels.devices.experts import ExpertInputs, ExpertLayers, ExpertsInTurn, E
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.linear import LinearLayers
 from kernels.models.config import ExpertsConfig
+from kernels.models.config_loader import parse_config, read_config
 from kernels.models.layers import moe
-from kernels.models.reading import parse_config, read_config
 from kernels.models.registry import tensors
 from kernels.weights.loading import stored_shapes
 from kernels.weights.quantization.tokens import fake_quantize_tokens

@@ -13,8 +13,8 @@ from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
 from kernels.devices.invariant.capabilities import InvariantAttention, InvariantElementwise
 from kernels.devices.invariant.elementwise import by_lines, pairwise_sum
+from kernels.devices.invariant.matmul import TILE, TiledLinear
 from kernels.devices.invariant.norm import InvariantNorm
-from kernels.devices.invariant.products import TILE, TiledLinear
 from kernels.devices.select import select_device
 from tests.kits.driver import VOCAB
 from tests.kits.gguf_writer import write_gguf

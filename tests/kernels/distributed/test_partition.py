@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.devices.cpu.device import CpuDevice
-from kernels.models.reading import read_config
+from kernels.models.config_loader import read_config
 from kernels.models.registry import tensors
 from kernels.weights import safetensors_checkpoint
 from kernels.weights.loading import CheckpointFiles, Placement, open_weights

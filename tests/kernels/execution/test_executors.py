@@ -9,14 +9,14 @@ from app.understudy import MODEL_DIR
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.devices.capture import Capture
 from kernels.devices.cpu.device import CpuDevice
-from kernels.devices.prepared import Decodes
+from kernels.devices.prepared import CapturedPasses
 from kernels.execution.executors.eager_pass import EagerPass
 from tests.kits.executors import find_executor
 from tests.kits.prepared_steps import drive_prepared
 from tests.kits.speculation.accepting import accepting
 from tests.kits.speculation.early_drafts import captures
-from tests.kits.speculation.host_loops import OPTIONS, drafting
 from tests.kits.speculation.layouts import make_layout
+from tests.kits.speculation.native_loops import OPTIONS, drafting
 
 PROMPTS = [[300 + token % 7 for token in range(12)], [400 + token % 5 for token in range(9)]]
 SMALL = [[5, 6, 7, 8] * 3, [9, 4, 3] * 3]
@@ -25,11 +25,11 @@ SMALL = [[5, 6, 7, 8] * 3, [9, 4, 3] * 3]
 class CapturedDecodes(Capture):
     """Passes of decodes without a graph."""
 
-    def host_pass(self, *given, **options):
+    def native_pass(self, *given, **options):
         return None
 
     def decodes(self, request):
-        return Decodes((1, 2, 4), lambda batch: request.forward(batch) if len(batch.token_ids) < 5 else None)
+        return CapturedPasses((1, 2, 4), lambda batch: request.forward(batch) if len(batch.token_ids) < 5 else None)
 
 
 def small(drive, monkeypatch, tmp_path, reference, **more):
@@ -56,7 +56,7 @@ def host(drive, monkeypatch, tmp_path, reference, **more):
     return drive(MODEL_DIR, **OPTIONS, **more), PROMPTS, 0
 
 
-def host_drafts(drive, monkeypatch, tmp_path, reference, **more):
+def native_drafts(drive, monkeypatch, tmp_path, reference, **more):
     return drive(MODEL_DIR, speculation=drafting("NGRAM"), **OPTIONS, **more), PROMPTS, 4
 
 
@@ -69,13 +69,13 @@ def accepts(drive, monkeypatch, tmp_path, reference, **more):
 
 
 CASES = {
-    "HostDecode": host,
-    "HostChains": host_drafts,
-    "HostPromptEnds": host,
+    "NativeDecode": host,
+    "NativeChains": native_drafts,
+    "NativePrefill": host,
     "NoRows": small,
     "WholeStep": whole,
     "CapturedPass": captured,
-    "FollowingPass": accepts,
+    "OverlappedVerifyPass": accepts,
     "VerifyPass": accepts,
     "EagerPass": small,
 }

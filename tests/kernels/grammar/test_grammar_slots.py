@@ -23,7 +23,7 @@ from kernels.grammar.llguidance_backend import LlMatcher
 from kernels.grammar.slots import GrammarSlots, TextTree, _Text
 from kernels.sampling.masks import RowMasks
 from kernels.sampling.sampler import Sampler
-from kernels.state.host_grammars import HostGrammars
+from kernels.state.native_grammars import NativeGrammars
 from tests.kits.driver import Driver, pack
 from tests.kits.executors import remove_executor
 from tests.kits.grammars import BACKENDS, EOS, FILE, VOCAB, tokenizer
@@ -262,7 +262,7 @@ def test_native_steps_that_grammars_judge_give_the_tokens_of_masks() -> None:
         return found
 
     first = play()
-    for name in ("HostDecode", "HostPromptEnds"):
+    for name in ("NativeDecode", "NativePrefill"):
         remove_executor(runner, name)
     assert play() == first
     for tokens in first[:-1]:
@@ -271,7 +271,7 @@ def test_native_steps_that_grammars_judge_give_the_tokens_of_masks() -> None:
 
 
 class Judged:
-    """``HostGrammars`` over slots 1 and 2 with a grammar and 3 without one, whose prompts are tokens 7 and 8, on a
+    """``NativeGrammars`` over slots 1 and 2 with a grammar and 3 without one, whose prompts are tokens 7 and 8, on a
     device whose draw is the argmax of what masks allow."""
 
     def __init__(self, pattern: str, **sampling: Any) -> None:
@@ -286,7 +286,7 @@ class Judged:
             settings = SlotSampling(temperature=1.0, grammar=grammar, **sampling)
             self.sampler.admit(slot, settings, 2)
             self.grammars.admit(Admission(slot, 1, pack([7, 8]), 2, 0, b"", settings))
-        self.host = HostGrammars(self.grammars, self.sampler, self._draw, self.state)
+        self.host = NativeGrammars(self.grammars, self.sampler, self._draw, self.state)
         self.rows = self.host.rows((3, 1, 2), self.sampler.masked((3, 1, 2)))
 
     def _draw(self, logits: Any, draws: Any, positions: Any, ids: Any, vocab: int, masks: Any = None) -> Any:
@@ -302,7 +302,7 @@ class Judged:
             logits[:, ids(sign)[0]] = 9.0 - place
         self.state.known += 1
         self.table[[3, 1, 2], self.state.known[1] - 1] = drawn
-        found, failed = self.host.judge(self.rows, logits, drawn.tobytes())
+        found, failed = self.host.check(self.rows, logits, drawn.tobytes())
         tokens = np.frombuffer(found, dtype=np.int32)
         assert self.table[[3, 1, 2], self.state.known[1] - 1].tolist() == tokens.tolist()
         return "".join(tokenizer().decode([token]).strip() for token in tokens), {e.slot: e.message for e in failed}

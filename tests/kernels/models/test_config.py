@@ -6,7 +6,7 @@ import pytest
 
 from kernels.contract.errors import ConfigError
 from kernels.models.config import RopeConfig
-from kernels.models.reading import parse_config, read_config
+from kernels.models.config_loader import parse_config, read_config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -13,8 +13,8 @@ from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.models import stablelm
 from kernels.models.config import local_config
+from kernels.models.config_loader import parse_config
 from kernels.models.layers.rotary import rotary_order
-from kernels.models.reading import parse_config
 from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.driver import COMMON, DENSE
 from tests.kits.parity import scored

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels.contract.step import SlotSampling
-from tests.kits.driver import DENSE, LATENT
+from tests.kits.driver import DENSE, LATENT, ROUTED
 
 FAMILIES = [
     "llama2",
@@ -31,6 +31,7 @@ FAMILIES = [
     "qwen3-moe-step",
     *DENSE,
     *LATENT,
+    *ROUTED,
 ]
 VOCAB = 211
 

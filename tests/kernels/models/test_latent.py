@@ -4,18 +4,23 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from kernels.contract.caches import CacheGroup, Latent
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.devices import latent_attention
-from kernels.models.reading import parse_config, read_config
+from kernels.models.config_loader import parse_config, read_config
 from kernels.models.registry import caches
 from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.driver import COMMON, DEEPSEEK
 from tests.kits.parity import scored
+from tests.kits.quantized import fp8_blocks, rewrite
 
 CONFIG = COMMON | DEEPSEEK | {"architectures": ["DeepseekV3ForCausalLM"]}
 
@@ -24,13 +29,15 @@ CONFIG = COMMON | DEEPSEEK | {"architectures": ["DeepseekV3ForCausalLM"]}
 @pytest.mark.parametrize("name", ["deepseek-v3", "minicpm3"])
 def test_long_chunks_are_attended_to_with_keys_and_values(name, numbers, reference, drive, prompts, monkeypatch):
     monkeypatch.setattr(latent_attention, "_NUMBERS", numbers)
+    monkeypatch.setattr(latent_attention, "_EXPANDED", 90)
     monkeypatch.setattr(latent_attention, "_QUERIES", 50)
     model, (prompt,) = reference(name), prompts(240)
     found = scored(drive(model.path), prompt, [5, 135, 1, 99])
     np.testing.assert_allclose(found, model.logprobs(prompt).numpy(), atol=2e-4, rtol=1e-4)
 
 
-def test_expanded_and_latent_rows_share_a_step(reference, drive, prompts):
+def test_expanded_and_latent_rows_share_a_step(reference, drive, prompts, monkeypatch):
+    monkeypatch.setattr(latent_attention, "_EXPANDED", 90)
     model, (short, long, last) = reference("deepseek-v3"), prompts(20, 200, 30)
     driver = drive(model.path)
     for slot, text in enumerate((short, long, last), start=1):
@@ -53,12 +60,49 @@ def test_caches_hold_one_vector_of_each_token(reference):
     assert caches(config) == (CacheGroup(Latent(24, 8), (0, 1, 2)),)
 
 
+def test_pages_of_broken_rows_are_cleared(reference, drive, prompts):
+    driver, (text,) = drive(reference("deepseek-v3").path), prompts(70)
+    driver.admit(1, text)
+    driver.step([(1, 70)])
+    loaded, pages = driver.runner._loaded, list(driver.pages[1])
+    assert all(cache[pages].any() for cache in loaded.caches)
+    with torch.inference_mode():
+        loaded.clear_pages(pages)
+    assert not any(cache[pages].any() for cache in loaded.caches)
+
+
 def test_quantized_projections_are_close(reference, drive, prompts):
     model, (prompt,) = reference("minicpm3"), prompts(20)
     found = scored(drive(model.path, quantization="int8"), prompt, [20])
     expected, exact = model.logprobs(prompt).numpy(), scored(drive(model.path), prompt, [20])
     assert np.abs(found - expected).mean() < 0.1 * np.abs(expected - expected.mean(1, keepdims=True)).mean()
     assert np.abs(found - exact).max() > 0  # it was quantized
+
+
+@pytest.mark.parametrize(("block", "ranks"), [(16, 1), (4, 2)])
+def test_fp8_in_blocks_is_what_its_floats_are(block, ranks, reference, drive, prompts, tmp_path):
+    """Blocks of 16 end inside of the fused projections, blocks of 4 divide every rank's part."""
+    model, (prompt,) = reference("parallel-deepseek-v3"), prompts(20)
+    settings = {"quant_method": "fp8", "weight_block_size": [block, block]}
+    path = rewrite(model.path, tmp_path / "fp8", fp8_blocks(block, block), settings)
+    floats = shutil.copytree(model.path, tmp_path / "floats")
+    held = load_file(path / "model.safetensors")
+    scales = {name.removesuffix("_scale_inv"): held.pop(name) for name in list(held) if name.endswith("_scale_inv")}
+    for name, scale in scales.items():
+        shape = held[name].shape
+        wide = scale.repeat_interleave(block, 0)[: shape[0]].repeat_interleave(block, 1)[:, : shape[1]]
+        held[name] = held[name].float() * wide
+    save_file(held, floats / "model.safetensors")
+    driver = drive(floats)
+    driver.admit(1, prompt)
+    expected = driver.generate(1, 32)
+    if ranks == 1:
+        driver = drive(path)
+        driver.admit(1, prompt)
+        assert driver.generate(1, 32) == expected
+    else:
+        first, second = run_ranks([{"model": str(path), "prompts": [prompt], "length": 32}])
+        assert first[0]["tokens"] == second[0]["tokens"] == [expected]
 
 
 @pytest.mark.parametrize(

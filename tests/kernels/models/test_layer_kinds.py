@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from kernels.models.kinds import one_of_each_kind
+from kernels.models.representative_layers import one_of_each_kind
 
 
 class Linear:

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from kernels.contract.errors import ConfigError
-from kernels.models.reading import read_config
+from kernels.models.config_loader import read_config
 from kernels.models.registry import tensors
 from kernels.weights.loading import CheckpointFiles, Placement, open_weights
 from kernels.weights.quantization.detect import detect_scheme

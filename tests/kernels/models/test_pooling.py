@@ -12,9 +12,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from kernels.contract.errors import ConfigError
-from kernels.contract.pooling import ENCODERS, read_pooling
 from kernels.contract.tasks import Classify, Embed, NextToken
-from kernels.models.registry import BUILT_IN
+from kernels.models.pooling import read_pooling
+from kernels.models.registry import BUILT_IN, find_encoder
 from tests.kits.driver import COMMON
 from tests.kits.vectors import inputs, run
 
@@ -210,7 +210,10 @@ def test_quantized_encoders_are_close(tmp_path):
 
 
 def test_encoders_are_those_of_the_registry():
-    assert {entry.architecture for entry in BUILT_IN if entry.module == "kernels.models.bert"} == ENCODERS
+    encoders = {entry.architecture for entry in BUILT_IN if entry.encoder}
+    assert encoders == {entry.architecture for entry in BUILT_IN if entry.module == "kernels.models.bert"}
+    assert all(find_encoder(name) is not None for name in encoders)
+    assert find_encoder("LlamaForCausalLM") is None
 
 
 @pytest.mark.parametrize(

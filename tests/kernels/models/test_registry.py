@@ -11,8 +11,7 @@ import pytest
 
 from kernels.contract.caches import CacheGroup, Paged
 from kernels.contract.errors import ConfigError
-from kernels.contract.pooling import ENCODERS
-from kernels.models.reading import read_config
+from kernels.models.config_loader import read_config
 from kernels.models.registry import BUILT_IN, GROUP, caches, entries, families, find, tensors
 
 FAMILY = '''
@@ -36,10 +35,10 @@ def tensors(config):
 
 caches = llama.caches
 
-def build(config, make):
-    vocab = vocabulary.vocabulary(make, config, "otter.table", "otter.head")
-    layers = [pre_norm.layer(make, config, f"otter.layers.{index}", 0) for index in range(config.layers)]
-    return Decoder(make, config, vocab, layers, make.norm("otter.norm", config.norm_eps))
+def build(config, builder):
+    vocab = vocabulary.vocabulary(builder, config, "otter.table", "otter.head")
+    layers = [pre_norm.layer(builder, config, f"otter.layers.{index}", 0) for index in range(config.layers)]
+    return Decoder(builder, config, vocab, layers, builder.norm("otter.norm", config.norm_eps))
 '''
 
 
@@ -80,7 +79,7 @@ def test_another_distribution_adds_a_family(outside, reference, drive, prompts, 
 
 def test_errors_name_all_families(outside):
     with pytest.raises(
-        ConfigError, match=r"supported are Apertus.*LlamaForCausalLM.*OtterForCausalLM.*Qwen3MoeForCausalLM"
+        ConfigError, match=r"supported are Afmoe.*LlamaForCausalLM.*OtterForCausalLM.*Qwen3MoeForCausalLM"
     ):
         find(["T5ForConditionalGeneration"])
 
@@ -110,7 +109,8 @@ def test_a_family_is_imported_when_a_model_of_it_is_opened():
 
 def test_every_family_says_what_it_supports():
     found = {family.architecture: family for family in families()}
-    assert found.keys() == {entry.architecture for entry in BUILT_IN} - ENCODERS == entries().keys() - ENCODERS
+    assert found.keys() == {entry.architecture for entry in entries().values() if not entry.encoder}
+    assert found.keys() < {entry.architecture for entry in BUILT_IN} == entries().keys()
     assert found["MixtralForCausalLM"].experts
     assert found["MixtralForCausalLM"].windows
     assert not found["LlamaForCausalLM"].experts

@@ -11,7 +11,7 @@ from kernels.contract.step import SlotSampling
 from kernels.core.logit_blocks import block_maxima
 from kernels.core.noise import clocks, keys_at, seed_key
 from kernels.sampling.nucleus import cut
-from kernels.sampling.sampler import Sampled, Sampler
+from kernels.sampling.sampler import SampledTokens, Sampler
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def one_thread():
 
 def run(
     logits: torch.Tensor, samplings: list[SlotSampling], position: int | list[int] = 5, order: list[int] | None = None
-) -> Sampled:
+) -> SampledTokens:
     """Rows of `logits` with the sampling of the same index, in the given order of rows."""
     sampler = Sampler(logits.shape[1], len(samplings) + 1)
     for index, sampling in enumerate(samplings):

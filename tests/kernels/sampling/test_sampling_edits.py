@@ -148,7 +148,7 @@ def test_which_rows_are_not_left_to_kernels_that_neither_edit_nor_score(sampling
     sampler.admit(2, SlotSampling(temperature=temperature, **sampling), 3)
     sampler.admit(3, SlotSampling(temperature=0.7, top_k=4, top_p=0.9, min_p=0.1), 3)
     assert (sampler.plain((1,)), sampler.plain((1, 3)), sampler.plain((1, 2))) == (True, False, False)
-    assert (sampler.raced((1, 3)), sampler.raced((1, 2)), sampler.raced((3, 2))) == (True, False, False)
+    assert (sampler.unedited((1, 3)), sampler.unedited((1, 2)), sampler.unedited((3, 2))) == (True, False, False)
     sampler.release(2)
     assert sampler.plain((1, 2))
 

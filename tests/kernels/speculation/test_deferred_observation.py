@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from app.understudy import MODEL_DIR
-from kernels.speculation.host_drafts import HostObservation
+from kernels.speculation.native_drafts import NativeObservation
 from kernels.speculation.observe import Backlog
 from tests.kits.driver import ints
-from tests.kits.speculation.host_loops import GREEDY, OPTIONS, PROMPTS, draft_on, draft_rows
 from tests.kits.speculation.lossless import truth
+from tests.kits.speculation.native_loops import GREEDY, OPTIONS, PROMPTS, draft_on, draft_rows
 
 
 def watched(driver):
@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_not_kept(drive):
 
     def seen(count):
         places = np.arange(count) * 2
-        return HostObservation(slots, slots * 7, slots * count, features, places)
+        return NativeObservation(slots, slots * 7, slots * count, features, places)
 
     kept = Backlog(state, 4)
     assert not kept.add_accepted(seen(kept._most), generations)

@@ -8,7 +8,7 @@ import torch
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.core.noise import clocks, keys_at, seed_key
-from kernels.models.reading import read_config
+from kernels.models.config_loader import read_config
 from kernels.speculation.drafters.dflash import DflashDrafter, default_layers
 from tests.kits.speculation.dflash import DFLASH, SHAPES, block
 from tests.kits.speculation.drafting import HIDDEN, Drafting, Plain, make_target, seeded, write

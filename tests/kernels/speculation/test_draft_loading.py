@@ -14,7 +14,7 @@ from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import ConfigError, LoadError, UnsupportedError
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.devices.cpu.device import CpuDevice
-from kernels.models.reading import read_config
+from kernels.models.config_loader import read_config
 from kernels.speculation.drafters.eagle import Eagle3Drafter, EagleDrafter, default_layers
 from kernels.speculation.load import captured_layers, draft_device, draft_scheme
 from kernels.weights.quantization.int8 import sums_are_exact

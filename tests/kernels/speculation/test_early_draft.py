@@ -8,7 +8,7 @@ import torch
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
 from kernels.core.tree import chain
-from kernels.speculation.early_draft import EarlyDraftPasses, EarlyDrafts, Following, rows_of
+from kernels.speculation.early_draft import EarlyDraftPasses, EarlyDrafts, OverlappedVerify, rows_of
 from kernels.speculation.speculator import Speculator
 from tests.kits.speculation.accepting import accepting
 from tests.kits.speculation.early_drafts import GREEDY, captures, drafting
@@ -91,7 +91,7 @@ def test_drafts_after_a_pass_that_accepts(name, topk, nodes, most, forced, sampl
 
 def verified_trees(monkeypatch):
     """What is verified from now on: what is known of each row, and its nodes and their parents."""
-    found, draft, issue = [], Speculator.draft, Following.issue
+    found, draft, issue = [], Speculator.draft, OverlappedVerify.issue
 
     def seen(table, tree, slots, known, counts):
         return [
@@ -117,7 +117,7 @@ def verified_trees(monkeypatch):
         return followed
 
     monkeypatch.setattr(Speculator, "draft", spy)
-    monkeypatch.setattr(Following, "issue", spy_behind)
+    monkeypatch.setattr(OverlappedVerify, "issue", spy_behind)
     return found
 
 

@@ -12,7 +12,7 @@ from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import Admission, SlotSampling, StepBatch
 from kernels.devices.cpu.cache import CpuCaches
 from kernels.devices.cpu.memory import CpuMemory
-from kernels.speculation.early_draft import Following
+from kernels.speculation.early_draft import OverlappedVerify
 from kernels.state.slots import SlotTable
 from tests.kits.driver import ints, pack
 from tests.kits.speculation.accepting import AcceptingDrafting, AcceptingPasses, accept, accepting, fetch
@@ -129,10 +129,10 @@ def tandem(drive, layout, monkeypatch):
             monkeypatch.setattr(AcceptingDrafting, "accept", vary)
         with monkeypatch.context() as patch:
             if not follows:
-                patch.setattr(Following, "is_candidate", lambda self, batch: False)
+                patch.setattr(OverlappedVerify, "is_candidate", lambda self, batch: False)
             yield Tandem(drive(layout[0], speculation=layout[1], page_size=PAGE, **options), most)
 
-    followed, passes, issue, verify = [], [], Following.issue, AcceptingPasses.verify
+    followed, passes, issue, verify = [], [], OverlappedVerify.issue, AcceptingPasses.verify
 
     def spy(self, batch):
         left = self._slots.left(np.frombuffer(batch.slots, np.int32).astype(np.int64))
@@ -152,7 +152,7 @@ def tandem(drive, layout, monkeypatch):
         return verify(self, starts, pages, *others)
 
     monkeypatch.setattr(AcceptingPasses, "verify", seen)
-    monkeypatch.setattr(Following, "issue", spy)
+    monkeypatch.setattr(OverlappedVerify, "issue", spy)
     make.followed = followed
     return make
 

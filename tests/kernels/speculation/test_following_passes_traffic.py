@@ -16,7 +16,7 @@ from actors.scheduling.planner import Planner
 from actors.scheduling.testing import drive as plan_with
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
-from kernels.speculation.early_draft import EarlyDraftPasses, Following
+from kernels.speculation.early_draft import EarlyDraftPasses, OverlappedVerify
 from tests.kits.driver import pack
 from tests.kits.speculation.accepting import AcceptingDrafting, accept, accepting, move_accepted
 from tests.kits.speculation.drafting import DIM, KV_HEADS, VOCAB
@@ -140,10 +140,10 @@ def test_each_learns_what_it_learns_alone(faulty, drive, tmp_path, monkeypatch):
     captures(monkeypatch)
     accepting(monkeypatch)
     draft_tokens, faults = RandomDrafts(generator, requests), Faults(generator)
-    replay, issue = EarlyDraftPasses._replay, Following.issue
+    replay, issue = EarlyDraftPasses._replay, OverlappedVerify.issue
     followed = []
     monkeypatch.setattr(EarlyDraftPasses, "_replay", staticmethod(lambda *given: draft_tokens.better(replay(*given))))
-    monkeypatch.setattr(Following, "issue", lambda *given: followed.append(issue(*given)) or followed[-1])
+    monkeypatch.setattr(OverlappedVerify, "issue", lambda *given: followed.append(issue(*given)) or followed[-1])
     if faulty:
         monkeypatch.setattr(AcceptingDrafting, "accept", lambda *given: faults.accept(*given))
         monkeypatch.setattr(AcceptingDrafting, "move_accepted", lambda *given: faults.move(*given))

@@ -12,7 +12,7 @@ from kernels.contract.step import SlotSampling
 from tests.kits.driver import ints
 from tests.kits.executors import remove_executor
 from tests.kits.grammars import BACKENDS, EOS, FILE, tokenizer
-from tests.kits.speculation.host_loops import OPTIONS, draft_rows, drafting
+from tests.kits.speculation.native_loops import OPTIONS, draft_rows, drafting
 
 SETTINGS = GrammarSettings("llguidance", str(FILE), (EOS, 0))
 PROMPT = "<|im_start|>user\nTell me a story about a fox.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -68,7 +68,7 @@ def test_masks_after_draft_tokens_change_no_text_on_a_device(algorithm, topk, ba
         settings = msgspec.structs.replace(settings, topk=topk)
     forms = msgspec.structs.replace(SETTINGS, backend=backend)
     driver = drive(MODEL_DIR, speculation=settings, grammar=forms, **OPTIONS)
-    for name in ("HostDecode", "HostChains", "HostPromptEnds"):
+    for name in ("NativeDecode", "NativeChains", "NativePrefill"):
         remove_executor(driver.runner, name)
     driver.runner._loaded.grammars._table = None
     accepted = compare(driver, 11 if topk else 5)
@@ -81,7 +81,7 @@ def test_forced_tokens_are_drafted_that_were_never_seen(on_device, backend, driv
     forms = msgspec.structs.replace(SETTINGS, backend=backend)
     driver = drive(MODEL_DIR, speculation=drafting("NGRAM"), grammar=forms, **OPTIONS)
     if on_device:
-        for name in ("HostDecode", "HostChains", "HostPromptEnds"):
+        for name in ("NativeDecode", "NativeChains", "NativePrefill"):
             remove_executor(driver.runner, name)
         driver.runner._loaded.grammars._table = None
     forced = " jolly quartz sphinxes vow to judge my xylophone"

@@ -206,7 +206,7 @@ def test_the_trie_learns_an_unobserved_prompt_with_what_follows() -> None:
 
 def test_a_draft_is_not_judged_by_what_came_behind_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     slots, judged = Slots(), []
-    monkeypatch.setattr(NgramPruner, "judge", lambda _, slot, drafted: judged.append(drafted.known))
+    monkeypatch.setattr(NgramPruner, "record_outcomes", lambda _, slot, drafted: judged.append(drafted.known))
     slots.admit(1, [1, 2, 3, 1, 2])
     slots.draft([1])
     slots.tokens[1] += [3, 1]  # unseen
@@ -238,7 +238,7 @@ def test_large_batches_verify_only_likely_draft_tokens() -> None:
         promises.choose(slots, draft_tokens, [5] * len(slots))
         for slot, each in zip(slots, draft_tokens, strict=True):
             each.follow(tokens)
-            promises.judge(slot, each)
+            promises.record_outcomes(slot, each)
         return [len(each.verified) for each in draft_tokens]
 
     assert min(crowd([9])) > 0

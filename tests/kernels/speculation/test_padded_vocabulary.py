@@ -17,7 +17,7 @@ from app.understudy import MODEL_DIR
 from app.understudy.drafts import DRAFTS
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings, same_tokens
-from kernels.speculation.drafters.standalone import Padded
+from kernels.speculation.drafters.standalone import PaddedEmbedding
 from tests.kits.native import needs_native
 
 VOCAB = 4096
@@ -104,7 +104,7 @@ def test_rows_of_zeros_are_looked_up_and_never_drafted():
         def table(self, module):
             return torch.ones(5, 3)
 
-    padded = Padded(Source(), 7, tied=True)
+    padded = PaddedEmbedding(Source(), 7, tied=True)
     table = padded.table("model.embed_tokens")
     assert table.shape == (7, 3)
     assert not table[5:].any()

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.scheduling.speculation.policy import DIALS
+from actors.scheduling.speculation.policy import CONSTANTS
 from app.understudy import MODEL_DIR
 from kernels.contract.speculation import AdaptiveSettings
 from kernels.contract.step import SlotSampling
@@ -12,8 +12,8 @@ from kernels.models.decoder import Decoder
 from tests.kits.driver import ints
 from tests.kits.executors import find_executor
 from tests.kits.native import needs_native
-from tests.kits.speculation.host_loops import GREEDY, OPTIONS, PROMPTS, draft_on, draft_rows, drafting
 from tests.kits.speculation.lossless import truth
+from tests.kits.speculation.native_loops import GREEDY, OPTIONS, PROMPTS, draft_on, draft_rows, drafting
 
 ADAPTIVE = {"adaptive": AdaptiveSettings(enabled=True)}
 
@@ -23,7 +23,7 @@ def test_drafts_are_right_a_few_steps_after_unobserved_ones(algorithm, drive):
     """Prompts and decodes, some of requests that are gone by then."""
     driver, rows = draft_rows(drive, algorithm, **ADAPTIVE)
     speculator, shown, plain = driver.runner._loaded.speculator, [], []
-    decode, ends = (find_executor(driver.runner, kind, True) for kind in ("HostDecode", "HostPromptEnds"))
+    decode, ends = (find_executor(driver.runner, kind, True) for kind in ("NativeDecode", "NativePrefill"))
     see, run, reach = speculator.observer._see, decode.advance, ends.run
     speculator.observer._see = lambda seen, *rest: shown.extend(seen.counts.tolist()) or see(seen, *rest)
     decode.advance = lambda: plain.append(len(decode._slots)) or run()
@@ -43,11 +43,11 @@ def test_drafts_are_right_a_few_steps_after_unobserved_ones(algorithm, drive):
         driver.step([(1, 1), (2, 1)], unobserved=True)
     assert plain == ["ends"] + [1] * 20 + ["ends"] * 3 + [2] * 40
     assert speculator.observer.is_empty
-    for _ in range(DIALS.awake):
+    for _ in range(CONSTANTS.awake_steps):
         driver.step([(1, 1), (2, 1)])
     assert (shown, rows) == ([], [])
     accepted = draft_on(driver, 12)
-    assert shown[:2] == [DIALS.awake, DIALS.awake]
+    assert shown[:2] == [CONSTANTS.awake_steps, CONSTANTS.awake_steps]
     assert rows[-8:] == [2] * 8
     assert np.mean(accepted) > 1.2
     expected = truth(drive, MODEL_DIR, prompts, GREEDY[:2], 300, **OPTIONS)[0]
@@ -58,7 +58,7 @@ def test_drafts_are_right_a_few_steps_after_unobserved_ones(algorithm, drive):
 def test_an_unobserved_step_keeps_no_captured_layers(drive):
     """Captured layers are not even brought together."""
     driver, _ = draft_rows(drive, "EAGLE3", **ADAPTIVE)
-    features = find_executor(driver.runner, "HostDecode")._features
+    features = find_executor(driver.runner, "NativeDecode")._features
     driver.admit(1, PROMPTS[0])
     driver.step([(1, driver.pending(1))])
     driver.step([(1, 1)])

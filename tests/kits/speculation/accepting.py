@@ -12,8 +12,8 @@ from kernels.core.tree import DraftTree
 from kernels.devices.cpu.capture import CpuCapture
 from kernels.devices.cpu.device import CpuDevice
 from kernels.devices.cpu.memory import CpuMemory
-from kernels.devices.drafting import Drafting
-from kernels.devices.prepared import Decodes, PassEnd, PassFound
+from kernels.devices.draft_kernels import DraftKernels
+from kernels.devices.prepared import CapturedPasses, PassResult, VerifyOutputs
 from kernels.speculation.verify import walk
 
 NOWHERE = 1 << 20  # a page that does not exist
@@ -29,7 +29,7 @@ class AcceptingPasses:
         self.rows[:, 2], self.rows[:, 3] = 1, torch.arange(4) * tokens  # only roots, in slot 0
         self.held = {size: self.run(size, *self.nodes(size)) for size in SIZES}
         self.ends = {
-            size: PassEnd(self.rows[:size], self.pages[:size], found, head.features(result))
+            size: VerifyOutputs(self.rows[:size], self.pages[:size], found, head.features(result))
             for size, (result, _, found) in self.held.items()
         }
 
@@ -55,7 +55,7 @@ class AcceptingPasses:
         result, index, found = self.held[size]
         new = self.run(size, *given)
         result.copy_(new[0]), index.copy_(new[1]), found.packed.copy_(new[2].packed)
-        return PassFound(result[: count * tokens], index[: count * tokens], None, found.of(count), size)
+        return PassResult(result[: count * tokens], index[: count * tokens], None, found.first_rows(count), size)
 
     def run(self, size, ids, parents, depths, bits):
         page, starts = self.capture._attention.caches.page_size, self.rows[:size, 1]
@@ -70,15 +70,15 @@ class AcceptingPasses:
         return result, index, self.head.accept(tree, self.rows[:size], index, *self.head.find(result)[1:])
 
 
-class AcceptingDrafting(Drafting):
-    """The accepting part of ``Drafting`` in plain torch. ``cache``: that of a CPU."""
+class AcceptingDrafting(DraftKernels):
+    """The accepting part of ``DraftKernels`` in plain torch. ``cache``: that of a CPU."""
 
     candidates = None  # none
 
     def __init__(self):
         self.cache = CpuDevice(1).cache
 
-    def make_growing(self, shape, given):
+    def make_tree_builder(self, shape, given):
         return None
 
     def copy_accepted(self, *given):
@@ -116,7 +116,7 @@ def decodes(self, request):
     if head is None or head.accept is None:
         return None
     passes = AcceptingPasses(self, request.forward, request.windows, request.columns, request.tokens, head)
-    return Decodes(SIZES, lambda batch: None, verify=passes.verify, ends=passes.ends)
+    return CapturedPasses(SIZES, lambda batch: None, verify=passes.verify, ends=passes.ends)
 
 
 def fetch(self, tensors, lasting=False):

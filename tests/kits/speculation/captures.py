@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kernels.distributed.group import Group
+from kernels.models.config_loader import read_config
 from kernels.models.layers.builder import ModelBuilder
-from kernels.models.reading import read_config
 from kernels.models.registry import build, tensors
 from kernels.weights.loading import CheckpointFiles, Placement, open_weights
 

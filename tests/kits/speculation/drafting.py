@@ -13,8 +13,8 @@ from kernels.contract.config import RunnerConfig
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import Admission, SlotSampling
 from kernels.distributed.group import Group
+from kernels.models.config_loader import read_config
 from kernels.models.layers.builder import ModelBuilder
-from kernels.models.reading import read_config
 from kernels.models.registry import build, tensors
 from kernels.sampling.sampler import Noise
 from kernels.speculation.drafter import DrafterContext, DraftRows, Observation

@@ -85,7 +85,7 @@ class Oracle(Drafter):
             tree = chain(both[:, 0])
         return Drafts(tree, nodes)
 
-    def judged(self, slots, accepted, drafted) -> None:
+    def record_acceptance(self, slots, accepted, drafted) -> None:
         self.accepted += accepted
 
 

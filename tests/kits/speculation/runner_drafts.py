@@ -8,7 +8,7 @@ import torch
 
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
-from kernels.models.reading import read_config
+from kernels.models.config_loader import read_config
 from kernels.speculation.load import captured_layers
 from tests.kits.speculation.captures import decoder
 from tests.kits.speculation.drafting import VOCAB

@@ -17,7 +17,7 @@ class World:
         self.chances = chances
         self.node = node
         self.random = random.Random(7)
-        self.tracks = [] if isinstance(policy, int) else [policy.new_track() for _ in chances]
+        self.estimates = [] if isinstance(policy, int) else [policy.new_estimate() for _ in chances]
         self.seconds = 0.0
         self.tokens = 0
         self.levels: list[list[int]] = []
@@ -34,7 +34,7 @@ class World:
 
     def step(self) -> None:
         rows = len(self.chances)
-        levels = [self.policy] * rows if isinstance(self.policy, int) else self.policy.choose(self.tracks)
+        levels = [self.policy] * rows if isinstance(self.policy, int) else self.policy.choose(self.estimates)
         self.levels.append(levels)
         cost = PLAIN * (1 if any(levels) else self.slow) + LEVEL * max(levels) + self.node * sum(levels)
         right = 0
@@ -45,7 +45,7 @@ class World:
             self.tokens += 1 + accepted
             right += accepted
             if not isinstance(self.policy, int):
-                self.policy.add_accepted(self.tracks[row], accepted, level)
+                self.policy.add_accepted(self.estimates[row], accepted, level)
         seen = self.seeing if not any(levels) and any(self.levels[-2:][0]) else 0.0
         if not isinstance(self.policy, int):
             slow = 10 if self.stalls and self.random.random() < self.stalls else 1

@@ -71,7 +71,7 @@ struct Attending {
     Pieces* pieces = nullptr;             // of rows, if they are attended to in such
 };
 
-constexpr int64_t SOONER = 4 * TILE;  // tokens by which attention prefetches
+constexpr int64_t PREFETCH_TOKENS = 4 * TILE;  // tokens by which attention prefetches
 
 // Prefetches tokens: a core does it by itself within a page of memory, but not in the next one.
 struct Coming {
@@ -79,14 +79,16 @@ struct Coming {
     int64_t token, values, size;  // bytes: of a token, from its keys to its values, and of either
 
     Coming(const Op& op, int64_t heads, int64_t head, int64_t kv_heads, int64_t dim) {
-        const int64_t each = op.narrow ? dim : dim * static_cast<int64_t>(sizeof(bf16));
+        const int64_t each = op.cache_type ? dim : dim * static_cast<int64_t>(sizeof(bf16));
         first = static_cast<const char*>(op.b) + head * each;
         token = 2 * kv_heads * each, values = kv_heads * each, size = heads * each;
     }
 
     // With a large second cache the sequence stays there, and the processor itself prefetches tokens of 16 bits in more than a few
     // lines.
-    bool worthwhile(bool narrow, int64_t tokens) const { return !AMX || (tokens * token > SECOND / 2 && (narrow || size <= THIN)); }
+    bool worthwhile(bool quantized, int64_t tokens) const {
+        return !AMX || (tokens * token > L2_BYTES / 2 && (quantized || size <= MIN_READ_BYTES));
+    }
 
     // Sixteen tokens.
     void fetch(int64_t place) const {
@@ -121,16 +123,16 @@ inline void place_query(const bf16* from, int64_t dim, int64_t column, int64_t e
 
 // Scores of a tile's columns [token][column], `row` bytes from one token to the next. `keys`: of the first of these kv heads;
 // `token`: elements from one token to the next.
-inline void score_floats(const Columns& of, const bf16* keys, int64_t token, int64_t dim, int64_t each, int64_t asked_each,
+inline void score_floats(const Columns& of, const bf16* keys, int64_t token, int64_t dim, int64_t each, int64_t queries_each,
                          float* out, int64_t row) {
     keys += of.head * dim;
-    const uint32_t* asked = of.asked;
-    for (int64_t h = 0; h < of.heads; h++, keys += dim, asked += asked_each, out += of.count) {
+    const uint32_t* packed = of.packed_queries;
+    for (int64_t h = 0; h < of.heads; h++, keys += dim, packed += queries_each, out += of.count) {
         if (h % 2) {
             _tile_zero(1);
             for (int64_t depth = 0; depth < dim; depth += DEPTH) {
                 _tile_loadd(5, keys + depth, 2 * token);
-                _tile_loadd(7, asked + depth / 2 * each, 4 * each);
+                _tile_loadd(7, packed + depth / 2 * each, 4 * each);
                 _tile_dpbf16ps(1, 5, 7);
             }
             _tile_stored(1, out, row);
@@ -138,7 +140,7 @@ inline void score_floats(const Columns& of, const bf16* keys, int64_t token, int
             _tile_zero(0);
             for (int64_t depth = 0; depth < dim; depth += DEPTH) {
                 _tile_loadd(4, keys + depth, 2 * token);
-                _tile_loadd(6, asked + depth / 2 * each, 4 * each);
+                _tile_loadd(6, packed + depth / 2 * each, 4 * each);
                 _tile_dpbf16ps(0, 4, 6);
             }
             _tile_stored(0, out, row);
@@ -147,15 +149,15 @@ inline void score_floats(const Columns& of, const bf16* keys, int64_t token, int
 }
 
 // The same of int8 keys, as integers: the sums of the upper bytes, and PLANE behind them those of the lower ones.
-inline void score_whole(const Columns& of, const int8_t* keys, int64_t token, int64_t dim, int64_t each, int64_t asked_each,
+inline void score_int8(const Columns& of, const int8_t* keys, int64_t token, int64_t dim, int64_t each, int64_t queries_each,
                         float* out, int64_t row) {
     keys += of.head * dim;
-    const uint32_t* asked = of.asked;
-    for (int64_t h = 0; h < of.heads; h++, keys += dim, asked += asked_each, out += of.count) {
+    const uint32_t* packed = of.packed_queries;
+    for (int64_t h = 0; h < of.heads; h++, keys += dim, packed += queries_each, out += of.count) {
         _tile_zero(0);
         _tile_zero(1);
         for (int64_t depth = 0; depth < dim; depth += LINE) {
-            const uint32_t* upper = asked + depth / 4 * each;
+            const uint32_t* upper = packed + depth / 4 * each;
             _tile_loadd(4, keys + depth, token);
             _tile_loadd(6, upper, 4 * each);
             _tile_loadd(7, upper + dim / 4 * each, 4 * each);
@@ -187,31 +189,31 @@ void score_columns(const bf16* keys, int64_t token, int64_t dim, const bf16* que
             constexpr int64_t first = part * BESIDE;
             Floats some[BESIDE * EACH] = {};
             for (int64_t d = 0; d < dim; d += DEPTH) {
-                Ints asked[COLUMNS];
-                unrolled<COLUMNS>([&](auto c) { asked[c] = load_line(queries + c * dim + d); });
+                Ints query[COLUMNS];
+                unrolled<COLUMNS>([&](auto c) { query[c] = load_line(queries + c * dim + d); });
                 unrolled<BESIDE>([&](auto t) {
                     const Ints key = load_line(keys + (first + t) * token + d);
-                    unrolled<COLUMNS>([&](auto c) { some[t * EACH + c] = dot(some[t * EACH + c], key, asked[c]); });
+                    unrolled<COLUMNS>([&](auto c) { some[t * EACH + c] = dot(some[t * EACH + c], key, query[c]); });
                 });
             }
             unrolled<BESIDE * EACH>([&](auto i) { sums[first * EACH + i] = some[i]; });
         });
-        alignas(64) float found[TILE];
-        store(found, add_lanes(sums));
+        alignas(64) float result[TILE];
+        store(result, add_lanes(sums));
 #pragma GCC unroll 16
-        for (int64_t t = 0; t < TOKENS_OF; t++) std::memcpy(out + t * row, found + t * EACH, COLUMNS * sizeof(float));
+        for (int64_t t = 0; t < TOKENS_OF; t++) std::memcpy(out + t * row, result + t * EACH, COLUMNS * sizeof(float));
     }
 }
 
 // Scores of a tile's columns [token][column], `row` bytes from one token to the next. `keys`: of the first of these kv heads;
 // `token`: elements from one token to the next. A column's score does not depend on the columns beside it: a lane sums every
 // sixteenth pair of dims, and then lanes are added.
-inline void score_floats(const Columns& of, const bf16* keys, int64_t token, int64_t dim, int64_t, int64_t asked_each, float* out,
+inline void score_floats(const Columns& of, const bf16* keys, int64_t token, int64_t dim, int64_t, int64_t queries_each, float* out,
                          int64_t row) {
     keys += of.head * dim;
-    const uint32_t* asked = of.asked;
-    for (int64_t h = 0; h < of.heads; h++, keys += dim, asked += asked_each, out += of.count) {
-        const bf16* queries = reinterpret_cast<const bf16*>(asked);
+    const uint32_t* packed = of.packed_queries;
+    for (int64_t h = 0; h < of.heads; h++, keys += dim, packed += queries_each, out += of.count) {
+        const bf16* queries = reinterpret_cast<const bf16*>(packed);
         for (int64_t c = 0; c < of.count; c += FOUR)
             with_rows(std::min(FOUR, of.count - c), [&]<int COLUMNS>() {
                 score_columns<COLUMNS>(keys, token, dim, queries + c * dim, out + c, row / static_cast<int64_t>(sizeof(float)));
@@ -220,7 +222,7 @@ inline void score_floats(const Columns& of, const bf16* keys, int64_t token, int
 }
 
 // Never called: int8 keys become bf16 first (Sixteen::whole_keys).
-inline void score_whole(const Columns&, const int8_t*, int64_t, int64_t, int64_t, int64_t, float*, int64_t) {}
+inline void score_int8(const Columns&, const int8_t*, int64_t, int64_t, int64_t, int64_t, float*, int64_t) {}
 
 #endif
 
@@ -229,26 +231,26 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
     const Op& op = *task.op;
     const Step& step = *task.step;
     const int64_t dim = op.i0, kv_heads = op.i2, group = op.i1 / kv_heads, window = op.i3, token = 2 * kv_heads * dim;
-    const Seen seen(step, row);
+    const VisibleTokens seen(step, row);
     const int64_t wide = seen.count * group;         // columns of a head
     const int64_t each = std::min(wide, TILE);       // of a tile
     const int64_t together = wide < TILE ? TILE / wide : 1;  // heads of a tile
     const int64_t parts = (wide + TILE - 1) / TILE;  // tiles of a head
     const int64_t tiles = (heads + together - 1) / together * parts;
-    const Cached cached = {static_cast<const bf16*>(op.b) + head * dim, token, step.pages + row * step.pages_stride, op.i4};
+    const CachePages cached = {static_cast<const bf16*>(op.b) + head * dim, token, step.pages + row * step.pages_stride, op.i4};
 
     std::vector<Columns> all(tiles);
-    const int64_t asked_each = dim / 2 * each, sums_each = padded(each) * dim;
+    const int64_t queries_each = dim / 2 * each, sums_each = padded(each) * dim;
     const int64_t lanes = std::min(together, heads) * each <= FOUR ? FOUR : TILE;  // of a token among scores
-    const Kept kept(op, op.b, dim, kv_heads);
-    const int64_t narrow = op.narrow ? Sixteen::size(heads, dim) / 2 : 0;
-    float* space = (*task.spaces)[thread].of(2 * SCORES + narrow + heads * parts * (asked_each + 2 * sums_each));
+    const Cache8bit kept(op, op.b, dim, kv_heads);
+    const int64_t unpacked = op.cache_type ? Sixteen::size(heads, dim) / 2 : 0;
+    float* space = (*task.spaces)[thread].of(2 * SCORES + unpacked + heads * parts * (queries_each + 2 * sums_each));
     float* const scores[2] = {space, space + SCORES};
     std::memset(space, 0, 2 * SCORES * sizeof(float));  // lanes of no column stay so
     space += 2 * SCORES;
     Sixteen made(kept, head, heads, reinterpret_cast<bf16*>(space));
-    space += narrow;
-    std::memset(space, 0, heads * parts * (asked_each + 2 * sums_each) * sizeof(float));
+    space += unpacked;
+    std::memset(space, 0, heads * parts * (queries_each + 2 * sums_each) * sizeof(float));
     int64_t first = seen.end, latest = 0;
     uint64_t any = 0;
     for (int64_t t = 0; t < tiles; t++) {
@@ -260,21 +262,21 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
         of.sums = space;
         of.totals = of.sums + of.heads * sums_each;
         space += 2 * of.heads * sums_each;
-        uint32_t* asked = reinterpret_cast<uint32_t*>(space);
-        of.asked = asked;
-        space += of.heads * asked_each;
-        for (int64_t c = 0; c < TILE; c++) of.power[c] = of.total_power[c] = UNSEEN;
+        uint32_t* packed = reinterpret_cast<uint32_t*>(space);
+        of.packed_queries = packed;
+        space += of.heads * queries_each;
+        for (int64_t c = 0; c < TILE; c++) of.power[c] = of.total_power[c] = MASKED_SCORE;
         for (int64_t h = 0; h < of.heads; h++)
             for (int64_t c = 0; c < of.count; c++) {
                 const int64_t query = (of.column + c) / group, lane = h * of.count + c;
                 const bf16* from = static_cast<const bf16*>(op.a) + (seen.first + query) * op.stride_a +
                                    ((head + of.head + h) * group + (of.column + c) % group) * dim;
-                uint32_t* to = asked + h * asked_each + c;
+                uint32_t* to = packed + h * queries_each + c;
                 float factor = static_cast<float>(op.f0) * LOG2_E;
-                if (made.whole_keys()) {
+                if (made.int8_keys()) {
                     factor *= round_query(from, dim, to, each);
                 } else {
-                    place_query(from, dim, c, each, asked + h * asked_each);
+                    place_query(from, dim, c, each, packed + h * queries_each);
                 }
                 for (int64_t i = lane; i < TILE; i += lanes) of.factors[i] = factor;
                 of.lengths[lane] = seen.root + __builtin_popcountll(seen.of(query, 0));
@@ -284,30 +286,30 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
                 latest = std::max(latest, of.firsts[lane]);
             }
     }
-    const int64_t whole_end = std::min(seen.end, seen.root + 64 - __builtin_clzll(any | 1));
-    const int64_t end = piece >= 0 ? std::min(whole_end, task.pieces->end(row, piece)) : whole_end;
+    const int64_t row_end = std::min(seen.end, seen.root + 64 - __builtin_clzll(any | 1));
+    const int64_t end = piece >= 0 ? std::min(row_end, task.pieces->end(row, piece)) : row_end;
     if (piece >= 0) first = std::max(first, task.pieces->begin(piece));
 
     configure_columns(each);
     written();
     const ScalesOf scales(made, kept, each, lanes);
-    const int64_t begin = first / TILE * TILE, line = op.narrow ? made.token() : token;
-    for (int64_t turn = 0; op.narrow && turn < 2 && begin + turn * TILE < end; turn++)
+    const int64_t begin = first / TILE * TILE, line = op.cache_type ? made.token() : token;
+    for (int64_t turn = 0; op.cache_type && turn < 2 && begin + turn * TILE < end; turn++)
         made.widen(cached.place(begin + turn * TILE), turn);
     written();
 
     // Scores of the 16 tokens from `position` on, the `turn`th or a later one with the same remainder by 2.
     const auto score = [&](const Columns& of, int64_t position, int64_t turn, float* out) {
         const int64_t row = lanes * static_cast<int64_t>(sizeof(float));
-        if (made.whole_keys()) return score_whole(of, made.whole_at(turn, 0), token, dim, each, asked_each, out, row);
-        score_floats(of, op.narrow ? made.keys(turn) : cached.at(position), line, dim, each, asked_each, out, row);
+        if (made.int8_keys()) return score_int8(of, made.int8_at(turn, 0), token, dim, each, queries_each, out, row);
+        score_floats(of, op.cache_type ? made.keys(turn) : cached.at(position), line, dim, each, queries_each, out, row);
     };
     const Coming coming(op, heads, head, kv_heads, dim);
-    const bool fetched = coming.worthwhile(op.narrow, whole_end);
+    const bool fetched = coming.worthwhile(op.cache_type, row_end);
     int64_t slot = 0;
     if (begin < end) score(all[0], begin, 0, scores[0]);
     for (int64_t position = begin, turn = 0; position < end; position += TILE, turn ^= 1) {
-        if (fetched && position + SOONER < end) coming.fetch(cached.place(position + SOONER));
+        if (fetched && position + PREFETCH_TOKENS < end) coming.fetch(cached.place(position + PREFETCH_TOKENS));
         const int64_t low = std::max<int64_t>(0, first - position), high = std::min(TILE, end - position);
         const bool plain = position >= latest && position + high <= seen.root;
         for (int64_t t = 0; t < tiles; t++, slot ^= 1) {
@@ -328,18 +330,18 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
                     masks[i] |= static_cast<Mask>(sees << c);
                 }
             }
-            float* found = scores[slot];
-            weigh_all(of, found, all_by_all ? nullptr : masks, lanes, dim, made, scales, turn, op.narrow);
+            float* result = scores[slot];
+            weigh_all(of, result, all_by_all ? nullptr : masks, lanes, dim, made, scales, turn, op.cache_type);
             const auto add = [&](const auto* values, int64_t line) {
                 for (int64_t h = 0; h < of.heads; h++)
-                    all_values(values + low * line + (of.head + h) * dim, line, high - low, found + low * lanes + h * of.count,
+                    all_values(values + low * line + (of.head + h) * dim, line, high - low, result + low * lanes + h * of.count,
                                lanes, of.sums + h * sums_each, dim, of.count);
             };
-            if (!op.narrow) add(cached.at(position) + kv_heads * dim, token);
-            else if (made.whole()) add(made.whole_at(turn, 1), token);
+            if (!op.cache_type) add(cached.at(position) + kv_heads * dim, token);
+            else if (made.int8_values()) add(made.int8_at(turn, 1), token);
             else add(made.values(turn), line);
         }
-        if (op.narrow && position + 2 * TILE < end) {
+        if (op.cache_type && position + 2 * TILE < end) {
             made.widen(cached.place(position + 2 * TILE), turn);
             written();
         }
@@ -353,10 +355,10 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
                 const int64_t asking = (head + of.head + h) * group + (of.column + c) % group;
                 const int64_t at = h * sums_each + c * dim;
                 if (piece >= 0) {
-                    task.pieces->keep(row, piece, asking, {of.sums + at, of.whole[lane], of.power[lane]});
+                    task.pieces->keep(row, piece, asking, {of.sums + at, of.weight_sum[lane], of.power[lane]});
                 } else {
                     bf16* out = static_cast<bf16*>(op.out) + (seen.first + query) * op.stride_out + asking * dim;
-                    finish({of.totals + at, of.total_whole[lane], of.total_power[lane]}, dim, out);
+                    finish({of.totals + at, of.total_weight_sum[lane], of.total_power[lane]}, dim, out);
                 }
             }
     }
@@ -378,8 +380,8 @@ inline void attention(Team& team, std::vector<Scratch<float>>& spaces, const Op&
     Attending task = {&op, &step, &spaces};
     const int64_t sequences = step.sequences - step.prompts, wanted = 2 * team.size();
     while (sequences * task.split < wanted && op.i2 % (2 * task.split) == 0) task.split *= 2;
-    const int64_t bytes = op.i2 / task.split * op.i0 * static_cast<int64_t>(op.narrow ? 1 : sizeof(bf16));
-    if (sequences >= wanted || bytes >= THIN) return team.each(sequences * task.split, attend_chunk, &task);
+    const int64_t bytes = op.i2 / task.split * op.i0 * static_cast<int64_t>(op.cache_type ? 1 : sizeof(bf16));
+    if (sequences >= wanted || bytes >= MIN_READ_BYTES) return team.each(sequences * task.split, attend_chunk, &task);
     static thread_local Scratch<float> memory;
     Pieces pieces(op, step, sequences, memory);
     if (pieces.count() < std::min(wanted, 4 * sequences * task.split)) return team.each(sequences * task.split, attend_chunk, &task);
@@ -387,7 +389,7 @@ inline void attention(Team& team, std::vector<Scratch<float>>& spaces, const Op&
     team.each(pieces.count(), attend_chunk, &task);
     for (int64_t row = 0; row < sequences; row++)
         for (int64_t asking = 0; asking < op.i1; asking++)
-            finish(pieces.all(row, asking), op.i0, static_cast<bf16*>(op.out) + Seen(step, row).first * op.stride_out + asking * op.i0);
+            finish(pieces.all(row, asking), op.i0, static_cast<bf16*>(op.out) + VisibleTokens(step, row).first * op.stride_out + asking * op.i0);
 }
 
 }  // namespace troupe

@@ -1,6 +1,6 @@
 // Decodes of one token a row that follow one another: what a step needs to know is read from the tables of the requests'
-// slots, and what it finds is put there. Between two passes over a model's weights the caches hold nothing that Python
-// needs, and each of its lines that is not run here costs several times what it costs elsewhere.
+// slots, and what it finds is put there. Python between two passes would run with cold caches, which makes each of its lines
+// several times slower.
 #pragma once
 #include <cstring>
 #include <vector>
@@ -31,15 +31,17 @@ struct SlotTable {
     }
 };
 
-enum Advanced : int64_t { DONE, UNFIT, BROKEN, OVER, IDLE };
+// How a step ended. But for DONE nothing has changed: the row does not fit, its logits are not finite, all sequences have
+// ended, or there is nothing to draft.
+enum StepStatus : int64_t { DONE, NOT_APPLICABLE, NON_FINITE, ALL_FINISHED, IDLE };
 
 struct StepMemory {
     std::vector<int32_t> ids, pages;
     std::vector<int64_t> positions, index, lengths, offsets;
 };
 
-// The step of `rows` slots; UNFIT when one of them has no decode to run, OVER when all are at their end.
-inline Advanced prepare(const SlotTable& table, const int64_t* slots, int64_t rows, StepMemory& memory, Step& step) {
+// The step of `rows` slots; NOT_APPLICABLE when one of them has no decode to run, ALL_FINISHED when all are at their end.
+inline StepStatus prepare(const SlotTable& table, const int64_t* slots, int64_t rows, StepMemory& memory, Step& step) {
     memory.ids.resize(rows), memory.positions.resize(rows), memory.index.resize(rows), memory.lengths.resize(rows);
     int64_t columns = 0;
     bool over = true;
@@ -47,7 +49,7 @@ inline Advanced prepare(const SlotTable& table, const int64_t* slots, int64_t ro
         const int64_t slot = slots[row], length = table.known[slot], position = length - 1;
         if (length < 1 || table.computed[slot] != position || length > table.page_count[slot] * table.page_size ||
             length >= table.tokens_stride)
-            return UNFIT;
+            return NOT_APPLICABLE;
         const int64_t column = position / table.page_size;
         over &= length >= table.targets[slot];
         columns = column + 1 > columns ? column + 1 : columns;
@@ -57,7 +59,7 @@ inline Advanced prepare(const SlotTable& table, const int64_t* slots, int64_t ro
             table.pages[slot * table.columns + column] * table.page_size + position % table.page_size;
         memory.lengths[row] = length;
     }
-    if (over) return OVER;
+    if (over) return ALL_FINISHED;
     memory.pages.resize(rows * columns);
     for (int64_t row = 0; row < rows; row++)
         std::memcpy(&memory.pages[row * columns], table.pages + slots[row] * table.columns, columns * sizeof(int32_t));
@@ -68,15 +70,15 @@ inline Advanced prepare(const SlotTable& table, const int64_t* slots, int64_t ro
     return DONE;
 }
 
-// Each row knows one token more: `argmax`, as `found`. BROKEN, and nothing is kept, when one is not to be used.
-inline Advanced keep(const SlotTable& table, const int64_t* slots, int64_t rows, const int64_t* argmax,
-                     const uint8_t* broken, int32_t* found) {
+// Each row knows one token more: `argmax`, as `result`. NON_FINITE, and nothing is kept, when one is not to be used.
+inline StepStatus keep(const SlotTable& table, const int64_t* slots, int64_t rows, const int64_t* argmax,
+                     const uint8_t* broken, int32_t* result) {
     for (int64_t row = 0; row < rows; row++)
-        if (broken[row]) return BROKEN;
+        if (broken[row]) return NON_FINITE;
     for (int64_t row = 0; row < rows; row++) {
         const int64_t slot = slots[row], length = table.known[slot];
-        found[row] = static_cast<int32_t>(argmax[row]);
-        table.tokens[slot * table.tokens_stride + length] = found[row];
+        result[row] = static_cast<int32_t>(argmax[row]);
+        table.tokens[slot * table.tokens_stride + length] = result[row];
         table.computed[slot] = length, table.known[slot] = length + 1;
     }
     return DONE;

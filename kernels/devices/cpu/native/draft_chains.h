@@ -16,42 +16,42 @@ struct RowTokens {
 };
 
 // Their step, but for its `ids`.
-inline void prepare(const SlotTable& table, const RowTokens& given, StepMemory& memory, Step& step) {
+inline void prepare(const SlotTable& table, const RowTokens& batch, StepMemory& memory, Step& step) {
     int64_t tokens = 0, columns = 0;
-    memory.offsets.resize(given.rows + 1), memory.lengths.resize(given.rows);
-    for (int64_t row = 0; row < given.rows; row++) {
-        memory.offsets[row] = tokens, tokens += given.counts[row];
-        memory.lengths[row] = given.starts[row] + given.counts[row];
+    memory.offsets.resize(batch.rows + 1), memory.lengths.resize(batch.rows);
+    for (int64_t row = 0; row < batch.rows; row++) {
+        memory.offsets[row] = tokens, tokens += batch.counts[row];
+        memory.lengths[row] = batch.starts[row] + batch.counts[row];
         columns = std::max(columns, (memory.lengths[row] - 1) / table.page_size + 1);
     }
-    memory.offsets[given.rows] = tokens;
+    memory.offsets[batch.rows] = tokens;
     memory.ids.resize(tokens), memory.positions.resize(tokens), memory.index.resize(tokens);
-    memory.pages.resize(given.rows * columns);
-    for (int64_t row = 0; row < given.rows; row++) {
-        const int32_t* pages = table.pages + given.slots[row] * table.columns;
+    memory.pages.resize(batch.rows * columns);
+    for (int64_t row = 0; row < batch.rows; row++) {
+        const int32_t* pages = table.pages + batch.slots[row] * table.columns;
         std::memcpy(&memory.pages[row * columns], pages, columns * sizeof(int32_t));
-        for (int64_t i = 0, at = memory.offsets[row]; i < given.counts[row]; i++, at++) {
-            const int64_t position = given.starts[row] + i;
+        for (int64_t i = 0, at = memory.offsets[row]; i < batch.counts[row]; i++, at++) {
+            const int64_t position = batch.starts[row] + i;
             memory.positions[at] = position;
             memory.index[at] = pages[position / table.page_size] * table.page_size + position % table.page_size;
         }
     }
     step = {};
-    step.rows = tokens, step.sequences = given.rows;
+    step.rows = tokens, step.sequences = batch.rows;
     step.ids = memory.ids.data(), step.positions = memory.positions.data(), step.index = memory.index.data();
     step.pages = memory.pages.data(), step.pages_stride = columns, step.lengths = memory.lengths.data();
     step.offsets = memory.offsets.data();
 }
 
 // `Observation` of library.py mirrors this. The token that goes with a position is `ahead` behind it. Of features [.., stride]
-// (or null) the tokens' are at `places`, and go to `given` [tokens, width]. What the last token of each row left, of `left`
+// (or null) the tokens' are at `places`, and go to `inputs` [tokens, width]. What the last token of each row left, of `left`
 // [tokens, kept] (or null), goes to its slot's of `states`.
 struct Observation {
     int64_t ahead;
     const uint16_t* features;
     int64_t stride;
     const int64_t* places;
-    uint16_t* given;
+    uint16_t* inputs;
     int64_t width;
     const uint16_t* left;
     uint16_t* states;
@@ -65,7 +65,7 @@ inline void gather(const SlotTable& table, const RowTokens& rows, const Observat
                     rows.counts[row] * sizeof(int32_t));
     const int64_t bytes = seen.width * sizeof(uint16_t);
     for (int64_t i = 0; seen.features && i < memory.offsets[rows.rows]; i++)
-        std::memcpy(seen.given + i * seen.width, seen.features + seen.places[i] * seen.stride, bytes);
+        std::memcpy(seen.inputs + i * seen.width, seen.features + seen.places[i] * seen.stride, bytes);
 }
 
 inline void leave(const RowTokens& rows, const Observation& seen, const StepMemory& memory) {
@@ -108,11 +108,11 @@ void observe(const Running& running, StepMemory& memory, const Ops& ops, const S
     leave(rows, seen, memory);
 }
 
-// Draft tokens are made in up to `steps` levels, `found` [levels, rows], of which `lengths` of each row are of use: none from one on
+// Draft tokens are made in up to `steps` levels, `result` [levels, rows], of which `lengths` of each row are of use: none from one on
 // that ends the sequence.
 template <class Running>
 void draft_chains(const Running& running, StepMemory& memory, const Chain& chain, const SlotTable& table, const Behind& behind,
-           int64_t steps, int64_t* found, int64_t* lengths) {
+           int64_t steps, int64_t* result, int64_t* lengths) {
     const int64_t rows = behind.rows, size = behind.page_size;
     memory.ids.assign(rows, 0), memory.positions.resize(rows), memory.index.resize(rows), memory.lengths.resize(rows);
     for (int64_t row = 0; row < rows; row++) {
@@ -126,7 +126,7 @@ void draft_chains(const Running& running, StepMemory& memory, const Chain& chain
     step.pages = behind.pages, step.pages_stride = behind.columns, step.lengths = memory.lengths.data();
     std::fill_n(lengths, rows, steps);
     int64_t open = rows;
-    for (int64_t level = 0; level < steps && open; level++, found += rows) {
+    for (int64_t level = 0; level < steps && open; level++, result += rows) {
         const bool then = level > 0;
         for (int64_t row = 0; row < rows; row++) {
             const int64_t position = behind.starts[row] + std::max<int64_t>(level - 1, 0);
@@ -141,9 +141,9 @@ void draft_chains(const Running& running, StepMemory& memory, const Chain& chain
             chosen = static_cast<const int64_t*>(draw->out);
         }
         for (int64_t row = 0; row < rows; row++) {
-            found[row] = chain.stands_for ? chain.stands_for[chosen[row]] : chosen[row];
-            memory.ids[row] = static_cast<int32_t>(found[row]);
-            if (lengths[row] == steps && table.ends(behind.slots[row], behind.roots[row] + 1 + level, found[row]))
+            result[row] = chain.stands_for ? chain.stands_for[chosen[row]] : chosen[row];
+            memory.ids[row] = static_cast<int32_t>(result[row]);
+            if (lengths[row] == steps && table.ends(behind.slots[row], behind.roots[row] + 1 + level, result[row]))
                 lengths[row] = level, open--;
         }
     }
@@ -166,13 +166,13 @@ const int64_t* verify(const Running& running, StepMemory& memory, const Ops& ops
     return static_cast<const int64_t*>(draw->out);
 }
 
-// Each row knows the tokens more that follow its root and the draft tokens that were right, `accepted` [rows] in all. BROKEN, and
+// Each row knows the tokens more that follow its root and the draft tokens that were right, `accepted` [rows] in all. NON_FINITE, and
 // nothing is kept, when one is not to be used. argmax, broken [tokens]: what the model says. The rows' roots and draft tokens
 // are in `memory`.
-inline Advanced accept(const SlotTable& table, const RowTokens& rows, const int64_t* argmax, const uint8_t* broken,
+inline StepStatus accept(const SlotTable& table, const RowTokens& rows, const int64_t* argmax, const uint8_t* broken,
                        const StepMemory& memory, int64_t* accepted) {
     for (int64_t i = 0; i < memory.offsets[rows.rows]; i++)
-        if (broken[i]) return BROKEN;
+        if (broken[i]) return NON_FINITE;
     for (int64_t row = 0; row < rows.rows; row++) {
         const int64_t slot = rows.slots[row], root = rows.starts[row];
         const int64_t* said = argmax + memory.offsets[row];

@@ -32,11 +32,11 @@ struct Cycle {
     int64_t most_seen;
 };
 
-// `Cycled` of library.py mirrors this. For each row: the root's position, the number of accepted tokens (twice), the number of
+// `CycleOutput` of library.py mirrors this. For each row: the root's position, the number of accepted tokens (twice), the number of
 // verified draft tokens, and the number whose correctness is known: one more where the first wrong one would have ended the
 // sequence. For each accepted token: its id, and the place of its features. `drafted_at`: seconds of the clock that runs from the
 // system's start. `ended`: which sequences have ended, `over`: whether all have. `seen`: whether tokens accepted before were observed.
-struct Cycled {
+struct CycleOutput {
     int64_t *roots, *accepted;
     int32_t *emitted, *drafted, *depths, *tokens;
     int64_t* places;
@@ -72,7 +72,7 @@ inline std::vector<int32_t> draft_pages(const SlotTable& table, const Cycle& cyc
 // The draft sees what the cycle before accepted of the same rows. -> whether it could.
 template <class Running>
 bool see(const Running& running, StepMemory& memory, const Cycle& cycle, const SlotTable& table, const int64_t* slots,
-         int64_t rows, const Cycled& before) {
+         int64_t rows, const CycleOutput& before) {
     std::vector<int64_t> starts(rows), counts(rows);
     int64_t tokens = 0;
     for (int64_t row = 0; row < rows; row++) {
@@ -93,27 +93,27 @@ bool see(const Running& running, StepMemory& memory, const Cycle& cycle, const S
 }
 
 // Up to `drafts` [rows] draft tokens, in `steps` levels, of slots whose sequences may have `left` [rows] tokens more, drawn as `how`
-// [rows] says (or null). `unseen`: the draft is to see what `found` holds first; where `left` is null, that also says what is
-// left. IDLE when there are none to make; otherwise an Advanced, with nothing kept but when it is DONE.
+// [rows] says (or null). `unseen`: the draft is to see what `result` holds first; where `left` is null, that also says what is
+// left. IDLE when there are none to make; otherwise an StepStatus, with nothing kept but when it is DONE.
 template <class Running>
-Advanced cycle(const Running& running, StepMemory& memory, const Cycle& cycle, const SlotTable& table, const int64_t* slots,
+StepStatus cycle(const Running& running, StepMemory& memory, const Cycle& cycle, const SlotTable& table, const int64_t* slots,
                int64_t rows, const int32_t* drafts, const int64_t* left, int64_t steps, const Draw* how, bool unseen,
-               Cycled& found) {
-    found.seen = unseen && see(running, memory, cycle, table, slots, rows, found);
-    if (unseen && !found.seen) return UNFIT;
+               CycleOutput& result) {
+    result.seen = unseen && see(running, memory, cycle, table, slots, rows, result);
+    if (unseen && !result.seen) return NOT_APPLICABLE;
     std::vector<int64_t> limits(rows), chosen, drafting, roots, starts;
     std::vector<Draw> draws;
     int64_t most = 0;
     for (int64_t row = 0; row < rows; row++) {
         const int64_t slot = slots[row], known = table.known[slot], room = table.page_count[slot] * table.page_size;
-        if (table.computed[slot] + 1 != known || known > room || known >= cycle.longest) return UNFIT;
-        found.roots[row] = known - 1;
-        const int64_t still = left ? left[row] : found.ended[row] ? 0 : table.targets[slot] - known;
-        found.ended[row] = still <= 0;
+        if (table.computed[slot] + 1 != known || known > room || known >= cycle.longest) return NOT_APPLICABLE;
+        result.roots[row] = known - 1;
+        const int64_t still = left ? left[row] : result.ended[row] ? 0 : table.targets[slot] - known;
+        result.ended[row] = still <= 0;
         limits[row] = std::min({static_cast<int64_t>(drafts[row]), room - known, still - 1, cycle.most});
         most = std::max(most, limits[row]);
         if (limits[row] <= 0) continue;
-        if (cycle.reached[slot] != known - 1 + cycle.first) return UNFIT;
+        if (cycle.reached[slot] != known - 1 + cycle.first) return NOT_APPLICABLE;
         chosen.push_back(row), drafting.push_back(slot), roots.push_back(known - 1), starts.push_back(known - 1 + cycle.first);
         if (how) draws.push_back(how[row]);
     }
@@ -131,7 +131,7 @@ Advanced cycle(const Running& running, StepMemory& memory, const Cycle& cycle, c
     }
     std::vector<int64_t> drafted(steps * some), lengths(some);
     draft_chains(running, memory, chain, table, behind, steps, drafted.data(), lengths.data());
-    found.drafted_at = seconds();
+    result.drafted_at = seconds();
 
     const int64_t stride = steps + 1;
     std::vector<int64_t> counts(rows, 1), tokens(rows * stride);
@@ -139,32 +139,32 @@ Advanced cycle(const Running& running, StepMemory& memory, const Cycle& cycle, c
         counts[chosen[i]] = std::min(limits[chosen[i]], lengths[i]) + 1;
         for (int64_t level = 0; level < steps; level++) tokens[chosen[i] * stride + 1 + level] = drafted[level * some + i];
     }
-    for (int64_t row = 0; row < rows; row++) tokens[row * stride] = table.tokens[slots[row] * table.tokens_stride + found.roots[row]];
+    for (int64_t row = 0; row < rows; row++) tokens[row * stride] = table.tokens[slots[row] * table.tokens_stride + result.roots[row]];
     draws.clear();
     for (int64_t row = 0; how && row < rows; row++) draws.insert(draws.end(), counts[row], how[row]);
     Op draw;
     if (how) draw = *cycle.draw, draw.b = draws.data();
-    const RowTokens verified = {rows, slots, found.roots, counts.data()};
+    const RowTokens verified = {rows, slots, result.roots, counts.data()};
     const int64_t* said = verify(running, memory, Ops{cycle.ops, cycle.count}, table, verified, tokens.data(), stride,
                                  cycle.argmax, how ? &draw : nullptr);
-    const Advanced kept = accept(table, verified, said, cycle.broken, memory, found.accepted);
+    const StepStatus kept = accept(table, verified, said, cycle.broken, memory, result.accepted);
     if (kept != DONE) return kept;
-    found.over = true;
+    result.over = true;
     for (int64_t row = 0, at = 0; row < rows; row++) {
         const int64_t first = memory.offsets[row];
-        bool ends = found.ended[row] || table.known[slots[row]] >= table.targets[slots[row]];
-        found.emitted[row] = static_cast<int32_t>(found.accepted[row]);
-        found.drafted[row] = found.depths[row] = static_cast<int32_t>(counts[row] - 1);
-        for (int64_t i = 0; i < found.accepted[row]; i++, at++) {
-            found.tokens[at] = static_cast<int32_t>(said[first + i]), found.places[at] = first + i;
-            ends |= table.ends(slots[row], found.roots[row] + 1 + i, said[first + i]);
+        bool ends = result.ended[row] || table.known[slots[row]] >= table.targets[slots[row]];
+        result.emitted[row] = static_cast<int32_t>(result.accepted[row]);
+        result.drafted[row] = result.depths[row] = static_cast<int32_t>(counts[row] - 1);
+        for (int64_t i = 0; i < result.accepted[row]; i++, at++) {
+            result.tokens[at] = static_cast<int32_t>(said[first + i]), result.places[at] = first + i;
+            ends |= table.ends(slots[row], result.roots[row] + 1 + i, said[first + i]);
         }
-        found.ended[row] = ends, found.over &= ends;
+        result.ended[row] = ends, result.over &= ends;
     }
     for (int64_t i = 0; i < some; i++) {
-        const int64_t row = chosen[i], right = found.accepted[row] - 1;
+        const int64_t row = chosen[i], right = result.accepted[row] - 1;
         const bool reached = lengths[i] < std::min(steps, limits[row]) && right == lengths[i];
-        found.depths[row] += reached && said[memory.offsets[row] + right] != drafted[right * some + i];
+        result.depths[row] += reached && said[memory.offsets[row] + right] != drafted[right * some + i];
     }
     return DONE;
 }

@@ -26,7 +26,7 @@ struct Expert {
 };
 
 using AnyProduct = std::variant<Product, Product8, Grouped<4>, Grouped<8>, BlockProduct<2>, BlockProduct<3>, BlockProduct<4>,
-                                BlockProduct<5>, BlockProduct<6>, Fp8Product>;
+                                BlockProduct<5>, BlockProduct<6>, BlockProduct<8>, Fp8Product>;
 
 struct Job {
     AnyProduct product;
@@ -89,7 +89,7 @@ inline void choose(const Layer& layer, int64_t row) {
     Floats sums = Floats{};
     for (int64_t i = 0; i < wide; i += TILE)
         sums = select(mask(i), sums + share_of(load(logits + i, mask(i)) - top), sums);
-    const float whole = add_all(sums);
+    const float total = add_all(sums);
     float some = 0;
     int32_t* ids = layer.memory.ids.data() + row * chosen;
     float* weights = layer.memory.weights.data() + row * chosen;
@@ -106,7 +106,7 @@ inline void choose(const Layer& layer, int64_t row) {
         for (; place > 0 && ids[place - 1] > at; place--) ids[place] = ids[place - 1], weights[place] = weights[place - 1];
         ids[place] = static_cast<int32_t>(at), weights[place] = share;
     }
-    if (!layer.op.i4 || std::isnan(whole)) some = whole;
+    if (!layer.op.i4 || std::isnan(total)) some = total;
     for (int64_t i = 0; i < chosen; i++) weights[i] /= some;
 }
 
@@ -158,7 +158,9 @@ inline void between_chunk(void* context, int64_t chunk, int) {
     const bf16* both = layer.memory.both.of(0);
     bf16* inner = layer.memory.inner.of(0);
     for (int64_t pair = at.begins[expert]; pair < at.begins[expert + 1]; pair++) {
-        if (!layer.expert(expert).up->gated) silu_row(both + 2 * pair * width, inner + pair * width, width);
+        if (const auto* gate = static_cast<const float*>(layer.op.fixed))
+            clamped_gate_row(both + 2 * pair * width, inner + pair * width, width, gate[0], gate[1]);
+        else if (!layer.expert(expert).up->gated) silu_row(both + 2 * pair * width, inner + pair * width, width);
         prepare_row(inner + pair * width, width, layer.expert(expert).clip_down, layer.expert(expert).fake_quantized_down);
     }
 }
@@ -176,7 +178,7 @@ inline void add_job(Layer& layer, const Op& op, int64_t expert, const bf16* x, i
                         op.i0 * bytes / LINE, op.i1, op.gated != 0, &layer.panels};
     };
     const int64_t before = at.jobs.empty() ? 0 : at.jobs.back().first + rows_of(at.jobs.back());
-    const auto add = [&](AnyProduct product) { at.jobs.push_back({product, before, 0}); };
+    const auto add = [&]<class P>(const P& product) { at.jobs.push_back({AnyProduct(std::in_place_type<P>, product), before, 0}); };
     switch (op.kind) {
         case LINEAR: return add(Product{operands(sizeof(bf16))});
         case LINEAR8:
@@ -211,7 +213,7 @@ inline void prepare_chunk(void* context, int64_t chunk, int) {
                 p.x = reinterpret_cast<const char*>(ordered), p.stride_x = p.inputs() * sizeof(bf16);
             }
         }
-        if constexpr (requires { p.whole; })
+        if constexpr (requires { p.quantized; })
             if (const Preparing<P> preparing = {p, layer.memory.planes, job.first}; preparing.wanted()) {
                 for (int64_t row = 0; row < p.rows; row++) preparing.row(row);
                 preparing.attach(p);
@@ -253,7 +255,7 @@ inline void run_jobs(Layer& layer) {
             if constexpr (requires { p.tokens; }) prepared = true, at.rounded.reserve(tokens, inputs);
             if constexpr (requires { p.order; })
                 if (p.order) prepared = true, at.ordered.of(tokens * inputs);
-            if constexpr (requires { p.whole; })
+            if constexpr (requires { p.quantized; })
                 if (const Preparing<P> preparing = {p, at.planes}; preparing.wanted()) prepared = true, preparing.reserve(tokens);
                 else preparing.attach(p);
         }, job.product);
@@ -263,13 +265,13 @@ inline void run_jobs(Layer& layer) {
     for (Job& job : at.jobs) {
         job.begin = chunks;
         std::visit([&](auto& p) {
-            if (p.rows < FEW) chunks += divide(p, layer.team.size());
+            if (p.rows < PANEL_MIN_ROWS) chunks += divide(p, layer.team.size());
         }, job.product);
     }
     layer.team.each(chunks, shared_chunk, &at.jobs);
     at.large.clear();
     for (Job& job : at.jobs)
-        if (rows_of(job) >= FEW) at.large.push_back(&job);
+        if (rows_of(job) >= PANEL_MIN_ROWS) at.large.push_back(&job);
     if (static_cast<int>(at.large.size()) < 2 * layer.team.size()) {
         for (Job* job : at.large) std::visit([&](auto& p) { multiply_all(layer.team, p); }, job->product);
     } else {  // one thread a job, those with the most tokens first

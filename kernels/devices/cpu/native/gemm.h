@@ -21,18 +21,19 @@
 
 namespace troupe {
 
-constexpr int64_t FEW = 128;    // from so many rows on a panel is worth copying tokens
-constexpr int64_t SLICE = 12;   // lines of a block's weights, 24 kB, that the first cache holds beside tokens and sums
-constexpr int64_t LONG = 16;    // the same for at least MANY blocks of rows, so that sums are loaded less often
-constexpr int64_t MANY = 12;
-constexpr int64_t STEPS = 8;    // lines that few rows are multiplied with while their sums are in registers, without AMX
-// Without AMX up to PAIRED rows are multiplied with two blocks at a time, if the product's weights have at most SMALL bytes: then they are
-// likely to be in a cache, while memory is faster read in one stream.
-constexpr int64_t PAIRED = LARGE ? 2 : 1, SMALL = 2 << 20;
-constexpr int64_t PREFETCHED = (AMX ? 4 : LARGE ? 8 : 2) << 10;  // bytes by which weights of few rows are prefetched (AMX: of few bits)
-constexpr int64_t SECOND = (AMX ? 2048 : 1024) << 10;  // bytes of a core's second cache
-constexpr int64_t TOKENS = SECOND / 16 * 9;            // bytes of a panel's tokens that it holds beside weights
-constexpr int64_t MOST = 576;                          // rows of a panel
+constexpr int64_t PANEL_MIN_ROWS = 128;    // from so many rows on a panel is worth copying tokens
+constexpr int64_t L1_SLICE_LINES = 12;   // lines of a block's weights, 24 kB, that the first cache holds beside tokens and sums
+// The same for at least LONG_SLICE_MIN_BLOCKS blocks of rows, so that sums are loaded less often.
+constexpr int64_t L1_LONG_SLICE_LINES = 16;
+constexpr int64_t LONG_SLICE_MIN_BLOCKS = 12;
+constexpr int64_t REGISTER_LINES = 8;    // lines that few rows are multiplied with while their sums are in registers, without AMX
+// Without AMX up to PAIRED_MAX_ROWS rows are multiplied with two blocks at a time, if the product's weights have at most
+// PAIRED_MAX_BYTES: then they are likely to be in a cache, while memory is faster read in one stream.
+constexpr int64_t PAIRED_MAX_ROWS = LARGE ? 2 : 1, PAIRED_MAX_BYTES = 2 << 20;
+constexpr int64_t PREFETCH_BYTES = (AMX ? 4 : LARGE ? 8 : 2) << 10;  // bytes by which weights of few rows are prefetched (AMX: of few bits)
+constexpr int64_t L2_BYTES = (AMX ? 2048 : 1024) << 10;  // bytes of a core's second cache
+constexpr int64_t PANEL_TOKEN_BYTES = L2_BYTES / 16 * 9;            // bytes of a panel's tokens that it holds beside weights
+constexpr int64_t PANEL_MAX_ROWS = 576;                          // rows of a panel
 
 // One thread's memory for a panel, in large pages if the system has them. It is mapped for this purpose: memory of the
 // allocator may have been written to before, and then keeps its small pages.
@@ -144,15 +145,15 @@ void multiply_block(const P& p, const char* weight, int64_t row, int64_t rows, t
     tiles.begin();
     if constexpr (!AMX) {
         finish(p, before, 0, before.rows);
-        for (int64_t line = 0; line < p.lines; line += STEPS, weight += STEPS * LINES) {
-            const int64_t lines = std::min(STEPS, p.lines - line);
-            tiles.add(x + line * LINE, p.stride_x, LINE, weight, lines, A::fetched ? PREFETCHED : 0);
+        for (int64_t line = 0; line < p.lines; line += REGISTER_LINES, weight += REGISTER_LINES * BLOCK_LINE_BYTES) {
+            const int64_t lines = std::min(REGISTER_LINES, p.lines - line);
+            tiles.add(x + line * LINE, p.stride_x, LINE, weight, lines, A::fetched ? PREFETCH_BYTES : 0);
             if (!A::fetched)
                 for (int64_t i = 0; i < lines; i++) ahead.fetch();
         }
     } else if (rows > TILE) {
         const int64_t each = (before.rows + p.lines - 1) / p.lines;
-        for (int64_t line = 0, done = 0; line < p.lines; line++, weight += LINES) {
+        for (int64_t line = 0, done = 0; line < p.lines; line++, weight += BLOCK_LINE_BYTES) {
             if (done < before.rows) {
                 const int64_t end = std::min(done + each, before.rows);
                 finish(p, before, done, end);
@@ -165,15 +166,15 @@ void multiply_block(const P& p, const char* weight, int64_t row, int64_t rows, t
         // The processor prefetches by itself, but only once a block has begun, and a short one is soon over. Memory is fastest
         // when it is prefetched 1 KiB ahead into the second cache.
         const bool brief = p.lines < 24;
-        for (int64_t line = 0; line < p.lines; line++, weight += LINES) {
+        for (int64_t line = 0; line < p.lines; line++, weight += BLOCK_LINE_BYTES) {
             if (A::fetched && brief) {
                 const int64_t beyond = line + 4 - p.lines;
-                const char* next = beyond < 0 ? weight + 4 * LINES : then + beyond * LINES;
-                for (int64_t i = 0; i < LINES; i += LINE) prefetch(next + i);
+                const char* next = beyond < 0 ? weight + 4 * BLOCK_LINE_BYTES : then + beyond * BLOCK_LINE_BYTES;
+                for (int64_t i = 0; i < BLOCK_LINE_BYTES; i += LINE) prefetch(next + i);
             } else if (A::fetched) {
-                for (int64_t i = 0; i < LINES / 2; i += LINE) prefetch_third(weight + LINES / 2 + i);
-                const char* next = line + 1 < p.lines ? weight + LINES : then;
-                for (int64_t i = 0; i < LINES / 2; i += LINE) prefetch_third(next + i);
+                for (int64_t i = 0; i < BLOCK_LINE_BYTES / 2; i += LINE) prefetch_third(weight + BLOCK_LINE_BYTES / 2 + i);
+                const char* next = line + 1 < p.lines ? weight + BLOCK_LINE_BYTES : then;
+                for (int64_t i = 0; i < BLOCK_LINE_BYTES / 2; i += LINE) prefetch_third(next + i);
             }
             tiles.add(x + line * LINE, p.stride_x, weight, [&] {
                 if (!A::fetched) ahead.fetch();
@@ -189,19 +190,19 @@ void multiply_block(const P& p, const char* weight, int64_t row, int64_t rows, t
 template <class P>
 void multiply_pairs(const P& p, int64_t first, int64_t end) {
     using Sum = typename P::Sum;
-    alignas(64) Sum sums[2][PAIRED * WIDE];
+    alignas(64) Sum sums[2][PAIRED_MAX_ROWS * WIDE];
     for (int64_t block = first; block < end; block++) {
         const int64_t output = block * WIDE, other = p.gated ? output + p.wide() : output + WIDE;
         if (!p.gated && block + 1 == end) {
             TileSums<Sum> tiles(p.rows, sums[0]);
             tiles.begin();
-            tiles.add(p.x, p.stride_x, LINE, p.block(output), p.lines, PREFETCHED);
+            tiles.add(p.x, p.stride_x, LINE, p.block(output), p.lines, PREFETCH_BYTES);
             tiles.end();
             return finish(p, {sums[0], nullptr, 0, p.rows, output}, 0, p.rows);
         }
-        const Lines of = {p.x, p.stride_x, LINE, p.block(output), p.lines, PREFETCHED};
+        const Lines of = {p.x, p.stride_x, LINE, p.block(output), p.lines, PREFETCH_BYTES};
         if (p.rows == 1) multiply_pair<1>(of, p.block(other), sums[0], sums[1]);
-        else multiply_pair<PAIRED>(of, p.block(other), sums[0], sums[1]);
+        else multiply_pair<PAIRED_MAX_ROWS>(of, p.block(other), sums[0], sums[1]);
         if (p.gated) {
             finish(p, {sums[1], sums[0], 0, p.rows, output}, 0, p.rows);
         } else {
@@ -219,7 +220,7 @@ void multiply_few(void* context, int64_t chunk, int) {
     const int64_t threads = static_cast<int64_t>(p.panels->size());
     const int64_t all = blocks(p.wide()), first = chunk * p.chunk, end = std::min(first + p.chunk, all);
 #ifndef __AMX_TILE__
-    if (p.rows <= PAIRED && p.outputs * p.lines * LINE <= SMALL) return multiply_pairs(p, first, end);
+    if (p.rows <= PAIRED_MAX_ROWS && p.outputs * p.lines * LINE <= PAIRED_MAX_BYTES) return multiply_pairs(p, first, end);
 #endif
     const int64_t each = (WIDE + blocks(p.rows) - 1) / blocks(p.rows);
     alignas(64) typename P::Sum sums[2][2][WIDE * WIDE];
@@ -270,9 +271,9 @@ struct Panels {
 // Tokens [rows][lines] -> [32 rows][line][row][64 bytes], zeros beyond the last row.
 inline void lay_out(const char* x, int64_t stride, int64_t rows, int64_t lines, char* tiles) {
     for (int64_t row = 0; row < blocks(rows) * WIDE; row++) {
-        char* to = tiles + row / WIDE * lines * LINES + row % WIDE * LINE;
+        char* to = tiles + row / WIDE * lines * BLOCK_LINE_BYTES + row % WIDE * LINE;
         for (int64_t line = 0; line < lines; line++)
-            store_line(to + line * LINES, row < rows ? load_line(x + row * stride + line * LINE) : Ints{});
+            store_line(to + line * BLOCK_LINE_BYTES, row < rows ? load_line(x + row * stride + line * LINE) : Ints{});
     }
     written();
 }
@@ -287,11 +288,11 @@ void add_lines(const P& p, const char* tokens, const char* weight, int64_t lines
     if constexpr (!AMX) {
         finish(p, before, 0, before.rows);
         for (int64_t line = 0; line < lines; line++) ahead.fetch();
-        tiles.add(tokens, LINE, LINES, weight, lines);
+        tiles.add(tokens, LINE, BLOCK_LINE_BYTES, weight, lines);
     } else {
         const int64_t each = (before.rows + lines - 1) / lines, sooner = (2 * WIDE + lines - 1) / lines * LINE;
         const char* coming = static_cast<const char*>(next);
-        for (int64_t line = 0, done = 0; line < lines; line++, tokens += LINES, weight += LINES)
+        for (int64_t line = 0, done = 0; line < lines; line++, tokens += BLOCK_LINE_BYTES, weight += BLOCK_LINE_BYTES)
             tiles.template add<true>(tokens, LINE, weight, [&] {
                 ahead.fetch();
                 for (int64_t i = 0; i < sooner; i += LINE) prefetch(coming + i);
@@ -318,14 +319,14 @@ struct Passing {
     // The 32 outputs from `output` on; `next`: those after them. `last`: whether their sums are then rounded and stored, with those
     // of their gates, if any.
     void multiply(int64_t output, int64_t next, typename P::Sum* to, bool last, const typename P::Sum* of_gates) {
-        const int64_t count = blocks(rows), size = WIDE * WIDE, most = count < MANY ? SLICE : LONG;
+        const int64_t count = blocks(rows), size = WIDE * WIDE, most = count < LONG_SLICE_MIN_BLOCKS ? L1_SLICE_LINES : L1_LONG_SLICE_LINES;
         const int64_t slices = (p.lines + most - 1) / most, each = (p.lines + slices - 1) / slices;
         const char* all = p.ready(output, space);
         for (int64_t line = 0; line < p.lines; line += each) {
-            const char* weight = all + line * LINES;
-            Ahead ahead = {line + each < p.lines ? weight + each * LINES : p.coming(next), (WIDE + count - 1) / count};
+            const char* weight = all + line * BLOCK_LINE_BYTES;
+            Ahead ahead = {line + each < p.lines ? weight + each * BLOCK_LINE_BYTES : p.coming(next), (WIDE + count - 1) / count};
             for (int64_t i = 0; i < count; i++) {
-                add_lines(p, tokens + (i * p.lines + line) * LINES, weight, std::min(each, p.lines - line), line == 0,
+                add_lines(p, tokens + (i * p.lines + line) * BLOCK_LINE_BYTES, weight, std::min(each, p.lines - line), line == 0,
                           to + i * size, to + (i + 1 < count ? i + 1 : 0) * size, pending, ahead);
                 pending = {};
                 if (last && line + each >= p.lines)
@@ -345,8 +346,8 @@ void multiply_panels(void* context, int64_t, int thread) {
         auto& turn = panels.turns[panel];
         turn.threads.fetch_add(1);
         const int64_t row = panels.row(panel), rows = std::min(p.rows, panels.row(panel + 1)) - row, count = blocks(rows);
-        const int64_t size = count * WIDE * WIDE * sizeof(typename P::Sum), bytes = count * p.lines * LINES;
-        char* tokens = (*p.panels)[thread].reserve(bytes + 2 * size + (P::made ? p.lines * LINES : 0));
+        const int64_t size = count * WIDE * WIDE * sizeof(typename P::Sum), bytes = count * p.lines * BLOCK_LINE_BYTES;
+        char* tokens = (*p.panels)[thread].reserve(bytes + 2 * size + (P::made ? p.lines * BLOCK_LINE_BYTES : 0));
         auto* gates = reinterpret_cast<typename P::Sum*>(tokens + bytes);
         auto* sums = reinterpret_cast<typename P::Sum*>(tokens + bytes + size);
         lay_out(p.x + row * p.stride_x, p.stride_x, rows, p.lines, tokens);
@@ -366,12 +367,13 @@ void multiply_panels(void* context, int64_t, int thread) {
     }
 }
 
-// Chunks of a product of few rows, large enough to be worth a claim and small enough to be shared: at least 64 kB of weights.
+// Chunks of a product of few rows, small enough to be shared and large enough for memory: about 1 MiB of weights, since the first ones of a
+// chunk are not prefetched.
 // Weights for more than 32 rows are unpacked while the block before is multiplied, so their chunks are as large as possible.
 template <class P>
 int64_t divide(P& p, int threads) {
     const int64_t all = blocks(p.wide());
-    const int64_t least = std::max<int64_t>(1, std::min(all / (4 * threads), 1 + (1 << 17) / (LINES * p.lines)));
+    const int64_t least = std::max<int64_t>(1, std::min(all / (4 * threads), 1 + (1 << 20) / (BLOCK_LINE_BYTES * p.lines)));
     p.chunk = P::made && p.rows > WIDE ? (all + 2 * threads - 1) / (2 * threads) : least;
     return (all + p.chunk - 1) / p.chunk;
 }
@@ -381,17 +383,17 @@ template <class P>
 Panels<P> divide_rows(P& p, int threads) {
     // Results that the second cache cannot hold, or that weights evict from it, are written past the caches, so that memory is not
     // read before it is written.
-    const int64_t kept = p.outputs * p.lines * LINE > SECOND ? 1 << 19 : 1 << 20;
+    const int64_t kept = p.outputs * p.lines * LINE > L2_BYTES ? 1 << 19 : 1 << 20;
     p.past = p.rows * p.wide() >= kept && p.stride_out % WIDE == 0 && reinterpret_cast<uintptr_t>(p.out) % LINE == 0;
     // At least three blocks of rows, so that panels of equal length have two: the sums of one are finished beside the other.
-    const int64_t held = TOKENS / (LINES * p.lines), most = std::clamp<int64_t>(held, 3, MOST / WIDE);
+    const int64_t held = PANEL_TOKEN_BYTES / (BLOCK_LINE_BYTES * p.lines), most = std::clamp<int64_t>(held, 3, PANEL_MAX_ROWS / WIDE);
     p.chunk = std::max<int64_t>(1, blocks(p.wide()) / (8 * threads));
     return {&p, (blocks(p.rows) + most - 1) / most};
 }
 
 template <class P>
 void multiply_all(Team& team, P p) {
-    if (p.rows < FEW) {
+    if (p.rows < PANEL_MIN_ROWS) {
         team.each(divide(p, team.size()), multiply_few<P>, &p);
         return;
     }

@@ -1,14 +1,15 @@
-// Products with weights of few bits. Up to FEWEST tokens are quantized, if the weights are integers (gemm_superblocks.h). Up to 32 are multiplied
+// Products with weights of few bits. Up to MAX_QUANTIZED_TOKENS tokens are quantized, if the weights are integers
+// (gemm_superblocks.h). Up to 32 are multiplied
 // with weights that are unpacked line by line: to scaled bf16 (gemm_scaled.h), or to bf16 whose sums are scaled (gemm_superblocks.h). For more tokens
 // blocks of weights are unpacked to bf16 in the order of gemm_bf16.h, while the tokens are multiplied with the block before.
 //
 // gemm_scaled.h needs AVX-512 FP16, which every processor with AMX has. Without AMX up to 32 tokens are quantized and weights are unpacked
 // by way of float32.
 //
-// A kind of product `P` has `with_supers(block, call)`, which calls with a block's description (gemm_superblocks.h). `whole_numbers()`: its codes
+// A kind of product `P` has `with_supers(block, call)`, which calls with a block's description (gemm_superblocks.h). `integer_codes()`: its codes
 // are integers (packed_codes.h). `Maker(p, block)` unpacks: `part<0>(line, out)` and then `part<1>(line, out)` give the 32 inputs of a line.
-// `shares()`: inputs that share a scale; `by_shares()` and `by_scaled()`: whether FEWEST to 32 tokens are multiplied as in gemm_superblocks.h or
-// as in gemm_scaled.h.
+// `shares()`: inputs that share a scale; `by_shares()` and `by_scaled()`: whether MAX_QUANTIZED_TOKENS to 32 tokens are multiplied
+// as in gemm_superblocks.h or as in gemm_scaled.h.
 #pragma once
 #include <optional>
 
@@ -24,7 +25,7 @@ namespace troupe {
 inline thread_local Scratch<bf16> widened;  // unpacked weights of blocks
 
 struct Widened : Product {
-    std::optional<Whole> whole = {};    // its tokens, if they are quantized
+    std::optional<Int16Tokens> quantized = {};    // its tokens, if they are quantized
     std::optional<Shared> shared = {};  // if they are not
     uint64_t number = ++numbered;       // identifies the product
 
@@ -87,7 +88,7 @@ class ScaledMaker {
 #endif
 
 // What unpacks the weights of P for more than 32 tokens.
-template <class P, bool = AMX && P::whole_numbers()>
+template <class P, bool = AMX && P::integer_codes()>
 struct MakerOf {
     using Maker = typename P::Maker;
 };
@@ -203,7 +204,7 @@ void multiply_rounded(const P& p, int64_t block, int64_t rows, float* sums) {
         for (int64_t group = 0; group < groups; group++) {
             const int64_t row = group * rows / groups, end = (group + 1) * rows / groups;
             with_rows(end - row, [&]<int ROWS>() {
-                if constexpr (ROWS <= QUANTIZED_ROWS) multiply_vectors<ROWS>(supers, p.whole->from(row), sums + row * WIDE);
+                if constexpr (ROWS <= QUANTIZED_ROWS) multiply_vectors<ROWS>(supers, p.quantized->from(row), sums + row * WIDE);
             });
         }
     });
@@ -212,7 +213,7 @@ void multiply_rounded(const P& p, int64_t block, int64_t rows, float* sums) {
 #ifdef __AMX_TILE__
 template <class P>
 void multiply_scales(const P& p, int64_t block, int64_t rows, float* sums) {
-    if constexpr (P::whole_numbers())
+    if constexpr (P::integer_codes())
         p.with_supers(block, [&]<class S>(const S& supers) {
             const bf16* of_groups = nullptr;
             if constexpr (S::ZEROS && S::GROUP != 0) of_groups = group_sums.of<S::GROUP>(p.number, p.x, p.stride_x, rows, p.lines);
@@ -230,14 +231,14 @@ void multiply_widened_chunk(void* context, int64_t chunk, int) {
     alignas(64) float sums[2][WIDE * WIDE];
     for (int64_t block = first; block < end; block++) {
         const auto run = [&](int64_t of, float* to) {
-            if constexpr (P::whole_numbers())
-                if (p.whole) return multiply_rounded(p, of, p.rows, to);
+            if constexpr (P::integer_codes())
+                if (p.quantized) return multiply_rounded(p, of, p.rows, to);
 #ifdef __AMX_TILE__
             if (p.by_scaled()) return multiply_scales(p, of, p.rows, to);
 #endif
             if constexpr (P::opens)
                 if (p.shared) return p.with_supers(of, [&](const auto& supers) { multiply_shared(supers, *p.shared, 0, p.rows, to); });
-            if constexpr (!P::whole_numbers()) multiply_widened(p, of, 0, p.rows, to);
+            if constexpr (!P::integer_codes()) multiply_widened(p, of, 0, p.rows, to);
         };
         if (p.gated) run(block, sums[1]);
         run(block + (p.gated ? all : 0), sums[0]);
@@ -253,7 +254,7 @@ struct Preparing {
     Planes& planes;
     int64_t first = 0;
 
-    bool rounded() const { return p.rows <= FEWEST && P::whole_numbers(); }
+    bool rounded() const { return p.rows <= MAX_QUANTIZED_TOKENS && P::integer_codes(); }
     bool shared() const { return !rounded() && p.rows <= WIDE && p.by_shares(); }
     bool wanted() const { return rounded() || (P::sums && shared()); }
     int64_t parts() const { return p.inputs() / p.shares(); }
@@ -267,7 +268,7 @@ struct Preparing {
     }
 
     void attach(P& to) const {
-        if (rounded()) to.whole.emplace(planes, first, p.lines);
+        if (rounded()) to.quantized.emplace(planes, first, p.lines);
         if (shared()) to.shared = {p.x, p.stride_x, P::sums ? shares() : nullptr, parts(), p.lines};
     }
 };
@@ -280,7 +281,7 @@ void prepare_rows_chunk(void* context, int64_t chunk, int) {
 
 template <class P>
 void multiply_made(Team& team, P p, Planes& planes) {
-    if (p.rows >= FEW) return multiply_all(team, p);
+    if (p.rows >= PANEL_MIN_ROWS) return multiply_all(team, p);
     Preparing<P> preparing = {p, planes};
     if (preparing.wanted()) {
         preparing.reserve(p.rows);

@@ -39,9 +39,9 @@ struct Eights {
     template <bool SMALL>
     Ints one(Ints shifted, Ints lowest, Ints upper) const {
         const Ints bits = shifted & magnitude;
-        Ints found = add_words(bits, more);
-        if (SMALL) found = select_words(bits, power, look_up_words(of_small, lowest), found);
-        return select_bits(sign, upper, found);
+        Ints result = add_words(bits, more);
+        if (SMALL) result = select_words(bits, power, look_up_words(of_small, lowest), result);
+        return select_bits(sign, upper, result);
     }
 
     template <bool SMALL>
@@ -70,7 +70,7 @@ struct Fp8Product : Widened {
     using Rounded = Product::Rounded;
     int64_t group;
 
-    static constexpr bool whole_numbers() { return false; }  // tokens are not quantized
+    static constexpr bool integer_codes() { return false; }  // tokens are not quantized
     static constexpr bool by_scaled() { return false; }
     static constexpr bool opens = true;
     static constexpr bool sums = false;  // there are no zeros, and no offsets
@@ -107,13 +107,13 @@ struct Fp8Product::Supers {
     int64_t lines() const { return each; }
     void open(int64_t line, bf16* out) const {
         const uint8_t* cell = cells + line * CELL;
-        for (int64_t i = 0; i < CELL; i += LINE) prefetch(cell + PREFETCHED + i);
+        for (int64_t i = 0; i < CELL; i += LINE) prefetch(cell + PREFETCH_BYTES + i);
         small[line] ? eights.open<true>(cell, out) : eights.open<false>(cell, out);
     }
     Floats group_scale(int64_t, int64_t, int64_t) const { return Floats{}; }
     Floats group_zero(int64_t, int64_t, int64_t) const { return Floats{}; }
-    Floats end(int64_t super, int64_t half, Floats some, Floats, Floats found) const {
-        return fma(some, load(scales + super * WIDE + half * TILE), found);
+    Floats end(int64_t super, int64_t half, Floats some, Floats, Floats result) const {
+        return fma(some, load(scales + super * WIDE + half * TILE), result);
     }
 };
 

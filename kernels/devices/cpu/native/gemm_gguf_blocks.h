@@ -1,4 +1,4 @@
-// Products with weights in blocks of integers of 2 to 6 bits, as in GGUF files. A looked-up row is `scale * code - zero` in
+// Products with weights in blocks of integers of 2 to 6 or of 8 bits, as in GGUF files. A looked-up row is `scale * code - zero` in
 // float32, rounded to bf16.
 #pragma once
 #include "packed_codes.h"
@@ -42,7 +42,7 @@ struct BlockProduct : Widened {
     const uint8_t* part(int64_t block) const {
         return reinterpret_cast<const uint8_t*>(weight) + sizeof(Layout) + block * layout().block(inputs());
     }
-    static constexpr bool whole_numbers() { return true; }
+    static constexpr bool integer_codes() { return true; }
     static constexpr bool by_scaled() { return true; }
     static constexpr bool by_shares() { return false; }
     static constexpr bool opens = false;
@@ -60,6 +60,7 @@ struct BlockProduct : Widened {
         // The combinations that formats have; each is compiled apart.
         if constexpr (BITS == 2) return call(Supers<TILE, true>(*this, block));
         if constexpr (BITS == 3 || BITS == 6) return call(Supers<TILE, false>(*this, block));
+        if constexpr (BITS == 8) return call(Supers<0, false>(*this, block));
         if constexpr (BITS == 4 || BITS == 5) {
             const bool zeros = layout().zeros;
             if (!layout().groups()) return zeros ? call(Supers<0, true>(*this, block)) : call(Supers<0, false>(*this, block));
@@ -101,7 +102,7 @@ class BlockProduct<BITS>::Maker {
         const uint8_t* part = block_ + input / of_.super * of_.part();
         const uint8_t* cell = part + of_.factors() + at / DEPTH * of_.cell();
         for (int64_t i = SECOND * half; i < (SECOND + 1) * half; i += LINE)
-            prefetch(cell + PREFETCHED + i);
+            prefetch(cell + PREFETCH_BYTES + i);
         if (SECOND ? of_.group < DEPTH : at % of_.group == 0) factors_of(of_, part, at / of_.group + SECOND, by_);
         widen_fours<4 * SECOND, 4 * SECOND + 4>(cell, order_, out, codes_, [&](Floats code, int64_t quarter) {
             return fms(code, by_.scales[quarter], by_.zeros[quarter]);
@@ -121,9 +122,10 @@ template <int GROUPS, bool WITH_ZEROS>
 struct BlockProduct<BITS>::Supers {
     static constexpr int GROUP = GROUPS, CODE_BITS = BITS;
     static constexpr bool ZEROS = WITH_ZEROS;
-    static constexpr bool BYTES = BITS == 4 && !ZEROS;  // whether codes are indices of the table
+    static constexpr bool TABLE = BITS == 4 && !ZEROS;  // whether codes are indices of the table
+    static constexpr bool BYTES = BITS == 8 || TABLE;
     static constexpr bool FLOATS = ZEROS && !GROUP;
-    static constexpr int LARGEST = ZEROS ? (1 << BITS) - 1 : BYTES ? 127 : 1 << (BITS - 1);  // magnitude
+    static constexpr int LARGEST = ZEROS ? (1 << BITS) - 1 : TABLE ? 127 : 1 << (BITS - 1);  // magnitude
     static constexpr int OF_GROUP = GROUP == 0 ? 1 : BITS == 2 ? 15 : ZEROS ? 63 : BITS == 6 ? 128 : 32;
     static constexpr int POWER = FLOATS ? 0 : std::bit_width(static_cast<unsigned>(LARGEST * OF_GROUP)) - 1;  // the quotient is below two
 
@@ -140,11 +142,7 @@ struct BlockProduct<BITS>::Supers {
     const uint8_t* part(int64_t line) const { return block + line / (GROUP ? 8 : of_lines) * part_size; }
     int64_t place(int64_t line) const { return line % (GROUP ? 8 : of_lines); }
     const uint8_t* cell(int64_t line) const { return part(line) + factors + place(line) * cell_size; }
-    void fetch(int64_t line) const {
-        const char* from = reinterpret_cast<const char*>(cell(line) + PREFETCHED);
-#pragma GCC unroll 12
-        for (int64_t i = 0; i < CELL * BITS / 8; i += LINE) prefetch(from + i);
-    }
+    void fetch(int64_t line) const { fetch_cell<BITS>(cell(line), GROUP ? 0 : LINE * (1 + ZEROS)); }  // and the factors of a single cell
     const uint8_t* of_group(int64_t line, int64_t half) const {
         return part(line) + LINE * (1 + ZEROS) + place(line) * (GROUP == TILE ? 2 : 1) * WIDE + half * TILE;
     }
@@ -158,9 +156,9 @@ struct BlockProduct<BITS>::Supers {
     Ints bytes(const uint8_t* cell, int64_t half, int64_t four) const {
         return BYTES ? codes(cell, half, four) : bytes_of<BITS>(cell, half, four);
     }
-    Floats end(int64_t super, int64_t half, Floats some, Floats less, Floats found) const {
-        found = fma(some, scale(super, half), found);
-        return ZEROS ? fnma(less, zero(super, half), found) : found;
+    Floats end(int64_t super, int64_t half, Floats some, Floats less, Floats result) const {
+        result = fma(some, scale(super, half), result);
+        return ZEROS ? fnma(less, zero(super, half), result) : result;
     }
 };
 
@@ -173,6 +171,7 @@ inline void with_bits(const Layout& of, Call call) {
         case 4: return call.template operator()<4>();
         case 5: return call.template operator()<5>();
         case 6: return call.template operator()<6>();
+        case 8: return call.template operator()<8>();
     }
 }
 

@@ -37,7 +37,7 @@ struct Grouped : Widened {
     bool zeroed;  // whether any zero is not half of the range
 
     static constexpr int32_t offset() { return 1 << (BITS - 1); }
-    static constexpr bool whole_numbers() { return true; }
+    static constexpr bool integer_codes() { return true; }
     bool by_shares() const { return AMX && BITS < 8 && group >= 128; }
     bool by_scaled() const { return !by_shares(); }
     int64_t shares() const { return group; }
@@ -78,11 +78,7 @@ struct Grouped<BITS>::Supers {
 
     int64_t lines() const { return each; }
     const uint8_t* cell(int64_t line) const { return cells + line * CELL * BITS / 8; }
-    void fetch(int64_t line) const {
-        const char* from = reinterpret_cast<const char*>(cell(line) + PREFETCHED);
-#pragma GCC unroll 16
-        for (int64_t i = 0; i < CELL * BITS / 8; i += LINE) prefetch(from + i);
-    }
+    void fetch(int64_t line) const { fetch_cell<BITS>(cell(line)); }
     Ints codes(const uint8_t* cell, int64_t half, int64_t four) const { return codes_of<BITS>(cell, half, four); }
     void open(int64_t line, bf16* out) const {
         fetch(line);
@@ -93,9 +89,9 @@ struct Grouped<BITS>::Supers {
     Floats scale(int64_t super, int64_t half) const { return load(scales + super * WIDE + half * TILE); }
     Floats middle(int64_t super, int64_t half) const { return unsigned_at(zeros + super * WIDE + half * TILE); }
     Ints bytes(const uint8_t* cell, int64_t half, int64_t four) const { return bytes_of<BITS>(cell, half, four); }
-    Floats end(int64_t super, int64_t half, Floats some, Floats less, Floats found) const {
+    Floats end(int64_t super, int64_t half, Floats some, Floats less, Floats result) const {
         if (ZEROED) some = fnma(middle(super, half) - splat(static_cast<float>(Grouped::offset())), less, some);
-        return fma(some, scale(super, half), found);
+        return fma(some, scale(super, half), result);
     }
 };
 

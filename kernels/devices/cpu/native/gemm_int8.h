@@ -44,8 +44,8 @@ struct Tokens8 {
 };
 
 struct Product8 : Operands {
-    const bf16* asked;
-    int64_t stride_asked;
+    const bf16* floats;
+    int64_t stride_floats;
     Tokens8* tokens;
     float scale;  // of every token; 0: each token has its own
     int64_t offset;
@@ -84,7 +84,7 @@ struct Product8 : Operands {
 
 // Integers cannot express what is not finite: the scale of a token with such a value is not finite either.
 inline void round_token(const Product8& p, int64_t row) {
-    const bf16* x = p.asked + row * p.stride_asked;
+    const bf16* x = p.floats + row * p.stride_floats;
     const int64_t inputs = p.inputs();
     Ints bits = Ints{};  // of the largest magnitude; as an integer a NaN is larger than infinity
     for (int64_t i = 0; i < inputs; i += 16)
@@ -96,8 +96,8 @@ inline void round_token(const Product8& p, int64_t row) {
     int8_t* out = p.tokens->values.data() + (p.first + row) * inputs;
     for (int64_t i = 0; i < inputs; i += 16) {
         const Floats value = max(min(load(x + i) / by, far), below);
-        const Ints whole = to_ints(value) + offset;
-        const Ints held = max(min(whole, splat(127)), splat(-128));
+        const Ints integers = to_ints(value) + offset;
+        const Ints held = max(min(integers, splat(127)), splat(-128));
         store_bytes(out + i, AMX ? held : held ^ splat(0x80));
     }
     p.tokens->scales[p.first + row] = std::isfinite(most) ? scale : most;

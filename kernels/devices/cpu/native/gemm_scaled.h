@@ -31,7 +31,7 @@ class Scaling {
   public:
     // The factor of each output, for all of its inputs.
     static Floats factor(const S& of, int64_t lines, int64_t half) {
-        Floats found = Floats{};
+        Floats result = Floats{};
         for (int64_t super = 0; super < lines / of.lines(); super++) {
             Floats most = abs(of.scale(super, half));
             if constexpr (FLOATS) {
@@ -40,9 +40,9 @@ class Scaling {
             } else {
                 most = most * splat(static_cast<float>(1 << S::POWER));
             }
-            found = max(found, most);
+            result = max(result, most);
         }
-        return found;
+        return result;
     }
 
     // The number that scales are multiplied with, given the factor.
@@ -101,8 +101,8 @@ class Scaling {
             middle = halves(fma(of_.middle(super, half), splat(0x1p-6f), splat(16.0f)));
         } else {
             const uint8_t* from = of_.of_group(line, half) + second * WIDE;
-            const __m512h whole = _mm512_cvtepi16_ph(in_pairs(_mm256_cvtepi8_epi16(bytes_at(from))).v);
-            scale = _mm512_mul_ph(whole, ALL ? scale : all(SHARE));
+            const __m512h integers = _mm512_cvtepi16_ph(in_pairs(_mm256_cvtepi8_epi16(bytes_at(from))).v);
+            scale = _mm512_mul_ph(integers, ALL ? scale : all(SHARE));
             middle = UNSIGNED ? _mm512_mul_ph(scale, all(-16)) : all(16 + of_.offset / 64.0f);
             if constexpr (FLOATS)
                 zero = _mm512_mul_ph(zero, _mm512_cvtepi16_ph(in_pairs(_mm256_cvtepu8_epi16(bytes_at(from + of_.groups * WIDE))).v));
@@ -121,12 +121,12 @@ class Scaling {
             const __m512h value = UNSIGNED ? code : _mm512_sub_ph(code, by.less), zero = UNSIGNED ? by.less : by.zero;
             // Every other input is computed negated, and its sign is flipped below. A zero has a positive sign in both cases, so it
             // becomes -2^-15 for these inputs and 2^-15 for the others, and these errors cancel instead of adding up.
-            const __m512h found = UNSIGNED ? (ODD ? _mm512_fnmsub_ph(value, by.scale, zero) : _mm512_fmadd_ph(value, by.scale, zero))
+            const __m512h result = UNSIGNED ? (ODD ? _mm512_fnmsub_ph(value, by.scale, zero) : _mm512_fmadd_ph(value, by.scale, zero))
                                   : ODD    ? _mm512_fnmadd_ph(value, by.scale, zero)
                                   : FLOATS ? _mm512_fmsub_ph(value, by.scale, zero)
                                            : _mm512_fmadd_ph(value, by.scale, zero);
             // The bits divided by eight and rounded have the mantissa of bf16.
-            const Ints bits = {_mm512_mulhrs_epi16(_mm512_castph_si512(found), eighth.v)};
+            const Ints bits = {_mm512_mulhrs_epi16(_mm512_castph_si512(result), eighth.v)};
             const Ints upper = splat_words(static_cast<int16_t>(ODD ? 0xb800 : 0x3800));
             store_line(to, {_mm512_ternarylogic_epi32(bits.v, rest.v, upper.v, 0x6a)});  // (bits & rest) ^ upper
         };
@@ -162,7 +162,7 @@ class GroupSums {
     const bf16* of(uint64_t number, const char* x, int64_t stride, int64_t rows, int64_t lines) {
         if (number_ == number) return sums_.of(0);
         static const GroupOnes<GROUP> ones;
-        alignas(64) float found[TILE * TILE];
+        alignas(64) float result[TILE * TILE];
         const int64_t supers = lines / SUPER_LINES;
         bf16* out = sums_.of(rows * supers * DEPTH);
         for (int64_t row = 0; row < rows; row += TILE, x += TILE * stride) {
@@ -175,10 +175,10 @@ class GroupSums {
                     _tile_loadd(6, ones.lines[line], LINE);
                     _tile_dpbf16ps(0, 4, 6);
                 }
-                _tile_stored(0, found, LINE);
+                _tile_stored(0, result, LINE);
                 written();
                 for (int64_t i = 0; i < here; i++) {
-                    const Floats sum = load(found + i * TILE);
+                    const Floats sum = load(result + i * TILE);
                     const Floats most = round_bf16(sum), rest = round_bf16(sum - most);
                     const Ints low = bits_of(most) >> 16, high = bits_of(rest);
                     store_line(out + ((row + i) * supers + super) * DEPTH, low | high);
@@ -209,7 +209,7 @@ template <class S>
 void multiply_scaled(const S& of, const Grouping& x, float* sums) {
     constexpr bool APART = S::ZEROS && S::GROUP != 0;
     alignas(64) bf16 wide[2][WIDE * DEPTH];
-    alignas(64) float found[APART ? 2 : 1][WIDE * WIDE];
+    alignas(64) float result[APART ? 2 : 1][WIDE * WIDE];
     alignas(64) static thread_local bf16 zeros[2][TILE * DEPTH] = {};  // [half][group]; missing groups are zero
     const int64_t rows = x.rows, each = S::GROUP ? SUPER_LINES : x.lines, supers = x.lines / each;
     const bool more = rows > TILE;
@@ -260,12 +260,12 @@ void multiply_scaled(const S& of, const Grouping& x, float* sums) {
             written();
             multiply(x.x + line * LINE, others + line * LINE, x.stride, wide[line % 2], wide[line % 2] + WIDE * DEPTH / 2);
         }
-        keep(found[0]);
+        keep(result[0]);
         if constexpr (APART) {
             const char* tokens = reinterpret_cast<const char*>(x.sums) + super * LINE;
             clear();
             multiply(tokens, tokens + TILE * supers * LINE, supers * LINE, zeros[0], zeros[1]);
-            keep(found[1]);
+            keep(result[1]);
         }
         written();
         for (int64_t half = 0; half < 2; half++) {
@@ -275,8 +275,8 @@ void multiply_scaled(const S& of, const Grouping& x, float* sums) {
             if constexpr (APART) zero = of.zero(super, half);
             for (int64_t i = half * TILE; i < rows * WIDE; i += WIDE) {
                 Floats sum = super ? load(sums + i) : Floats{};
-                sum = fma(load(found[0] + i), scale, sum);
-                if constexpr (APART) sum = fnma(load(found[1] + i), zero, sum);
+                sum = fma(load(result[0] + i), scale, sum);
+                if constexpr (APART) sum = fnma(load(result[1] + i), zero, sum);
                 store(sums + i, sum);
             }
         }

@@ -5,7 +5,7 @@
 // `S` describes a block: GROUP, the inputs within a super that share an integer scale (0: there are none); ZEROS; `lines()` of a super;
 // `cell(line)`; `codes(cell, half, four)`, one a byte; `open(line, out)`, a line as bf16 in the order of gemm_bf16.h (for multiply_shared
 // only, as is SUMS: whether it needs the sums of tokens); `group_scale(line, second, half)` and `group_zero(line, second, half)`, integer scales
-// and zeros of groups; `end(super, half, some, less, found)`, which adds a super's sums to those before; `fetch(line)`, which prefetches.
+// and zeros of groups; `end(super, half, some, less, sum)`, which adds a super's sums to those before; `fetch(line)`, which prefetches.
 #pragma once
 #include "gguf_block_layout.h"
 #include "int16_tokens.h"
@@ -14,9 +14,9 @@ namespace troupe {
 
 // Sums [token][32] of up to four tokens, which are quantized (int16_tokens.h): HALF_COUNT halves of the outputs, from `first` on.
 template <int ROWS, int HALF_COUNT, class S>
-void multiply_halves(const S& of, const Whole& x, int64_t first, float* sums) {
+void multiply_halves(const S& of, const Int16Tokens& x, int64_t first, float* sums) {
     constexpr bool twice = S::GROUP == TILE;
-    Floats found[ROWS][HALF_COUNT] = {};
+    Floats result[ROWS][HALF_COUNT] = {};
     for (int64_t line = 0, super = 0; line < x.lines; super++) {
         Floats some[ROWS][HALF_COUNT] = {}, less[ROWS][HALF_COUNT] = {};
         for (const int64_t end = line + of.lines(); line < end; line++) {
@@ -56,18 +56,18 @@ void multiply_halves(const S& of, const Whole& x, int64_t first, float* sums) {
         }
         unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE {
             unrolled<ROWS>([&](auto row) ALWAYS_INLINE {
-                found[row][half] = of.end(super, first + half, some[row][half], less[row][half], found[row][half]);
+                result[row][half] = of.end(super, first + half, some[row][half], less[row][half], result[row][half]);
             });
         });
     }
     unrolled<ROWS>([&](auto row) ALWAYS_INLINE {
-        unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE { store(sums + row * WIDE + (first + half) * TILE, found[row][half]); });
+        unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE { store(sums + row * WIDE + (first + half) * TILE, result[row][half]); });
     });
 }
 
 // All of the outputs: both halves at a time where registers hold their sums.
 template <int ROWS, class S>
-void multiply_vectors(const S& of, const Whole& x, float* sums) {
+void multiply_vectors(const S& of, const Int16Tokens& x, float* sums) {
     if constexpr (LARGE || ROWS == 1) return multiply_halves<ROWS, 2>(of, x, 0, sums);
     for (int64_t half = 0; half < 2; half++) multiply_halves<ROWS, 1>(of, x, half, sums);
 }
@@ -86,12 +86,12 @@ struct Shared {
 template <class S>
 void multiply_shared(const S& of, const Shared& x, int64_t row, int64_t rows, float* sums) {
     alignas(64) bf16 wide[2][WIDE * DEPTH];
-    alignas(64) float found[2][WIDE * WIDE];
+    alignas(64) float result[2][WIDE * WIDE];
     const int64_t each = of.lines();
     for (int64_t i = 0; i < rows * WIDE; i += TILE) store(sums + i, Floats{});
 
     const auto take = [&](int64_t part) {  // scales and adds the stored sums of a part
-        const float* from = found[part % 2];
+        const float* from = result[part % 2];
         for (int64_t half = 0; half < 2; half++) {
             const float* share = S::SUMS ? x.shares + (row * x.parts + part) * 2 : nullptr;
             for (int64_t i = half * TILE; i < rows * WIDE; i += WIDE) {
@@ -108,7 +108,7 @@ void multiply_shared(const S& of, const Shared& x, int64_t row, int64_t rows, fl
     const char* tokens = x.x + row * x.stride;
     of.open(0, wide[0]);
     for (int64_t part = 0, line = 0; part < x.parts; part++) {
-        TileSums<float> tiles(rows, found[part % 2]);
+        TileSums<float> tiles(rows, result[part % 2]);
         tiles.begin();
         for (const int64_t end = line + each; line < end; line++) {
             // A load of what was stored just now would wait for the store, so the next line is unpacked first.

@@ -1,4 +1,4 @@
-// The layout of packed weights in blocks of integers of 2 to 6 bits, as in GGUF files.
+// The layout of packed weights in blocks of integers of 2 to 6 or of 8 bits, as in GGUF files.
 #pragma once
 #include <cstdint>
 
@@ -8,7 +8,7 @@ namespace troupe {
 
 constexpr int64_t CELL = WIDE * DEPTH;  // weights of 32 outputs and 32 inputs
 
-// The head of a packed weight with codes of 2 to 6 `bits`. A superblock of `super` inputs shares a scale (and a zero) in float16. If
+// The head of a packed weight with codes of 2 to 6 or of 8 `bits`. A superblock of `super` inputs shares a scale (and a zero) in float16. If
 // `group` is smaller, integer scales (and zeros) of groups multiply these. A code is its value plus `offset`. A code of 4 bits is
 // an index of `table`, whose values plus `offset` are in 0 .. 255.
 struct alignas(64) Layout {

@@ -12,7 +12,7 @@ namespace troupe {
 
 // Up to so many rows are multiplied so. On AMX its tiles are faster from five rows on; without it converting weights to bf16 costs as
 // much as the second byte does.
-constexpr int64_t FEWEST = AMX ? 4 : 32;
+constexpr int64_t MAX_QUANTIZED_TOKENS = AMX ? 4 : 32;
 constexpr int64_t QUANTIZED_ROWS = LARGE ? 4 : 2;  // whose sums are in registers at a time
 constexpr int64_t HALVES = 2;   // of a line of 32 inputs: some weights have a scale for each
 constexpr int64_t OFFSETS = 4;  // of a line: of each half, of both, unused
@@ -35,21 +35,21 @@ struct Planes {
 };
 
 // Rows of Planes.
-struct Whole {
+struct Int16Tokens {
     const int8_t* values;
     const float* scales;
     const int32_t* offsets;
     int64_t lines;
 
-    Whole(Planes& of, int64_t row, int64_t lines)
+    Int16Tokens(Planes& of, int64_t row, int64_t lines)
         : values(of.values.of(0) + row * lines * LINE), scales(of.scales.of(0) + row * lines * SCALES),
           offsets(of.offsets.of(0) + row * lines * OFFSETS), lines(lines) {}
 
     // The rows from `row` on.
-    Whole from(int64_t row) const {
-        Whole found = *this;
-        found.values += row * lines * LINE, found.scales += row * lines * SCALES, found.offsets += row * lines * OFFSETS;
-        return found;
+    Int16Tokens from(int64_t row) const {
+        Int16Tokens result = *this;
+        result.values += row * lines * LINE, result.scales += row * lines * SCALES, result.offsets += row * lines * OFFSETS;
+        return result;
     }
 };
 
@@ -69,15 +69,15 @@ inline void round_planes(const bf16* x, int64_t lines, int32_t offset, int64_t r
         int32_t sum = 0;
         scales[0] = finite ? most / 32512.0f : most;
         for (int64_t i = 0; i < HALVES; i++) {
-            const Ints whole = to_ints(part[i] * by);
-            const Ints upper = signed_right(whole + half, 8);
+            const Ints integers = to_ints(part[i] * by);
+            const Ints upper = signed_right(integers + half, 8);
             if constexpr (BYTE_DOTS) {
                 store_fours(values + i * TILE, upper);
-                store_fours(values + DEPTH + i * TILE, whole);
+                store_fours(values + DEPTH + i * TILE, integers);
             } else {
-                store_lower(values + 2 * i * TILE, whole);
+                store_lower(values + 2 * i * TILE, integers);
             }
-            const int32_t some = finite ? add_all(whole) : 0;
+            const int32_t some = finite ? add_all(integers) : 0;
             offsets[i] = -offset * some, sum += some;
             scales[2 + i] = scales[0] * static_cast<float>(some);
         }
@@ -102,7 +102,7 @@ struct VectorSums {
     Ints sums[ROWS][HALF_COUNT][1 + BYTE_DOTS] = {};
 
     // Adds four inputs of a line: their codes, of 16 outputs each.
-    [[gnu::always_inline]] void add(const Whole& x, int64_t line, int64_t four, const Ints (&codes)[HALF_COUNT]) {
+    [[gnu::always_inline]] void add(const Int16Tokens& x, int64_t line, int64_t four, const Ints (&codes)[HALF_COUNT]) {
         unrolled<ROWS>([&](auto row) ALWAYS_INLINE {
             const int8_t* from = x.values + (row * x.lines + line) * LINE + (BYTE_DOTS ? 4 : 8) * four;
             const Ints first = splat_at(from), second = splat_at(from + (BYTE_DOTS ? DEPTH : 4));
@@ -121,9 +121,9 @@ struct VectorSums {
     // The products of a token and 16 outputs. `offset`: the token's.
     Floats of(int64_t row, int64_t half, const int32_t* offset) const {
         const auto& sum = sums[row][half];
-        Ints whole = sum[BYTE_DOTS] + splat(*offset);
-        if constexpr (BYTE_DOTS) whole = (sum[0] << 8) + whole;
-        return to_floats(whole);
+        Ints integers = sum[BYTE_DOTS] + splat(*offset);
+        if constexpr (BYTE_DOTS) integers = (sum[0] << 8) + integers;
+        return to_floats(integers);
     }
 };
 

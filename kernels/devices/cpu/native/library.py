@@ -33,15 +33,15 @@ __all__ = [
     "NEEDED_ISA",
     "OPERATORS",
     "SHIPPED",
-    "Awaited",
     "BuildError",
     "Chain",
     "Cycle",
-    "Cycled",
+    "CycleOutput",
     "Head",
     "Library",
     "Observation",
     "Op",
+    "PendingBuild",
     "RowTokens",
     "Source",
     "Step",
@@ -122,7 +122,8 @@ class Op(ctypes.Structure):
         ("i4", ctypes.c_int64),
         ("gated", ctypes.c_int64),
         ("f0", ctypes.c_double),
-        ("narrow", ctypes.c_int64),
+        ("cache_type", ctypes.c_int64),
+        ("invariant", ctypes.c_int64),
         ("scales", ctypes.c_void_p),
         ("fixed", ctypes.c_void_p),
         ("offsets", ctypes.c_void_p),
@@ -189,7 +190,7 @@ class Observation(ctypes.Structure):
         ("features", ctypes.c_void_p),
         ("stride", ctypes.c_int64),
         ("places", ctypes.c_void_p),
-        ("given", ctypes.c_void_p),
+        ("inputs", ctypes.c_void_p),
         ("width", ctypes.c_int64),
         ("left", ctypes.c_void_p),
         ("states", ctypes.c_void_p),
@@ -236,8 +237,8 @@ class Cycle(ctypes.Structure):
     )
 
 
-class Cycled(ctypes.Structure):
-    """``Cycled`` of draft_cycle.h."""
+class CycleOutput(ctypes.Structure):
+    """``CycleOutput`` of draft_cycle.h."""
 
     _fields_ = (
         ("roots", ctypes.c_void_p),
@@ -255,7 +256,7 @@ class Cycled(ctypes.Structure):
 
 
 class Head(ctypes.Structure):
-    """``Head`` of prompt_ends.h."""
+    """``Head`` of short_prefill.h."""
 
     _fields_ = (
         ("ops", ctypes.c_void_p),
@@ -309,15 +310,15 @@ class Library:
         self.cycle = library.troupe_cycle
         self.cycle.argtypes = [
             *(pointer, ctypes.POINTER(Cycle), table, pointer, number, pointer, pointer, number, pointer),
-            *(ctypes.c_int, ctypes.POINTER(Cycled)),
+            *(ctypes.c_int, ctypes.POINTER(CycleOutput)),
         ]
         self.cycle.restype = number
         self.verify = library.troupe_verify
         self.verify.argtypes = [pointer, pointer, number, table, rows, pointer, number, *[pointer] * 4]
         self.verify.restype = number
-        self.reach = library.troupe_reach
-        self.reach.argtypes = [pointer, pointer, number, table, rows, ctypes.POINTER(Head), *[pointer] * 4]
-        self.reach.restype = number
+        self.prefill = library.troupe_prefill
+        self.prefill.argtypes = [pointer, pointer, number, table, rows, ctypes.POINTER(Head), *[pointer] * 4]
+        self.prefill.restype = number
 
 
 def _ran(enough: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
@@ -418,7 +419,7 @@ def build(source: Source | None = None) -> Path:
     return found
 
 
-class Awaited:
+class PendingBuild:
     """A build by another process: it is over when the lock on the folder is free. ``folder``: open; taken over."""
 
     def __init__(self, folder: int) -> None:
@@ -440,7 +441,7 @@ class Awaited:
         return 0
 
 
-def start_build(source: Source | None = None) -> subprocess.Popen[bytes] | Awaited | None:
+def start_build(source: Source | None = None) -> subprocess.Popen[bytes] | PendingBuild | None:
     """Start to compile the library beside other work; None without a compiler or a private folder.
 
     The second process waits for the first: on two cores every worker of many would compile for minutes.
@@ -462,12 +463,12 @@ def start_build(source: Source | None = None) -> subprocess.Popen[bytes] | Await
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return Awaited(lock)
+        return PendingBuild(lock)
     except OSError:
         pass  # a file system without locks: the second process compiles too, and both results are the same
     if built(source) is not None:  # by now
         fcntl.flock(lock, fcntl.LOCK_UN)
-        return Awaited(lock)
+        return PendingBuild(lock)
     try:
         return _compile(source, compiler, folder, lock)
     except OSError:

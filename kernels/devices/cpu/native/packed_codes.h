@@ -62,6 +62,15 @@ inline Ints codes_of(const uint8_t* cell, int64_t half, int64_t four) {
     return bytes_of<BITS>(cell, half, four) & splat_bytes((1 << BITS) - 1);
 }
 
+// Prefetches a cell's `BITS` bits a weight, and `before` bytes before it. Bytes go into the second cache only: the requests of one token's
+// product with them would fill what the first cache has for misses.
+template <int BITS>
+inline void fetch_cell(const uint8_t* cell, int64_t before = 0) {
+    const char* from = reinterpret_cast<const char*>(cell) + PREFETCH_BYTES - before;
+#pragma GCC unroll 18
+    for (int64_t i = 0; i < CELL * BITS / 8 + before; i += LINE) BITS == 8 ? prefetch_second(from + i) : prefetch(from + i);
+}
+
 // Writes all codes of a cell, of up to 7 bits, as bf16 plus 128. codes(cell, half, four)
 template <class Codes>
 inline void widen_cell(const uint8_t* cell, bf16* out, const Codes& codes) {

@@ -17,7 +17,7 @@ constexpr int64_t LAID_OUT = 1 << 21;  // elements of keys, and of values, that 
 struct Asking {
     const bf16* queries;  // [32 dims][16 queries][pair of dims][query][2]
     float* sums;          // [16 queries][dim][query]
-    float* whole;         // [query]: sums of weights
+    float* weight_sum;         // [query]: sums of weights
     float* power;         // [query]: weights and sums are relative to 2 to this power
     bf16* weights;        // [block][16 queries][pair of tokens][query][2] of blocks of 32 tokens
     int64_t waiting = 0;  // blocks of weights that are not yet in the sums
@@ -47,13 +47,13 @@ inline void lay_out_chunk(void* context, int64_t block, int) {
     const Prefilling& task = *static_cast<const Prefilling*>(context);
     const int64_t dim = task.op->i0, kv_heads = task.op->i2, token = 2 * kv_heads * dim;
     const int64_t position = (task.first_block + block) * DEPTH, tokens = std::min(DEPTH, task.start + task.count - position);
-    const Cached cached = {static_cast<const bf16*>(task.op->b) + task.head * dim, token, task.pages, task.op->i4};
-    const Kept kept(*task.op, task.op->b, dim, kv_heads);
+    const CachePages cached = {static_cast<const bf16*>(task.op->b) + task.head * dim, token, task.pages, task.op->i4};
+    const Cache8bit kept(*task.op, task.op->b, dim, kv_heads);
     int64_t places[DEPTH];
     for (int64_t i = 0; i < tokens; i++) places[i] = cached.place(position + i);
     auto line = [&](int64_t i, int64_t head, int64_t d) {
         if (i >= tokens) return Ints{};
-        if (task.op->narrow) return kept.line(places[i], task.head + head, d);
+        if (task.op->cache_type) return kept.line(places[i], task.head + head, d);
         return load_line(cached.keys + places[i] * token + head * dim + d);
     };
     for (int64_t head = 0; head < task.heads; head++) {
@@ -101,7 +101,7 @@ struct Sight {
 inline void score(const bf16* keys, const bf16* queries, int64_t dim, float* scores) {
     TileSums<float> tiles(DEPTH, scores, scores + DEPTH * TILE, TILE);
     tiles.begin();
-    tiles.add(keys, LINE, LINES, queries, dim / DEPTH);
+    tiles.add(keys, LINE, BLOCK_LINE_BYTES, queries, dim / DEPTH);
     tiles.end();
 }
 
@@ -123,7 +123,7 @@ inline void add_up(Asking& of, int64_t dim) {
 template <bool ALL>
 void raise(Asking& of, const float* scores, int64_t position, const Sight* sights, Floats factor, int64_t dim) {
     for (int64_t half = 0; half < 2; half++, scores += DEPTH * TILE) {
-        Floats most = splat(2 * UNSEEN), other = most;
+        Floats most = splat(2 * MASKED_SCORE), other = most;
         for (int64_t i = 0; i < DEPTH; i += 2) {
             const Floats even = load(scores + i * TILE), odd = load(scores + (i + 1) * TILE);
             if (ALL) {
@@ -140,7 +140,7 @@ void raise(Asking& of, const float* scores, int64_t position, const Sight* sight
         add_up(of, dim);
         const Floats power = select(far, most, before), by = exp2(before - power);
         store(of.power + half * TILE, power);
-        store(of.whole + half * TILE, load(of.whole + half * TILE) * by);
+        store(of.weight_sum + half * TILE, load(of.weight_sum + half * TILE) * by);
         float* sums = of.sums + half * dim * TILE;
         for (int64_t d = 0; d < dim; d++, sums += TILE) store(sums, load(sums) * by);
     }
@@ -153,7 +153,7 @@ void weigh(Asking& of, const float* scores, int64_t position, const Sight* sight
     bf16* out = of.weights + of.waiting++ * QUERIES * DEPTH;
     for (int64_t half = 0; half < 2; half++, scores += DEPTH * TILE) {
         const Floats power = load(of.power + half * TILE);
-        Floats whole = load(of.whole + half * TILE), more = Floats{};
+        Floats weight_sum = load(of.weight_sum + half * TILE), more = Floats{};
         for (int64_t i = 0; i < DEPTH; i += 2, out += DEPTH) {
             Floats even = rough_exp2(fms(load(scores + i * TILE), factor, power));
             Floats odd = rough_exp2(fms(load(scores + (i + 1) * TILE), factor, power));
@@ -161,11 +161,11 @@ void weigh(Asking& of, const float* scores, int64_t position, const Sight* sight
                 even = keep(sights[half].of(position + i), even);
                 odd = keep(sights[half].of(position + i + 1), odd);
             }
-            whole = whole + even;
+            weight_sum = weight_sum + even;
             more = more + odd;
             store_line(out, pair_words(even, odd));
         }
-        store(of.whole + half * TILE, whole + more);
+        store(of.weight_sum + half * TILE, weight_sum + more);
     }
 }
 
@@ -184,7 +184,7 @@ inline void lay_out_queries(const bf16* from, int64_t stride, int64_t queries, i
 // Divides the sums by those of the weights -> [query][dim].
 inline void divide_sums(const Asking& of, int64_t queries, int64_t dim, bf16* to, int64_t stride) {
     for (int64_t half = 0; half < queries; half += TILE) {
-        const Floats by = splat(1.0f) / load(of.whole + half);
+        const Floats by = splat(1.0f) / load(of.weight_sum + half);
         for (int64_t d = 0; d < dim; d += DEPTH) {
             Ints low[TILE], high[TILE];
             const float* sums = of.sums + half * dim + d * TILE;
@@ -227,7 +227,7 @@ inline void prefill_chunk(void* context, int64_t chunk, int thread) {
         float* sums = scores + QUERIES * DEPTH + h * floats;
         lay_out_queries(from + h * dim, op.stride_a, queries, dim, laid_out);
         space.heads[h] = {laid_out, sums, sums + QUERIES * dim, sums + QUERIES * (dim + 1), weights, 0, task.values + offset};
-        for (int64_t q = 0; q < QUERIES; q++) space.heads[h].power[q] = UNSEEN;
+        for (int64_t q = 0; q < QUERIES; q++) space.heads[h].power[q] = MASKED_SCORE;
     }
     Sight sights[2];
     const Ints latest = splat(static_cast<int>(high - 1)), none = splat(-1);

@@ -19,7 +19,7 @@
 #include "kv_cache_8bit.h"
 #include "prefill.h"
 #include "program.h"
-#include "prompt_ends.h"
+#include "short_prefill.h"
 #include "rows.h"
 #include "sampling.h"
 #include "thread_team.h"
@@ -120,7 +120,7 @@ void rotary(const Op& op, const Step&, int64_t row) {
 
 void place(const Op& op, const Step& step, int64_t row) {
     const int64_t dim = op.i0, half = dim / 2, heads = op.i1, kv_heads = op.i2;
-    const Kept kept(op, op.out, dim, kv_heads);
+    const Cache8bit kept(op, op.out, dim, kv_heads);
     bf16 *x = at<bf16>(op.a, row, op.stride_a), *cached = at<bf16>(op.out, step.index[row], 2 * kv_heads * dim);
     alignas(64) bf16 key[256];
     const float* weight = reinterpret_cast<const float*>(op.i4);
@@ -146,16 +146,16 @@ void place(const Op& op, const Step& step, int64_t row) {
             weight += dim;
         }
         const int64_t kept_head = head - heads + kv_heads;
-        bf16* out = kept_head < 0 ? x : op.narrow ? key : cached + kept_head * dim;
+        bf16* out = kept_head < 0 ? x : op.cache_type ? key : cached + kept_head * dim;
         for (int64_t i = 0; i < half; i += 16) {
             const Floats low = load(part + i), high = load(part + half + i);
             store(out + i, fma(low, load(cos + i), high * load(sin + i)));
             store(out + half + i, fma(high, load(cos + half + i), low * load(sin + half + i)));
         }
-        if (op.narrow && kept_head >= 0) kept.store(step.index[row], kept_head, key);
+        if (op.cache_type && kept_head >= 0) kept.store(step.index[row], kept_head, key);
     }
-    if (!op.narrow) std::memcpy(cached + kv_heads * dim, x, 2 * kv_heads * dim);
-    for (int64_t head = 0; op.narrow && head < kv_heads; head++) kept.store(step.index[row], kv_heads + head, x + head * dim);
+    if (!op.cache_type) std::memcpy(cached + kv_heads * dim, x, 2 * kv_heads * dim);
+    for (int64_t head = 0; op.cache_type && head < kv_heads; head++) kept.store(step.index[row], kv_heads + head, x + head * dim);
 }
 
 void write(const Op& op, const Step& step, int64_t row) {
@@ -244,13 +244,13 @@ Operands operands(Engine& engine, const Op& op, const Step& step, int64_t bytes)
 }
 
 // The most rows that a product with weights of few bits treats in one way; any other: 0.
-int64_t alike(const Op& op) {
+int64_t invariant_rows(const Op& op) {
     if (op.kind == FP8) return std::min(WIDE, op.i2 / 2);
-    return op.kind == GROUPED || op.kind == BLOCKS ? FEWEST : 0;
+    return op.kind == GROUPED || op.kind == BLOCKS ? MAX_QUANTIZED_TOKENS : 0;
 }
 
 void run(Engine& engine, const Op& op, const Step& step) {
-    if (const int64_t most = op.narrow ? alike(op) : 0; most && step.rows > most) {
+    if (const int64_t most = op.invariant ? invariant_rows(op) : 0; most && step.rows > most) {
         Op part = op;
         Step some = step;
         for (int64_t row = 0; row < step.rows; row += most) {
@@ -290,7 +290,7 @@ void run(Engine& engine, const Op& op, const Step& step) {
         case ROTARY: rows.call = rotary; break;
         case WRITE: rows.call = write; break;
         case PLACE: rows.call = place; break;
-        case WRITE_NARROW: rows.call = write_narrow; break;
+        case WRITE_8BIT: rows.call = write_8bit; break;
         case SILU: rows.call = silu_and_mul; break;
         case FAKE_QUANTIZE: rows.call = fake_quantize; break;
         case GREEDY: rows.call = greedy; break;
@@ -420,12 +420,12 @@ int troupe_run(void* engine, const Op* ops, int64_t count, const Step* step) try
 }
 
 // One token more of each of the slots, by a program that leaves the most likely in `argmax`, and whether one is not to be
-// used in `broken`; `draw` (or null): a DRAW that finds others. -> an Advanced.
+// used in `broken`; `draw` (or null): a DRAW that finds others. -> an StepStatus.
 int64_t troupe_advance(void* engine, const Op* ops, int64_t count, const SlotTable* table, const int64_t* slots, int64_t rows,
-                       const int64_t* argmax, const uint8_t* broken, const Op* draw, int32_t* found) try {
+                       const int64_t* argmax, const uint8_t* broken, const Op* draw, int32_t* result) try {
     const Running running(engine);
     Step step;
-    const Advanced prepared = prepare(*table, slots, rows, running.on.memory, step);
+    const StepStatus prepared = prepare(*table, slots, rows, running.on.memory, step);
     if (prepared != DONE) return prepared;
     running(Ops{ops, count}, step);
     if (draw) {
@@ -433,9 +433,9 @@ int64_t troupe_advance(void* engine, const Op* ops, int64_t count, const SlotTab
         running(Ops{draw, 1}, step);
         argmax = static_cast<const int64_t*>(draw->out);
     }
-    return keep(*table, slots, rows, argmax, broken, found);
+    return keep(*table, slots, rows, argmax, broken, result);
 } catch (const std::exception&) {  // of memory: the step is left to others, who say so
-    return UNFIT;
+    return NOT_APPLICABLE;
 }
 
 // Draft tokens: see draft_chains.h. A draft sees what was computed; -> whether there was memory for it. ...
@@ -448,18 +448,18 @@ int troupe_observe(void* engine, const Op* ops, int64_t count, const SlotTable* 
     return false;
 }
 
-// ... Chains are drafted and verified: see draft_cycle.h. -> an Advanced.
-int64_t troupe_cycle(void* engine, const Cycle* given, const SlotTable* table, const int64_t* slots, int64_t rows,
+// ... Chains are drafted and verified: see draft_cycle.h. -> an StepStatus.
+int64_t troupe_cycle(void* engine, const Cycle* settings, const SlotTable* table, const int64_t* slots, int64_t rows,
                      const int32_t* drafts, const int64_t* left, int64_t steps, const Draw* how, int unseen,
-                     Cycled* found) try {
-    found->seen = false;
+                     CycleOutput* result) try {
+    result->seen = false;
     const Running running(engine);
-    return cycle(running, running.on.memory, *given, *table, slots, rows, drafts, left, steps, how, unseen, *found);
+    return cycle(running, running.on.memory, *settings, *table, slots, rows, drafts, left, steps, how, unseen, *result);
 } catch (const std::exception&) {
-    return UNFIT;
+    return NOT_APPLICABLE;
 }
 
-// ... The model verifies chains, tokens [rows, stride] with the roots first. -> an Advanced.
+// ... The model verifies chains, tokens [rows, stride] with the roots first. -> an StepStatus.
 int64_t troupe_verify(void* engine, const Op* ops, int64_t count, const SlotTable* table, const RowTokens* rows,
                       const int64_t* tokens, int64_t stride, const int64_t* argmax, const uint8_t* broken, const Op* draw,
                       int64_t* accepted) try {
@@ -468,15 +468,15 @@ int64_t troupe_verify(void* engine, const Op* ops, int64_t count, const SlotTabl
     argmax = verify(running, memory, Ops{ops, count}, *table, *rows, tokens, stride, argmax, draw);
     return accept(*table, *rows, argmax, broken, memory, accepted);
 } catch (const std::exception&) {
-    return UNFIT;
+    return NOT_APPLICABLE;
 }
 
-// Sequences are run up to their last known tokens: see prompt_ends.h. -> an Advanced.
-int64_t troupe_reach(void* engine, const Op* ops, int64_t count, const SlotTable* table, const RowTokens* rows,
-                     const Head* head, const int64_t* argmax, const uint8_t* broken, const Op* draw, int32_t* found) try {
+// Sequences are run up to their last known tokens: see short_prefill.h. -> an StepStatus.
+int64_t troupe_prefill(void* engine, const Op* ops, int64_t count, const SlotTable* table, const RowTokens* rows,
+                     const Head* head, const int64_t* argmax, const uint8_t* broken, const Op* draw, int32_t* result) try {
     const Running running(engine);
-    return reach(running, running.on.memory, Ops{ops, count}, *table, *rows, *head, argmax, broken, draw, found);
+    return run_prefill(running, running.on.memory, Ops{ops, count}, *table, *rows, *head, argmax, broken, draw, result);
 } catch (const std::exception&) {
-    return UNFIT;
+    return NOT_APPLICABLE;
 }
 }

@@ -5,7 +5,7 @@
 namespace troupe {
 
 enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SILU, EXPERTS, GREEDY, ADD, LINEAR8, GROUPED, BLOCKS,
-                      WRITE_NARROW, FAKE_QUANTIZE, PLACE, DRAW, FP8 };
+                      WRITE_8BIT, FAKE_QUANTIZE, PLACE, DRAW, FP8 };
 
 // Tensors are bf16 unless said otherwise, row-major, their rows (tokens) `stride` elements apart.
 //   EMBED      a table [vocab, i0] -> out; i1: whether it is packed as the weight of a LINEAR
@@ -18,12 +18,12 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //              order int64 [i0], 0: as they come; f0: whether zeros are others than the middle
 //   FP8        as LINEAR with b a weight of e4m3 (gemm_fp8.h); i2 inputs that have a scale of their own
 //   BLOCKS     as LINEAR with b a weight in blocks (gemm_gguf_blocks.h)
-//              Where `narrow` is set, a row of GROUPED, FP8 and BLOCKS finds the same bits whatever rows are beside it.
+//              Where `invariant` is set, the result of a row of GROUPED, FP8 and BLOCKS depends on no other row.
 //   ROTARY     a x, b cosines, c sines -> out; i0 dim, i1 heads
 //   PLACE      a queries, keys and values: NORM and ROTARY of the first two, in one pass, and WRITE; b cosines, c sines, out
 //              cache; i0 dim, i1 heads of queries and keys, i2 kv heads, i4 address of the norm's weight or 0, f0 eps
 //   WRITE      a keys and values -> out cache; i0 elements of a token
-//   WRITE_NARROW  a keys and values -> out cache of 8 bits (kv_cache_8bit.h); i0 dim, i1 heads of a token
+//   WRITE_8BIT a keys and values -> out cache of 8 bits (kv_cache_8bit.h); i0 dim, i1 heads of a token
 //   ATTENTION  a queries, b cache [pages, i4, 2, i2, i0] -> out; i0 dim, i1 heads, i2 kv heads, i3 window, f0 scale
 //   FAKE_QUANTIZE     a x -> out, each row rounded to multiples of its largest magnitude over 127; i0 elements of a row, a multiple of 16
 //   SILU       a gate | up [rows, 2 * i0] -> out [rows, i0]
@@ -35,7 +35,7 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //   DRAW       as GREEDY with i4 for b, and b Draw[rows] (sampling.h): sampled for the step's positions. c int64 [i0] or null: the
 //              tokens that the logits are of, of i1 in all. i2 address of bits uint32 [rows, i3] of the tokens that may be
 //              drawn, or 0: every one; the logits of the others are overwritten
-// PLACE, WRITE_NARROW and ATTENTION know caches of 8 bits: `narrow` says of which numbers (0: bf16). `scales` bf16
+// PLACE, WRITE_8BIT and ATTENTION know caches of 8 bits: `cache_type` is a CacheType (kv_cache_8bit.h). `scales` bf16
 // [pages, tokens, 2, kv heads], or `fixed` float [2, kv heads, dim] with `offsets` or null; `by_head` float [2, kv heads] where
 // these are the same for all dims.
 struct Op {
@@ -44,7 +44,7 @@ struct Op {
     int64_t stride_a, stride_b, stride_out;
     int64_t i0, i1, i2, i3, i4, gated;
     double f0;
-    int64_t narrow;
+    int64_t cache_type, invariant;
     void *scales, *fixed, *offsets, *by_head;
 };
 

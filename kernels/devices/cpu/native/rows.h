@@ -29,14 +29,23 @@ inline void fake_quantize_row(const bf16* x, bf16* out, int64_t size) {
     const Floats wide = splat(scale);
     for (int64_t i = 0; i < size; i += 16) {
         const Floats share = load(x + i) / wide;
-        const Floats whole = round(share);
-        store(out + i, whole * wide);
+        const Floats integers = round(share);
+        store(out + i, integers * wide);
     }
 }
 
 // silu(gate) * up, with `size` gates and then `size` ups.
 inline void silu_row(const bf16* gate, bf16* out, int64_t size) {
     for (int64_t i = 0; i < size; i += 16) store(out + i, silu(load(gate + i)) * load(gate + size + i));
+}
+
+// (up + 1) * gate * sigmoid(alpha * gate) of gate | up, gates of at most `limit` and others within it.
+inline void clamped_gate_row(const bf16* gate, bf16* out, int64_t size, float alpha, float limit) {
+    const Floats one = splat(1.0f), zero = Floats{}, least = splat(-limit), most = splat(limit);
+    for (int64_t i = 0; i < size; i += 16) {
+        const Floats held = min(most, load(gate + i)), up = max(least, min(most, load(gate + size + i)));
+        store(out + i, (up + one) * held / (one + exp(zero - splat(alpha) * held)));
+    }
 }
 
 // x + sigmoid(logit) * y; `x` may be `out`.

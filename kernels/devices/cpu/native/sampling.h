@@ -79,9 +79,9 @@ class Race {
 
     float value(int64_t index) const {
         const uint32_t bits = static_cast<uint32_t>(logits_[index]) << 16;
-        float found;
-        std::memcpy(&found, &bits, sizeof found);
-        return found;
+        float result;
+        std::memcpy(&result, &bits, sizeof result);
+        return result;
     }
 
     float score(int64_t index) const {
@@ -105,8 +105,8 @@ class Race {
             Mask open = here & (bound > splat(reached)) & kept(x, i, floor, last);
             for (; open; open &= open - 1) {
                 const int64_t index = i + __builtin_ctz(open);
-                const float found = score(index);
-                if (found > reached) reached = found, winner = index;
+                const float result = score(index);
+                if (result > reached) reached = result, winner = index;
             }
         }
         return winner;
@@ -142,8 +142,8 @@ class Race {
             least = largest[most - 1];
         }
         for (int64_t i = 0; i < count_; i += 16) {
-            Mask found = mask(i) & (load(logits_ + i, mask(i)) >= splat(least));
-            for (; found; found &= found - 1) head.emplace_back(-value(i + __builtin_ctz(found)), i + __builtin_ctz(found));
+            Mask result = mask(i) & (load(logits_ + i, mask(i)) >= splat(least));
+            for (; result; result &= result - 1) head.emplace_back(-value(i + __builtin_ctz(result)), i + __builtin_ctz(result));
         }
         std::partial_sort(head.begin(), head.begin() + most, head.end());
         head.resize(most);
@@ -171,9 +171,9 @@ class Race {
     }
 
     Ints tokens(int64_t i, Mask here) const {
-        alignas(64) int32_t found[16] = {};
-        for (int lane = 0; lane < std::bit_width(here); lane++) found[lane] = static_cast<int32_t>(ids_[i + lane]);
-        return load_line(found);
+        alignas(64) int32_t result[16] = {};
+        for (int lane = 0; lane < std::bit_width(here); lane++) result[lane] = static_cast<int32_t>(ids_[i + lane]);
+        return load_line(result);
     }
 
     const bf16* logits_;

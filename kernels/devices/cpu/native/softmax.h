@@ -9,7 +9,7 @@ namespace troupe {
 constexpr int64_t FOUR = 4;                 // columns up to which tokens share vectors
 constexpr int64_t PLANE = TILE * TILE;      // scores of a tile
 constexpr int64_t SCORES = 2 * PLANE;       // of integers: of both bytes
-constexpr float UNSEEN = -1e30f;
+constexpr float MASKED_SCORE = -1e30f;
 constexpr float FAR = 60;  // powers of two that weights may come to
 
 // The columns of one tile of scores: all columns of several kv heads, or some of one. With few columns a column's numbers are repeated
@@ -17,35 +17,35 @@ constexpr float FAR = 60;  // powers of two that weights may come to
 struct Columns {
     int64_t head, heads;     // kv heads
     int64_t column, count;   // of each: the first, and how many
-    const uint32_t* asked;   // [head][pair of dims][column], or of integers [head][upper, lower][four dims][column]
+    const uint32_t* packed_queries;   // [head][pair of dims][column], or of integers [head][upper, lower][four dims][column]
     float* sums;             // [head][padded column][dim]
-    alignas(64) float whole[TILE] = {};    // sums of weights
+    alignas(64) float weight_sum[TILE] = {};    // sums of weights
     alignas(64) float power[TILE];         // the powers of two to which weights and sums are relative
     alignas(64) float factors[TILE] = {};  // of scores
     float* totals;           // as `sums`, of the pieces before
-    float total_whole[TILE] = {}, total_power[TILE];
+    float total_weight_sum[TILE] = {}, total_power[TILE];
     uint64_t bits[TILE] = {};
     int64_t firsts[TILE], lengths[TILE];
 
-    // Adds the sums of columns for which `asked`(lane) to the totals, and clears them.
-    template <class Asked>
-    void total(int64_t lanes, int64_t dim, const Asked& asked);
+    // Adds the sums of columns for which `packed_queries`(lane) to the totals, and clears them.
+    template <class Wanted>
+    void total(int64_t lanes, int64_t dim, const Wanted& wanted);
 };
 
 // Columns that have memory for sums: `columns`, or the next multiple of four.
 inline int64_t padded(int64_t columns) { return columns <= 4 ? columns : (columns + 3) / 4 * 4; }
 
-template <class Asked>
-void Columns::total(int64_t lanes, int64_t dim, const Asked& asked) {
+template <class Wanted>
+void Columns::total(int64_t lanes, int64_t dim, const Wanted& wanted) {
     for (int64_t lane = 0; lane < heads * count; lane++) {
-        if (!asked(lane)) continue;
+        if (!wanted(lane)) continue;
         const int64_t at = (lane / count * padded(count) + lane % count) * dim;
-        Partial found = {totals + at, total_whole[lane], total_power[lane]};
-        found.add({sums + at, whole[lane], power[lane]}, dim);
-        total_whole[lane] = found.whole, total_power[lane] = found.power;
+        Partial result = {totals + at, total_weight_sum[lane], total_power[lane]};
+        result.add({sums + at, weight_sum[lane], power[lane]}, dim);
+        total_weight_sum[lane] = result.weight_sum, total_power[lane] = result.power;
         std::memset(sums + at, 0, dim * sizeof(float));
-        whole[lane] = 0;
-        for (int64_t i = lane; i < TILE; i += lanes) power[i] = UNSEEN;
+        weight_sum[lane] = 0;
+        for (int64_t i = lane; i < TILE; i += lanes) power[i] = MASKED_SCORE;
     }
 }
 
@@ -54,7 +54,7 @@ void Columns::total(int64_t lanes, int64_t dim, const Asked& asked) {
 class ScalesOf {
   public:
     // `each`: columns of a kv head in a tile.
-    ScalesOf(const Sixteen& made, const Kept& kept, int64_t each, int64_t lanes) : made_(made), kept_(kept), lanes_(lanes) {
+    ScalesOf(const Sixteen& made, const Cache8bit& kept, int64_t each, int64_t lanes) : made_(made), kept_(kept), lanes_(lanes) {
         alignas(64) uint32_t heads[TILE] = {}, words[TILE] = {};
         for (int64_t lane = 0; lane < TILE; lane++) {
             heads[lane] = static_cast<uint32_t>(lane % lanes / each);
@@ -76,17 +76,17 @@ class ScalesOf {
         const int64_t there = TILE / lanes_ * kept_.heads - from;  // of the vector's tokens
         const bf16* all = kept_.scales + (made_.place(turn) + i * (TILE / lanes_)) * kept_.heads + from;
         if (together_) return pick(all, std::min(count_, there), words_);
-        alignas(64) uint32_t found[TILE], at[TILE];
+        alignas(64) uint32_t result[TILE], at[TILE];
         store_line(at, words_);
         const uint32_t last = static_cast<uint32_t>(there - 1);
         for (int64_t lane = 0; lane < TILE; lane++)
-            found[lane] = static_cast<uint32_t>(all[std::min(at[lane] >> 16, last)]) << 16;
-        return from_bits(load_line(found));
+            result[lane] = static_cast<uint32_t>(all[std::min(at[lane] >> 16, last)]) << 16;
+        return from_bits(load_line(result));
     }
 
   private:
     const Sixteen& made_;
-    const Kept& kept_;
+    const Cache8bit& kept_;
     const int64_t lanes_;
     Ints heads_, words_;  // of each lane, `words` in the upper half
     int64_t count_;          // of words
@@ -94,11 +94,11 @@ class ScalesOf {
 };
 
 // Turns scores of 16 tokens, `LANES` each, into weights, in place. `seen`: the columns that see each token; null: all see all.
-// WHOLE_NUMBERS: scores are integers, in two parts. `scale_of`(vector, part), if SCALED.
-template <int64_t LANES, bool SCALED, bool WHOLE_NUMBERS, class Scale>
+// INTEGERS: scores are integers, in two parts. `scale_of`(vector, part), if SCALED.
+template <int64_t LANES, bool SCALED, bool INTEGERS, class Scale>
 void weigh(Columns& of, float* scores, const Mask* seen, int64_t dim, const Scale& scale_of) {
     constexpr int64_t TOKENS_OF = TILE / LANES, COUNT = LANES;  // tokens of a vector, and vectors
-    Floats rest[COUNT], n[COUNT], most = splat(UNSEEN);
+    Floats rest[COUNT], n[COUNT], most = splat(MASKED_SCORE);
     Mask masks[COUNT];
     const Floats factor = load(of.factors);
     for (int64_t i = 0; i < COUNT; i++) {
@@ -110,7 +110,7 @@ void weigh(Columns& of, float* scores, const Mask* seen, int64_t dim, const Scal
         }
         Floats by = factor, score = load(scores + i * TILE);
         if constexpr (SCALED) by = by * scale_of(i, 0);
-        if constexpr (WHOLE_NUMBERS) {
+        if constexpr (INTEGERS) {
             const Ints lower = load_line(scores + PLANE + i * TILE);
             score = to_floats((bits_of(score) << 8) + lower);
         }
@@ -120,13 +120,13 @@ void weigh(Columns& of, float* scores, const Mask* seen, int64_t dim, const Scal
         most = select(masks[i], max(most, n[i]), most);
     }
     if constexpr (LANES == FOUR) most = max_of_quarters(most);
-    Floats power = load(of.power), whole = load(of.whole);
+    Floats power = load(of.power), weight_sum = load(of.weight_sum);
     const Mask far = most > power + splat(FAR);
     if (far) {
         alignas(64) float by[TILE];
         const Floats times = select(far, scale(splat(1.0f), power - most), splat(1.0f));
         store(by, times);
-        whole = whole * times;
+        weight_sum = weight_sum * times;
         power = select(far, most, power);
         store(of.power, power);
         for (int64_t c = 0; c < of.heads * of.count; c++) {
@@ -137,19 +137,19 @@ void weigh(Columns& of, float* scores, const Mask* seen, int64_t dim, const Scal
     }
     for (int64_t i = 0; i < COUNT; i++) {
         Floats weight = keep(masks[i], scale(exp2_near(rest[i]), n[i] - power));
-        whole = LANES == TILE ? whole + weight : add_quarters(whole, weight);  // one token after the other
+        weight_sum = LANES == TILE ? weight_sum + weight : add_quarters(weight_sum, weight);  // one token after the other
         if constexpr (SCALED) weight = keep(masks[i], weight * scale_of(i, 1));
         store(scores + i * TILE, weight);
     }
-    store(of.whole, whole);
+    store(of.weight_sum, weight_sum);
 }
 
 inline void weigh_all(Columns& of, float* scores, const Mask* seen, int64_t lanes, int64_t dim, const Sixteen& made,
-                      const ScalesOf& scales, int64_t turn, bool narrow) {
+                      const ScalesOf& scales, int64_t turn, bool quantized) {
     const auto scale_of = [&](int64_t i, int64_t part) { return scales(turn, i, part, of.head); };
     const auto run = [&]<int64_t LANES>() {
-        if (!narrow) return weigh<LANES, false, false>(of, scores, seen, dim, scale_of);
-        if (made.whole_keys()) return weigh<LANES, true, true>(of, scores, seen, dim, scale_of);
+        if (!quantized) return weigh<LANES, false, false>(of, scores, seen, dim, scale_of);
+        if (made.int8_keys()) return weigh<LANES, true, true>(of, scores, seen, dim, scale_of);
         weigh<LANES, true, false>(of, scores, seen, dim, scale_of);
     };
     lanes == FOUR ? run.template operator()<FOUR>() : run.template operator()<TILE>();

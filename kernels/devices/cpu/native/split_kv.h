@@ -14,13 +14,13 @@
 namespace troupe {
 
 constexpr int64_t PIECE = 256;   // tokens
-constexpr int64_t DRAFTED = 64;  // the most tokens of a draft
-constexpr int64_t THIN = 256;    // bytes of kv heads of a token that one core should read together
+constexpr int64_t MAX_DRAFT_TOKENS = 64;  // the most tokens of a draft
+constexpr int64_t MIN_READ_BYTES = 256;    // bytes of kv heads of a token that one core should read together
 
 // Whether the tokens of a sequence of `length` before `position`, a multiple of PIECE, are a piece apart from those behind it.
-inline bool apart(int64_t position, int64_t length) { return position + DRAFTED <= length; }
+inline bool apart(int64_t position, int64_t length) { return position + MAX_DRAFT_TOKENS <= length; }
 
-struct Cached {
+struct CachePages {
     const bf16* keys;     // of the first of some kv heads, in page 0
     int64_t token;        // elements from one token to the next
     const int32_t* pages;
@@ -31,12 +31,12 @@ struct Cached {
 };
 
 // What the queries of one row see.
-struct Seen {
+struct VisibleTokens {
     int64_t first, count, end;  // its tokens in the step, and its tokens in the cache
     int64_t root;               // each query sees all tokens before this position
     const uint64_t* bits;       // what each query sees from there on; null: all up to its own position
 
-    Seen(const Step& step, int64_t row) {
+    VisibleTokens(const Step& step, int64_t row) {
         first = step.offsets ? step.offsets[row] : row;
         count = step.offsets ? step.offsets[row + 1] - first : 1;
         end = step.lengths[row];
@@ -48,17 +48,17 @@ struct Seen {
 
     // The query's bits; a window keeps the last ones.
     uint64_t of(int64_t query, int64_t window) const {
-        uint64_t found = bits ? bits[query] : ~uint64_t{0} >> (63 - query);
+        uint64_t result = bits ? bits[query] : ~uint64_t{0} >> (63 - query);
         if (window)
-            while (__builtin_popcountll(found) > window) found &= found - 1;
-        return found;
+            while (__builtin_popcountll(result) > window) result &= result - 1;
+        return result;
     }
 };
 
 // A column's sums [dim] and the sum of its weights, relative to 2 to a power.
 struct Partial {
     float* sums;
-    float whole, power;
+    float weight_sum, power;
 
     void add(const Partial& other, int64_t dim) {
         const float most = std::max(power, other.power);
@@ -68,12 +68,12 @@ struct Partial {
         const Floats first = by(power), second = by(other.power);
         for (int64_t d = 0; d < dim; d += TILE)
             store(sums + d, fma(load(other.sums + d), second, load(sums + d) * first));
-        whole = whole * first_lane(first) + other.whole * first_lane(second), power = most;
+        weight_sum = weight_sum * first_lane(first) + other.weight_sum * first_lane(second), power = most;
     }
 };
 
 inline void finish(const Partial& of, int64_t dim, bf16* out) {
-    const Floats scale = splat(1 / of.whole);
+    const Floats scale = splat(1 / of.weight_sum);
     for (int64_t d = 0; d < dim; d += TILE) store(out + d, load(of.sums + d) * scale);
 }
 
@@ -83,13 +83,13 @@ class Pieces {
     // There are none where a row has more queries.
     Pieces(const Op& op, const Step& step, int64_t rows, Scratch<float>& memory) : heads_(op.i1), dim_(op.i0) {
         for (int64_t row = 0; row < rows; row++) {
-            const Seen seen(step, row);
+            const VisibleTokens seen(step, row);
             if (seen.count != 1) {
                 starts_.resize(1);
                 return;
             }
             const int64_t first = op.i3 ? std::max<int64_t>(0, seen.end - op.i3) : 0;
-            const int64_t last = std::max<int64_t>(0, seen.end - DRAFTED) / PIECE;
+            const int64_t last = std::max<int64_t>(0, seen.end - MAX_DRAFT_TOKENS) / PIECE;
             firsts_.push_back(std::min(first / PIECE, last)), lasts_.push_back(last);
             starts_.push_back(starts_.back() + last + 1 - firsts_.back());
         }
@@ -111,17 +111,17 @@ class Pieces {
     void keep(int64_t row, int64_t piece, int64_t head, const Partial& of) const {
         float* to = at(starts_[row] + piece - firsts_[row], head);
         std::memcpy(to, of.sums, dim_ * sizeof(float));
-        to[dim_] = of.whole, to[dim_ + 1] = of.power;
+        to[dim_] = of.weight_sum, to[dim_ + 1] = of.power;
     }
 
     // Adds the pieces of a row's head, in the memory of the first one.
     Partial all(int64_t row, int64_t head) const {
-        const auto found = [&](int64_t chunk) {
+        const auto result = [&](int64_t chunk) {
             float* from = at(chunk, head);
             return Partial{from, from[dim_], from[dim_ + 1]};
         };
-        Partial sum = found(starts_[row]);
-        for (int64_t chunk = starts_[row] + 1; chunk < starts_[row + 1]; chunk++) sum.add(found(chunk), dim_);
+        Partial sum = result(starts_[row]);
+        for (int64_t chunk = starts_[row] + 1; chunk < starts_[row + 1]; chunk++) sum.add(result(chunk), dim_);
         return sum;
     }
 

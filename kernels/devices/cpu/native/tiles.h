@@ -20,7 +20,7 @@ constexpr bool AMX = false;
 constexpr int64_t TILE = 16;            // rows of a tile, and 32-bit lanes of a vector
 constexpr int64_t LINE = 64;            // bytes of a row that one step multiplies
 constexpr int64_t WIDE = 2 * TILE;      // outputs of a block of packed weights, and the most rows of a step
-constexpr int64_t LINES = WIDE * LINE;  // bytes of a block's weights for one step
+constexpr int64_t BLOCK_LINE_BYTES = WIDE * LINE;  // bytes of a block's weights for one step
 
 inline int64_t blocks(int64_t outputs) { return (outputs + WIDE - 1) / WIDE; }
 
@@ -136,7 +136,7 @@ class TileSums {
     // Adds `lines` lines; `next`: bytes from one line of `x` to the next.
     void add(const void* x, int64_t stride, int64_t next, const void* weight, int64_t lines) const {
         for (int64_t line = 0; line < lines; line++)
-            add(static_cast<const char*>(x) + line * next, stride, static_cast<const char*>(weight) + line * LINES, [] {});
+            add(static_cast<const char*>(x) + line * next, stride, static_cast<const char*>(weight) + line * BLOCK_LINE_BYTES, [] {});
     }
 
     // Stores the sums.
@@ -219,10 +219,10 @@ template <int ROWS, int HALVES, class Sum>
 template <int ROWS, class Sum>
 [[gnu::noinline]] void multiply_pair(const Lines& of, const char* other, Sum* sums, Sum* others) {
     using Vector = decltype(load_sums(sums));
-    Vector found[ROWS][4] = {};
+    Vector result[ROWS][4] = {};
     const char* tokens = of.x;
     const int64_t apart = other - of.weight;
-    for (const char *weight = of.weight, *end = weight + of.lines * LINES; weight < end; weight += TILE * LINE, tokens += of.next)
+    for (const char *weight = of.weight, *end = weight + of.lines * BLOCK_LINE_BYTES; weight < end; weight += TILE * LINE, tokens += of.next)
 #pragma GCC unroll 4
         for (int64_t i = 0; i < LINE; i += 4, weight += LINE) {
             const char* second = weight + apart;
@@ -230,12 +230,12 @@ template <int ROWS, class Sum>
                 const char* from = (part < 2 ? weight : second) + part % 2 * TILE * LINE;
                 const Ints line = load_line(from);
                 prefetch(from + of.ahead);
-                unrolled<ROWS>([&](auto row) { found[row][part] = dot(found[row][part], splat_at(tokens + row * of.stride + i), line); });
+                unrolled<ROWS>([&](auto row) { result[row][part] = dot(result[row][part], splat_at(tokens + row * of.stride + i), line); });
             });
         }
     unrolled<ROWS>([&](auto row) {
-        store_sums(sums + row * WIDE, found[row][0]), store_sums(sums + row * WIDE + TILE, found[row][1]);
-        store_sums(others + row * WIDE, found[row][2]), store_sums(others + row * WIDE + TILE, found[row][3]);
+        store_sums(sums + row * WIDE, result[row][0]), store_sums(sums + row * WIDE + TILE, result[row][1]);
+        store_sums(others + row * WIDE, result[row][2]), store_sums(others + row * WIDE + TILE, result[row][3]);
     });
 }
 

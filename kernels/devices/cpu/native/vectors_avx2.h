@@ -118,13 +118,13 @@ class ByteTable {
     IntPart one(__m256i at) const {
         const __m256i more = _mm256_set1_epi8(0x70);
         at = _mm256_and_si256(at, _mm256_set1_epi8(0x7f));
-        __m256i found = _mm256_setzero_si256();
+        __m256i result = _mm256_setzero_si256();
 #pragma GCC unroll 8
         for (int n = 0; n < 8; n++) {
             const __m256i within = _mm256_adds_epu8(_mm256_sub_epi8(at, _mm256_set1_epi8(static_cast<char>(16 * n))), more);
-            found = _mm256_or_si256(found, _mm256_shuffle_epi8(raw(tables_[n]), within));
+            result = _mm256_or_si256(result, _mm256_shuffle_epi8(raw(tables_[n]), within));
         }
-        return (IntPart)found;
+        return (IntPart)result;
     }
 
     IntPart tables_[8];
@@ -136,12 +136,12 @@ inline Floats max_of_quarters(Floats x) {
     return {{all, all}};
 }
 inline Floats add_quarters(Floats sum, Floats x) {
-    __m128 found = _mm256_castps256_ps128(raw(sum.part[0]));
+    __m128 result = _mm256_castps256_ps128(raw(sum.part[0]));
     for (const FloatPart part : x.part) {
-        found = _mm_add_ps(found, _mm256_castps256_ps128(raw(part)));
-        found = _mm_add_ps(found, _mm256_extractf128_ps(raw(part), 1));
+        result = _mm_add_ps(result, _mm256_castps256_ps128(raw(part)));
+        result = _mm_add_ps(result, _mm256_extractf128_ps(raw(part), 1));
     }
-    return {{(FloatPart)_mm256_zextps128_ps256(found), FloatPart{}}};
+    return {{(FloatPart)_mm256_zextps128_ps256(result), FloatPart{}}};
 }
 
 [[gnu::always_inline]] inline Floats add_lanes(const Floats (&sums)[16]) {

@@ -211,12 +211,12 @@ inline Floats max_of_quarters(Floats x) {
     return {_mm512_max_ps(x.v, _mm512_shuffle_f32x4(x.v, x.v, 0xb1))};
 }
 inline Floats add_quarters(Floats sum, Floats x) {
-    __m128 found = _mm512_castps512_ps128(sum.v);
-    found = _mm_add_ps(found, _mm512_castps512_ps128(x.v));
-    found = _mm_add_ps(found, _mm512_extractf32x4_ps(x.v, 1));
-    found = _mm_add_ps(found, _mm512_extractf32x4_ps(x.v, 2));
-    found = _mm_add_ps(found, _mm512_extractf32x4_ps(x.v, 3));
-    return {_mm512_castps128_ps512(found)};
+    __m128 result = _mm512_castps512_ps128(sum.v);
+    result = _mm_add_ps(result, _mm512_castps512_ps128(x.v));
+    result = _mm_add_ps(result, _mm512_extractf32x4_ps(x.v, 1));
+    result = _mm_add_ps(result, _mm512_extractf32x4_ps(x.v, 2));
+    result = _mm_add_ps(result, _mm512_extractf32x4_ps(x.v, 3));
+    return {_mm512_castps128_ps512(result)};
 }
 
 [[gnu::always_inline]] inline Floats add_lanes(const Floats (&sums)[16]) {

@@ -126,10 +126,10 @@ inline IntPart lanes_of(Mask mask, int i) {
 }
 template <class Call, class V>
 [[gnu::always_inline]] inline Mask mask_of(const Call& call, const V& a, const V& b) {
-    int found = 0;
+    int result = 0;
 #pragma GCC unroll 4
-    for (int i = 0; i < PARTS; i++) found |= signs((IntPart)call(a.part[i], b.part[i])) << (i * PART);
-    return static_cast<Mask>(found);
+    for (int i = 0; i < PARTS; i++) result |= signs((IntPart)call(a.part[i], b.part[i])) << (i * PART);
+    return static_cast<Mask>(result);
 }
 inline Mask operator>(Floats a, Floats b) { return mask_of([](FloatPart x, FloatPart y) { return x > y; }, a, b); }
 inline Mask operator>=(Floats a, Floats b) { return mask_of([](FloatPart x, FloatPart y) { return x >= y; }, a, b); }
@@ -163,8 +163,8 @@ inline float first_lane(Floats x) { return x.part[0][0]; }
 
 // x times 2 to a power. At most 2^128, which is infinity.
 inline Floats scale(Floats x, Floats power) {
-    const Ints whole = to_ints(min(splat(128.0f), max(splat(-127.0f), floor(power))));
-    return x * from_bits((whole + splat(127)) << 23);
+    const Ints integers = to_ints(min(splat(128.0f), max(splat(-127.0f), floor(power))));
+    return x * from_bits((integers + splat(127)) << 23);
 }
 inline Floats bounded_power(Floats x) { return min(splat(200.0f), max(splat(-200.0f), x)); }  // a NaN stays one
 
@@ -221,19 +221,19 @@ inline void store_bytes(void* to, Ints x) {
 template <class T>
 inline auto gathered(const T* from, Ints at, Mask mask) {
     alignas(64) int32_t places[16];
-    alignas(64) T found[16];
+    alignas(64) T result[16];
     store_line(places, at);
-    for (int lane = 0; lane < 16; lane++) found[lane] = mask >> lane & 1 ? from[places[lane]] : T{};
-    return std::bit_cast<std::conditional_t<std::is_same_v<T, float>, Floats, Ints>>(found);
+    for (int lane = 0; lane < 16; lane++) result[lane] = mask >> lane & 1 ? from[places[lane]] : T{};
+    return std::bit_cast<std::conditional_t<std::is_same_v<T, float>, Floats, Ints>>(result);
 }
 inline Floats gather(const float* from, Ints at, Mask mask) { return gathered(from, at, mask); }
 inline Ints gather(const int32_t* from, Ints at) { return gathered(from, at, 0xffff); }
 inline Floats pick(const bf16* from, int64_t count, Ints at) {
-    alignas(64) uint32_t places[16], found[16];
+    alignas(64) uint32_t places[16], result[16];
     store_line(places, at);
     for (int lane = 0; lane < 16; lane++)
-        found[lane] = places[lane] >> 16 < count ? static_cast<uint32_t>(from[places[lane] >> 16]) << 16 : 0;
-    return from_bits(load_line(found));
+        result[lane] = places[lane] >> 16 < count ? static_cast<uint32_t>(from[places[lane] >> 16]) << 16 : 0;
+    return from_bits(load_line(result));
 }
 inline Ints table_of_bytes(const void* from) {
     Ints x;
@@ -336,7 +336,7 @@ inline Ints dot_as_words(Ints sum, Ints a, Ints b) {
 }
 
 inline void transpose(Ints* rows) {
-    Ints found[16];
+    Ints result[16];
 #pragma GCC unroll 4
     for (int i = 0; i < PARTS; i++)
 #pragma GCC unroll 4
@@ -346,9 +346,9 @@ inline void transpose(Ints* rows) {
             for (int row = 0; row < PART; row++) block[row] = rows[i * PART + row].part[j];
             transpose_part(block);
 #pragma GCC unroll 8
-            for (int row = 0; row < PART; row++) found[j * PART + row].part[i] = block[row];
+            for (int row = 0; row < PART; row++) result[j * PART + row].part[i] = block[row];
         }
-    for (int i = 0; i < 16; i++) rows[i] = found[i];
+    for (int i = 0; i < 16; i++) rows[i] = result[i];
 }
 
 }  // namespace troupe

@@ -6,15 +6,19 @@ import torch
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
+from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm
 from kernels.devices.attention import Attention, ProjectedHeads
 from kernels.devices.cuda.attention.decode import DecodeScratch
+from kernels.devices.cuda.attention.latent import attend_latent
 from kernels.devices.cuda.attention.plan import AttentionPlan, attention, plan_attention, plan_draft
 from kernels.devices.cuda.cache import CudaCache, CudaCaches
 from kernels.devices.cuda.elementwise.angles import angles
 from kernels.devices.cuda.elementwise.heads import place_heads
+from kernels.devices.cuda.elementwise.latent_heads import place_latent
 from kernels.devices.cuda.elementwise.norms import CudaNorm
 from kernels.devices.cuda.matmul.qkv_projection import CudaHeads
+from kernels.devices.latent_attention import LatentHeads
 from kernels.devices.linear import NormThenLinear
 from kernels.devices.memory import DeviceMemory
 
@@ -23,6 +27,8 @@ __all__ = ["CudaAttention"]
 
 class CudaAttention(Attention[CudaCache, AttentionPlan]):
     """``invariant``: whether a token's results must not depend on the other rows of a step."""
+
+    plans_latent = True
 
     def __init__(self, caches: CudaCaches, memory: DeviceMemory, page_size: int, invariant: bool = False) -> None:
         super().__init__(caches)
@@ -42,6 +48,22 @@ class CudaAttention(Attention[CudaCache, AttentionPlan]):
 
     def attend(self, queries: Tensor, cache: CudaCache, plan: AttentionPlan, scale: float) -> Tensor:
         return attention(queries, cache, plan, scale, self._scratch)
+
+    def attend_latent(
+        self, queries: Tensor, cache: Tensor, batch: ForwardBatch, heads: LatentHeads, scale: float
+    ) -> Tensor:
+        if self._scratch is None:  # a model with latent vectors is not loaded then
+            return super().attend_latent(queries, cache, batch, heads, scale)
+        plain, rotated = heads.absorb(queries)
+        return heads.expand(attend_latent(plain, rotated, cache, batch.plans[0], scale, self._scratch))
+
+    def place_latent(
+        self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Tensor, index: Tensor
+    ) -> Tensor:
+        if not isinstance(norm, CudaNorm):
+            return super().place_latent(queries, vectors, norm, cos, sin, cache, index)
+        place_latent(queries, vectors, norm.weight, norm.eps, cos, sin, cache, index)
+        return queries
 
     def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return angles(positions, frequencies, scale, dtype)

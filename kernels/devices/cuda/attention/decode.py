@@ -126,7 +126,7 @@ def _attend(
     do_not_specialize=["page_stride", "length_stride", "splits", "held"],  # they vary from step to step
     do_not_specialize_on_alignment=["pages", "lengths"],  # alignment differs between steps in graphs and others
 )
-def _decode(
+def decode_attention_kernel(
     queries,
     cache,
     scales,
@@ -310,7 +310,7 @@ def attend_decodes(
     dim_block, group = max(16, triton.next_power_of_2(dim)), triton.next_power_of_2(heads // kv_heads)
     partial, stats, arrived = scratch.room(rows, heads, kv_heads, dim, splits)
     pdl = overlapping(queries.device)
-    _decode[(rows, kv_heads, splits)](
+    decode_attention_kernel[(rows, kv_heads, splits)](
         queries,
         cache,
         cache if scales is None else scales,

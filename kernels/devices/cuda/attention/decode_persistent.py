@@ -124,7 +124,7 @@ def _expect(bar, left, lines: gl.constexpr, dim: gl.constexpr, more):
     do_not_specialize=["rows", "page_stride", "length_stride", "query_lines"],
     do_not_specialize_on_alignment=["pages", "lengths"],  # alignment differs between steps in graphs and others
 )
-def _spread(
+def decode_attention_persistent_kernel(
     queries,
     cache,
     part,
@@ -349,7 +349,7 @@ def attend_many(
     partial, stats, arrived = scratch.room(programs, lines, 1, dim, 2)
     query_lines = queries.stride(0) // dim
     pdl = copying(queries.device)
-    _spread[(programs,)](
+    decode_attention_persistent_kernel[(programs,)](
         _describe(queries, (rows - 1) * query_lines + heads, lines, dim),
         _describe(cache, every, _BLOCK, dim),
         _describe(cache, every, 16, 64),

@@ -11,14 +11,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.devices.cuda.attention.narrow_cache import NarrowCache, bits
+from kernels.devices.cuda.attention.cache_8bit import Cache8bit, bits
 from kernels.devices.cuda.launch import overlapping
 
 __all__ = ["move_accepted", "move_caches"]
 
 
 @triton.jit(do_not_specialize=["each"])
-def _move(
+def move_kv_kernel(
     pointers,
     like,
     source,
@@ -47,7 +47,7 @@ def _move(
 
 
 @triton.jit(do_not_specialize=["outcome_stride"])
-def _move_accepted(
+def move_accepted_kv_kernel(
     pointers,
     like,
     index,
@@ -85,7 +85,7 @@ def _move_accepted(
 
 
 def move_caches(
-    caches: Sequence[Tensor | NarrowCache],
+    caches: Sequence[Tensor | Cache8bit],
     source: Tensor,
     target: Tensor,
     each: int,
@@ -97,18 +97,18 @@ def move_caches(
 
 
 def move_accepted(
-    caches: Sequence[Tensor | NarrowCache],
+    caches: Sequence[Tensor | Cache8bit],
     index: Tensor,
     rows: Tensor,
     outcome: Tensor,
     pointers: Callable[[Sequence[Tensor]], Tensor],
 ) -> None:
-    """``Drafting.move_accepted``. ``pointers``: makes int64 [caches], the addresses of the caches."""
+    """``DraftKernels.move_accepted``. ``pointers``: makes int64 [caches], the addresses of the caches."""
     pdl = overlapping(index.device)
     for parts in _kinds(caches):
         _, both, kv_heads, page_size, dim = parts[0].shape
         levels = outcome.shape[1] - 2
-        _move_accepted[(len(outcome), both * kv_heads, len(parts))](
+        move_accepted_kv_kernel[(len(outcome), both * kv_heads, len(parts))](
             pointers(parts),
             parts[0],
             index,
@@ -127,10 +127,10 @@ def move_accepted(
         )
 
 
-def _kinds(caches: Sequence[Tensor | NarrowCache]) -> list[list[Tensor]]:
+def _kinds(caches: Sequence[Tensor | Cache8bit]) -> list[list[Tensor]]:
     """The tensors of ``caches``, by dtype and shape: those of a list are moved in one launch."""
     whole = [cache for cache in caches if isinstance(cache, Tensor)]
-    narrow = [cache for cache in caches if isinstance(cache, NarrowCache)]
+    narrow = [cache for cache in caches if isinstance(cache, Cache8bit)]
     scales = [cache.scales.unsqueeze(-1) for cache in narrow if cache.scales is not None]
     return [parts for parts in (whole, [bits(cache.values) for cache in narrow], scales) if parts]
 
@@ -144,7 +144,7 @@ def _move_parts(
 ) -> None:
     _, both, kv_heads, page_size, dim = caches[0].shape
     pointers = put(np.array([cache.data_ptr() for cache in caches], dtype=np.int64))
-    _move[(len(source) // each, both * kv_heads, len(caches))](
+    move_kv_kernel[(len(source) // each, both * kv_heads, len(caches))](
         pointers,
         caches[0],
         source,

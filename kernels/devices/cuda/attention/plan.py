@@ -12,8 +12,8 @@ import triton
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
+from kernels.devices.cuda.attention.cache_8bit import Cache8bit, scale_found, scale_queries
 from kernels.devices.cuda.attention.decode import DecodeScratch, attend_decodes, split_count
-from kernels.devices.cuda.attention.narrow_cache import NarrowCache, scale_found, scale_queries
 from kernels.devices.cuda.attention.prefill import PrefillBlocks, attend_prefills, plan_prefills
 from kernels.devices.cuda.attention.verify import HEADER, attend_drafts, draft_splits
 from kernels.devices.cuda.invariant_kernels import attend_decodes_alone, attend_drafts_alone, attend_prompts_alone
@@ -127,11 +127,11 @@ def plan_draft(
 
 
 def attention(
-    queries: Tensor, cache: Tensor | NarrowCache, plan: AttentionPlan, scale: float, scratch: DecodeScratch | None
+    queries: Tensor, cache: Tensor | Cache8bit, plan: AttentionPlan, scale: float, scratch: DecodeScratch | None
 ) -> Tensor:
     """``queries`` [tokens, heads, dim] -> [tokens, heads * dim]. ``scratch``: None for batch-invariant results
     (``kernels.devices.cuda.invariant_kernels``)."""
-    if isinstance(cache, NarrowCache):
+    if isinstance(cache, Cache8bit):
         if cache.fixed is None:
             return _attention(queries, cache.values, cache.scales, plan, scale, scratch).flatten(1)
         found = _attention(scale_queries(queries, cache.fixed), cache.values, None, plan, scale, scratch)

@@ -129,7 +129,7 @@ def _stretch(
 
 
 @triton.jit(do_not_specialize=["page_stride"])  # it varies from step to step
-def _prefill(
+def prefill_attention_kernel(
     queries,
     cache,
     scales,
@@ -210,7 +210,7 @@ def attend_prefills(
     _, _, kv_heads, page_size, _ = cache.shape
     wide = queries.element_size() == 4
     parts = TILE // plan.query_block
-    _prefill[(heads, parts * len(plan.blocks))](
+    prefill_attention_kernel[(heads, parts * len(plan.blocks))](
         queries,
         cache,
         cache if scales is None else scales,

@@ -229,7 +229,7 @@ def _answer(
     do_not_specialize=["every", "page_stride"],
     do_not_specialize_on_alignment=["pages", "blocks"],  # alignment differs between steps in graphs and others
 )
-def _specialized(
+def prefill_attention_sm90_kernel(
     queries,
     cache,
     pages,
@@ -292,7 +292,7 @@ def attend_prompts(
     count, _, kv_heads, page_size, _ = cache.shape
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
     every = len(plan.blocks) * heads
-    _specialized[(min(every, programs or multiprocessors(queries.device)),)](
+    prefill_attention_sm90_kernel[(min(every, programs or multiprocessors(queries.device)),)](
         TensorDescriptor(queries, [tokens, heads * dim], [queries.stride(0), 1], [_ROWS, dim], layout),
         TensorDescriptor(cache, [count * 2 * kv_heads * page_size, dim], [dim, 1], [_ROWS, 64], layout),
         plan.pages,

@@ -162,7 +162,7 @@ def _stretch(
 
 
 @triton.jit(do_not_specialize=["state_stride", "bits_stride", "blocks", "splits"])
-def _drafts(
+def verify_attention_kernel(
     queries,
     cache,
     scales,
@@ -265,7 +265,7 @@ def _drafts(
 
 
 @triton.jit(do_not_specialize=["state_stride", "tokens"])
-def _join(
+def verify_attention_combine_kernel(
     state,
     out,
     partial,
@@ -348,7 +348,7 @@ def attend_drafts(
     partial, stats, _ = scratch.room(total, heads, kv_heads, dim, splits)
     pdl = overlapping(queries.device)
     block, dim_block = 32 if wide else 64, max(16, triton.next_power_of_2(dim))
-    _drafts[(rows * blocks, kv_heads, splits)](
+    verify_attention_kernel[(rows * blocks, kv_heads, splits)](
         queries,
         cache,
         cache if scales is None else scales,
@@ -384,7 +384,7 @@ def attend_drafts(
         launch_pdl=pdl,
     )
     if splits > 1:
-        _join[(rows * tokens, heads)](
+        verify_attention_combine_kernel[(rows * tokens, heads)](
             state,
             out,
             partial,

@@ -121,7 +121,7 @@ def _joined(partial, stats, used, inside, line, dim: gl.constexpr, lines: gl.con
 
 
 @gluon.jit(do_not_specialize=["state_stride", "bits_stride", "blocks", "splits", "least"])
-def _few(
+def verify_attention_sm90_kernel(
     queries,
     cache,
     state,
@@ -342,7 +342,7 @@ def attend_few(
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
     described = TensorDescriptor(cache, [count * 2 * kv_heads * page_size, dim], [dim, 1], [_BLOCK, dim], layout)
     pdl = copying(queries.device)
-    _few[(rows * blocks, kv_heads, split.splits)](
+    verify_attention_sm90_kernel[(rows * blocks, kv_heads, split.splits)](
         queries,
         described,
         state,

@@ -20,7 +20,7 @@ _COPIED = 2048
 
 
 @triton.jit(do_not_specialize=["nodes_stride", "parents_stride", "table_stride", "found_stride"])
-def _accept(
+def accept_drafts_kernel(
     rows,
     sampled,
     broken,
@@ -107,7 +107,7 @@ def _accept(
 def accept(
     tree: DraftTree, rows: Tensor, sampled: Tensor, broken: Tensor, depth: int, forced: int, table: Tensor
 ) -> Acceptance:
-    """See ``Drafting.accept``."""
+    """See ``DraftKernels.accept``."""
     count, width = tree.tokens.shape
     depth = min(depth, forced - 1) if forced else depth
     levels, device = depth + 1, sampled.device
@@ -119,7 +119,7 @@ def accept(
         parents, depths, bits = (each.contiguous() for each in (parents, depths, bits))
     nodes = tree.tokens if tree.tokens.stride(1) == 1 else tree.tokens.contiguous()
     pdl = overlapping(device)
-    _accept[(count,)](
+    accept_drafts_kernel[(count,)](
         rows,
         sampled,
         broken.view(torch.int8),
@@ -150,7 +150,7 @@ _STRIDES = ["given_stride", "pages_stride", "host_stride", "outcome_stride", "to
 
 
 @triton.jit(do_not_specialize=["rows", "held", "given_pages", *_STRIDES])
-def _bring(
+def copy_accepted_kernel(
     given,
     pages,
     outcome,
@@ -217,11 +217,11 @@ def bring(
     kept_tokens: Tensor,
     kept_features: Tensor,
 ) -> None:
-    """See ``Drafting.copy_accepted``."""
+    """See ``DraftKernels.copy_accepted``."""
     rows, size = len(outcome), len(given)
     columns, levels, wide = host.shape[1] - 2, kept_tokens.shape[1], features.shape[1]
     pdl = overlapping(outcome.device)
-    _bring[(size, levels, triton.cdiv(wide, _COPIED))](
+    copy_accepted_kernel[(size, levels, triton.cdiv(wide, _COPIED))](
         given,
         pages,
         outcome,

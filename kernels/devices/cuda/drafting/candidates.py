@@ -40,7 +40,7 @@ def value_of(key):
 
 
 @triton.jit
-def _parts(
+def candidate_parts_kernel(
     logits,
     keys,
     sums,
@@ -106,7 +106,7 @@ def merged(
 
 
 @triton.jit
-def _candidates(
+def candidates_kernel(
     keys,
     sums,
     ids,
@@ -159,7 +159,7 @@ def find_parts(logits: Tensor, most: int) -> Parts:
     keys = torch.empty((rows, count * most), dtype=torch.int64, device=logits.device)
     sums = torch.empty((rows, count, 2), dtype=torch.float32, device=logits.device)
     pdl = overlapping(logits.device)
-    _parts[(rows, count)](
+    candidate_parts_kernel[(rows, count)](
         logits, keys, sums, logits.stride(0), vocab, count, most, block, pdl, num_warps=4, launch_pdl=pdl
     )
     return Parts(keys, sums, count, most)
@@ -177,5 +177,5 @@ def candidates(logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
     found, pdl = find_parts(logits, most), overlapping(logits.device)
     ids = torch.empty((rows, most), dtype=torch.int64, device=logits.device)
     scores = torch.empty((rows, most), dtype=torch.float32, device=logits.device)
-    _candidates[(rows,)](found.keys, found.sums, ids, scores, *found.sizes, pdl, num_warps=4, launch_pdl=pdl)
+    candidates_kernel[(rows,)](found.keys, found.sums, ids, scores, *found.sizes, pdl, num_warps=4, launch_pdl=pdl)
     return ids, scores

@@ -1,4 +1,4 @@
-"""Kernels that choose each level of a draft's tree, and finally the tree (``kernels.devices.cuda.drafting.growing``).
+"""Kernels that choose each level of a draft's tree, and finally the tree (see ``tree_builder``).
 
 Equal logits are ordered by id, equal scores by node, as in ``kernels.core.tree.Growth``.
 """

@@ -15,7 +15,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _swiglu(x, out, inner: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr):
+def swiglu_kernel(x, out, inner: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     here = at < inner
@@ -33,5 +33,5 @@ def swiglu(x: Tensor) -> Tensor:
     inner = both // 2
     out = x.new_empty((tokens, inner))
     pdl = overlapping(x.device)
-    _swiglu[(tokens, triton.cdiv(inner, _BLOCK))](x, out, inner, _BLOCK, pdl, num_warps=4, launch_pdl=pdl)
+    swiglu_kernel[(tokens, triton.cdiv(inner, _BLOCK))](x, out, inner, _BLOCK, pdl, num_warps=4, launch_pdl=pdl)
     return out

@@ -14,7 +14,9 @@ __all__ = ["angles"]
 
 
 @triton.jit
-def _angles(positions, frequencies, cos, sin, scale, dim: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr):
+def rope_angles_kernel(
+    positions, frequencies, cos, sin, scale, dim: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
     here = at < dim
@@ -33,7 +35,7 @@ def angles(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dt
     dim = len(frequencies)
     cos, sin = torch.empty((2, len(positions), 1, dim), dtype=dtype, device=positions.device)
     pdl = overlapping(positions.device)
-    _angles[(len(positions),)](
+    rope_angles_kernel[(len(positions),)](
         positions, frequencies, cos, sin, scale, dim, triton.next_power_of_2(dim), pdl, num_warps=1, launch_pdl=pdl
     )
     return cos, sin

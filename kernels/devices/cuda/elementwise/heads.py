@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.devices.cuda.attention.narrow_cache import NarrowCache
+from kernels.devices.cuda.attention.cache_8bit import Cache8bit
 from kernels.devices.cuda.launch import overlapping
 from kernels.weights.quantization.cache import most
 
@@ -23,7 +23,7 @@ __all__ = ["Placing", "place_heads"]
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _place_heads(
+def norm_rope_cache_kernel(
     given,
     qkv,
     weight,
@@ -153,7 +153,7 @@ def place_heads(
     eps: float,
     cos: Tensor,
     sin: Tensor,
-    cache: Tensor | NarrowCache,
+    cache: Tensor | Cache8bit,
     index: Tensor,
     parts: Tensor | None = None,
     alone: bool = False,
@@ -162,14 +162,14 @@ def place_heads(
 
     ``weight`` [heads + kv_heads, dim]: of the norm of each head, or None. ``index`` int64 [tokens]: page * page_size +
     offset of each token. The first half of ``sin`` is negated. ``cache`` [pages, 2, kv_heads, page_size, dim], or a
-    ``NarrowCache``. ``parts`` float32 [parts, tokens, (heads + 2 * kv_heads) * dim], dense: summands of ``qkv``, which
+    ``Cache8bit``. ``parts`` float32 [parts, tokens, (heads + 2 * kv_heads) * dim], dense: summands of ``qkv``, which
     is then computed and rounded here. ``alone``: whether sums of a token must not depend on the number of tokens.
     """
     tokens, every, dim = qkv.shape
     block = 1 if tokens <= 64 or alone else 8
     pdl = overlapping(qkv.device)
     values, scales, offsets, kept = cache, None, None, 0
-    if isinstance(cache, NarrowCache):
+    if isinstance(cache, Cache8bit):
         values = cache.values
         if cache.scales is not None:
             scales, kept = cache.scales, 1
@@ -177,7 +177,7 @@ def place_heads(
             scales, offsets, kept = cache.fixed.scales, cache.fixed.offsets, 2
             offsets = torch.zeros_like(scales) if offsets is None else offsets
     assert isinstance(values, Tensor)
-    _place_heads[(triton.cdiv(tokens, block), every)](
+    norm_rope_cache_kernel[(triton.cdiv(tokens, block), every)](
         qkv if parts is None else parts,
         qkv,
         qkv if weight is None else weight,

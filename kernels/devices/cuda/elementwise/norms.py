@@ -16,7 +16,7 @@ __all__ = ["Before", "CudaNorm", "norm_embeddings_and_states", "norm_pair"]
 
 
 @triton.jit
-def _norm(
+def rms_norm_kernel(
     x,
     residual,
     weight,
@@ -176,7 +176,7 @@ class CudaNorm:
         out = torch.empty_like(residual)
         block = triton.next_power_of_2(width)
         pdl = overlapping(x.device)
-        _norm[(rows,)](
+        rms_norm_kernel[(rows,)](
             x,
             residual,
             self.weight,

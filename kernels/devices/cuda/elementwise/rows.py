@@ -20,7 +20,7 @@ _BLOCK = 1024  # numbers of a program
 
 
 @triton.jit
-def _add_rows(
+def add_rows_kernel(
     x,
     y,
     out,
@@ -45,7 +45,7 @@ def _add_rows(
 
 
 @triton.jit
-def _look_up(ids, table, out, stride, width, vocab, block: tl.constexpr, pdl: tl.constexpr):
+def embedding_kernel(ids, table, out, stride, width, vocab, block: tl.constexpr, pdl: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     here = at < width
@@ -64,7 +64,7 @@ def add_rows(x: Tensor, y: Tensor | None, out: Tensor) -> None:
     """
     rows, width = x.shape
     pdl = overlapping(x.device)
-    _add_rows[(rows, triton.cdiv(width, _BLOCK))](
+    add_rows_kernel[(rows, triton.cdiv(width, _BLOCK))](
         x,
         x if y is None else y,
         out,
@@ -86,7 +86,7 @@ def look_up(ids: Tensor, table: Tensor) -> Tensor:
     vocab, width = table.shape
     out = torch.empty((len(ids), width), dtype=table.dtype, device=table.device)
     pdl = overlapping(table.device)
-    _look_up[(len(ids), triton.cdiv(width, _BLOCK))](
+    embedding_kernel[(len(ids), triton.cdiv(width, _BLOCK))](
         ids, table, out, table.stride(0), width, vocab, _BLOCK, pdl, num_warps=4, launch_pdl=pdl
     )
     return out

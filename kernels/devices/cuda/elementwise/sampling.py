@@ -18,7 +18,7 @@ _BLOCK = 4096
 
 
 @triton.jit(do_not_specialize=["keeps"])  # so that it is compiled once
-def _parts(logits, kept, values, ids, vocab, parts, keeps, block: tl.constexpr, pdl: tl.constexpr):
+def argmax_parts_kernel(logits, kept, values, ids, vocab, parts, keeps, block: tl.constexpr, pdl: tl.constexpr):
     """``keeps``, 0 or 1: whether the logits are also copied to ``kept``."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * block + tl.arange(0, block)
@@ -46,7 +46,7 @@ def best_of(values, ids, row, parts, block: tl.constexpr):
 
 
 @triton.jit
-def _whole(values, ids, tokens, broken, parts, block: tl.constexpr, pdl: tl.constexpr):
+def argmax_kernel(values, ids, tokens, broken, parts, block: tl.constexpr, pdl: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     if pdl:
         gdc_launch_dependents()
@@ -72,7 +72,7 @@ def find_largest(logits: Tensor, kept: Tensor | None = None) -> Largest:
     values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
     ids = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
     pdl = overlapping(logits.device)
-    _parts[(rows, parts)](
+    argmax_parts_kernel[(rows, parts)](
         logits,
         logits if kept is None else kept,
         values,
@@ -97,12 +97,14 @@ def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     broken = torch.empty(rows, dtype=torch.int8, device=logits.device)
     pdl = overlapping(logits.device)
-    _whole[(rows,)](values, ids, tokens, broken, parts, triton.next_power_of_2(parts), pdl, num_warps=1, launch_pdl=pdl)
+    argmax_kernel[(rows,)](
+        values, ids, tokens, broken, parts, triton.next_power_of_2(parts), pdl, num_warps=1, launch_pdl=pdl
+    )
     return tokens, broken.view(torch.bool)
 
 
 @triton.jit
-def _mask(logits, packed, vocab, stride, block: tl.constexpr):
+def mask_logits_kernel(logits, packed, vocab, stride, block: tl.constexpr):
     mask = packed + tl.program_id(0).to(tl.int64) * stride
     at = tl.program_id(1) * block + tl.arange(0, block)
     row = tl.load(mask).to(tl.int64)
@@ -115,4 +117,6 @@ def mask_logits(logits: Tensor, packed: Tensor) -> None:
     """Set forbidden tokens of ``logits`` [rows, vocab], contiguous, to -inf. ``packed`` int32 [n, 1 + words]: in each
     row the index of a row of logits, then a bit a token, the lowest first, set where it is allowed."""
     vocab = logits.shape[1]
-    _mask[(len(packed), triton.cdiv(vocab, _BLOCK))](logits, packed, vocab, packed.shape[1], _BLOCK, num_warps=8)
+    mask_logits_kernel[(len(packed), triton.cdiv(vocab, _BLOCK))](
+        logits, packed, vocab, packed.shape[1], _BLOCK, num_warps=8
+    )

@@ -28,7 +28,7 @@ from kernels.devices.cuda.graphs.staging import Staged, stage
 from kernels.devices.cuda.launch import is_precompiling
 from kernels.devices.cuda.precompile import of_each_kind
 from kernels.devices.graphs import GraphBuffers, Put, cause_of, first_error
-from kernels.devices.prepared import PassEnd, PassFound
+from kernels.devices.prepared import PassResult, VerifyOutputs
 
 __all__ = ["DecodeGraphs", "Kind", "capture_draft", "capture_each", "launches_last"]
 
@@ -100,7 +100,7 @@ class DecodeGraphs:
         self._graphs = capture_each(sorted(sizes, reverse=True), lambda size: forward(self._batch(size)), device, agree)
         self.sizes = sorted(self._graphs)
         self._forward, self._head = forward, request.head
-        self._headed: dict[int, tuple[Callable[[], None], PassFound]] = {}
+        self._headed: dict[int, tuple[Callable[[], None], PassResult]] = {}
         # For few rows only: with more rows the launches after a graph cost little, and their logits take memory.
         few = [size for size in reversed(self.sizes) if size <= _HEADED_ROWS]
         if request.head is not None and few:
@@ -110,12 +110,12 @@ class DecodeGraphs:
                 found.accepted.packed.zero_()
 
     @property
-    def ends(self) -> dict[int, PassEnd]:
-        """As ``Decodes.ends`` says."""
+    def ends(self) -> dict[int, VerifyOutputs]:
+        """As ``CapturedPasses.ends`` says."""
         if self._head is None or self._head.features is None:
             return {}
         return {
-            size: PassEnd(
+            size: VerifyOutputs(
                 self._staged.rows[:size],
                 self._state[:size, HEADER:],
                 found.accepted,
@@ -168,8 +168,8 @@ class DecodeGraphs:
         pages: npt.NDArray[np.int32],
         tree: DraftTree,
         slots: npt.NDArray[np.int64] | None = None,
-    ) -> PassFound | None:
-        """As ``Decodes.verify``: ``run`` for trees with the maximum number of nodes."""
+    ) -> PassResult | None:
+        """As ``CapturedPasses.verify``: ``run`` for trees with the maximum number of nodes."""
         count, tokens = len(pages), self._tokens
         size = next((size for size in self.sizes if size >= count), 0)
         if not size or (size > count and not self._padded) or tree.tokens.shape[1] != tokens:
@@ -196,24 +196,24 @@ class DecodeGraphs:
             replay, found = headed
             replay()
             if found.accepted is not None:
-                return PassFound(found.result[:whole], index[:whole], None, found.accepted.of(count), size)
+                return PassResult(found.result[:whole], index[:whole], None, found.accepted.first_rows(count), size)
             assert found.head is not None
             logits, argmax, broken = found.head
             head = logits[:whole], argmax[:whole], broken[:whole]
-            return PassFound(found.result[:whole], index[:whole], head)
+            return PassResult(found.result[:whole], index[:whole], head)
         replay, hidden = self._graphs[size]
         replay()
-        return PassFound(hidden[:whole], index[:whole])
+        return PassResult(hidden[:whole], index[:whole])
 
-    def _run_headed(self, size: int) -> PassFound:
+    def _run_headed(self, size: int) -> PassResult:
         assert self._head is not None
         result = self._forward(self._batch(size))
         head, index = self._head.find(result), self._buffers.cache_index[: size * self._tokens]
         if self._head.accept is None:
-            return PassFound(result, index, head)
+            return PassResult(result, index, head)
         rows, whole = self._staged.rows[:size], self._staged.tree
         tree = DraftTree(whole.tokens[:size], whole.parents[:size], whole.depths[:size], whole.bits[:size])
-        return PassFound(result, index, None, self._head.accept(tree, rows, index, head[1], head[2]), size)
+        return PassResult(result, index, None, self._head.accept(tree, rows, index, head[1], head[2]), size)
 
     def _draft_state(self, rows: AttentionRows) -> Tensor:
         count = len(rows.starts)

@@ -30,7 +30,7 @@ from kernels.devices.cuda.graphs.decode_graphs import Kind, capture_each, launch
 from kernels.devices.cuda.graphs.step_graphs import leave
 from kernels.devices.cuda.launch import is_precompiling
 from kernels.devices.graphs import Put
-from kernels.devices.prepared import StepFound
+from kernels.devices.prepared import CapturedStepResult
 
 __all__ = ["PromptGraphs", "prompt_sizes"]
 
@@ -149,7 +149,7 @@ class PromptGraphs:
         taken = time.perf_counter() - begun
         _log.info("Steps with prompts: graphs of (tokens, rows) %s, captured in %.2f s.", self.sizes, taken)
 
-    def run(self, given: PromptTokens) -> StepFound | None:
+    def run(self, given: PromptTokens) -> CapturedStepResult | None:
         """Run the step; None if no graph fits it."""
         count, tokens = len(given.slots), int(given.counts.sum())
         if count - given.decodes > _CHUNKS or tokens - given.decodes > self._prompts:  # that many did not pay
@@ -168,7 +168,7 @@ class PromptGraphs:
         self._state[1 : 1 + size[1], : state.shape[1]].copy_(new[len(numbers) :].view(state.shape))
         replay, found = self._graphs[size]
         replay()
-        return StepFound(found.hidden[:count], found.logits[:count], found.argmax[:count])
+        return CapturedStepResult(found.hidden[:count], found.logits[:count], found.argmax[:count])
 
     def _fill(self, given: PromptTokens, size: Size) -> npt.NDArray[np.int32]:
         """The numbers of ``size``."""
@@ -210,7 +210,7 @@ class PromptGraphs:
             most = size[0]
         return most, [size for size in sizes if most and size[0] - (size[1] if size[1] > fewest else 0) <= most]
 
-    def _run(self, size: Size) -> StepFound:
+    def _run(self, size: Size) -> CapturedStepResult:
         (tokens, rows), layout = size, _Numbers.of(size)
         numbers = self._numbers[size]
         longs = numbers[: 2 * layout.longs].view(torch.int64)
@@ -225,7 +225,7 @@ class PromptGraphs:
         if self._kept is None:
             self._kept = hidden.new_empty(self._most, hidden.shape[1]), logits.new_empty(self._most, logits.shape[1])
         # In buffers that all graphs share: memory of one graph cannot be used by others.
-        kept = StepFound(self._kept[0][:rows], self._kept[1][:rows], found)
+        kept = CapturedStepResult(self._kept[0][:rows], self._kept[1][:rows], found)
         leave(state, self._table, logits, kept.logits, found)
         kept.hidden.copy_(hidden)
         return kept

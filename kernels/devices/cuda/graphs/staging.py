@@ -20,7 +20,7 @@ _STRIDES = ["state_stride", "nodes_stride", "depths_stride", "bits_stride", "bef
 
 
 @triton.jit(do_not_specialize=["follows", "rows", "columns", *_STRIDES])
-def _stage(
+def stage_inputs_kernel(
     given,
     nodes,
     parents,
@@ -91,7 +91,7 @@ def _stage(
 class Staged(NamedTuple):
     """The input of a graph of drafts with ``size`` rows. As a ``ForwardBatch`` has them, ``token_ids`` int32,
     ``positions`` and ``index`` int64 [size * tokens]; ``state`` int32 [size, HEADER + columns or more], as
-    ``DraftRows`` has it; ``rows`` int64 [size, 4], as for ``Drafting.accept``; padding rows have only a root and no
+    ``DraftRows`` has it; ``rows`` int64 [size, 4], as for ``DraftKernels.accept``; padding rows have only a root and no
     request. ``tree``: the nodes' tokens are ``token_ids``.
     """
 
@@ -116,7 +116,7 @@ def stage(given: Tensor, tree: DraftTree, to: Staged, page_size: int, before: Te
     if parents.stride() != depths.stride():
         parents, depths = parents.contiguous(), depths.contiguous()
     pdl = overlapping(to.token_ids.device)
-    _stage[(size,)](
+    stage_inputs_kernel[(size,)](
         given,
         tree.tokens,
         parents,

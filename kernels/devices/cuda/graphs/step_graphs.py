@@ -29,7 +29,7 @@ from kernels.devices.cuda.graphs.arrivals import ArrivalRing
 from kernels.devices.cuda.graphs.decode_graphs import capture_each
 from kernels.devices.cuda.launch import overlapping
 from kernels.devices.graphs import Put
-from kernels.devices.prepared import StepFound
+from kernels.devices.prepared import CapturedStepResult
 
 __all__ = ["StepGraphs", "enter", "leave"]
 
@@ -39,7 +39,7 @@ _BLOCK = 64
 
 
 @triton.jit(do_not_specialize=["rows", "state_stride", "table_stride"])
-def _enter(
+def step_begin_kernel(
     state,
     table,
     tokens,
@@ -73,7 +73,7 @@ def _enter(
 
 
 @triton.jit(do_not_specialize=["state_stride", "table_stride", "ring_stride"])
-def _leave(
+def step_end_kernel(
     state,
     table,
     values,
@@ -122,7 +122,7 @@ def enter(
     on.
     """
     rows, pdl = len(state), overlapping(state.device)
-    _enter[(triton.cdiv(rows, _BLOCK),)](
+    step_begin_kernel[(triton.cdiv(rows, _BLOCK),)](
         state,
         table,
         tokens,
@@ -151,7 +151,7 @@ def leave(
     """
     values, ids = find_largest(logits.contiguous(), kept)
     (rows, parts), pdl = values.shape, overlapping(state.device)
-    _leave[(rows,)](
+    step_end_kernel[(rows,)](
         state,
         table,
         values,
@@ -174,7 +174,7 @@ def leave(
 @dataclass(frozen=True)
 class _Step:
     replay: Callable[[], None]
-    found: StepFound
+    found: CapturedStepResult
 
 
 class StepGraphs:
@@ -206,7 +206,7 @@ class StepGraphs:
         self.sizes = sorted(self._steps)
         self._arrivals.begin()
 
-    def run(self, given: StepTokens) -> StepFound | None:
+    def run(self, given: StepTokens) -> CapturedStepResult | None:
         """Run the step; None if no graph fits it."""
         count = len(given.slots)
         size = next((size for size in self.sizes if size >= count), 0)
@@ -221,7 +221,7 @@ class StepGraphs:
         step = self._steps[size]
         step.replay()
         arrives, found = self._arrivals.follow(count), step.found
-        return StepFound(found.hidden[:count], found.logits[:count], found.argmax[:count], arrives)
+        return CapturedStepResult(found.hidden[:count], found.logits[:count], found.argmax[:count], arrives)
 
     def _bring(self, state: npt.NDArray[np.int32]) -> None:
         """``state`` to the device, unless it is what the step before has left there: most steps are of the rows of the
@@ -233,7 +233,7 @@ class StepGraphs:
             held[:] = state
         held[:, 2] += held[:, 1]
 
-    def _run(self, size: int) -> StepFound:
+    def _run(self, size: int) -> CapturedStepResult:
         state, context = self._state[:size], (self._state.shape[1] - _HEADER) * self._page_size
         tokens, positions, index = self._tokens[:size], self._positions[:size], self._index[:size]
         enter(state, self._table, self._page_size, tokens, positions, index, self._arrivals)
@@ -246,4 +246,4 @@ class StepGraphs:
         # In a place that all graphs share: what each keeps of its own, no other can use.
         kept = self._logits[:size]
         leave(state, self._table, logits, kept, found, self._arrivals)
-        return StepFound(hidden, kept, found)
+        return CapturedStepResult(hidden, kept, found)

@@ -50,7 +50,7 @@ def _wide(w, code: tl.constexpr, whole: tl.constexpr, offset: tl.constexpr):
 
 
 @triton.jit
-def _vector(
+def gemv_8bit_kernel(
     x,
     weight,
     scales,
@@ -110,7 +110,7 @@ def _vector(
 
 
 @triton.jit
-def _round(
+def quantize_rows_kernel(
     x, out, scales, stride, inputs, most: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, pdl: tl.constexpr
 ):
     """Quantize one token a program, with the maximum mapped to ``most``. The scale is not finite if the token is
@@ -133,7 +133,7 @@ def _round(
 
 
 @triton.jit
-def _scale(
+def scale_rows_kernel(
     sums,
     tokens,
     scales,
@@ -263,7 +263,7 @@ class EightBitLinear:
         sums = torch._int_mm(whole, self._transposed)
         made = x.new_empty((rows, outputs))
         pdl = overlapping(x.device)
-        _scale[(rows, triton.cdiv(outputs, _COLUMNS))](
+        scale_rows_kernel[(rows, triton.cdiv(outputs, _COLUMNS))](
             sums,
             scales,
             self.weight.scales,
@@ -285,7 +285,7 @@ class EightBitLinear:
         whole = torch.empty((held, inputs), dtype=self.weight.values.dtype, device=x.device)
         scales = torch.empty(rows, dtype=torch.float32, device=x.device)
         pdl = overlapping(x.device)
-        _round[(rows,)](
+        quantize_rows_kernel[(rows,)](
             x,
             whole,
             scales,
@@ -308,7 +308,7 @@ class EightBitLinear:
         out = x.new_empty((1, outputs))
         pdl = overlapping(x.device)
         code, offset = wide_conversion(self._kind) if x.device.type != "cpu" else (None, 0.0)
-        _vector[(triton.cdiv(outputs, rows),)](
+        gemv_8bit_kernel[(triton.cdiv(outputs, rows),)](
             x,
             self._bytes,
             self.weight.scales,

@@ -58,7 +58,7 @@ def _prefetch(place):
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
-def _narrow(
+def gemm_small_kernel(
     x,
     weight,
     bias,
@@ -189,7 +189,7 @@ def multiply(
     parts = tiles * split.splits * split.rows * token_block
     partial = out if split.splits == 1 else x.new_empty(parts, dtype=torch.float32)
     pdl = overlapping(x.device)
-    _narrow[(split.splits, tiles)](
+    gemm_small_kernel[(split.splits, tiles)](
         x,
         weight,
         weight if bias is None else bias,

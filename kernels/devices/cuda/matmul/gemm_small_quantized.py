@@ -139,7 +139,7 @@ def _grouped(
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
-def _skinny(
+def gemm_small_quantized_kernel(
     x,
     words,
     scales,
@@ -291,7 +291,7 @@ def multiply(x: Tensor, form: Form, bias: Tensor | None, arrived: Tensor, gated:
     out = x.new_empty((len(x), outputs))
     partial = out if splits == 1 else x.new_empty(programs * splits * tiles.rows * block, dtype=torch.float32)
     pdl = overlapping(x.device)
-    _skinny[(programs, splits)](
+    gemm_small_quantized_kernel[(programs, splits)](
         x.view(torch.int32) if form.kind in (BYTES, EIGHTHS) else x,
         form.words,
         form.scales,

@@ -94,7 +94,7 @@ def _factors(squares, first, tokens, inputs, eps, token_block: gl.constexpr, til
 
 
 @gluon.jit(do_not_specialize=["tokens", "splits"])
-def _bulk(
+def gemm_small_tma_kernel(
     x,
     weight,
     bias,
@@ -324,7 +324,7 @@ def multiply(
     partial = out if splits == 1 else x.new_empty(size, dtype=torch.float32)
     following = None if joining is None else joining.following
     pdl = copying(x.device)
-    _bulk[(splits, tiles, parts)](
+    gemm_small_tma_kernel[(splits, tiles, parts)](
         _describe(x, token_block),
         weight,
         out if bias is None else bias,

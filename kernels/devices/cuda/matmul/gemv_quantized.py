@@ -96,7 +96,7 @@ def _rows_of(of, rows: gl.constexpr, dim: gl.constexpr):
 
 
 @gluon.jit
-def _single(
+def gemv_quantized_kernel(
     x,
     residual,
     summed,
@@ -337,7 +337,7 @@ def multiply(
     out = x.new_empty((1, outputs)) if placing is None else placing.queries(x)
     summed = x if before is None else torch.empty_like(x)
     pdl = overlapping(x.device)
-    _single[(triton.cdiv(outputs, tiling.rows),)](
+    gemv_quantized_kernel[(triton.cdiv(outputs, tiling.rows),)](
         x,
         x if before is None else before.residual,
         summed,

@@ -42,7 +42,7 @@ _JOINED = torch.bfloat16  # a stream times a gain before division may overflow f
 
 
 @triton.jit
-def _vector(
+def gemv_kernel(
     x,
     residual,
     gain,
@@ -157,7 +157,7 @@ def _multiply(
     rows, block, warps, ahead = _tiling(inputs, gated, before is not None, residual is not None)
     out = x.new_empty((1, outputs))
     pdl = overlapping(x.device)
-    _vector[(triton.cdiv(outputs, rows),)](
+    gemv_kernel[(triton.cdiv(outputs, rows),)](
         x,
         x if residual is None else residual,
         x if before is None else before.gain,

@@ -77,7 +77,7 @@ def _slots(values: Tensor, group: int, tile: int, slots: int) -> Tensor:
 
 
 @triton.jit
-def _widen(
+def dequantize_kernel(
     words,
     scales,
     zeros,
@@ -122,7 +122,7 @@ def widen(form: Form, words: int, out: Tensor) -> None:
     """Dequantize the ``form`` in tiles of ``words`` to ``out`` [outputs, inputs], contiguous."""
     outputs, length = form.words.shape
     assert form.scales is not None
-    _widen[(triton.cdiv(outputs, _ROWS), length // words)](
+    dequantize_kernel[(triton.cdiv(outputs, _ROWS), length // words)](
         form.words,
         form.scales,
         form.scales if form.zeros is None else form.zeros,

@@ -30,7 +30,7 @@ _BLOCK: Final = 2048  # inputs at a time, as in other products of one token
 
 
 @triton.jit
-def _project(
+def qkv_gemv_kernel(
     x,
     gain,
     weight,
@@ -126,7 +126,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, placing: Placing, be
     out = placing.queries(x)
     pdl = overlapping(x.device)
     pairs, block, warps, ahead = _tiling(inputs, dim, before is not None)
-    _project[(outputs // 2 // pairs,)](
+    qkv_gemv_kernel[(outputs // 2 // pairs,)](
         x,
         x if before is None else before.gain,
         weight,

@@ -21,14 +21,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.devices.cuda.elementwise.activation import swiglu
+from kernels.devices.cuda.moe.routing import route, sum_experts
 from kernels.devices.experts import (
+    ClampedGate,
     ExpertInputs,
     ExpertLayers,
     Experts,
     ExpertWeights,
     Routing,
     StackedExperts,
-    choose,
     refusal,
 )
 from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
@@ -54,7 +55,7 @@ def _less(n, zero, bits: tl.constexpr, like: tl.constexpr):
 
 
 @triton.jit
-def _multiply(
+def moe_gemm_kernel(
     x,
     weight,
     scales,
@@ -193,20 +194,15 @@ class CudaExperts(StackedExperts[_Stack]):
         return _Stack(values, scales, None, 8, group, tall, before)
 
     def __call__(self, x: Tensor) -> Tensor:
-        weights, experts = choose(self.router(x), self.routing)
-        flat = experts.flatten()
-        order = flat.argsort(stable=True).to(torch.int32)
-        counts = torch.zeros(self.count, dtype=torch.int32, device=x.device)
-        counts.index_add_(0, flat, torch.ones_like(order))
-        chosen = self.routing.chosen
+        routed, chosen = route(self.router(x), self.routing), self.routing.chosen
+        order, counts = routed.order, routed.counts
         rows, each = x.contiguous(), chosen
         if self.gate_up.before is not None:
-            rows, each = self.gate_up.before(x.repeat_interleave(chosen, 0), flat), 1
+            rows, each = self.gate_up.before(x.repeat_interleave(chosen, 0), routed.experts.flatten()), 1
         inner = swiglu(self._product(rows, self.gate_up, order, counts, each))
         if self.down.before is not None:
-            inner = self.down.before(inner, flat)
-        found = self._product(inner, self.down, order, counts, 1).view(len(x), chosen, -1)
-        return (found.float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
+            inner = self.down.before(inner, routed.experts.flatten())
+        return sum_experts(self._product(inner, self.down, order, counts, 1), routed.weights)
 
     def _product(self, x: Tensor, weight: _Stack, order: Tensor, counts: Tensor, each: int) -> Tensor:
         values, scales = weight.values, weight.scales
@@ -214,7 +210,7 @@ class CudaExperts(StackedExperts[_Stack]):
         size = _FEW if pairs <= _FEW * self.count else _MANY
         out = x.new_empty((pairs, outputs))
         most = min(pairs, pairs // size + min(self.count, pairs))  # upper bound of blocks for any routing
-        _multiply[(triton.cdiv(outputs, _ROWS), most)](
+        moe_gemm_kernel[(triton.cdiv(outputs, _ROWS), most)](
             x,
             values,
             values if scales is None else scales,
@@ -247,11 +243,18 @@ def _block(group: int) -> int:
 
 
 class CudaExpertLayers(ExpertLayers):
-    def make(self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], routing: Routing) -> Experts:
+    def make(
+        self,
+        router: Tensor,
+        bias: Tensor | None,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        gate: ClampedGate | None = None,
+    ) -> Experts:
         device = self.linear.elementwise.torch_device
         kind = partial(CudaExperts.kind, capability=torch.cuda.get_device_capability(device))
         experts = self.stackable(experts, kind)
-        made, reason = self.make_router(router, bias, routing), refusal(experts, kind)
+        made, reason = self.make_router(router, bias, routing), refusal(experts, kind, gate)
         if reason is not None:
-            return self.make_in_turn(made, experts, routing, reason)
+            return self.make_in_turn(made, experts, routing, reason, gate)
         return CudaExperts(made, experts, routing)

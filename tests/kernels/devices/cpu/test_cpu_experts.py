@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.devices.cpu.capture import CpuCapture
-from kernels.devices.experts import ExpertWeights, Routing
+from kernels.devices.experts import ClampedGate, ExpertWeights, Routing
 from kernels.weights.quantization.gguf_weight import BlockRows, GgufWeight
 from kernels.weights.quantization.weights import GroupedWeight, quantize_fp8, quantize_int8
 from tests.kits.gguf_writer import write_gguf
@@ -73,7 +73,7 @@ KINDS = {
 }
 
 
-def layer_of(platform, kind, normalized=True, biased=False, **routing):
+def layer_of(platform, kind, normalized=True, biased=False, gate=None, **routing):
     generator = torch.Generator().manual_seed(7)
 
     def random(*shape):
@@ -86,7 +86,7 @@ def layer_of(platform, kind, normalized=True, biased=False, **routing):
         experts.append(
             ExpertWeights(form(random(2 * INNER, HIDDEN)), biases[0], form(random(HIDDEN, INNER)), biases[1])
         )
-    return platform.experts.make(random(COUNT, HIDDEN), None, experts, Routing(CHOSEN, normalized, **routing))
+    return platform.experts.make(random(COUNT, HIDDEN), None, experts, Routing(CHOSEN, normalized, **routing), gate)
 
 
 def tokens_of(layer, count):
@@ -123,6 +123,16 @@ def test_experts_chosen_by_torch_run_in_one_operator(scores, platform, monkeypat
     monkeypatch.setattr(layer.in_turn, "experts", ())
     for count in (1, 40):
         assert (layer(x[:count]) - expected[:count]).float().norm() < 2e-3 * expected[:count].float().norm()
+
+
+@pytest.mark.parametrize("kind", ["floats", "4 bits"])
+def test_clamped_gates_run_in_one_operator(kind, platform, monkeypatch):
+    layer = layer_of(platform, kind, biased=True, gate=ClampedGate(1.702, 0.5))
+    x = tokens_of(layer, 40)
+    expected = layer.in_turn(x)
+    monkeypatch.setattr(layer.in_turn, "experts", ())
+    for count in (1, 40):
+        assert (layer(x[:count]) - expected[:count]).float().norm() < 2e-2 * expected[:count].float().norm()
 
 
 def test_what_there_was_no_memory_for_is_not_run_again(platform):

@@ -18,7 +18,7 @@ from kernels.devices.cpu.capture import CpuCapture
 from kernels.devices.cpu.device import CpuDevice
 from kernels.devices.cpu.native import library
 from kernels.devices.cpu.program import Program
-from kernels.execution.executors.host_decode import HostDecode
+from kernels.execution.executors.native_decode import NativeDecode
 from tests.kits.declared import shapes_of
 from tests.kits.native import compiled, needs_native
 from tests.kits.speculation.captures import decoder
@@ -117,10 +117,10 @@ def generated(driver, prompts, steady):
 
 
 def test_steady_decodes_are_the_same_in_one_call(model, drive, prompts, monkeypatch):
-    texts, counts, run = prompts(9, 5, 7), [], HostDecode.advance
-    monkeypatch.setattr(HostDecode, "advance", lambda self: counts.append(len(self._slots)) or run(self))
+    texts, counts, run = prompts(9, 5, 7), [], NativeDecode.advance
+    monkeypatch.setattr(NativeDecode, "advance", lambda self: counts.append(len(self._slots)) or run(self))
     found = generated(drive(model, dtype="bfloat16"), texts, counts)
-    monkeypatch.setattr(CpuCapture, "host_pass", lambda *args: None)
+    monkeypatch.setattr(CpuCapture, "native_pass", lambda *args: None)
     assert generated(drive(model, dtype="bfloat16"), texts, counts) == found
 
 
@@ -201,7 +201,7 @@ def test_programs_draft_what_passes_do(algorithm, topk, drive, prompts, monkeypa
                 driver.step([(1, 1), (2, 1)], {1: 5, 2: 5})
         return [drafts.tree.tokens.tolist() for drafts in found], len(set(map(id, recorded)))
 
-    monkeypatch.setattr(CpuCapture, "host_pass", lambda *args: None)  # chains would run in calls of their own
+    monkeypatch.setattr(CpuCapture, "native_pass", lambda *args: None)  # chains would run in calls of their own
     found, programs = drafted()
     assert programs >= (2 if algorithm == "DFLASH" else 3)  # the target's, and the draft's
     monkeypatch.setattr(CpuCapture, "decodes", lambda *args, **options: None)

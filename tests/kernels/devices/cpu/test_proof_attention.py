@@ -14,8 +14,8 @@ from torch import Tensor
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.tree import tree_of
 from kernels.devices.cpu.cache import CpuCache
+from kernels.devices.cpu.cache_8bit import Pages8bit
 from kernels.devices.cpu.device import CpuDevice
-from kernels.devices.cpu.narrow_cache import NarrowPages
 from kernels.weights.quantization.cache import CACHE_DTYPES, LayerScales, most
 from tests.kits.float64 import BF16, assert_near, bits, device, numbers, proof
 from tests.kits.verifying import tree_parents
@@ -124,7 +124,7 @@ def attended(queries: Tensor, kept: Tensor, seen: Tensor, scale: float, slip: fl
     return found.flatten(1), off.flatten(1)
 
 
-def own_scale(cache: NarrowPages) -> bool:
+def own_scale(cache: Pages8bit) -> bool:
     """Whether fixed scales are one for each head."""
     return cache.kept is not None and cache.kept.by_head is not None
 
@@ -165,7 +165,7 @@ def test_attention_is_that_of_float64(name: str, device: CpuDevice, data: st.Dat
         # 16 bits. Else: weights are rounded to bf16. Keys and values that are made of a cache of 8 bits are rounded to
         # bf16 for prompts, and where the dims of a head have scales of their own.
         tight = native and short
-        rounded = isinstance(cache, NarrowPages) and not (tight and (cache.fixed is None or own_scale(cache)))
+        rounded = isinstance(cache, Pages8bit) and not (tight and (cache.fixed is None or own_scale(cache)))
         slip = BF16 if rounded else 2.0**-14 if tight and name == "int8" else 2.0**-18
         seen = torch.zeros(one.count, len(places), dtype=torch.bool)
         for query in range(one.count):
@@ -230,7 +230,7 @@ def test_a_cache_keeps_the_nearest_numbers(
     if name == "bfloat16":
         assert torch.equal(found, wide)
         return
-    assert isinstance(cache, NarrowPages)
+    assert isinstance(cache, Pages8bit)
     kept, offset = cache.values.dtype, 0.0
     if cache.fixed is None:
         assert cache.scales is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.devices.cpu.device import CpuDevice
+from kernels.devices.cpu.quantized import CpuBlocksLinear
 from kernels.weights.quantization.gguf_weight import GgufWeight
 from kernels.weights.quantization.weights import (
     Fp8Weight,
@@ -51,13 +53,15 @@ def int8_static(generator: torch.Generator, outputs: int, inputs: int) -> Int8We
     return dataclasses.replace(weight, activation=fixed, correction=correction)
 
 
-def grouped(bits: int, group: int, zeroed: bool = False, ordered: bool = False) -> Callable[..., GroupedWeight]:
+def grouped(
+    bits: Literal[4, 8], group: int, zeroed: bool = False, ordered: bool = False, dtype: torch.dtype = torch.float32
+) -> Callable[..., GroupedWeight]:
     def make(generator: torch.Generator, outputs: int, inputs: int) -> GroupedWeight:
         values = torch.randint(0, 256, (outputs, inputs * bits // 8), dtype=torch.uint8, generator=generator)
         scales = torch.rand(outputs, inputs // group, generator=generator) / (1 << bits)
         zeros = torch.randint(0, 1 << bits, scales.shape, dtype=torch.uint8, generator=generator) if zeroed else None
         order = torch.randperm(inputs, generator=generator) if ordered else None
-        return GroupedWeight(values, scales, zeros, group, bits, order)
+        return GroupedWeight(values, scales.to(dtype), zeros, group, bits, order)
 
     return make
 
@@ -74,6 +78,8 @@ def gguf(name: str) -> Callable[..., GgufWeight]:
     )
 
 
+IN_BLOCKS = {f"Q{bits}_0": (32, grouped(bits, 32, dtype=torch.float16)) for bits in (4, 8)}
+"""Groups that products read in blocks, as the files have them."""
 KINDS: dict[str, tuple[int, Callable[..., Weight]]] = {  # inputs come in multiples of the first
     "bf16": (32, dense),
     "int8": (64, int8),
@@ -83,6 +89,8 @@ KINDS: dict[str, tuple[int, Callable[..., Weight]]] = {  # inputs come in multip
     "grouped4-128": (128, grouped(4, 128, zeroed=True)),
     "grouped4-ordered": (32, grouped(4, 32, ordered=True)),
     "grouped8": (32, grouped(8, 32, zeroed=True)),
+    "grouped8-plain": (64, grouped(8, 64)),
+    **IN_BLOCKS,
     "fp8": (32, lambda *sizes: quantize_fp8(torch.randn(*sizes[1:], generator=sizes[0]))),
     "fp8-blocks": (128, fp8_blocks),
     **{name: (kind.block, gguf(name)) for name, kind in KIND.items()},
@@ -190,16 +198,21 @@ def test_rows_of_a_tied_weight_are_looked_up(
     assert_near(head(x), *exact_of(table, x, None))
 
 
-@pytest.mark.parametrize("name", KIND)
+@pytest.mark.parametrize("name", [*KIND, *IN_BLOCKS])
 @proof(4)
 @given(rows=ROWS, outputs=st.integers(1, 130), units=st.integers(1, 3), seed=st.integers(0, 99))
 def test_rows_of_blocks_are_looked_up(
     name: str, device: CpuDevice, rows: int, outputs: int, units: int, seed: int
 ) -> None:
-    weight = weight_of(name, outputs, units * KIND[name].block, seed)
-    ids = torch.randint(outputs, (rows,), generator=torch.Generator().manual_seed(seed))
-    found = device.linear.make_lookup(weight)(ids)
-    assert_near(found, weight.dequantize(torch.float32).double()[ids], 0.0)
+    unit, make = KINDS[name]
+    generator = torch.Generator().manual_seed(seed)
+    weight = make(generator, outputs, units * unit)
+    assert not isinstance(weight, Tensor)
+    ids = torch.randint(outputs, (rows,), generator=generator)
+    lookup, head = device.linear.make_tied(weight)
+    assert_near(lookup(ids), weight.dequantize(torch.float32).double()[ids], 0.0)
+    assert isinstance(head, CpuBlocksLinear)
+    assert head.lookup == lookup  # of one copy
 
 
 @pytest.mark.parametrize("inputs", [40, 33])

@@ -75,7 +75,8 @@ class _Memory(StagedMemory):
         return torch.from_numpy(array.copy()).to(META)
 
     def fetch(self, tensors: Sequence[Tensor], lasting: bool = False) -> Callable[[], list[Tensor]]:
-        """Numbers that there are not are zeros; but rows that verified (``Verified.outcome``) accepted their roots."""
+        """Numbers that there are not are zeros; but rows that verified (``VerifyResult.outcome``) accepted their
+        roots."""
         found = [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
         for tensor in found:
             if tensor.dtype == torch.int64 and tensor.dim() == 2:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.devices.cuda.attention.cache_8bit import Cache8bit, bits
 from kernels.devices.cuda.attention.decode import DecodeScratch
 from kernels.devices.cuda.attention.moving import move_caches
-from kernels.devices.cuda.attention.narrow_cache import NarrowCache, bits
 from kernels.devices.cuda.attention.plan import attention, plan_attention
 from kernels.devices.cuda.elementwise.heads import place_heads
 from kernels.weights.quantization.cache import (
@@ -38,7 +38,7 @@ def empty(device, name, fixed, pages, kv_heads, page_size, dim):
         sizes = 0.04 + 0.01 * torch.rand(2, kv_heads, dim)
         offsets = torch.randint(-9, 9, (2, kv_heads, dim)).float() if name == "int8" else None
         layer = LayerScales(sizes, offsets).to(device)
-    return NarrowCache(torch.zeros(shape, dtype=dtype, device=device), scales, layer)
+    return Cache8bit(torch.zeros(shape, dtype=dtype, device=device), scales, layer)
 
 
 def widened(cache):

@@ -8,9 +8,9 @@ import torch
 import triton
 
 from kernels.core.attention_rows import AttentionRows
+from kernels.devices.cuda.attention.cache_8bit import Cache8bit
 from kernels.devices.cuda.attention.decode import DecodeScratch
 from kernels.devices.cuda.attention.moving import move_caches
-from kernels.devices.cuda.attention.narrow_cache import NarrowCache
 from kernels.devices.cuda.attention.plan import attention, plan_attention, plan_draft
 from kernels.devices.cuda.elementwise.heads import place_heads
 from kernels.weights.quantization.cache import CACHE_DTYPES, SCALE, LayerScales
@@ -27,7 +27,7 @@ def run(name, fixed, heads, kv_heads, dim, page_size):
     shape, pages = (99, 2, kv_heads, page_size, dim), 9
     layer = LayerScales(empty(2, kv_heads, dim, dtype=torch.float32)) if fixed else None
     scales = None if fixed else empty(*shape[:-1], dtype=SCALE)
-    cache = NarrowCache(empty(*shape, dtype=CACHE_DTYPES[name]), scales, layer)
+    cache = Cache8bit(empty(*shape, dtype=CACHE_DTYPES[name]), scales, layer)
     for tokens in (16, 100):
         place_heads(
             empty(tokens, heads + 2 * kv_heads, dim), heads, kv_heads, None, 1e-6, empty(tokens, 1, dim),
@@ -59,7 +59,7 @@ def test_kernels_for_an_8bit_cache_compile(shape, name, fixed, capability, monke
     with compiling(monkeypatch, capability) as found:
         run(name, fixed, *shape)
     kernels = {kernel.kernel for kernel in found}
-    assert {"_decode", "_drafts", "_prefill"} <= kernels
+    assert {"decode_attention_kernel", "verify_attention_kernel", "prefill_attention_kernel"} <= kernels
     for kernel in found:
         assert kernel.shared <= SHARED[capability], kernel
         assert kernel.spilled <= 8, kernel  # a register or two, of the 128 that a program of these may have

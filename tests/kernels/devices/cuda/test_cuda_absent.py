@@ -40,7 +40,16 @@ def test_whole_steps_are_captured(monkeypatch, tmp_path, drive):
             driver.step([(1, 1), (2, 1), (3, 1)])
     assert reported == ["replayed"] * 6
     kernels = {kernel.kernel for kernel in found}
-    assert {"_vector", "_bulk", "_decode", "_prefill", "_enter", "_leave", "_project", "_place_heads"} <= kernels
+    assert {
+        "gemv_kernel",
+        "gemm_small_tma_kernel",
+        "decode_attention_kernel",
+        "prefill_attention_kernel",
+        "step_begin_kernel",
+        "step_end_kernel",
+        "qkv_gemv_kernel",
+        "norm_rope_cache_kernel",
+    } <= kernels
     assert all(kernel.shared <= SHARED[90] for kernel in found)
 
 
@@ -63,10 +72,18 @@ def test_drafts_are_captured(topk, nodes, monkeypatch, tmp_path, drive):
             decoding.runner.start(decoding._batch(1, drafts=True)).result()
     assert Counter(reported)["draft_tokens"] > 0
     assert Counter(reported)["drafted"] > 0
-    assert "_few" in {kernel.kernel for kernel in found}
+    assert "verify_attention_sm90_kernel" in {kernel.kernel for kernel in found}
 
 
-_ALIKE = {"_alone", "_angles", "_look_up", "_norm", "_place_heads", "_product", "_swiglu"}
+_ALIKE = {
+    "invariant_attention_kernel",
+    "rope_angles_kernel",
+    "embedding_kernel",
+    "rms_norm_kernel",
+    "norm_rope_cache_kernel",
+    "invariant_gemm_kernel",
+    "swiglu_kernel",
+}
 """Kernels of a model that treat a token alike whatever else there is."""
 
 
@@ -89,7 +106,7 @@ def test_invariant_steps_have_no_kernels_for_some_numbers_of_tokens(options, mon
 
         def note(self, *arguments, **given):
             kernels.add(self.__name__)
-            if self.__name__ == "_place_heads":
+            if self.__name__ == "norm_rope_cache_kernel":
                 tokens_of_heads.add(dict(zip(self.arg_names, arguments, strict=False))["block"])
             return run(self, *arguments, **given)
 
@@ -99,9 +116,21 @@ def test_invariant_steps_have_no_kernels_for_some_numbers_of_tokens(options, mon
         driver.step([(1, 99)])
         driver.step([(1, 1)])
     if "speculation" not in options:
-        assert kernels == _ALIKE | {"_enter", "_leave", "_parts", "_whole"}
+        assert kernels == _ALIKE | {"step_begin_kernel", "step_end_kernel", "argmax_parts_kernel", "argmax_kernel"}
     assert kernels >= _ALIKE
-    assert not {"_vector", "_bulk", "_decode", "_prefill", "_project", "_few", "_drafts", "_narrow"} & kernels
+    assert (
+        not {
+            "gemv_kernel",
+            "gemm_small_tma_kernel",
+            "decode_attention_kernel",
+            "prefill_attention_kernel",
+            "qkv_gemv_kernel",
+            "verify_attention_sm90_kernel",
+            "verify_attention_kernel",
+            "gemm_small_kernel",
+        }
+        & kernels
+    )
     assert tokens_of_heads == {1}
 
 

@@ -9,8 +9,8 @@ import torch
 from kernels.core.tree import Drafts, DraftTree, chain, tree_of
 from kernels.devices.cuda.attention.moving import move_accepted
 from kernels.devices.cuda.drafting.acceptance import accept, bring
-from kernels.sampling.sampler import Sampled
-from kernels.speculation.verify import Samples, Verified, walk
+from kernels.sampling.sampler import SampledTokens
+from kernels.speculation.verify import Samples, VerifyResult, walk
 from kernels.state.step_rows import StepRows
 
 
@@ -54,8 +54,8 @@ def test_the_same_is_accepted(linear, nodes, depth, forced, shown, device):
         begin = int(step.offsets[row])
         after[row, : counts[row]] = sampled[begin : begin + int(counts[row])]
     expected = walk(tree, torch.from_numpy(counts), after, depth, None, forced)
-    draws = Sampled(sampled, broken)
-    verified = Verified.of(step, Samples.of(step, state.known), draws, expected, torch.from_numpy)
+    draws = SampledTokens(sampled, broken)
+    verified = VerifyResult.from_samples(step, Samples.of(step, state.known), draws, expected, torch.from_numpy)
 
     numbers = np.stack((step.slots, step.starts, step.counts, step.offsets), 1)
     own = torch.from_numpy(numbers).pin_memory() if shown and device.type == "cuda" else torch.from_numpy(numbers)
@@ -70,7 +70,7 @@ def test_the_same_is_accepted(linear, nodes, depth, forced, shown, device):
     if shown:
         own.fill_(-1)
     part = found.of(2)
-    here = part.here(part.packed.cpu())
+    here = part.on_host(part.packed.cpu())
     assert torch.equal(here.outcome, verified.outcome[:2])
     assert torch.equal(here.tokens, expected.tokens[:2])
     assert torch.equal(here.broken.reshape(-1), verified.sampled.broken[: 2 * here.levels])

@@ -16,7 +16,7 @@ from kernels.devices.cuda.attention.plan import attention, plan_attention, plan_
 from kernels.devices.cuda.attention.verify import HEADER
 from kernels.devices.cuda.drafting.acceptance import accept, bring
 from kernels.devices.cuda.drafting.candidates import candidates
-from kernels.devices.cuda.drafting.growing import CudaGrowing
+from kernels.devices.cuda.drafting.tree_builder import CudaTreeBuilder
 from kernels.devices.cuda.elementwise.activation import swiglu
 from kernels.devices.cuda.elementwise.angles import angles
 from kernels.devices.cuda.elementwise.heads import Placing, place_heads
@@ -34,7 +34,7 @@ from kernels.devices.cuda.matmul.grouped import GroupedLinear, WideWeight
 from kernels.devices.cuda.matmul.linear import CudaLinear
 from kernels.devices.cuda.matmul.number_conversions import BYTES, EIGHTHS, NIBBLES
 from kernels.devices.cuda.matmul.qkv_projection import project
-from kernels.devices.drafting import Accepted, GrowthShape
+from kernels.devices.draft_kernels import AcceptedTokens, TreeShape
 from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight
 from tests.kernels.devices.cuda.compiled import SHARED, compiling, empty, put
 
@@ -96,11 +96,11 @@ def draft_tokens(dtype):
     candidates(empty(5, 151936, dtype=dtype), 8)
     for topk, steps, nodes, vocab in ((4, 3, 16, 32000), (1, 3, 4, 32000), (8, 9, 64, 151936)):
         ids = empty(vocab, dtype=torch.int64) if topk == 4 else None
-        shape, rows = GrowthShape(steps, topk, nodes, 0, 64, (0,), ids), 2
+        shape, rows = TreeShape(steps, topk, nodes, 0, 64, (0,), ids), 2
         host = empty(rows, 2 + 129, dtype=torch.int64)
         outcome = empty(rows, 3 + steps, dtype=torch.int64)
         features = empty(rows * (steps + 1), 12288, dtype=dtype)
-        given = Accepted(
+        given = AcceptedTokens(
             host[:, 0], host[:, 1], host[:, 2:], outcome, outcome[:, 2:].contiguous(), features,
             empty(9, 4096, dtype=dtype),
         )  # fmt: skip
@@ -118,7 +118,7 @@ def draft_tokens(dtype):
             bring(numbers, pages, found.outcome, found.tokens, features, host, outcome, given.tokens, features)
         staged = Staged(sampled.int(), sampled, sampled, columns, numbers, tree)
         stage(empty(rows, 1 + HEADER + 129, dtype=torch.int32), tree, staged, 64)
-        growing = CudaGrowing(shape, given)
+        growing = CudaTreeBuilder(shape, given)
         growing.observe()
         states = growing.start(empty(rows * (steps + 1), 4096, dtype=dtype))
         for _ in range(1, min(steps, 3)):  # the rest are like these
@@ -262,7 +262,12 @@ LONG = {
     "groups": groups,
     "small": lambda dtype: attend(dtype, *SMALL, 16, (100,)),
 }
-SPILLED = {"_alone": 64, "_prefill": 512, "_drafts": 512, "_single": 128}
+SPILLED = {
+    "invariant_attention_kernel": 64,
+    "prefill_attention_kernel": 512,
+    "verify_attention_kernel": 512,
+    "gemv_quantized_kernel": 128,
+}
 """Bytes that some kernels write for want of registers, on some devices or with some sizes of pages: known, and little
 beside what they read."""
 
@@ -274,7 +279,7 @@ def test_products_of_any_batch_load_both_factors_ahead(monkeypatch, tmp_path):
         for tokens in tiles:
             InvariantLinear(empty(4096, 4096), None)(empty(tokens, 4096))
     expected = [stages * (rows + columns) * block * BF16.itemsize for rows, columns, block in tiles.values()]
-    assert [kernel.shared for kernel in found if kernel.kernel == "_product"] == expected
+    assert [kernel.shared for kernel in found if kernel.kernel == "invariant_gemm_kernel"] == expected
 
 
 @pytest.mark.parametrize(

@@ -63,16 +63,16 @@ def test_rows_in_equal_ranges(device, spreads, heads, kv_heads, dim, page_size, 
 @pytest.mark.parametrize(
     ("capability", "rows", "heads", "dim", "page_size", "dtype", "kernel"),
     [
-        (90, 8, 4, 64, 64, torch.bfloat16, "_spread"),
-        (90, 7, 4, 64, 64, torch.bfloat16, "_decode"),
-        (90, 256, 4, 64, 128, torch.bfloat16, "_decode"),
-        (90, 256, 8, 64, 128, torch.float16, "_spread"),
-        (90, 8, 32, 128, 64, torch.float16, "_spread"),
-        (90, 8, 34, 64, 64, torch.bfloat16, "_decode"),
-        (90, 8, 4, 96, 64, torch.bfloat16, "_decode"),
-        (90, 8, 4, 64, 32, torch.bfloat16, "_decode"),
-        (90, 8, 4, 64, 64, torch.float32, "_decode"),
-        (80, 8, 4, 64, 64, torch.bfloat16, "_decode"),
+        (90, 8, 4, 64, 64, torch.bfloat16, "decode_attention_persistent_kernel"),
+        (90, 7, 4, 64, 64, torch.bfloat16, "decode_attention_kernel"),
+        (90, 256, 4, 64, 128, torch.bfloat16, "decode_attention_kernel"),
+        (90, 256, 8, 64, 128, torch.float16, "decode_attention_persistent_kernel"),
+        (90, 8, 32, 128, 64, torch.float16, "decode_attention_persistent_kernel"),
+        (90, 8, 34, 64, 64, torch.bfloat16, "decode_attention_kernel"),
+        (90, 8, 4, 96, 64, torch.bfloat16, "decode_attention_kernel"),
+        (90, 8, 4, 64, 32, torch.bfloat16, "decode_attention_kernel"),
+        (90, 8, 4, 64, 64, torch.float32, "decode_attention_kernel"),
+        (80, 8, 4, 64, 64, torch.bfloat16, "decode_attention_kernel"),
     ],
 )
 def test_many_rows_use_the_persistent_kernel_if_supported(
@@ -85,7 +85,7 @@ def test_many_rows_use_the_persistent_kernel_if_supported(
         cache = empty(9, 2, 2, page_size, dim, dtype=dtype)
         attention(empty(rows, heads, dim, dtype=dtype), cache, plan, 0.1, DecodeScratch(torch.device("meta")))
     assert [each.kernel for each in found] == [kernel]
-    if kernel == "_spread":
+    if kernel == "decode_attention_persistent_kernel":
         assert 2 * (found[0].shared + (1 << 10)) <= MULTIPROCESSOR
         assert not found[0].spilled
 

@@ -6,7 +6,7 @@ import pytest
 
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
-from kernels.speculation.early_draft import EarlyDraftPasses, EarlyDrafts, Following
+from kernels.speculation.early_draft import EarlyDraftPasses, EarlyDrafts, OverlappedVerify
 from tests.kernels.devices.cuda.interpreted import install
 from tests.kits.speculation.layouts import make_layout
 from tests.kits.speculation.lossless import truth
@@ -24,8 +24,8 @@ def test_cycles_are_lossless(name, topk, nodes, device, drive, tmp_path, monkeyp
     if device.type == "cpu":
         install(monkeypatch)
     behind, accepted, early = [], [], []
-    follow, own, issue = EarlyDraftPasses.run_after_pass, EarlyDrafts.take_accepted, Following.issue
-    monkeypatch.setattr(Following, "issue", lambda *given: early.append(issue(*given)) or early[-1])
+    follow, own, issue = EarlyDraftPasses.run_after_pass, EarlyDrafts.take_accepted, OverlappedVerify.issue
+    monkeypatch.setattr(OverlappedVerify, "issue", lambda *given: early.append(issue(*given)) or early[-1])
     monkeypatch.setattr(EarlyDraftPasses, "run_after_pass", lambda *given: behind.append(given[2]) or follow(*given))
     monkeypatch.setattr(EarlyDrafts, "take_accepted", lambda *given: accepted.append(given[1].end) or own(*given))
     settings = SpeculativeSettings(algorithm, str(draft or ""), num_steps=3, topk=topk, num_draft_tokens=nodes)

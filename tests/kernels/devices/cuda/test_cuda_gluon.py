@@ -24,9 +24,9 @@ from kernels.devices.cuda.errors import DeviceError
 from tests.kernels.devices.cuda.compiled import compiling, empty, put
 
 ROWS = {
-    "attention.decode_persistent": ([40] * 8, [1] * 8, 8, 0, "_decode"),
-    "attention.verify_sm90": ([40, 9], [6, 5], 0, 2, "_drafts"),
-    "attention.prefill_warp_specialized": ([0, 70], [200, 300], 0, 0, "_prefill"),
+    "attention.decode_persistent": ([40] * 8, [1] * 8, 8, 0, "decode_attention_kernel"),
+    "attention.verify_sm90": ([40, 9], [6, 5], 0, 2, "verify_attention_kernel"),
+    "attention.prefill_warp_specialized": ([0, 70], [200, 300], 0, 0, "prefill_attention_kernel"),
 }
 """What each of the kernels attends for: tokens in the cache and new ones of rows, how many decode and how many verify,
 and the kernel that is taken in its place."""

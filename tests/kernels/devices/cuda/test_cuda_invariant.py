@@ -74,10 +74,11 @@ class Counted:
 def test_products_of_few_tokens_are_cut_along_their_inputs(device, monkeypatch):
     """Else so few programs read a weight that a decode takes twice as long."""
     product, add_up = (
-        Counted(getattr(kernels.devices.cuda.invariant_kernels, name)) for name in ("_product", "_add_up")
+        Counted(getattr(kernels.devices.cuda.invariant_kernels, name))
+        for name in ("invariant_gemm_kernel", "invariant_sum_kernel")
     )
-    monkeypatch.setattr(kernels.devices.cuda.invariant_kernels, "_product", product)
-    monkeypatch.setattr(kernels.devices.cuda.invariant_kernels, "_add_up", add_up)
+    monkeypatch.setattr(kernels.devices.cuda.invariant_kernels, "invariant_gemm_kernel", product)
+    monkeypatch.setattr(kernels.devices.cuda.invariant_kernels, "invariant_sum_kernel", add_up)
     linear = InvariantLinear(torch.ones(64, 4176, device=device, dtype=torch.float16), None)
     for tokens in (1, 16, 17):
         linear(torch.ones(tokens, 4176, device=device, dtype=torch.float16))

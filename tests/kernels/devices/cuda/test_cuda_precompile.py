@@ -128,6 +128,7 @@ def test_an_error_of_a_pass_leaves_launches_as_they_were(made):
 def test_ranks_that_would_wait_for_each_other_precompile_nothing(ranks):
     reported = []
     platform = SimpleNamespace(
+        attention=SimpleNamespace(plans_latent=False),
         cache=SimpleNamespace(make=lambda *_: []),
         capture=SimpleNamespace(precompile=lambda _: reported.append("ahead")),
         memory=SimpleNamespace(measure_step=lambda _: 7),
@@ -165,10 +166,19 @@ def test_steps_launch_only_precompiled_kernels(ahead, made, drive):
         driver.admit(slot, range(1, 40 * slot))
         driver.step([(slot, 40 * slot - 1)])
     driver.step([(1, 1), (2, 1), (3, 1)])
-    names = {"_decode", "_prefill", "_norm", "_vector", "_bulk", "_place_heads", "_look_up", "_leave"}
+    names = {
+        "decode_attention_kernel",
+        "prefill_attention_kernel",
+        "rms_norm_kernel",
+        "gemv_kernel",
+        "gemm_small_tma_kernel",
+        "norm_rope_cache_kernel",
+        "embedding_kernel",
+        "step_end_kernel",
+    }
     assert names <= {name for name, early, _ in made if early}
     assert not [name for name, early, _ in made if not early]
-    assert len({key for name, _, key in made if name == "_decode"}) == 2  # of one row, and of more
+    assert len({key for name, _, key in made if name == "decode_attention_kernel"}) == 2  # of one row, and of more
 
 
 @pytest.mark.long
@@ -178,18 +188,24 @@ def test_kernels_that_verify_drafts_are_precompiled(ahead, made, tmp_path, drive
     driver, _ = drive(speculation=settings, max_step_tokens=2048)
     assert driver.runner._device.cache.kv_heads == 2  # sequences are divided as the model's are, not as the draft's
     found = {(name, early) for name, early, _ in made}
-    assert {("_few", True), ("_stage", True)} <= found
-    assert ("_stage", False) not in found
-    assert not {name for name, early in found if not early} & {"_accept", "_bring", "_enter", "_start", "choose_level"}
+    assert {("verify_attention_sm90_kernel", True), ("stage_inputs_kernel", True)} <= found
+    assert ("stage_inputs_kernel", False) not in found
+    assert not {name for name, early in found if not early} & {
+        "accept_drafts_kernel",
+        "copy_accepted_kernel",
+        "draft_tree_enter_kernel",
+        "draft_tree_start_kernel",
+        "choose_level",
+    }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("algorithm", "steps", "topk", "nodes", "last"),
     [
-        ("EAGLE3", 3, 4, 16, {"_candidates"}),
-        ("EAGLE3", 5, 1, 6, {"_whole"}),
-        ("STANDALONE", 3, 1, 4, {"_angles", "_place_heads", "_project"}),
+        ("EAGLE3", 3, 4, 16, {"candidates_kernel"}),
+        ("EAGLE3", 5, 1, 6, {"argmax_kernel"}),
+        ("STANDALONE", 3, 1, 4, {"rope_angles_kernel", "norm_rope_cache_kernel", "qkv_gemv_kernel"}),
         ("NGRAM", 1, 1, 12, set()),
     ],
 )
@@ -201,7 +217,7 @@ def test_requests_that_draft_wait_for_no_compiler(algorithm, steps, topk, nodes,
     settings = SpeculativeSettings(algorithm, path, steps, topk, nodes, load_format="dummy")
     driver, _ = drive(speculation=settings, max_step_tokens=512, max_slots=17, graph_rows=(1, 2, 4, 8, 16))
     late = {name for name, early, _ in made if not early}
-    assert last <= late <= last | {"_bulk"}  # the others were compiled side by side
+    assert last <= late <= last | {"gemm_small_tma_kernel"}  # the others were compiled side by side
     loaded = len(made)
     admitted = set()
 
@@ -234,5 +250,5 @@ def test_requests_that_draft_wait_for_no_compiler(algorithm, steps, topk, nodes,
         for draft_tokens in (nodes - 1, 1):
             step((1, 2), draft_tokens)
     assert made[loaded:] == []
-    kinds = {key for name, _, key in made if name == "_accept"}
+    kinds = {key for name, _, key in made if name == "accept_drafts_kernel"}
     assert len(kinds) <= (4 if topk > 1 else 3)  # for any number of draft tokens

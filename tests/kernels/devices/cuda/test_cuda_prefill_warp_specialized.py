@@ -77,16 +77,16 @@ def test_chunks_behind_cached_tokens(device, prompts, heads, kv_heads, dim, page
 @pytest.mark.parametrize(
     ("capability", "counts", "dim", "page_size", "window", "dtype", "kernel"),
     [
-        (90, [70, 60], 128, 64, 0, torch.bfloat16, "_specialized"),
-        (90, [129], 128, 192, 0, torch.float16, "_specialized"),
-        (90, [129, 1, 1, 1, 1], 128, 128, 0, torch.float16, "_specialized"),
-        (90, [128], 128, 64, 0, torch.bfloat16, "_prefill"),
-        (90, [70, 58], 128, 64, 0, torch.float16, "_prefill"),
-        (90, [70, 60], 128, 32, 0, torch.bfloat16, "_prefill"),
-        (90, [70, 60], 64, 64, 0, torch.bfloat16, "_prefill"),
-        (90, [70, 60], 128, 64, 100, torch.bfloat16, "_prefill"),
-        (90, [70, 60], 128, 64, 0, torch.float32, "_prefill"),
-        (80, [70, 60], 128, 64, 0, torch.bfloat16, "_prefill"),
+        (90, [70, 60], 128, 64, 0, torch.bfloat16, "prefill_attention_sm90_kernel"),
+        (90, [129], 128, 192, 0, torch.float16, "prefill_attention_sm90_kernel"),
+        (90, [129, 1, 1, 1, 1], 128, 128, 0, torch.float16, "prefill_attention_sm90_kernel"),
+        (90, [128], 128, 64, 0, torch.bfloat16, "prefill_attention_kernel"),
+        (90, [70, 58], 128, 64, 0, torch.float16, "prefill_attention_kernel"),
+        (90, [70, 60], 128, 32, 0, torch.bfloat16, "prefill_attention_kernel"),
+        (90, [70, 60], 64, 64, 0, torch.bfloat16, "prefill_attention_kernel"),
+        (90, [70, 60], 128, 64, 100, torch.bfloat16, "prefill_attention_kernel"),
+        (90, [70, 60], 128, 64, 0, torch.float32, "prefill_attention_kernel"),
+        (80, [70, 60], 128, 64, 0, torch.bfloat16, "prefill_attention_kernel"),
     ],
 )
 def test_full_blocks_use_the_specialized_kernel_if_supported(
@@ -99,7 +99,7 @@ def test_full_blocks_use_the_specialized_kernel_if_supported(
         cache = empty(9, 2, 2, page_size, dim, dtype=dtype)
         attention(empty(sum(counts), 4, dim, dtype=dtype), cache, plan, 0.1, DecodeScratch(torch.device("meta")))
     assert [each.kernel for each in found] == [kernel]
-    if kernel == "_specialized":
+    if kernel == "prefill_attention_sm90_kernel":
         assert found[0].shared <= SHARED[90]
         assert not found[0].spilled
 

@@ -160,7 +160,12 @@ def test_kernels_compile_and_fit(monkeypatch, tmp_path):
         parts, cache = empty(2, tokens, every * DIM, dtype=torch.float32), empty(99, 2, KV_HEADS_8B, 64, DIM)
         turn, index = empty(tokens, 1, DIM), empty(tokens, dtype=torch.int64)
         place_heads(empty(tokens, every, DIM), HEADS_8B, KV_HEADS_8B, None, 0.0, turn, turn, cache, index, parts)
-    assert [kernel.kernel for kernel in found] == ["_bulk", "_bulk", "_bulk", "_place_heads"]
+    assert [kernel.kernel for kernel in found] == [
+        "gemm_small_tma_kernel",
+        "gemm_small_tma_kernel",
+        "gemm_small_tma_kernel",
+        "norm_rope_cache_kernel",
+    ]
     for kernel, programs in zip(found, (3, 1, 2, 8), strict=True):  # of a multiprocessor
         assert programs * (kernel.shared + 1024) <= 228 << 10, kernel
         assert kernel.spilled == 0, kernel

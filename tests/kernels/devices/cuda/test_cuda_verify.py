@@ -20,7 +20,7 @@ from kernels.devices.cuda.attention.plan import AttentionPlan, attention, plan_a
 from kernels.devices.cuda.attention.verify import draft_splits
 from kernels.devices.cuda.drafting.acceptance import accept
 from kernels.devices.cuda.graphs.decode_graphs import DecodeGraphs
-from kernels.devices.prepared import PassHead
+from kernels.devices.prepared import VerifyHead
 from tests.kits.cuda.caches import SHAPES, Caches, near
 from tests.kits.verifying import made
 
@@ -142,7 +142,7 @@ def test_a_pass_of_few_rows_has_what_its_head_makes(device, monkeypatch):
         return logits, logits.argmax(1), logits[:, 0] > 0
 
     graphs = DecodeGraphs(
-        CaptureRequest(forward, [0], 6, 30, lambda could: could, TOKENS, True, head=PassHead(head)),
+        CaptureRequest(forward, [0], 6, 30, lambda could: could, TOKENS, True, head=VerifyHead(head)),
         [2, 4, 6], 2, 16, device, True, lambda array: torch.from_numpy(array).to(device),
     )  # fmt: skip
     for count in (1, 3, 4, 5, 2):
@@ -177,7 +177,7 @@ def test_a_pass_of_few_greedy_rows_accepts_by_itself(device, monkeypatch):
 
     graphs = DecodeGraphs(
         CaptureRequest(
-            forward, [0], 6, 30, lambda could: could, 4, True, head=PassHead(find, take, lambda result: result[:, 1:])
+            forward, [0], 6, 30, lambda could: could, 4, True, head=VerifyHead(find, take, lambda result: result[:, 1:])
         ),
         [2, 4, 6], 2, 16, device, True, lambda array: torch.from_numpy(array).to(device),
     )  # fmt: skip

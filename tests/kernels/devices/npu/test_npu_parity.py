@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kits.driver import FAMILIES, SPARSE
+from tests.kits.driver import FAMILIES, LATENT, ROUTED, SPARSE
 from tests.kits.parity import half_precision, scored, traffic
 
 PAGE = 128
 OPTIONS = {"device": "npu", "page_size": PAGE, "max_step_tokens": 256, "max_total_tokens": 16 * PAGE}
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *SPARSE, "cohere-normed", "gemma2", "gemma3", "stablelm"])
+@pytest.mark.parametrize(
+    "name", [*FAMILIES, *SPARSE, *LATENT, *ROUTED, "cohere-normed", "gemma2", "gemma3", "stablelm"]
+)
 @pytest.mark.parametrize("chunks", [[181], [7, 140, 1, 1, 12, 20]], ids=["whole", "chunked"])
 def test_float32_logits_match_at_every_position(name, chunks, reference, drive, prompts):
     model = reference(name)
@@ -44,7 +46,7 @@ def test_bfloat16_logits_are_as_close_as_those_of_transformers(name, chunks, ref
     assert ours_off.max() < 1.5 * theirs_off.max() + 1e-3
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *SPARSE])
+@pytest.mark.parametrize("name", [*FAMILIES, *SPARSE, "deepseek-v3"])
 def test_float32_greedy_tokens_match_in_mixed_traffic(name, reference, drive, prompts):
     model = reference(name)
     driver = drive(model.path, **OPTIONS)

@@ -176,7 +176,7 @@ def test_decodes_run_as_one_program(tied, drive, monkeypatch, tmp_path):
     assert kept.info.graph_rows
     floats = drive(file, dtype="bfloat16", quantization="unquant")
     monkeypatch.setattr(CpuCapture, "decodes", lambda *args, **options: None)
-    monkeypatch.setattr(CpuCapture, "host_pass", lambda *args, **options: None)
+    monkeypatch.setattr(CpuCapture, "native_pass", lambda *args, **options: None)
     one_by_one = drive(file, dtype="bfloat16")
     assert not one_by_one.info.graph_rows
     one_by_one.admit(1, prompt)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kernels.contract.errors import ConfigError, GgufError, LoadError
+from kernels.models.config_loader import parse_config
 from kernels.models.gguf_description import describe
-from kernels.models.reading import parse_config
 from kernels.models.registry import tensors
 from kernels.weights.gguf.checkpoint import GgufCheckpoint
 from kernels.weights.gguf.header import read_header
@@ -208,7 +208,7 @@ def test_unknown_architectures_are_named(tmp_path):
     writer.close()
     with pytest.raises(
         GgufError,
-        match=r"architecture 'mamba' .*; those that are read from GGUF are llama, olmo2, phi3, qwen2, qwen2moe, qwen3",
+        match=r"architecture 'mamba' .*; those that are read from GGUF are deepseek2, llama, olmo2, phi3, qwen2",
     ):
         load(tmp_path / "broken.gguf")
 

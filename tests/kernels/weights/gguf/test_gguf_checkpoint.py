@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 
 import gguf
 import numpy as np
@@ -11,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from kernels.contract.errors import GgufError
-from kernels.models.reading import read_config
+from kernels.models.config_loader import read_config
 from kernels.weights.gguf.checkpoint import READ
 from kernels.weights.loading import CheckpointFiles, Placement, open_weights
 from kernels.weights.quantization.detect import detect_scheme
 from kernels.weights.quantization.weights import GroupedWeight
-from kernels.weights.tensors import Part
+from kernels.weights.tensors import Part, Role
 from tests.kits.declared import declared, open_gguf
 from tests.kits.gguf_checkpoints import floats, greedy
 from tests.kits.gguf_writer import kind_of, write_gguf
@@ -138,11 +140,22 @@ def test_types_that_stay_quantized_stand_for_the_same(kind, bits, wide, tmp_path
     assert detect_scheme(file, "unquant") is None
 
 
+@pytest.mark.parametrize(("kind", "most"), [("Q8_0", 0.6), ("Q4_0", 0.35)])
+def test_a_tied_table_stays_quantized(kind, most, drive, tmp_path):
+    model = make_tiny_model(tmp_path / "tiny", tie_word_embeddings=True)
+    file = write_gguf(model, tmp_path / "model.gguf", kind)
+    table = next(spec for spec in declared(file).values() if spec.role is Role.EMBEDDING)
+    scheme = detect_scheme(file, "")
+    assert scheme.keeps_table(table)
+    read = scheme.read(open_gguf(file), table)
+    assert read.nbytes < most * 2 * math.prod(table.shape)
+
+
 @pytest.mark.parametrize(
     "family",
     [
         *("llama2", "llama3.1", "llama-biased", "llama-linear", "llama-yarn", "mistral-full", "qwen2", "qwen3"),
-        *("mixtral", "parallel-moe", "parallel-shared"),
+        *("mixtral", "parallel-moe", "parallel-shared", "deepseek-v2", "deepseek-v2-lite", "parallel-deepseek-v3"),
     ],
 )
 def test_families_compute_what_their_directories_do(family, reference, drive, prompts, tmp_path):
@@ -163,6 +176,15 @@ def test_families_compute_what_their_directories_do(family, reference, drive, pr
         "experts",
     ):
         assert getattr(own, field) == getattr(theirs, field), field
+
+
+@pytest.mark.parametrize("apart_kv", [False, True])
+def test_keys_and_values_of_latent_vectors_may_be_apart(apart_kv, reference, drive, prompts, tmp_path):
+    model = reference("deepseek-v2-lite")
+    file = write_gguf(model.path, tmp_path / "model.gguf", apart_kv=apart_kv)
+    (prompt,) = prompts(12)
+    assert read_config(file).latent == dataclasses.replace(read_config(model.path).latent, apart=apart_kv)
+    assert greedy(drive, file, prompt, 20) == model.greedy(prompt, 20)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1"])

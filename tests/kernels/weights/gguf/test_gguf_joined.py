@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from kernels.contract.errors import GgufError
-from kernels.models.reading import read_config
+from kernels.models.config_loader import read_config
 from kernels.weights.gguf.blocks import KINDS
 from kernels.weights.gguf.header import read_header
 from kernels.weights.quantization.detect import detect_scheme

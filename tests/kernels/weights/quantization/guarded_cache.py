@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
+from kernels.devices.cpu.cache_8bit import Pages8bit
 from kernels.devices.cpu.device import CpuDevice
-from kernels.devices.cpu.narrow_cache import NarrowPages
 from kernels.weights.quantization.cache import LayerScales
 
 __all__ = ["CASES"]
@@ -47,7 +47,7 @@ def guarded(given: Tensor) -> Tensor:
     return found.view(given.shape).copy_(given)
 
 
-def guarded_cache(cache: NarrowPages) -> NarrowPages:
+def guarded_cache(cache: Pages8bit) -> Pages8bit:
     found = replace(
         cache,
         values=guarded(cache.values),

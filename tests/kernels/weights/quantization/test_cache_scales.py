@@ -16,7 +16,7 @@ from kernels.contract.errors import ConfigError, LoadError, UnsupportedError
 from kernels.contract.step import SlotSampling
 from kernels.devices.cpu.cache import CpuCaches
 from kernels.devices.cpu.device import CpuDevice
-from kernels.models.reading import read_config
+from kernels.models.config_loader import read_config
 from kernels.state.cache_dtype import choose_cache
 
 SCORED = SlotSampling(temperature=0.0, prompt_logprobs=0)

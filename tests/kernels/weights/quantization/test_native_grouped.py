@@ -166,7 +166,7 @@ def test_decodes_of_4_bits_run_as_one_program(layout, drive, monkeypatch, tmp_pa
     tokens = quantized.generate(1, 48)
     assert quantized.info.graph_rows
     monkeypatch.setattr(CpuCapture, "decodes", lambda *args, **options: None)
-    monkeypatch.setattr(CpuCapture, "host_pass", lambda *args, **options: None)
+    monkeypatch.setattr(CpuCapture, "native_pass", lambda *args, **options: None)
     one_by_one = drive(path, dtype="bfloat16")
     assert not one_by_one.info.graph_rows
     one_by_one.admit(1, prompt)

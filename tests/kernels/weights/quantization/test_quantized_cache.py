@@ -15,9 +15,9 @@ from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
 from kernels.core.attention_rows import AttentionRows
 from kernels.devices.cpu.cache import CpuCaches
+from kernels.devices.cpu.cache_8bit import Pages8bit
 from kernels.devices.cpu.capture import CpuCapture
 from kernels.devices.cpu.device import CpuDevice
-from kernels.devices.cpu.narrow_cache import NarrowPages
 from kernels.weights.quantization.cache import CACHE_DTYPES, LayerScales, round_fixed, round_tokens, widen
 from tests.kernels.distributed.ranks import run_ranks
 from tests.kernels.weights.quantization.guarded_cache import CASES
@@ -67,7 +67,7 @@ def test_attention_over_narrow_pages(name, shape, trees, window, platform, gener
         platform, generator, dtype=dtype, heads=6, kv_heads=2, dim=64, page_size=16, window=window,
         trees=trees, **SHAPES[shape],
     )  # fmt: skip
-    assert isinstance(case.cache, NarrowPages)
+    assert isinstance(case.cache, Pages8bit)
     assert case.cache.values.dtype == CACHE_DTYPES[name]
     found = platform.attention.attend(case.queries, case.cache, platform.attention.plan(case.rows, window), 0.2).float()
     limit = LIMITS[name] + (0 if dtype == torch.float32 else 5e-3)

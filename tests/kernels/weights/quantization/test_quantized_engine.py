@@ -202,7 +202,7 @@ def test_quantized_decodes_run_as_one_program(drive, monkeypatch):
     tokens = quantized.generate(1, 48)
     assert quantized.info.graph_rows
     monkeypatch.setattr(CpuCapture, "decodes", lambda *args, **options: None)
-    monkeypatch.setattr(CpuCapture, "host_pass", lambda *args, **options: None)
+    monkeypatch.setattr(CpuCapture, "native_pass", lambda *args, **options: None)
     one_by_one = drive(MODEL_DIR, dtype="bfloat16", quantization="int8")
     assert not one_by_one.info.graph_rows
     one_by_one.admit(1, prompt)

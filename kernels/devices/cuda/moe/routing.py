@@ -1,0 +1,183 @@
+"""The experts of each token, the pairs of tokens and experts in the order of experts, and the sum of their results.
+
+Three kernels for what is a chain of some fifteen in plain torch, most of which take a few microseconds for any number
+of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.devices.experts import LEAST, Routing
+
+__all__ = ["RoutedPairs", "route", "sum_experts"]
+
+_MOST_PAIRS = 8192
+"""With more pairs, torch's radix sort is faster than one pass over all of them for each expert."""
+_PAIRS = 1024  # that a program reads at a time
+_HIDDEN = 512  # numbers of a token that a program sums
+
+
+@dataclass(frozen=True)
+class RoutedPairs:
+    """``weights`` float32 and ``experts`` int32 [tokens, chosen]: of each token. Pair ``token * chosen + i`` is the
+    token's i-th expert. ``order`` int32 [pairs]: the pairs by expert; ``counts`` int32 [experts]: pairs of each."""
+
+    weights: Tensor
+    experts: Tensor
+    order: Tensor
+    counts: Tensor
+
+
+@triton.jit
+def _choose(
+    logits,
+    correction,
+    weights,
+    chosen_experts,
+    stride,
+    scale,
+    count: tl.constexpr,
+    block: tl.constexpr,
+    chosen: tl.constexpr,
+    chosen_block: tl.constexpr,
+    sigmoid: tl.constexpr,
+    corrected: tl.constexpr,
+    normalized: tl.constexpr,
+    groups: tl.constexpr,
+    groups_block: tl.constexpr,
+    top_groups: tl.constexpr,
+    pair_sum: tl.constexpr,
+    least: tl.constexpr,
+):
+    """One token. ``block``: a power of two from ``count`` on."""
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, block)
+    there = expert < count
+    logit = tl.load(logits + token * stride + expert, mask=there, other=-float("inf")).to(tl.float32)
+    broken = tl.max((logit != logit).to(tl.int32), 0) > 0
+    logit = tl.where(logit != logit, -float("inf"), logit)
+    if sigmoid:
+        scores = 1.0 / (1.0 + tl.exp(-logit))
+    else:
+        shares = tl.exp(logit - tl.max(logit, 0))
+        scores = shares / tl.sum(shares, 0)
+    ranked = scores
+    if corrected:
+        ranked += tl.load(correction + expert, mask=there, other=0.0)
+    ranked = tl.where(there & (ranked == ranked), ranked, -float("inf"))
+    if groups > 1:
+        each: tl.constexpr = count // groups
+        group = tl.arange(0, groups_block)
+        mine = (expert // each)[:, None] == group[None, :]
+        members = tl.where(mine & there[:, None], ranked[:, None], -float("inf"))
+        best = tl.max(members, 0)
+        if pair_sum:
+            first = tl.argmax(members, 0)
+            best += tl.max(tl.where(expert[:, None] == first[None, :], -float("inf"), members), 0)
+        best = tl.where(group < groups, best, -float("inf"))
+        taken = tl.zeros([groups_block], tl.int32)
+        for _ in tl.static_range(top_groups):
+            top = tl.argmax(tl.where(taken > 0, -float("inf"), best), 0)
+            taken = tl.where(group == top, 1, taken)
+        allowed = tl.max(tl.where(mine & (taken > 0)[None, :], 1, 0), 1) > 0
+        ranked = tl.where(allowed, ranked, -float("inf"))
+    place = tl.arange(0, chosen_block)
+    found = tl.zeros([chosen_block], tl.int32)
+    weight = tl.zeros([chosen_block], tl.float32)
+    left = there
+    for number in tl.static_range(chosen):
+        # An expert that is left, whatever its rank: -inf may be all that there is.
+        top = tl.argmax(tl.where(left, tl.maximum(ranked, -3.0e38), -float("inf")), 0)
+        found = tl.where(place == number, top, found)
+        weight = tl.where(place == number, tl.sum(tl.where(expert == top, scores, 0.0), 0), weight)
+        left = left & (expert != top)
+    if normalized:
+        weight = weight / (tl.sum(weight, 0) + least)
+    weight = tl.where(broken, float("nan"), weight * scale)
+    tl.store(weights + token * chosen + place, weight, mask=place < chosen)
+    tl.store(chosen_experts + token * chosen + place, found, mask=place < chosen)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _order(experts, order, counts, pairs, block: tl.constexpr):
+    """One expert: its pairs in ascending order, behind those of the experts before it."""
+    expert = tl.program_id(0)
+    at = tl.arange(0, block)
+    before = tl.zeros([block], tl.int32)
+    own = tl.zeros([block], tl.int32)
+    for begin in range(0, pairs, block):
+        of = tl.load(experts + begin + at, mask=begin + at < pairs, other=1 << 30)
+        before += (of < expert).to(tl.int32)
+        own += (of == expert).to(tl.int32)
+    tl.store(counts + expert, tl.sum(own, 0))
+    place = tl.sum(before, 0)
+    for begin in range(0, pairs, block):
+        of = tl.load(experts + begin + at, mask=begin + at < pairs, other=1 << 30)
+        mine = (of == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(mine, 0) - 1, begin + at, mask=mine > 0)
+        place += tl.sum(mine, 0)
+
+
+@triton.jit(do_not_specialize=["hidden"])
+def _sum(results, weights, out, hidden, chosen: tl.constexpr, block: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    total = tl.zeros([block], tl.float32)
+    for number in tl.static_range(chosen):
+        pair = token * chosen + number
+        result = tl.load(results + pair * hidden + at, mask=at < hidden, other=0.0).to(tl.float32)
+        total += result * tl.load(weights + pair)
+    tl.store(out + token * hidden + at, total.to(out.dtype.element_ty), mask=at < hidden)
+
+
+def route(logits: Tensor, routing: Routing) -> RoutedPairs:
+    """``logits`` [tokens, experts]. A token whose logits are not all numbers has NaN weights of some experts."""
+    tokens, count = logits.shape
+    chosen, correction = routing.chosen, routing.correction
+    weights = torch.empty((tokens, chosen), dtype=torch.float32, device=logits.device)
+    experts = torch.empty((tokens, chosen), dtype=torch.int32, device=logits.device)
+    _choose[(tokens,)](
+        logits,
+        logits if correction is None else correction,
+        weights,
+        experts,
+        logits.stride(0),
+        routing.scale,
+        count,
+        triton.next_power_of_2(count),
+        chosen,
+        triton.next_power_of_2(chosen),
+        routing.scores == "sigmoid",
+        correction is not None,
+        routing.normalized,
+        routing.groups,
+        triton.next_power_of_2(routing.groups),
+        routing.top_groups,
+        routing.pair_sum,
+        LEAST,
+        num_warps=4 if routing.groups > 1 else 1,
+    )
+    pairs, flat = tokens * chosen, experts.view(-1)
+    if pairs > _MOST_PAIRS:
+        order = flat.argsort(stable=True).to(torch.int32)
+        counts = torch.zeros(count, dtype=torch.int32, device=logits.device)
+        counts.index_add_(0, flat, torch.ones_like(order))
+        return RoutedPairs(weights, experts, order, counts)
+    order, counts = torch.empty_like(flat), flat.new_empty(count)
+    _order[(count,)](flat, order, counts, pairs, min(_PAIRS, max(32, triton.next_power_of_2(pairs))), num_warps=4)
+    return RoutedPairs(weights, experts, order, counts)
+
+
+def sum_experts(results: Tensor, weights: Tensor) -> Tensor:
+    """``results`` [pairs, hidden] of tokens' experts, times ``weights`` [tokens, chosen] -> [tokens, hidden]."""
+    tokens, chosen = weights.shape
+    hidden = results.shape[1]
+    out = results.new_empty((tokens, hidden))
+    _sum[(tokens, triton.cdiv(hidden, _HIDDEN))](results, weights, out, hidden, chosen, _HIDDEN, num_warps=4)
+    return out

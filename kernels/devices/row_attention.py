@@ -1,0 +1,68 @@
+"""Attention with capped scores (Gemma 2, arXiv 2408.00118) or sinks (Xiao et al., arXiv 2309.17453; gpt-oss, arXiv
+2508.10925) in plain torch, for devices without a kernel for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.contract.errors import UnsupportedError
+from kernels.core.attention_rows import AttentionRows
+
+__all__ = ["attend_rows"]
+
+_QUERIES = 256  # of a row at a time, so that the scores of a long prompt fit in memory
+
+
+def attend_rows(
+    queries: Tensor,
+    gather: Callable[[Tensor], Tensor],
+    rows: AttentionRows,
+    page_size: int,
+    window: int,
+    scale: float,
+    cap: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of ``queries`` [tokens, heads, dim] over the tokens of their rows -> [tokens, heads * dim].
+    Scores are ``scale * q @ k``, or with a ``cap`` above 0 ``cap * tanh(scale * q @ k / cap)``. ``sinks`` float32
+    [heads]: scores of one more token, whose value is 0.
+
+    gather: the keys and values of places int64 [n] in the cache, [n, 2, kv_heads, dim or more]. window: tokens that a
+    query sees, 0 for all. Only positions that are seen are read.
+    """
+    if rows.tree is not None:
+        raise UnsupportedError("attention with caps or sinks has no trees of draft tokens; leave speculation out")
+    heads, dim = queries.shape[1:]
+    out = torch.empty_like(queries)
+    begin = 0
+    for row, (start, count) in enumerate(zip(rows.starts.tolist(), rows.counts.tolist(), strict=True)):
+        pages = torch.from_numpy(rows.pages[row]).to(queries.device, torch.int64)
+        for low in range(start, start + count, _QUERIES):
+            high = min(low + _QUERIES, start + count)
+            first = max(0, low + 1 - window) if window else 0
+            seen = torch.arange(first, high, device=queries.device)
+            found = gather(pages[torch.div(seen, page_size, rounding_mode="floor")] * page_size + seen % page_size)
+            keys, values = found[:, 0, :, :dim], found[:, 1, :, :dim]
+            at = torch.arange(low, high, device=queries.device).unsqueeze(1)
+            hidden = seen > at
+            if window:
+                hidden |= seen <= at - window
+            grouped = queries[begin : begin + high - low].unflatten(1, (keys.shape[1], heads // keys.shape[1]))
+            scores = torch.einsum("qhgd,khd->hgqk", grouped, keys).float()
+            scores = scores.mul_(scale / cap).tanh_().mul_(cap) if cap else scores.mul_(scale)
+            weights = _shares(scores.masked_fill_(hidden, -torch.inf), sinks).to(values.dtype)
+            result = torch.einsum("hgqk,khd->qhgd", weights, values)
+            out[begin : begin + high - low] = result.flatten(1, 2)
+            begin += high - low
+    return out.flatten(1)
+
+
+def _shares(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax of ``scores`` [kv_heads, heads of each, queries, tokens], of which ``sinks`` take a part."""
+    if sinks is None:
+        return scores.softmax(-1)
+    beside = sinks.view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat((scores, beside), -1).softmax(-1)[..., :-1]

@@ -1,0 +1,1 @@
+"""Models that run transformers' own modeling code over our paged cache (``--model-impl transformers``)."""

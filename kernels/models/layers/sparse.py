@@ -1,0 +1,84 @@
+"""A decoder whose layers have a norm before attention and before the feed-forward layer, which is of experts in some.
+
+h = h + attention(norm(h));  h = h + experts(norm(h))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kernels.devices.linear import NormThenLinear
+from kernels.models.config import ModelConfig
+from kernels.models.decoder import Decoder, DecoderLayer
+from kernels.models.layers import gqa, mlp, moe, pre_norm, vocabulary
+from kernels.models.layers.block import AttentionLayer, Block, Norms, gated_mlp
+from kernels.models.layers.builder import LayerBuilder, ModelBuilder
+from kernels.models.layers.mlp import FeedForward
+from kernels.models.layers.moe import QWEN, ExpertNames
+from kernels.models.layers.pre_norm import PreNormLayer
+from kernels.weights.tensors import TensorSpec, norm
+
+__all__ = ["build", "tensors"]
+
+AttentionTensors = Callable[[ModelConfig, str, str], Iterator[TensorSpec]]
+MakeAttention = Callable[[LayerBuilder, ModelConfig, str, int], AttentionLayer]
+
+
+def tensors(
+    config: ModelConfig, names: ExpertNames = QWEN, attention: AttentionTensors = gqa.tensors
+) -> Iterator[TensorSpec]:
+    """Every tensor of a checkpoint. ``attention``: of a layer's, by its names here and in GGUF."""
+    experts = config.experts
+    yield from vocabulary.tensors(config)
+    for index in range(config.layers):
+        layer, gguf = f"model.layers.{index}", f"blk.{index}"
+        yield from pre_norm.norm_tensors(config, layer, gguf)
+        yield from attention(config, f"{layer}.self_attn", f"{gguf}.attn")
+        if experts is not None and index in experts.layers:
+            yield from moe.tensors(experts, config.hidden_size, layer, gguf, names)
+        else:
+            yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
+    yield norm("model.norm", config.hidden_size, "output_norm")
+
+
+def build(
+    config: ModelConfig, builder: ModelBuilder, names: ExpertNames = QWEN, attention: MakeAttention | None = None
+) -> Decoder:
+    """The decoder of one rank, whose sizes are ``config``. ``attention``: makes that of a layer, by its name and its
+    window; None: grouped-query attention, which devices fuse with the norm before it."""
+    vocab = vocabulary.vocabulary(builder, config)
+    layers: list[DecoderLayer] = []
+    for index in range(config.layers):
+        name = f"model.layers.{index}"
+        if attention is None:
+            layers.append(_pre_norm_layer(config, builder, index, names))
+        else:
+            found = attention(builder, config, f"{name}.self_attn", config.windows[index])
+            layers.append(_block(config, builder, index, names, found))
+    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
+
+
+def _pre_norm_layer(config: ModelConfig, builder: LayerBuilder, index: int, names: ExpertNames) -> PreNormLayer:
+    name, experts = f"model.layers.{index}", config.experts
+    first = builder.norm(f"{name}.input_layernorm", config.norm_eps)
+    attention = gqa.attention(builder, config, f"{name}.self_attn", config.windows[index])
+    second = builder.norm(f"{name}.post_attention_layernorm", config.norm_eps)
+    feed_forward: FeedForward | NormThenLinear
+    if experts is not None and index in experts.layers:
+        feed_forward = NormThenLinear(second, moe.SparseFeedForward(builder, experts, name, names))
+    else:
+        feed_forward = mlp.feed_forward(builder, second, f"{name}.mlp")
+    return PreNormLayer(builder, first, attention, second, feed_forward)
+
+
+def _block(
+    config: ModelConfig, builder: LayerBuilder, index: int, names: ExpertNames, attention: AttentionLayer
+) -> Block:
+    name, experts = f"model.layers.{index}", config.experts
+    norms = Norms(
+        before_attention=builder.norm(f"{name}.input_layernorm", config.norm_eps),
+        before_mlp=builder.norm(f"{name}.post_attention_layernorm", config.norm_eps),
+    )
+    if experts is not None and index in experts.layers:
+        return Block(builder, config, attention, moe.SparseFeedForward(builder, experts, name, names), norms)
+    return Block(builder, config, attention, gated_mlp(builder, config, f"{name}.mlp"), norms)

@@ -1,0 +1,217 @@
+"""Reads the pooling of a model that generates no text from its files. No torch: the engine's process reads it too.
+
+Embedding models are saved by sentence-transformers: ``modules.json`` lists the modules behind the transformer, and the
+directory of a pooling module (``1_Pooling``) has its configuration. Models that classify and reward models have an
+architecture of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from kernels.contract.errors import ConfigError
+from kernels.contract.pooling import PoolingConfig
+from kernels.models.registry import HEADS, Entry, find_encoder
+
+__all__ = ["read_pooling"]
+
+_MODES: Mapping[str, Literal["cls", "mean", "last"]] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+    "cls": "cls",
+    "mean": "mean",
+    "lasttoken": "last",
+}
+"""Modes of sentence-transformers that are run."""
+
+_MOST_LABELS = 65_536
+
+
+def read_pooling(directory: Path, config: Mapping[str, Any], is_embedding: bool = False) -> PoolingConfig | None:
+    """The pooling of the model in ``directory``, whose config.json is ``config``; None for a model that generates text.
+
+    is_embedding: whether a model that could generate text makes vectors of its last tokens instead. Raises ConfigError.
+    """
+    names = config.get("architectures") or []
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    entry = find_encoder(name)
+    encoder = entry is not None
+    if name.endswith(HEADS):
+        return _classifier(name, config, entry)
+    modules = _modules(directory)
+    headless = name.endswith("Model") and not name.endswith("LMHeadModel")
+    if not (modules or encoder or headless or is_embedding):
+        return None
+    if not encoder and config.get("is_causal") is False:
+        raise ConfigError(
+            f"config.json: is_causal false lets the tokens of {name} attend to those after them, and decoders are "
+            "run without; use another model"
+        )
+    mode: Literal["cls", "mean", "last"] = "cls" if encoder else "last"
+    if "Pooling" in modules:
+        mode = _mode(directory / modules["Pooling"])
+    if not encoder and mode != "last":
+        raise ConfigError(
+            f"the pooling of {name} takes {mode}, and a decoder's vectors are those of the last token; use a "
+            "model that was trained for that"
+        )
+    prompts, default = _prompts(directory)
+    if mode == "mean" and any(prompts.values()) and "Pooling" in modules:
+        pooling = directory / modules["Pooling"] / "config.json"
+        if _read(pooling).get("include_prompt") is False:
+            raise ConfigError(
+                f"{pooling}: include_prompt false leaves the tokens of a prompt out of the mean, and they are not left "
+                "out here; use another model"
+            )
+    limits = [] if entry is None else [_positions(entry, config)]
+    transformer = _transformer(directory)
+    given = transformer.get("max_seq_length")
+    if type(given) is int and given > 0:
+        limits.append(given)
+    return PoolingConfig(
+        task="embed",
+        mode=mode,
+        normalize="Normalize" in modules or not modules,
+        encoder=encoder,
+        most_tokens=min(limits, default=0),
+        prompts=prompts,
+        default_prompt=default,
+        lowercase=transformer.get("do_lower_case") is True,
+    )
+
+
+def _prompts(directory: Path) -> tuple[dict[str, str], str]:
+    """The prompts of config_sentence_transformers.json, and the name of the default one or an empty text."""
+    file = directory / "config_sentence_transformers.json"
+    config = _read(file)
+    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name") or ""
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise ConfigError(f"{file}: prompts must be an object of texts")
+    if default and default not in prompts:
+        raise ConfigError(f"{file}: default_prompt_name {str(default)[:80]!r} is none of prompts: {sorted(prompts)}")
+    return prompts, default
+
+
+def _transformer(directory: Path) -> dict[str, Any]:
+    """The configuration of the module that runs the transformer; old ones are named for its family."""
+    names = ("bert", "roberta", "xlm-roberta")
+    files = [directory / f"sentence_{name}_config.json" for name in names]
+    return _read(next((file for file in files if file.is_file()), files[0]))
+
+
+def _classifier(name: str, config: Mapping[str, Any], encoder: Entry | None) -> PoolingConfig:
+    labels = _labels(config, 1 if name.endswith("ForRewardModel") else 2)
+    activation: Literal["softmax", "sigmoid", "none"] = "softmax" if len(labels) > 1 else "sigmoid"
+    if name.endswith("ForRewardModel") or config.get("problem_type") == "regression":
+        activation = "none"
+    elif config.get("problem_type") == "multi_label_classification":
+        activation = "sigmoid"
+    trained = config.get("sentence_transformers")
+    function = trained.get("activation_fn") if isinstance(trained, dict) else None
+    function = function or config.get("sbert_ce_default_activation_function")
+    if isinstance(function, str):
+        activation = _activation(function)
+    return PoolingConfig(
+        task="classify",
+        mode="last" if encoder is None else "cls",
+        encoder=encoder is not None,
+        labels=labels,
+        activation=activation,
+        most_tokens=0 if encoder is None else _positions(encoder, config),
+    )
+
+
+def _activation(function: str) -> Literal["softmax", "sigmoid", "none"]:
+    """The activation of a cross encoder, from the class that sentence-transformers names."""
+    match function.rpartition(".")[2]:
+        case "Identity":
+            return "none"
+        case "Sigmoid":
+            return "sigmoid"
+        case "Softmax":
+            return "softmax"
+    raise ConfigError(
+        f"the activation {function[:80]!r} of config.json is not run; use Identity, Sigmoid or Softmax, by "
+        "--json-model-override-args"
+    )
+
+
+def _labels(config: Mapping[str, Any], default: int) -> tuple[str, ...]:
+    """``id2label``, or as many numbered ones as ``num_labels`` says."""
+    given = config.get("id2label")
+    if isinstance(given, dict) and given:
+        try:
+            return tuple(str(given[key]) for key in sorted(given, key=int))
+        except ValueError:
+            raise ConfigError("config.json: the keys of id2label must be numbers") from None
+    count = config.get("num_labels", default)
+    if type(count) is not int or not 0 < count <= _MOST_LABELS:
+        raise ConfigError(f"config.json: num_labels must be 1 to {_MOST_LABELS}, and is {count!r}")
+    return tuple(f"LABEL_{number}" for number in range(count))
+
+
+def _positions(encoder: Entry, config: Mapping[str, Any]) -> int:
+    """Tokens of an encoder's input."""
+    count, padding = config.get("max_position_embeddings", 512), config.get("pad_token_id", 1)
+    if type(count) is not int or count < 1:
+        raise ConfigError(f"config.json: max_position_embeddings must be a whole number, and is {count!r}")
+    offset = padding + 1 if encoder.padded_positions and type(padding) is int else 0
+    if count <= offset:
+        raise ConfigError(f"config.json: max_position_embeddings {count} leaves no position behind pad_token_id")
+    return count - offset
+
+
+def _modules(directory: Path) -> dict[str, str]:
+    """The modules of sentence-transformers and their directories, by class; empty without any. Raises ConfigError for
+    modules that are not run."""
+    file = directory / "modules.json"
+    if not file.is_file():
+        return {"Pooling": "1_Pooling"} if (directory / "1_Pooling" / "config.json").is_file() else {}
+    listed = _decode(file)
+    if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+        raise ConfigError(f"{file} must be a list of modules; download it again")
+    found: dict[str, str] = {}
+    for one in listed:
+        kind, path = str(one.get("type", "")).rpartition(".")[2], str(one.get("path", ""))
+        if kind not in ("Transformer", "Pooling", "Normalize"):
+            raise ConfigError(
+                f"{file} lists the module {kind[:80]}, which is not run: Transformer, Pooling and Normalize are; use "
+                "another model"
+            )
+        if path and (Path(path).name != path or path == ".."):
+            raise ConfigError(f"{file} names a directory outside its own: {path[:80]!r}")
+        found[kind] = path
+    return found
+
+
+def _mode(directory: Path) -> Literal["cls", "mean", "last"]:
+    """The mode of a pooling module. Raises ConfigError for one that is not run."""
+    config = _read(directory / "config.json")
+    chosen = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
+    if isinstance(named := config.get("pooling_mode"), str):
+        chosen = [named]
+    if len(chosen) != 1 or chosen[0] not in _MODES:
+        raise ConfigError(
+            f"{directory / 'config.json'}: the pooling {', '.join(chosen) or 'none'} is not run; one of the first "
+            "token, the mean or the last token is"
+        )
+    return _MODES[chosen[0]]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A JSON object; empty without the file."""
+    found = _decode(file) if file.is_file() else {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} must be a JSON object; download it again")
+    return found
+
+
+def _decode(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); download it again") from error
