@@ -11,8 +11,9 @@ __all__ = ["DeviceFeatures"]
 class DeviceFeatures:
     """``collectives``: torch.distributed's library for several ranks; "": it runs one rank alone. ``cache_dtypes``:
     what keys and values can be kept in, by the names of ``CACHE_DTYPES``. ``captures``: whether decodes are
-    captured."""
+    captured. ``plans_latent``: as ``Attention.plans_latent``."""
 
     collectives: str
     cache_dtypes: frozenset[str]
     captures: bool
+    plans_latent: bool = False

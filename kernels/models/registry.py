@@ -276,8 +276,8 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
 class Support:
     """What a family supports. ``gguf``: its name in GGUF files; "": none. ``experts``: layers of experts. ``windows``:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
-    ``eager``: attention is what only plain torch does: its scores are capped, or keys and values are latent. ``plain``:
-    the layers have Llama's operators alone, which native code has.
+    ``eager``: attention is what only plain torch does: its scores are capped, or heads have sinks. ``latent``: keys and
+    values are latent vectors. ``plain``: the layers have Llama's operators alone, which native code has.
     """
 
     architecture: str
@@ -287,6 +287,7 @@ class Support:
     tied: bool
     quantizable: bool
     eager: bool = False
+    latent: bool = False
     plain: bool = True
 
 
@@ -335,7 +336,8 @@ def families() -> tuple[Support, ...]:
                 windows=any(config.windows),
                 tied=not any(spec.role is Role.OUTPUT for spec in specs),
                 quantizable=any(spec.quantizable for spec in specs),
-                eager=bool(config.eager_attention) or config.latent is not None,
+                eager=bool(config.eager_attention),
+                latent=config.latent is not None,
                 plain=_is_plain(config),
             )
         )

@@ -14,7 +14,7 @@ from kernels.devices.features import DeviceFeatures
 from kernels.devices.npu.features import FEATURES as NPU
 from kernels.models.registry import BUILT_IN, Support, families
 from tests.kits.device_features import features_of
-from tests.kits.driver import FAMILIES, SPARSE
+from tests.kits.driver import FAMILIES, LATENT, SPARSE
 from tests.kits.fallback import RUNS, TABLE
 
 __all__ = ["architectures", "code", "code_architectures", "matrix"]
@@ -29,7 +29,7 @@ FEATURES: Mapping[str, str] = {
     "T": "tensor parallelism",
     "G": "decode steps captured into graphs, or on a CPU into programs of native operators",
 }
-COMPARED = frozenset(f"{family}ForCausalLM" for family, _ in (FAMILIES | SPARSE).values())
+COMPARED = frozenset(f"{family}ForCausalLM" for family, _ in (FAMILIES | LATENT | SPARSE).values())
 """Families whose answers tests compare with transformers' on every device."""
 
 
@@ -90,18 +90,19 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
     """What a device does for a family, by the letters of ``FEATURES``. Every device has linear layers of floats, and a
     cache whose tokens can be moved, which is all that the verification of draft tokens needs. Capped attention reads a
     plain cache and the host's rows; a CPU's programs have the operators of plain families alone."""
+    paged = not (family.eager or family.latent)
     yield "F"
     if family.quantizable:
         yield "Q"
-    if not family.eager and "int8" in features.cache_dtypes:
+    if paged and "int8" in features.cache_dtypes:
         yield "K"
-    if not family.eager and any(name.startswith("fp8") for name in features.cache_dtypes):
+    if paged and any(name.startswith("fp8") for name in features.cache_dtypes):
         yield "E"
-    if not family.eager:
+    if paged:
         yield "S"
     if features.collectives:
         yield "T"
-    if features.captures and not family.eager and (family.plain or not cpu):
+    if features.captures and (paged or (family.latent and features.plans_latent)) and (family.plain or not cpu):
         yield "G"
 
 

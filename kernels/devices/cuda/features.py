@@ -11,4 +11,5 @@ FEATURES = DeviceFeatures(
     collectives="nccl",
     cache_dtypes=frozenset(CACHE_DTYPES),  # fp8 from compute capability 8.9 on
     captures=True,
+    plans_latent=True,
 )

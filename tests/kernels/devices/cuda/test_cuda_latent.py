@@ -16,6 +16,7 @@ from kernels.devices.cuda.cache import CudaCaches
 from kernels.devices.cuda.elementwise.norms import CudaNorm
 from kernels.devices.memory import DeviceMemory, MemoryUsage
 from tests.kits.cuda.caches import near
+from tests.kits.driver import LATENT
 
 _SCALE = 0.2
 
@@ -111,7 +112,7 @@ def test_heads_are_placed_as_by_torch(device, dtype, heads, rank, rope):
         near(found, expected)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3", "minicpm3"])
+@pytest.mark.parametrize("name", LATENT)
 def test_models_with_latent_vectors_run_in_graphs_on_a_gpu(device, name, reference, drive, prompts):
     if device.type == "cpu":
         pytest.skip("no GPU")
