@@ -394,7 +394,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         str | None,
         Option(
             group="API",
-            default_text="the form of Qwen Coder, StarCoder, DeepSeek Coder, Seed-Coder or Codestral, by the model's marks",
+            default_text="the form of Qwen Coder, StarCoder, DeepSeek Coder, Seed-Coder or Codestral, by its marks",
             metavar="FILE",
             help="File with a Jinja template that joins prompt and suffix (its variables) of /v1/completions.",
         ),
