@@ -31,6 +31,7 @@ def merge(deltas: list[Delta]) -> Delta:
         logprobs=None if scored is None else tuple(scored),
         prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None),
         hidden_states=b"".join([d.hidden_states for d in deltas]),
+        routed_experts=b"".join([d.routed_experts for d in deltas]),
         prompt_token_ids=next((d.prompt_token_ids for d in deltas if d.prompt_token_ids is not None), None),
         finish_reason=last.finish_reason,
         matched_stop=last.matched_stop,

@@ -117,12 +117,6 @@ _TABLE: tuple[RefusedNames, ...] = (
         flags=("enable-custom-logit-processor",),
     ),
     RefusedNames(
-        group="API",
-        reason="returning the experts of tokens is not built yet",
-        remedy="leave it out",
-        flags=("enable-return-routed-experts",),
-    ),
-    RefusedNames(
         group="Grammar",
         reason="there is one library for grammars, which --grammar-backend names",
         remedy="leave it out",

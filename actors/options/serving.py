@@ -394,7 +394,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
         str | None,
         Option(
             group="API",
-            default_text="the form of Qwen Coder, StarCoder, DeepSeek Coder or Codestral, by the model's marks",
+            default_text="the form of Qwen Coder, StarCoder, DeepSeek Coder, Seed-Coder or Codestral, by its marks",
             metavar="FILE",
             help="File with a Jinja template that joins prompt and suffix (its variables) of /v1/completions.",
         ),
@@ -419,6 +419,15 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
             group="API",
             help="Requests may set return_hidden_states: /generate, chats and completions then return final hidden "
             "states. Such a request computes its whole prompt and drafts no tokens.",
+        ),
+    ] = False
+
+    enable_return_routed_experts: Annotated[
+        bool,
+        Option(
+            group="API",
+            help="Requests of /generate may set return_routed_experts: the answer has the experts that each token took "
+            "in each layer. While one runs, steps are neither captured nor run as a program.",
         ),
     ] = False
 

@@ -53,6 +53,7 @@ class Emission(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ended: Ended | None = None
     drafted: int = 0  # draft tokens that were verified for these tokens; all but one of the tokens were among them
     states: bytes = b""  # float32 [tokens, hidden]: of the tokens before each of these, the prompt's with the first
+    experts: bytes = b""  # int32 [tokens, layers, chosen]: that these tokens took
     vector: bytes = b""  # float32: of a task whose result is a vector, with the sequence's end
 
 

@@ -52,6 +52,7 @@ class Limits(msgspec.Struct, frozen=True):
     logprobs: int = 20
     logprob_entries: int = 1 << 20  # of one answer: tokens times choices times (1 + alternatives)
     state_numbers: int = 1 << 22  # of one answer: tokens times choices times the size of a hidden state
+    expert_numbers: int = 1 << 23  # of one answer: tokens times choices times layers times experts of a token
     logit_bias: int = 1024
     allowed_token_ids: int = 65536
     prompts: int = 2048
@@ -124,6 +125,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None  # None: none; 0: the sampled token's; k: and the k most likely
     prompt_logprobs: int | None = None
     hidden_states: bool = False  # return the final hidden states of all tokens; nothing is drafted then
+    routed_experts: bool = False  # return the experts that all tokens took; nothing is drafted then
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     grammar: Grammar | None = None  # what the text must match
@@ -198,6 +200,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     # float32 [tokens, hidden]: the final hidden states that these tokens were sampled from; with the first one, those
     # of all prompt tokens
     hidden_states: bytes = b""
+    routed_experts: bytes = b""  # int32 [tokens, layers, chosen]: of the same tokens, the experts that they took
     finish_reason: FinishReason | None = None  # set on the last delta of a choice, never else
     matched_stop: str | int | None = None  # the stop string, regular expression or token id that ended it
     usage: Usage = Usage()  # so far, for this choice

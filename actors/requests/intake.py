@@ -246,13 +246,7 @@ class Intake:
             self._check_grammar()
         if params.prediction:
             self._check_prediction(params.prediction)
-        if params.hidden_states and not self._arguments.enable_return_hidden_states:
-            raise InvalidRequest(
-                "hidden_states: this server returns none. Leave it out, or start the server with "
-                "--enable-return-hidden-states.",
-                param="hidden_states",
-                code="unsupported_parameter",
-            )
+        self._check_returned(params)
         if params.n > 1 and params.n * (params.max_tokens or 1) > _CHOICES_PER_CONTEXT * model.context_length:
             most = _CHOICES_PER_CONTEXT * model.context_length
             raise InvalidRequest(
@@ -276,6 +270,27 @@ class Intake:
         if options.timeout is not None and not 0 < options.timeout <= _MAX_TIMEOUT_SECONDS:
             raise InvalidRequest(
                 f"timeout must be more than 0 and at most {_MAX_TIMEOUT_SECONDS:g} seconds.", param="timeout"
+            )
+
+    def _check_returned(self, params: SamplingParams) -> None:
+        options = {
+            "hidden_states": self._arguments.enable_return_hidden_states,
+            "routed_experts": self._arguments.enable_return_routed_experts,
+        }
+        for field, enabled in options.items():
+            if getattr(params, field) and not enabled:
+                raise InvalidRequest(
+                    f"{field}: this server returns none. Leave it out, or start the server with "
+                    f"--enable-return-{field.replace('_', '-')}.",
+                    param=field,
+                    code="unsupported_parameter",
+                )
+        info = self._model.info
+        if params.routed_experts and info is not None and not info.experts[1]:
+            raise InvalidRequest(
+                "routed_experts: this model has no layers of experts. Leave it out.",
+                param="routed_experts",
+                code="unsupported_parameter",
             )
 
     def _check_grammar(self) -> None:
@@ -377,33 +392,39 @@ class Intake:
             if room < 1 or (max_tokens is not None and max_tokens > room):
                 raise self._model.too_long(len(ids), max_tokens)
         if max_tokens is None:
-            most = min(_most_scored_tokens(len(ids), params), self._most_state_tokens(len(ids), params))
+            most = min(_most_scored_tokens(len(ids), params), self._most_returned_tokens(len(ids), params))
             max_tokens = min(default, room, most)
         _check_logprobs(len(ids), max_tokens, params)
-        self._check_states(len(ids), max_tokens, params)
+        self._check_numbers(len(ids), max_tokens, params)
         return ids, max_tokens
 
-    def _most_state_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
-        """The most output tokens of a choice whose hidden states may all be answered; at least one."""
-        if not params.hidden_states:
-            return _MAX_TOKENS
-        return max(LIMITS.state_numbers // (params.n * max(self._state_size, 1)) - prompt_tokens, 1)
+    def _returned(self, params: SamplingParams) -> list[tuple[str, int, int]]:
+        """What a request returns of each token: the field, how many numbers that is, and how many an answer may
+        have."""
+        info = self._model.info
+        if info is None:
+            return []
+        layers, chosen = info.experts
+        found = [("hidden_states", info.hidden_size, LIMITS.state_numbers)] if params.hidden_states else []
+        return [*found, ("routed_experts", layers * chosen, LIMITS.expert_numbers)] if params.routed_experts else found
 
-    def _check_states(self, prompt_tokens: int, max_tokens: int, params: SamplingParams) -> None:
-        """Raise InvalidRequest for more hidden states than one answer may have."""
-        numbers = params.n * (prompt_tokens + max_tokens) * self._state_size
-        if params.hidden_states and numbers > LIMITS.state_numbers:
-            raise InvalidRequest(
-                f"hidden_states: {prompt_tokens} prompt tokens and up to {max_tokens} output tokens, times {params.n} "
-                f"choices of {self._state_size} numbers a token, are {numbers} numbers; at most "
-                f"{LIMITS.state_numbers} are answered. Ask for fewer tokens or choices.",
-                param="hidden_states",
-                code="too_many_hidden_states",
-            )
+    def _most_returned_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
+        """The most output tokens of a choice whose numbers may all be answered; at least one."""
+        limits = [most // (params.n * max(size, 1)) - prompt_tokens for _, size, most in self._returned(params)]
+        return max(min(limits, default=_MAX_TOKENS), 1)
 
-    @property
-    def _state_size(self) -> int:
-        return self._model.info.hidden_size if self._model.info is not None else 0
+    def _check_numbers(self, prompt_tokens: int, max_tokens: int, params: SamplingParams) -> None:
+        """Raise InvalidRequest for more hidden states or experts than one answer may have."""
+        for field, size, most in self._returned(params):
+            numbers = params.n * (prompt_tokens + max_tokens) * size
+            if numbers > most:
+                raise InvalidRequest(
+                    f"{field}: {prompt_tokens} prompt tokens and up to {max_tokens} output tokens, times {params.n} "
+                    f"choices of {size} numbers a token, are {numbers} numbers; at most {most} are answered. Ask for "
+                    "fewer tokens or choices.",
+                    param=field,
+                    code=f"too_many_{field}",
+                )
 
     def _write_down(
         self,

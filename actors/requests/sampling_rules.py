@@ -57,7 +57,14 @@ def validate(params: SamplingParams, *, vocab_size: int | None = None, limits: L
             limits.draft_tokens,
             "1 decodes token by token; leave it out for the server's number.",
         )
-    for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "speculative", "hidden_states"):
+    for name in (
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "skip_special_tokens",
+        "speculative",
+        "hidden_states",
+        "routed_experts",
+    ):
         if not isinstance(getattr(params, name), bool):
             raise _invalid(name, f"{name} must be true or false.")
     if not isinstance(params.prediction, str):
@@ -147,6 +154,7 @@ def slot_sampling(
         logprobs=_logprobs(params),
         prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         hidden_states=params.hidden_states,
+        routed_experts=params.routed_experts,
         max_drafts=_max_drafts(params),
         grammar=params.grammar,
         grammar_after=grammar_start[0],
@@ -163,7 +171,7 @@ def _logprobs(params: SamplingParams) -> int:
 
 
 def _max_drafts(params: SamplingParams) -> int:
-    if not params.speculative or params.hidden_states:
+    if not params.speculative or params.hidden_states or params.routed_experts:
         return 0
     return -1 if params.speculative_num_draft_tokens is None else params.speculative_num_draft_tokens - 1
 

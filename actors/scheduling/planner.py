@@ -16,7 +16,7 @@ from actors.scheduling.config import PlannerConfig
 from actors.scheduling.fairness import FairShare
 from actors.scheduling.planning import CacheMessage, CacheReply, StepPlanning, too_large
 from actors.scheduling.policy import Policy
-from actors.scheduling.scores import PromptScores, StepScores, join, pooled_vectors, row_states
+from actors.scheduling.scores import PromptScores, StepScores, join, pooled_vectors, token_values
 from actors.scheduling.sequence import Sequence, Status
 from actors.scheduling.sequence_table import Move, SequenceTable
 from actors.scheduling.speculation.draft_limits import DraftLimits, draft_limit
@@ -300,7 +300,7 @@ class Planner:
         scores = StepScores(result) if result.logprobs else None
         prompts = PromptScores(result) if result.prompt_rows else None
         vectors = pooled_vectors(result) if result.pooled_rows else {}
-        states = row_states(result.states) if result.states is not None else {}
+        states, experts = token_values(result.states), token_values(result.experts)
         failed = {(error.slot, error.generation): error for error in result.failed}
         if self._draft_limits is not None and (flight.adapted or flight.decodes < len(flight.samples)):
             self._draft_limits.learn(flight, result)
@@ -327,6 +327,8 @@ class Planner:
                 sequence.prompt_parts.append(part)
             if row in states:
                 sequence.states += states[row]
+            if row in experts:
+                sequence.experts += experts[row]
             if row < speculating:
                 emission = self._accept(sequence, tokens[at:index], flight.max_extra[row], drafted[row], scores, at)
                 emissions.append(_with_vectors(emission, sequence, vectors, row))
@@ -392,12 +394,14 @@ class Planner:
 
 
 def _with_vectors(emission: Emission, sequence: Sequence, vectors: dict[int, bytes], row: int) -> Emission:
-    """Add the pooled vector of the row, if there is one, and the states of the sequence that were not emitted.
-    ``vectors``: pooled vectors of the step, by row."""
-    if sequence.states:
-        # The states before an output token were emitted with it, and are computed again after an interruption.
-        states, sequence.states = sequence.states[-1:] if emission.start else sequence.states, []
-        return msgspec.structs.replace(emission, states=b"".join(states))
+    """Add the pooled vector of the row, if there is one, and the states and experts of the sequence that were not
+    emitted. ``vectors``: pooled vectors of the step, by row."""
+    if sequence.states or sequence.experts:
+        # Those before an output token were emitted with it, and are computed again after an interruption.
+        first = -1 if emission.start else 0
+        states, experts = (b"".join(part[first:]) for part in (sequence.states, sequence.experts))
+        sequence.states, sequence.experts = [], []
+        return msgspec.structs.replace(emission, states=states, experts=experts)
     if not vectors or row not in vectors:
         return emission
     return msgspec.structs.replace(emission, vector=vectors[row])

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.protocol import TokenScores
-from kernels.contract.step import StepResult, TokenStates
+from kernels.contract.step import StepResult, TokenValues
 
-__all__ = ["PromptScores", "StepScores", "join", "pooled_vectors", "row_states"]
+__all__ = ["PromptScores", "StepScores", "join", "pooled_vectors", "token_values"]
 
 _BYTES = 4  # of an int32 and of a float32
 
@@ -82,13 +82,15 @@ def pooled_vectors(result: StepResult) -> dict[int, bytes]:
     return {row: result.pooled[begin:end] for row, begin, end in zip(rows, begins, ends.tolist(), strict=False)}
 
 
-def row_states(found: TokenStates) -> dict[int, list[bytes]]:
-    """The final hidden states of a step's tokens, each float32, by row."""
+def token_values(found: TokenValues | None) -> dict[int, list[bytes]]:
+    """The numbers of each token of a step, by row."""
+    if found is None:
+        return {}
     rows: list[int] = np.frombuffer(found.rows, dtype=np.int32).tolist()
     counts: list[int] = np.frombuffer(found.counts, dtype=np.int32).tolist()
-    size = len(found.hidden) // sum(counts)
-    states = iter([found.hidden[begin : begin + size] for begin in range(0, len(found.hidden), size)])
-    return {row: list(itertools.islice(states, count)) for row, count in zip(rows, counts, strict=True)}
+    size = len(found.values) // sum(counts)
+    values = iter([found.values[begin : begin + size] for begin in range(0, len(found.values), size)])
+    return {row: list(itertools.islice(values, count)) for row, count in zip(rows, counts, strict=True)}
 
 
 def join(parts: list[TokenScores]) -> TokenScores:

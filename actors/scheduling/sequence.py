@@ -41,6 +41,7 @@ class Sequence:
         "committed",
         "computed",
         "draft_limit",
+        "experts",
         "first_page",
         "generation",
         "id",
@@ -99,6 +100,7 @@ class Sequence:
         self.committed = 0  # tokens the prefix cache knows
         self.prompt_parts: list[TokenScores] = []
         self.states: list[bytes] = []  # final hidden states of computed tokens, not emitted yet
+        self.experts: list[bytes] = []  # that these tokens took
 
     @property
     def length(self) -> int:
@@ -109,7 +111,8 @@ class Sequence:
     def scores_prompt(self) -> bool:
         """Whether something of every prompt position was requested and not yet sent: then all must be computed."""
         sampling = self.spec.sampling
-        return (sampling.prompt_logprobs >= 0 or sampling.hidden_states) and not self.output
+        wanted = sampling.prompt_logprobs >= 0 or sampling.hidden_states or sampling.routed_experts
+        return wanted and not self.output
 
     def tokens(self) -> bytes:
         """Prompt and output so far, int32."""

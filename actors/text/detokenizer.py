@@ -131,7 +131,7 @@ class Detokenizer(Actor[DetokenizerProtocol]):
             if emission.scores and entry.params.logprobs is not None
             else None
         )
-        states = emission.states if tokens else b""
+        states, experts = (emission.states, emission.experts) if tokens else (b"", b"")
         prompt_scores = None if entry.prompt_sent else self._prompt_scores(entry, emission.prompt_scores)
 
         text, matched, used = self._push(entry, tokens, ended)
@@ -145,6 +145,7 @@ class Detokenizer(Actor[DetokenizerProtocol]):
                 logprobs=scores,
                 prompt_logprobs=prompt_scores,
                 hidden_states=states,
+                routed_experts=experts,
                 finish_reason="stop",
                 matched_stop=matched,
             )
@@ -158,6 +159,7 @@ class Detokenizer(Actor[DetokenizerProtocol]):
                 logprobs=scores,
                 prompt_logprobs=prompt_scores,
                 hidden_states=states,
+                routed_experts=experts,
                 finish_reason=finish,
                 matched_stop=ended.matched if ended is not None else None,
             )

@@ -20,6 +20,7 @@ class CollectedChoice:
         "matched_stop",
         "prompt_logprobs",
         "prompt_token_ids",
+        "routed_experts",
         "text",
         "token_ids",
         "usage",
@@ -30,6 +31,7 @@ class CollectedChoice:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.hidden_states: list[bytes] = []
+        self.routed_experts: list[bytes] = []
         self.prompt_logprobs: tuple[TokenLogprob, ...] | None = None
         self.prompt_token_ids: tuple[int, ...] | None = None
         self.finish_reason: FinishReason | Literal["abort"] | None = None
@@ -44,6 +46,8 @@ class CollectedChoice:
             self.logprobs.extend(delta.logprobs)
         if delta.hidden_states:
             self.hidden_states.append(delta.hidden_states)
+        if delta.routed_experts:
+            self.routed_experts.append(delta.routed_experts)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         if delta.prompt_token_ids is not None:

@@ -205,6 +205,8 @@ KNOWN: dict[str, Known] = {
     **{name: _refused_unless(_is_null, _THINKING) for name in ("think", "enable_thinking", "reasoning_budget")},
     "include_reasoning": _refused_unless(lambda value: value in (None, True), _THINKING),
     **_each(_CHATS, "thinking_token_budget", "thinking_budget", "max_thinking_tokens"),
+    **_each("use /generate, /v1/completions or /v1/chat/completions", "return_hidden_states"),
+    **_each("use /generate", "return_routed_experts", "routed_experts_start_len", neutral=(0,)),
     # not supported
     **_each(
         _LATER,
@@ -212,8 +214,6 @@ KNOWN: dict[str, Known] = {
         "mm_processor_kwargs",
         "media_io_kwargs",
         "repetition_detection",
-        "return_hidden_states",
-        "return_routed_experts",
         "return_sampling_mask",
         "return_entropy",
         "logprob_token_ids",

@@ -39,6 +39,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     tasks: tuple[str, ...] = ("generate", "embed", "score", "next_token")  # see kernels.contract.tasks
     pooling: PoolingConfig | None = None  # of a model that generates no text
     hidden_size: int = 0  # numbers of a hidden state, and so of an embedding; 0: not known
+    experts: tuple[int, int] = (0, 0)  # layers, and experts that a token takes in each; 0: there are none
     cpu_isa: str = ""  # the instruction set that a CPU's operators may use
     # a CPU's native operators at load: of the "wheel", "compiled" on this machine, "pending": still compiled, or "none"
     cpu_operators: str = ""

@@ -36,7 +36,7 @@ __all__ = [
     "StepResult",
     "StepTiming",
     "ThoughtBudget",
-    "TokenStates",
+    "TokenValues",
 ]
 
 
@@ -73,6 +73,7 @@ class SlotSampling(msgspec.Struct, frozen=True, omit_defaults=True, array_like=T
     logprobs: int = -1  # -1: none; 0: the sampled token's; k: and the k most likely
     prompt_logprobs: int = -1  # the same for each prompt token
     hidden_states: bool = False  # whether the final hidden states of the tokens that its rows run are returned
+    routed_experts: bool = False  # whether the experts that these tokens took are returned
     max_drafts: int = -1  # draft tokens that a step verifies of this request; -1: as many as the runner does
     grammar: Grammar | None = None  # what the output must match
     grammar_after: tuple[int, ...] = ()  # the grammar begins after these tokens (the end of reasoning); empty: at once
@@ -145,12 +146,12 @@ class RowError(msgspec.Struct, frozen=True, array_like=True):
     invalid: bool = False
 
 
-class TokenStates(msgspec.Struct, frozen=True, array_like=True):
-    """The final hidden states of all tokens that rows ran."""
+class TokenValues(msgspec.Struct, frozen=True, array_like=True):
+    """Numbers of all tokens that rows ran."""
 
     rows: bytes  # int32: indices of the rows
     counts: bytes  # int32 [rows]: the tokens that each ran
-    hidden: bytes  # float32 [sum(counts), hidden]
+    values: bytes  # [sum(counts), ...], of 4 bytes each
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -178,4 +179,5 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     pooled_rows: bytes = b""  # int32: indices of rows that carry a pooled vector
     pooled_sizes: bytes = b""  # int32 per such row: numbers of its vector
     pooled: bytes = b""  # float32 [sum(pooled_sizes)]
-    states: TokenStates | None = None  # of rows whose requests return them
+    states: TokenValues | None = None  # float32 [tokens, hidden]: final hidden states that requests return
+    experts: TokenValues | None = None  # int32 [tokens, layers, chosen]: experts that requests return

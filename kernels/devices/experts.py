@@ -11,7 +11,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ __all__ = [
     "ExpertInputs",
     "ExpertLayers",
     "ExpertWeights",
+    "Experts",
     "ExpertsInTurn",
     "Routing",
     "StackedExperts",
@@ -100,6 +101,18 @@ def choose(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     return weights * routing.scale if routing.scale != 1.0 else weights, experts
 
 
+class Experts(Protocol):
+    """A layer of experts of which each token takes a few."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        ...
+
+    def choose(self, x: Tensor) -> Tensor:
+        """The experts int [tokens, chosen] that the tokens ``x`` [tokens, hidden] take, the best first."""
+        ...
+
+
 @dataclass(frozen=True)
 class ClampedGate:
     """``(up + 1) * gate * sigmoid(alpha * gate)`` of gate | up [tokens, 2 * n], gates of at most ``limit`` and others
@@ -130,6 +143,9 @@ class ExpertsInTurn:
         self.experts = tuple(experts)
         self.routing = routing
 
+    def choose(self, x: Tensor) -> Tensor:
+        return choose(self.router(x), self.routing)[1]
+
     def __call__(self, x: Tensor) -> Tensor:
         weights, experts = choose(self.router(x), self.routing)
         order = experts.flatten().argsort(stable=True)
@@ -154,6 +170,9 @@ class StackedExperts(ABC, Generic[_Stack]):
         self.routing = routing
         self.gate_up = self.stack([expert.gate_up for expert in experts])
         self.down = self.stack([expert.down for expert in experts])
+
+    def choose(self, x: Tensor) -> Tensor:
+        return choose(self.router(x), self.routing)[1]
 
     @abstractmethod
     def stack(self, weights: Sequence[Projection]) -> _Stack:
@@ -261,7 +280,7 @@ class ExpertLayers:
         experts: Sequence[ExpertWeights],
         routing: Routing,
         gate: ClampedGate | None = None,
-    ) -> Linear:
+    ) -> Experts:
         """A layer of experts of which each token takes a few: [tokens, hidden] -> [tokens, hidden].
 
         ``router`` [experts, hidden] and ``bias`` [experts] give a logit for each. ``gate``: in place of SwiGLU's.
@@ -284,7 +303,7 @@ class ExpertLayers:
         routing: Routing,
         reason: str,
         gate: ClampedGate | None = None,
-    ) -> Linear:
+    ) -> Experts:
         """The same by ``ExpertsInTurn``. ``reason``: for the log."""
         self.reads_back = True
         self.fallbacks.log(

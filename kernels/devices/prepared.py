@@ -68,13 +68,15 @@ class VerifyOutputs(NamedTuple):
 class PassResult(NamedTuple):
     """Results of a pass that verifies: the ``result``, and the slots of its keys and values int64 [tokens]. If they
     were captured, also the results of its ``head``, or what was ``accepted`` and the key of its end in
-    ``CapturedPasses.ends``. All are overwritten by the next call."""
+    ``CapturedPasses.ends``. All are overwritten by the next call. ``experts`` int32 [tokens, layers, chosen]: those
+    that each token took, if they were recorded."""
 
     result: Tensor
     index: Tensor  # type: ignore[assignment]  # in place of tuple.index
     head: tuple[Tensor, Tensor, Tensor] | None = None
     accepted: Acceptance | None = None
     end: int = 0
+    experts: Tensor | None = None
 
 
 Verify = Callable[[Longs | None, npt.NDArray[np.int32], DraftTree, Longs | None], PassResult | None]

@@ -341,6 +341,7 @@ def load_model(
         context_length=context,
         layers=part.layers,
         hidden_size=part.hidden_size,
+        experts=(0, 0) if part.experts is None else (part.layers, part.experts.chosen),
         tasks=("generate", "embed", "score", "next_token") if part.pooling is None else (part.pooling.task,),
         pooling=part.pooling,
         parameters=weights.parameters,

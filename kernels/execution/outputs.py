@@ -16,7 +16,7 @@ from kernels.contract.tasks import Classify, Embed, NextToken
 from kernels.devices.base import Device
 from kernels.devices.prepared import CapturedStepResult, PassResult
 from kernels.execution.pooled import activated, normalized
-from kernels.execution.result_builder import PromptScores, ResultBuilder
+from kernels.execution.result_builder import PromptScores, ResultBuilder, RowValues
 from kernels.grammar.slots import NO_MASKS, GrammarSlots, StepMasks, TextTree
 from kernels.models.decoder import Decoder
 from kernels.sampling.sampler import SampledTokens, Sampler
@@ -80,7 +80,8 @@ class StepOutputs:
         return them."""
         state, slots = self._slots, step.slots
         scored = (state.prompt_logprobs[slots] >= 0) & (step.starts + 1 < state.prompt_length[slots])
-        return bool((scored | (state.returns_states[slots] & (step.counts > 1))).any())
+        returned = state.returns_states[slots] | np.isin(slots, list(state.returns_experts))
+        return bool((scored | (returned & (step.counts > 1))).any())
 
     def read_step(self, step: StepRows, found: CapturedStepResult, builder: ResultBuilder) -> None:
         """Score and sample the rows of a captured whole step, as ``read`` does for a pass."""
@@ -96,6 +97,9 @@ class StepOutputs:
         keys and values were written; and the head's results, if it ran."""
         hidden, features = self._model.split(found.result)
         self._slots.computed[step.slots] += step.certain()
+        if found.experts is not None:
+            wanted = np.isin(step.slots, list(self._slots.returns_experts))
+            builder.experts = self._values(step, wanted, found.experts)
         self._score_prompts(step, hidden, builder)
         self._return_states(step, hidden, builder)
         self._test_chunks(step, hidden, builder)
@@ -124,14 +128,18 @@ class StepOutputs:
 
     def _return_states(self, step: StepRows, hidden: Tensor, builder: ResultBuilder) -> None:
         """Add the states of the tokens of rows whose requests return them, float32."""
-        rows = np.flatnonzero(self._slots.returns_states[step.slots])
+        builder.states = self._values(step, self._slots.returns_states[step.slots], hidden)
+
+    def _values(self, step: StepRows, wanted: Bools, values: Tensor) -> RowValues | None:
+        """The ``values`` [tokens, ...] of the tokens of the rows that are ``wanted``; None without any."""
+        rows = np.flatnonzero(wanted)
         if not len(rows):
-            return
-        counts, last = step.counts[rows], self._places(step, hidden)[rows]
+            return None
+        counts, last = step.counts[rows], self._places(step, values)[rows]
         ends = np.cumsum(counts)
         places = np.arange(ends[-1]) + np.repeat(last + 1 - ends, counts)
-        builder.state_rows, builder.state_counts = step.rows[rows], counts
-        builder.states = hidden.index_select(0, self._device.memory.put(places)).float()
+        chosen = values.index_select(0, self._device.memory.put(places))
+        return RowValues(step.rows[rows], counts, chosen.float() if chosen.is_floating_point() else chosen)
 
     def _test_chunks(self, step: StepRows, hidden: Tensor, builder: ResultBuilder) -> None:
         """Check rows that sample nothing too, because their pages are shared before a token is sampled from them. The

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from kernels.contract.step import RowError, StepResult, StepTiming, TokenStates
+from kernels.contract.step import RowError, StepResult, StepTiming, TokenValues
 from kernels.sampling.sampler import SampledTokens
 
-__all__ = ["PromptScores", "ResultBuilder"]
+__all__ = ["PromptScores", "ResultBuilder", "RowValues"]
 
 Bools = npt.NDArray[np.bool_]
 Longs = npt.NDArray[np.int64]
@@ -29,6 +29,20 @@ class PromptScores:
     top_logprobs: Tensor
 
 
+@dataclass(frozen=True)
+class RowValues:
+    """Numbers [sum(counts), ...] of all tokens that ``rows`` int64 of a step ran, ``counts`` int64 of each."""
+
+    rows: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    values: Tensor
+
+    def packed(self, fetched: Tensor) -> TokenValues:
+        """``fetched``: the host's copy of ``values``."""
+        rows, counts = (part.astype(np.int32).tobytes() for part in (self.rows, self.counts))
+        return TokenValues(rows, counts, fetched.numpy().tobytes())
+
+
 @dataclass
 class ResultBuilder:
     """Collects the results of a step. ``slots``, ``generations`` int32 [rows]: the requests of its rows.
@@ -38,10 +52,9 @@ class ResultBuilder:
     entries, negative in a row that is not finite, then the level that could have been reached. ``verified_rows``,
     ``drafted`` int64 [verified rows]: these rows and their draft tokens. ``argmax`` int32 [sampled]: tokens in place of
     ``sampled``, -1 in a row that is not finite; ``sampling`` bool [sampled] says which rows sample. ``pooled``: for
-    groups of rows ``pooled_rows``, the vectors float32 [rows, n] of each. ``states`` float32 [tokens, hidden]: of
-    the ``state_counts`` int64 tokens of each row of ``state_rows``. ``arrives``: waits for results that the device
-    copies to the host by itself. ``chunk_rows`` int64 [chunks]: rows that sampled nothing; ``chunks_broken`` bool
-    [chunks]: which of them are not finite.
+    groups of rows ``pooled_rows``, the vectors float32 [rows, n] of each. ``states``, ``experts``: see ``StepResult``.
+    ``arrives``: waits for results that the device copies to the host by itself. ``chunk_rows`` int64 [chunks]: rows
+    that sampled nothing; ``chunks_broken`` bool [chunks]: which of them are not finite.
     """
 
     slots: npt.NDArray[np.int32]
@@ -57,9 +70,8 @@ class ResultBuilder:
     sampling: Bools | None = None
     pooled_rows: list[npt.NDArray[np.int64]] = field(default_factory=list)
     pooled: list[Tensor] = field(default_factory=list)
-    state_rows: npt.NDArray[np.int64] | None = None
-    state_counts: npt.NDArray[np.int64] | None = None
-    states: Tensor | None = None
+    states: RowValues | None = None
+    experts: RowValues | None = None
     places: npt.NDArray[np.int64] | None = None
     outcome: Tensor | None = None
     verified_rows: npt.NDArray[np.int64] | None = None
@@ -86,7 +98,7 @@ class ResultBuilder:
             found += [scores.logprobs, scores.top_ids, scores.top_logprobs]
         if self.chunks_broken is not None:
             found.append(self.chunks_broken)
-        return found + self.pooled + ([] if self.states is None else [self.states])
+        return found + self.pooled + [each.values for each in (self.states, self.experts) if each is not None]
 
     def pack(self, number: int, fetched: Sequence[Tensor], timing: StepTiming) -> tuple[StepResult, list[RowError]]:
         """Pack ``fetched``, the host's copies of ``tensors``. Returns the result, and its errors of rows that were not
@@ -126,10 +138,8 @@ class ResultBuilder:
         if self.chunk_rows is not None:
             broken += self._broken(self.chunk_rows[next(host).numpy()])
         vectors = [next(host).numpy() for _ in self.pooled]
-        states: TokenStates | None = None
-        if self.states is not None and self.state_rows is not None and self.state_counts is not None:
-            of, ran = (part.astype(np.int32).tobytes() for part in (self.state_rows, self.state_counts))
-            states = TokenStates(of, ran, next(host).numpy().tobytes())
+        states = None if self.states is None else self.states.packed(next(host))
+        taken = None if self.experts is None else self.experts.packed(next(host))
         widths = [np.full(len(group), group.shape[1], dtype=np.int32) for group in vectors]
         top = [np.full(len(scores.logprobs), scores.top_ids.shape[1], dtype=np.int32) for scores in self.prompts]
         result = StepResult(
@@ -152,6 +162,7 @@ class ResultBuilder:
             pooled_sizes=b"".join(group.tobytes() for group in widths),
             pooled=b"".join(group.tobytes() for group in vectors),
             states=states,
+            experts=taken,
         )
         if outcome is not None:
             result = self._with_drafted(result, outcome)

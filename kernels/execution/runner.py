@@ -24,6 +24,8 @@ from kernels.execution.device_errors import device_errors
 from kernels.execution.encoder_runner import EncoderRunner
 from kernels.execution.executor_list import make_executors
 from kernels.execution.executors import Executor
+from kernels.execution.executors.eager_pass import EagerPass
+from kernels.execution.executors.no_rows import NoRows
 from kernels.execution.load import LoadedModel, Phases, load_model, open_model
 from kernels.execution.pending_step import PendingStep, StepContext
 from kernels.models.config_loader import read_json
@@ -61,6 +63,7 @@ class ModelRunner:
         self._device = select_device(config)
         self._group = Group()
         self._executors: tuple[Executor, ...] = ()
+        self._eager: tuple[Executor, ...] = ()
 
     @torch.inference_mode()
     def load(self) -> ModelInfo:
@@ -81,6 +84,7 @@ class ModelRunner:
         loaded = self._loaded
         self._context = StepContext(loaded, self._renew)
         self._executors, graph_rows = make_executors(self._context)
+        self._eager = (NoRows(), EagerPass(self._context))
         if loaded.speculator is not None and device.traits.compiles:
             warm_up_drafts(self.start, loaded.info, loaded.speculator.drafter, config.max_slots, config.max_step_tokens)
         clock.end("warmup")
@@ -110,7 +114,9 @@ class ModelRunner:
         try:
             if batch.admitted:
                 step.prepare()  # before the walk: an admission may renew the executors
-            for executor in self._executors:
+            # No other executor records experts.
+            executors = self._eager if self._loaded.slots.returns_experts else self._executors
+            for executor in executors:
                 running = executor.execute(step)
                 if running is not None:
                     return running
@@ -132,7 +138,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drop the model and the cache. The runner is of no further use."""
-        self._executors = ()
+        self._executors = self._eager = ()
         if "_loaded" in self.__dict__ and self._loaded.grammars is not None:
             self._loaded.grammars.close()
         for name in ("_context", "_loaded"):

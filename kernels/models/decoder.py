@@ -77,6 +77,8 @@ class Decoder:
         self.captures = builder.captures
         self.hidden_size = config.hidden_size
         self.reads_rows = bool(config.eager_attention)
+        self._routes = builder.routes
+        self._sparse = sorted(config.experts.layers) if config.experts is not None else []
         self.embeddings, self.head = vocab
         self.pooling = pooling = config.pooling
         self.classifier = classifier(builder, config) if pooling is not None and pooling.task == "classify" else None
@@ -94,6 +96,12 @@ class Decoder:
             if after.first_norm is not None:
                 layer.set_next_norm(after.first_norm)
         self.layers[-1].set_next_norm(norm)
+
+    def forward_routed(self, batch: ForwardBatch, caches: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """``forward`` of a model with experts, and those that each token takes, int32 [tokens, layers, chosen]."""
+        self._routes.open()
+        result = self.forward(batch, caches)
+        return result, self._routes.close(len(self.layers), self._sparse)
 
     def forward(
         self, batch: ForwardBatch, caches: Sequence[Any], capture: bool = True, wanted: Tensor | None = None

@@ -64,6 +64,7 @@ class SlotTable:
         self.prompt_length: Longs = np.zeros(max_slots, dtype=np.int64)
         self.prompt_logprobs: Ints = np.full(max_slots, -1, dtype=np.int32)
         self.returns_states = np.zeros(max_slots, dtype=bool)  # final hidden states of all tokens
+        self.returns_experts: set[int] = set()  # slots whose requests return the experts of all tokens
         self.pooled: dict[int, Embed | Classify | NextToken] = {}  # by slot: tasks whose results are vectors
         self.generation: Ints = np.zeros(max_slots, dtype=np.int32)
         self.active = np.zeros(max_slots, dtype=bool)
@@ -112,6 +113,7 @@ class SlotTable:
         self._targets[slot], self._stopped[slot] = _NO_TARGET, False
         self._stops.pop(slot, None)
         self.pooled.pop(slot, None)
+        self.returns_experts.discard(slot)
         self._stop_ids[slot] = -1
 
     def admit(self, admission: Admission) -> None:
@@ -144,6 +146,8 @@ class SlotTable:
         self.prompt_length[slot] = admission.prompt_length
         self.prompt_logprobs[slot] = admission.sampling.prompt_logprobs
         self.returns_states[slot] = admission.sampling.hidden_states
+        if admission.sampling.routed_experts:
+            self.returns_experts.add(slot)
         self.active[slot] = True
         if isinstance(admission.task, Embed | Classify | NextToken):
             self.pooled[slot] = admission.task

@@ -14,7 +14,7 @@ from app.apis.grammars import schema_text
 from app.apis.llamacpp.answers import AnswerFields, CompletionChunks
 from app.apis.llamacpp.requests import InfillRequest, LlamaCompletionRequest, SamplingBody, TemplateRequest
 from app.apis.openai.completions import Prompt, prompts_of
-from app.apis.openai.infill import fill_in
+from app.apis.openai.infill import Filling, ending, fill_in
 from app.apis.openai.parameters import messages, own_template, template_kwargs, tools
 from app.server.errors import ApiError, invalid
 from app.server.exchange import Exchange
@@ -58,18 +58,25 @@ async def infill(service: Service, exchange: Exchange, body: InfillRequest) -> R
             param="input_extra",
         )
     try:
-        text = await fill_in(service, body.input_prefix, body.input_suffix)
+        filling = await fill_in(service, body.input_prefix, body.input_suffix)
     except ApiError as error:
         raise invalid(error.message.replace("suffix:", "input_suffix:", 1), param="input_suffix") from None
-    return await _complete(service, exchange, body, [text + (body.prompt or "")], True)
+    return await _complete(service, exchange, body, [filling.text + (body.prompt or "")], True, filling)
 
 
 async def _complete(
-    service: Service, exchange: Exchange, body: SamplingBody, prompts: list[Prompt], single: bool
+    service: Service,
+    exchange: Exchange,
+    body: SamplingBody,
+    prompts: list[Prompt],
+    single: bool,
+    filling: Filling | None = None,
 ) -> Response:
-    """``single``: the answer is none of a list."""
+    """``single``: the answer is none of a list. ``filling``: what the one prompt is from."""
     model = service.check_model(body.model)
     params, grammar_field = _params(service, body)
+    if filling is not None:
+        params = ending(params, filling)
     names = {**_NAMES, "grammar": grammar_field}
     service.check_size(len(prompts), 1, "prompt")
     streams = [

@@ -18,7 +18,7 @@ from app.apis.ollama.requests import (
     OllamaGenerateRequest,
     OwnFields,
 )
-from app.apis.openai.infill import fill_in
+from app.apis.openai.infill import ending, fill_in
 from app.server.errors import invalid
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
@@ -69,7 +69,10 @@ async def generate(service: Service, exchange: Exchange, body: OllamaGenerateReq
     if body.system:
         field = "raw" if body.raw else "suffix"
         raise invalid(f"system: has no place with {field}; put it into the prompt.", param="system")
-    prompt = await fill_in(service, body.prompt or "", body.suffix) if body.suffix else body.prompt or ""
+    prompt = body.prompt or ""
+    if body.suffix:
+        filling = await fill_in(service, prompt, body.suffix)
+        prompt, params = filling.text, ending(params, filling)
     stream = service.submit(exchange, prompt, params, priority=body.priority, label=body.rid, rename=names)
     await service.accepted([stream], names)
     return await _answer(service, exchange, body, model, AcceptedRequest(stream, lambda: None))

@@ -13,7 +13,6 @@ from app.apis.choice_reader import ChoiceReader
 from app.apis.collecting import CollectedChoice, collect
 from app.apis.conversations import ConversationRequest, submit
 from app.apis.events import Answer, read_whole
-from app.apis.hidden_states import last_state
 from app.apis.openai.answers import (
     CalledFunction,
     ChatAnswer,
@@ -29,6 +28,7 @@ from app.apis.openai.parameters import chat_names, chat_params, chat_prompt, lab
 from app.apis.openai.requests import ChatRequest
 from app.apis.openai.tool_choice import tool_choice_of
 from app.apis.sessions import begin_session_request
+from app.apis.token_values import last_state
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
 from app.server.sse import sse_response

@@ -11,13 +11,13 @@ from quart import Response
 
 from actors.protocol.requests import LIMITS, Delta
 from app.apis.collecting import CollectedChoice, collect
-from app.apis.hidden_states import last_state
 from app.apis.openai.answers import Choice, CompletionAnswer, completion_logprobs, prompt_logprobs, usage_answer
 from app.apis.openai.chunks import CompletionChunks, UsageReport
-from app.apis.openai.infill import fill_in
+from app.apis.openai.infill import ending, fill_in
 from app.apis.openai.parameters import completion_names, completion_params, label_of, salt_of
 from app.apis.openai.requests import CompletionRequest
 from app.apis.sessions import begin_session_request
+from app.apis.token_values import last_state
 from app.server.errors import invalid
 from app.server.exchange import Exchange
 from app.server.merged_streams import MergedStreams
@@ -33,9 +33,10 @@ async def completions(service: Service, exchange: Exchange, body: CompletionRequ
     """Complete texts, as a whole or as a stream. Choice ``j`` of prompt ``i`` has the index ``i * n + j``."""
     model = service.check_model(body.model)
     prompts = prompts_of(body.prompt)
-    if body.suffix:
-        prompts = [await fill_in(service, prompt, body.suffix) for prompt in prompts]
     params, names = completion_params(body), completion_names(body)
+    if body.suffix:
+        filled = [await fill_in(service, prompt, body.suffix) for prompt in prompts]
+        prompts, params = [one.text for one in filled], ending(params, filled[0])
     service.check_size(len(prompts), params.n, "prompt")
     session_request = None
     if body.session_params is not None:

@@ -12,9 +12,9 @@ from quart import Response
 
 from actors.protocol.requests import Acceptance, Delta, TokenLogprob
 from app.apis.collecting import CollectedChoice, collect
-from app.apis.hidden_states import all_states
 from app.apis.sessions import MAX_SECONDS, begin_session_request
 from app.apis.sglang.requests import Batch, GenerateRequest, Item, batch_of, native_names
+from app.apis.token_values import all_states, packed_experts
 from app.server.errors import invalid
 from app.server.exchange import Exchange
 from app.server.merged_streams import MergedStreams
@@ -37,7 +37,7 @@ _ENTRY_SIZE = 24
 
 class GenerateAnswer(msgspec.Struct, kw_only=True):
     """One choice. ``meta_info``: how it ended, its token counts and, if requested, log-probabilities; hidden states
-    when it has ended."""
+    and experts when it has ended."""
 
     text: str
     output_ids: list[int]
@@ -79,6 +79,12 @@ async def generate(service: Service, exchange: Exchange, body: GenerateRequest) 
                 f"logprob_start_len: {item.start} is not within the prompt of {stream.prompt_tokens} tokens. Lower it."
                 " -1 is for no scores of the prompt.",
                 param="logprob_start_len",
+            )
+        if (body.routed_experts_start_len or 0) > stream.prompt_tokens:
+            raise invalid(
+                f"routed_experts_start_len: {body.routed_experts_start_len} is behind the prompt of "
+                f"{stream.prompt_tokens} tokens. Lower it.",
+                param="routed_experts_start_len",
             )
     answers = _Answers(service, exchange, body, batch, [stream.request_id for stream in streams])
     if body.stream:
@@ -135,6 +141,7 @@ class _Answers:
         self._exchange = exchange
         self._ids = ids
         self._with_text = bool(body.return_text_in_logprobs)
+        self._first_expert = body.routed_experts_start_len or 0
         self._with_prompt = bool(body.return_prompt_token_ids)
         self._weight_version = service.arguments.weight_version
         self._encoded: tuple[object, tuple[msgspec.Raw, msgspec.Raw]] | None = None  # of the last prompt
@@ -165,6 +172,8 @@ class _Answers:
             meta |= _acceptance(choice.usage.acceptance)
         if item.params.hidden_states and choice.finish_reason is not None:
             meta["hidden_states"] = all_states(choice)
+        if item.params.routed_experts and choice.finish_reason is not None:
+            meta["routed_experts"] = packed_experts(choice, self._first_expert)
         if item.logprobs:
             prompt = () if item.start is None else (choice.prompt_logprobs or ())[item.start :]
             scored = choice.logprobs[since:]

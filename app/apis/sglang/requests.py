@@ -42,6 +42,7 @@ _NAMES = {
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "top_logprobs_num",
     "hidden_states": "return_hidden_states",
+    "routed_experts": "return_routed_experts",
     **{
         name: f"sampling_params.{name}"
         for name in (
@@ -108,6 +109,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
     return_hidden_states: bool | Annotated[list[bool], _MANY] | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Salt | None = None
     extra_key: Salt | None = None
@@ -172,7 +175,9 @@ def batch_of(body: GenerateRequest) -> Batch:
         for i, prompt in enumerate(prompts)
     ]
     for item, returned in zip(items, states, strict=True):
-        item.params = msgspec.structs.replace(item.params, hidden_states=bool(returned))
+        item.params = msgspec.structs.replace(
+            item.params, hidden_states=bool(returned), routed_experts=bool(body.return_routed_experts)
+        )
     choices = {item.params.n for item in items}
     if len(choices) > 1:
         raise invalid("sampling_params.n: must be the same for every prompt of a batch.", param="sampling_params.n")

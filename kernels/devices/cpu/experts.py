@@ -16,7 +16,7 @@ from kernels.devices.cpu.native_operators import NativeOperators
 from kernels.devices.cpu.operators import Native, NativeWeight
 from kernels.devices.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, CpuInt8Linear
 from kernels.devices.cpu.recording import NotNative
-from kernels.devices.experts import ClampedGate, ExpertLayers, ExpertsInTurn, ExpertWeights, Routing, choose
+from kernels.devices.experts import ClampedGate, ExpertLayers, Experts, ExpertsInTurn, ExpertWeights, Routing, choose
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.linear import ClippedLinear, ConcatenatedLinear, FakeQuantizedLinear
 
@@ -65,6 +65,9 @@ class CpuExperts:
             raise NotNative("a layer of experts")
         self._fallbacks.log("experts are run one by one by torch's operators: decodes are no program")
         return layer(x)
+
+    def choose(self, x: Tensor) -> Tensor:
+        return self.in_turn.choose(x)
 
     def _tabled(self) -> ExpertTable | None:
         found: list[tuple[list[ExpertProduct], list[ExpertProduct]]] = []
@@ -119,7 +122,7 @@ class CpuExpertLayers(ExpertLayers):
         experts: Sequence[ExpertWeights],
         routing: Routing,
         gate: ClampedGate | None = None,
-    ) -> Linear:
+    ) -> Experts:
         linears = [
             (
                 self._linear.make_projection(expert.gate_up, expert.gate_up_bias),

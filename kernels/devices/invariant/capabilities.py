@@ -20,7 +20,7 @@ from kernels.core.operators import Linear, Norm
 from kernels.devices.attention import Attention
 from kernels.devices.cache import KvCaches
 from kernels.devices.elementwise import ACTIVATIONS, Elementwise
-from kernels.devices.experts import ClampedGate, ExpertLayers, ExpertWeights, Routing
+from kernels.devices.experts import ClampedGate, ExpertLayers, Experts, ExpertWeights, Routing
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.invariant.attention import InvariantPlan, Put, attend
 from kernels.devices.invariant.elementwise import by_lines
@@ -113,7 +113,7 @@ class InvariantExpertLayers(ExpertLayers):
         experts: Sequence[ExpertWeights],
         routing: Routing,
         gate: ClampedGate | None = None,
-    ) -> Linear:
+    ) -> Experts:
         made, reason = self.make_router(router, bias, routing), "so that a token's result depends on no other"
         return self.make_in_turn(made, experts, routing, reason, gate)
 

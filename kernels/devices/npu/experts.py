@@ -11,11 +11,11 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from kernels.core.operators import Linear
 from kernels.devices.experts import (
     ClampedGate,
     ExpertInputs,
     ExpertLayers,
+    Experts,
     ExpertWeights,
     Routing,
     StackedExperts,
@@ -126,6 +126,9 @@ class NpuExperts(StackedExperts[_Stack]):
         weights, experts, _ = torch_npu.npu_moe_gating_top_k_softmax(logits.float(), None, routing.chosen)
         return weights / weights.sum(-1, keepdim=True) if routing.normalized else weights, experts
 
+    def choose(self, x: Tensor) -> Tensor:
+        return self._choose(self.router(x))[1]
+
     def _tiles(self, values: Tensor) -> Tensor:
         """[experts, inputs, outputs] in the cube unit's tiles where the device keeps them and they divide it."""
         rows, columns = _TILE[values.itemsize]
@@ -217,7 +220,7 @@ class NpuExpertLayers(ExpertLayers):
         experts: Sequence[ExpertWeights],
         routing: Routing,
         gate: ClampedGate | None = None,
-    ) -> Linear:
+    ) -> Experts:
         kind = partial(NpuExperts.kind, soc=self.soc)
         experts = self.stackable(experts, kind)
         reason = refusal(experts, kind, gate)

@@ -26,6 +26,9 @@ class EagerPass:
             return None
         batch, loaded = step.forward_batch(), self._loaded
         step.begin()
+        if loaded.slots.returns_experts:
+            result, experts = loaded.model.forward_routed(batch, loaded.caches)
+            return step.complete_pass(PassResult(result, batch.cache_index, experts=experts))
         result = loaded.model.forward(batch, loaded.caches, wanted=self._last_tokens(rows))
         return step.complete_pass(PassResult(result, batch.cache_index))
 

@@ -15,6 +15,7 @@ from kernels.devices.base import Device
 from kernels.devices.elementwise import BiasedNorm, LayerNorm
 from kernels.devices.linear import ResidualLinear
 from kernels.distributed.group import Group
+from kernels.models.layers.routes import RouteRecord
 from kernels.weights.source import ModelSource, TensorSource
 
 __all__ = ["LayerBuilder", "ModelBuilder"]
@@ -25,6 +26,7 @@ class LayerBuilder:
     """Makes layers of the tensors of ``source``, with the operators ``ops`` of a device, for one rank of ``mesh``.
 
     ``rows``: which rows use which adapter; None: the model has no adapters, and layers are made as if there were none.
+    ``routes``: of the model's layers of experts.
     A module is a tensor's name without ``.weight``. Several modules are fused along their outputs.
     """
 
@@ -32,6 +34,7 @@ class LayerBuilder:
     ops: Device
     mesh: Group
     rows: LayerContext | None = field(default=None, kw_only=True)
+    routes: RouteRecord = field(default_factory=RouteRecord, kw_only=True)
 
     def norm(self, module: str, eps: float, offset: float = 0.0) -> Norm:
         """A norm; quantized checkpoints give some of them a bias. ``offset``: what is added to its weight."""

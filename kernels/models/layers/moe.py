@@ -113,7 +113,7 @@ class SparseFeedForward:
 
     def __init__(self, builder: LayerBuilder, config: ExpertsConfig, layer: str, names: ExpertNames = QWEN) -> None:
         block, source = f"{layer}.{names.block}", builder.source
-        self.group = builder.mesh
+        self.group, self._routes = builder.mesh, builder.routes
         experts = []
         for expert in range(config.count):
             name = f"{block}.experts.{expert}"
@@ -133,6 +133,8 @@ class SparseFeedForward:
             self.shared = SharedExpert(builder, names, f"{block}.{names.shared}", config.weighted)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._routes.is_open:
+            self._routes.add(self.experts.choose(x))
         out = self.experts(x)
         if self.shared is not None:
             out = self.shared.add(x, out)

@@ -238,6 +238,7 @@ async def test_best_of_returns_the_choices_with_the_highest_mean(application, en
         (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), "<|fim_prefix|>{a}<|fim_suffix|>b<|fim_middle|>"),
         (("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), "<fim_prefix>{a}<fim_suffix>b<fim_middle>"),
         (("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"), "<｜fim▁begin｜>{a}<｜fim▁hole｜>b<｜fim▁end｜>"),
+        (("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"), "<[fim-suffix]>b<[fim-prefix]>{a}<[fim-middle]>"),
         (("[PREFIX]", "[SUFFIX]"), "[SUFFIX]b[PREFIX]{a}"),
         (("<fim_prefix>", "<fim_suffix>"), None),
     ],
@@ -250,3 +251,28 @@ async def test_a_suffix_takes_the_form_whose_marks_the_model_has(application, en
     response, _ = await post(application, prompt="{a}", suffix="b")
     assert response.status_code == (400 if expected is None else 200)
     assert [request["prompt"] for request in engine.requests] == ([] if expected is None else [expected])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "suffix": "b", "stop_token_ids": [7]}),
+        ("/api/generate", {"model": "fake", "prompt": "a", "suffix": "b"}),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b"}),
+    ],
+)
+async def test_what_is_filled_in_ends_at_a_mark(application, engine, monkeypatch, path, body):
+    marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>"]
+
+    async def is_special(mark):
+        return mark in marks
+
+    async def mark_token(mark):
+        return 100 + marks.index(mark)
+
+    monkeypatch.setattr(application.service, "is_special", is_special)
+    monkeypatch.setattr(application.service, "mark_token", mark_token)
+    response = await application.test_client().post(path, json=body)
+    assert response.status_code == 200
+    own = tuple(body.get("stop_token_ids", ()))
+    assert engine.requests[0]["params"].stop_token_ids == (*own, 100, 101, 102, 103)

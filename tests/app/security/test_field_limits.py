@@ -337,6 +337,8 @@ TABLE: dict[str, dict[str, list[Any]]] = {
             [0] * (LIMITS.prompts + 1),
         ],
         "return_text_in_logprobs": [5],
+        "return_routed_experts": [5],
+        "routed_experts_start_len": [-1, 2**31, HUGE],
         "return_prompt_token_ids": [5],
         "return_hidden_states": [5],
         "priority": [2**31],

@@ -11,17 +11,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import ConfigError
-from kernels.contract.runner import open_runner
-from kernels.contract.step import Admission, SlotSampling, StepBatch
 from kernels.contract.tasks import Classify, Embed, NextToken
 from kernels.models.pooling import read_pooling
 from kernels.models.registry import BUILT_IN, find_encoder
-from tests.kits.driver import COMMON, pack
+from tests.kits.driver import COMMON
+from tests.kits.vectors import inputs, run
 
-LENGTHS = (1, 7, 33, 7, 60)
-SCORED = SlotSampling(temperature=0.0, logprobs=0)
 SMALL = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
@@ -33,57 +29,6 @@ def make(directory: Path, name: str, config: str, **options):
         parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
     model.save_pretrained(directory)
     return model
-
-
-def inputs(seed=3, vocab=211):
-    generator = np.random.default_rng(seed)
-    return [generator.integers(2, vocab, length).tolist() for length in LENGTHS]
-
-
-def run(path, prompts, task, chunk=0, **options):
-    """The vector of each prompt; ``task``: of all, or a list."""
-    runner = open_runner(
-        RunnerConfig(str(path), dtype="float32", max_total_tokens=4096, max_slots=9, threads=1, **options)
-    )
-    info = runner.load()
-    tasks = task if isinstance(task, list) else [task] * len(prompts)
-    pages = iter(range(1, info.num_pages))
-    admitted = tuple(
-        Admission(
-            slot,
-            1,
-            pack(prompt),
-            len(prompt),
-            0,
-            pack(next(pages) for _ in range(-(-len(prompt) // info.page_size))),
-            SCORED,
-            task=own,
-        )
-        for slot, (prompt, own) in enumerate(zip(prompts, tasks, strict=True), 1)
-    )
-    left, found, number = {slot: len(prompt) for slot, prompt in enumerate(prompts, 1)}, {}, 0
-    while left:
-        counts = {slot: min(chunk or count, count) for slot, count in left.items()}
-        order = sorted(counts, key=lambda slot: counts[slot] != 1)
-        number += 1
-        result = runner.run(
-            StepBatch(
-                number,
-                pack(order),
-                pack([1] * len(order)),
-                pack(counts[slot] for slot in order),
-                admitted=admitted if number == 1 else (),
-            )
-        )
-        assert not result.failed
-        sizes = np.frombuffer(result.pooled_sizes, np.int32)
-        vectors = np.split(np.frombuffer(result.pooled, np.float32), np.cumsum(sizes)[:-1]) if len(sizes) else []
-        found |= {
-            order[row]: vec for row, vec in zip(np.frombuffer(result.pooled_rows, np.int32), vectors, strict=True)
-        }
-        left = {slot: count - counts[slot] for slot, count in left.items() if count > counts[slot]}
-    runner.close()
-    return info, [found[slot] for slot in sorted(found)]
 
 
 def pool(directory, mode, normalize=True):

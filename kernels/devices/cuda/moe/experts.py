@@ -20,13 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.core.operators import Linear
 from kernels.devices.cuda.elementwise.activation import swiglu
 from kernels.devices.cuda.moe.routing import route, sum_experts
 from kernels.devices.experts import (
     ClampedGate,
     ExpertInputs,
     ExpertLayers,
+    Experts,
     ExpertWeights,
     Routing,
     StackedExperts,
@@ -250,7 +250,7 @@ class CudaExpertLayers(ExpertLayers):
         experts: Sequence[ExpertWeights],
         routing: Routing,
         gate: ClampedGate | None = None,
-    ) -> Linear:
+    ) -> Experts:
         device = self.linear.elementwise.torch_device
         kind = partial(CudaExperts.kind, capability=torch.cuda.get_device_capability(device))
         experts = self.stackable(experts, kind)

@@ -1,6 +1,8 @@
-"""Hidden states in answers, in SGLang's forms."""
+"""Hidden states and experts of tokens in answers, in SGLang's forms."""
 
 from __future__ import annotations
+
+import base64
 
 import msgspec
 import numpy as np
@@ -8,7 +10,7 @@ import numpy.typing as npt
 
 from app.apis.collecting import CollectedChoice
 
-__all__ = ["all_states", "last_state"]
+__all__ = ["all_states", "last_state", "packed_experts"]
 
 
 def all_states(choice: CollectedChoice) -> msgspec.Raw:
@@ -30,5 +32,16 @@ def last_state(choice: CollectedChoice) -> list[float]:
 def _states(choice: CollectedChoice) -> npt.NDArray[np.float32]:
     """float32 [tokens, hidden]."""
     packed = b"".join(choice.hidden_states)
-    tokens = choice.usage.prompt_tokens + choice.usage.completion_tokens - 1 if packed else 0
-    return np.frombuffer(packed, dtype=np.float32).reshape(tokens, -1 if packed else 0)
+    return np.frombuffer(packed, dtype=np.float32).reshape(_tokens(choice) if packed else 0, -1 if packed else 0)
+
+
+def packed_experts(choice: CollectedChoice, start: int) -> str:
+    """The experts int32 [tokens, layers, chosen] in base64, of all tokens from ``start`` on but the last one."""
+    packed = b"".join(choice.routed_experts)
+    size = len(packed) // max(1, _tokens(choice))
+    return base64.b64encode(memoryview(packed)[start * size :]).decode()
+
+
+def _tokens(choice: CollectedChoice) -> int:
+    """Tokens that a pass has read: all but the last one."""
+    return choice.usage.prompt_tokens + choice.usage.completion_tokens - 1

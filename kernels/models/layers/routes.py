@@ -1,0 +1,39 @@
+"""Records which experts tokens take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["RouteRecord"]
+
+
+class RouteRecord:
+    """The experts that the tokens of one pass took, layer by layer. Layers add to it while it is open."""
+
+    def __init__(self) -> None:
+        self._taken: list[Tensor] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._taken is not None
+
+    def open(self) -> None:
+        """Begin a pass."""
+        self._taken = []
+
+    def add(self, experts: Tensor) -> None:
+        """``experts`` int [tokens, chosen] of the next layer."""
+        assert self._taken is not None
+        self._taken.append(experts)
+
+    def close(self, layers: int, sparse: Sequence[int]) -> Tensor:
+        """End the pass: int32 [tokens, layers, chosen], zeros where a layer is not one of the ``sparse`` ones."""
+        taken, self._taken = self._taken, None
+        assert taken
+        found = taken[0].new_zeros((len(taken[0]), layers, taken[0].shape[1]), dtype=torch.int32)
+        for layer, experts in zip(sparse, taken, strict=True):
+            found[:, layer] = experts
+        return found

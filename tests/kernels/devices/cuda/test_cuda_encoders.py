@@ -1,0 +1,28 @@
+"""Encoders on the GPU platform, by Triton's interpreter: vectors and classes are those of the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.contract.tasks import Classify, Embed
+from tests.kernels.devices.cuda.interpreted import install
+from tests.kits.tiny_encoder import make_tiny_encoder
+from tests.kits.vectors import inputs, run
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-5), ("bfloat16", 6e-2)])
+@pytest.mark.parametrize("labels", [0, 3])
+def test_an_encoder_gives_the_numbers_of_the_cpu(
+    labels: int, dtype: str, close: float, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab, task = make_tiny_encoder(tmp_path, labels=labels).config.vocab_size, Classify() if labels else Embed()
+    _, expected = run(tmp_path, inputs(vocab=vocab), task)
+    if device.type == "cpu":
+        install(monkeypatch)
+    _, found = run(tmp_path, inputs(vocab=vocab), task, device="cuda", dtype=dtype)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=close)

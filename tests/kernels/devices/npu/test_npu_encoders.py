@@ -1,0 +1,23 @@
+"""Encoders on a simulated NPU: vectors and classes are those of the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kernels.contract.tasks import Classify, Embed
+from tests.kits.tiny_encoder import make_tiny_encoder
+from tests.kits.vectors import inputs, run
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-5), ("bfloat16", 6e-2)])
+@pytest.mark.parametrize("labels", [0, 3])
+def test_an_encoder_gives_the_numbers_of_the_cpu(labels: int, dtype: str, close: float, tmp_path: Path) -> None:
+    vocab, task = make_tiny_encoder(tmp_path, labels=labels).config.vocab_size, Classify() if labels else Embed()
+    _, expected = run(tmp_path, inputs(vocab=vocab), task)
+    info, found = run(tmp_path, inputs(vocab=vocab), task, device="npu", dtype=dtype, page_size=128)
+    assert info.device.startswith("npu")
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=close)
