@@ -8,8 +8,8 @@ __all__: list[str] = []
 
 def _check_kernels() -> None:
     """Hugging Face's package kernels installs a module of the same name as ours, over ours or before it."""
-    found = find_spec("kernels")
-    origin = None if found is None else found.origin
+    result = find_spec("kernels")
+    origin = None if result is None else result.origin
     if origin is None or b"Troupe" not in Path(origin).read_bytes():
         raise ImportError(
             f"the module named kernels, {origin or 'whose __init__.py is gone'}, is not Troupe's. The package kernels "

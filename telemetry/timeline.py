@@ -181,10 +181,10 @@ class Timelines:
 
     def find(self, request_id: str) -> RequestTimeline | None:
         """A live or recent timeline."""
-        found = self._live.get(request_id)
-        if found is None:
-            found = next((timeline for timeline in self.recent if timeline.request_id == request_id), None)
-        return found
+        result = self._live.get(request_id)
+        if result is None:
+            result = next((timeline for timeline in self.recent if timeline.request_id == request_id), None)
+        return result
 
     def open(
         self,

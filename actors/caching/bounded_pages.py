@@ -54,9 +54,9 @@ class BoundedPages:
         Returns the prefix's main pages, and the columns that each group reads next.
         """
         keys = self._extend([self._seed(salt)], tokens)
-        found = self._longest(keys, limit)
+        result = self._longest(keys, limit)
         self._prefixes[sequence] = _Prefix(keys, tokens[(len(keys) - 1) * self._page_bytes :])
-        return found, tuple([group.open(sequence, keys, found * self._page_size) for group in self._groups])
+        return result, tuple([group.open(sequence, keys, result * self._page_size) for group in self._groups])
 
     def open_unshared(self, sequence: int) -> tuple[PageRun, ...]:
         """``open`` for a sequence that shares nothing."""
@@ -108,12 +108,12 @@ class BoundedPages:
             group.check(sequences)
 
     def _longest(self, keys: list[bytes], limit: int) -> int:
-        found = -1
-        while found != limit:
-            found = limit
+        result = -1
+        while result != limit:
+            result = limit
             for group in self._groups:
                 limit = group.longest(keys, limit)
-        return found
+        return result
 
     def _extend(self, keys: list[bytes], tokens: bytes) -> list[bytes]:
         """Append a key for each full page of ``tokens``; ``keys[n]`` is that of the first n main pages."""

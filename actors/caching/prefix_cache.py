@@ -128,16 +128,16 @@ class PrefixCache:
         """Tokens an ``open`` of each sequence would find cached now."""
         if not self._enabled:
             return [0] * len(message.tokens)
-        found = [
+        result = [
             self._tree.peek(salt, tokens, max(len(tokens) // _TOKEN_BYTES - 1, 0) // self._page_size)
             for tokens, salt in zip(message.tokens, message.salts, strict=True)
         ]
         if self._bounded is not None:
-            found = [
+            result = [
                 self._bounded.peek(salt, tokens, limit)
-                for tokens, salt, limit in zip(message.tokens, message.salts, found, strict=True)
+                for tokens, salt, limit in zip(message.tokens, message.salts, result, strict=True)
             ]
-        return [pages * self._page_size for pages in found]
+        return [pages * self._page_size for pages in result]
 
     def flush(self) -> bool:
         """Drop every prefix without a holder; True when none is left."""

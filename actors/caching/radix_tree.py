@@ -60,17 +60,17 @@ class RadixTree:
     def peek(self, salt: bytes, tokens: bytes, limit: int) -> int:
         """Pages of the longest prefix of ``tokens`` present, at most ``limit``. Changes nothing."""
         node = self._roots.get(salt)
-        size, found = self._page_bytes, 0
-        while node is not None and found < limit:
-            child = node.children.get(tokens[found * size : (found + 1) * size])
+        size, result = self._page_bytes, 0
+        while node is not None and result < limit:
+            child = node.children.get(tokens[result * size : (result + 1) * size])
             if child is None:
                 break
-            common = self._common(child, tokens, found)
-            found += common
+            common = self._common(child, tokens, result)
+            result += common
             if common < len(child.pages):
                 break
             node = child
-        return min(found, limit)
+        return min(result, limit)
 
     def acquire(self, salt: bytes, tokens: bytes, limit: int) -> tuple[Node, list[int]]:
         """Lock the longest prefix of ``tokens`` of at most ``limit`` pages; return where it ends and its pages."""
@@ -80,11 +80,11 @@ class RadixTree:
         size = self._page_bytes
         pages: list[int] = []
         while len(pages) < limit:
-            found = len(pages)
-            child = node.children.get(tokens[found * size : (found + 1) * size])
+            result = len(pages)
+            child = node.children.get(tokens[result * size : (result + 1) * size])
             if child is None:
                 break
-            common = min(self._common(child, tokens, found), limit - found)
+            common = min(self._common(child, tokens, result), limit - result)
             if common < len(child.pages):
                 child = self._split(child, common)
             pages += child.pages

@@ -79,14 +79,14 @@ def describe(engine: Engine) -> dict[str, Any]:
 
 def loads(engine: Engine) -> list[ReplicaLoad]:
     """The load of each replica. Sends no message."""
-    found = []
+    result = []
     for number, board in enumerate(engine.board.all):
         load, cache = board.scheduler, board.cache()
         running, waiting = (0, 0) if load is None else (load.running, load.waiting)
         size = 0 if cache is None else cache.page_size
         used, total = (0, 0) if cache is None else (cache.used * size, cache.total * size)
         queried = 0 if cache is None else cache.queried_tokens
-        found.append(
+        result.append(
             ReplicaLoad(
                 dp_rank=number,
                 num_running_reqs=running,
@@ -102,7 +102,7 @@ def loads(engine: Engine) -> list[ReplicaLoad]:
                 paused=load is not None and load.paused,
             )
         )
-    return found
+    return result
 
 
 def worker_process(engine: Engine) -> int | None:

@@ -79,13 +79,13 @@ def _draft_files(a: Arguments) -> tuple[str, Mapping[str, Any] | None]:
     """The draft's directory and config.json; empty and None without a separate draft."""
     if a.speculative_draft_model_path is None:
         return "", None
-    found = resolve_model_path(
+    result = resolve_model_path(
         a.speculative_draft_model_path,
         revision=a.speculative_draft_model_revision,
         download_dir=a.download_dir,
         argument="--speculative-draft-model-path",
     )
-    return str(found), ModelFiles(found).config
+    return str(result), ModelFiles(result).config
 
 
 def _algorithm(

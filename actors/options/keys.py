@@ -29,26 +29,26 @@ def with_keys(
 
     Raises ArgumentError for a file that cannot be read or has no key, and for a key given in two ways.
     """
-    found = dict(values)
+    result = dict(values)
     problems: list[str] = []
     for field, variable in KEY_VARIABLES.items():
-        path = found.get(f"{field}_file")
+        path = result.get(f"{field}_file")
         try:
             if path is not None:
-                if found.get(field) is not None:
+                if result.get(field) is not None:
                     raise ArgumentError(f"{spell(field)} and {spell(field + '_file')} are both given; leave one out")
-                found[field] = ",".join(_read(spell(f"{field}_file"), str(path)))
-            elif found.get(field) is None and variable in environ:
-                found[field] = ",".join(_split(variable, environ[variable]))
+                result[field] = ",".join(_read(spell(f"{field}_file"), str(path)))
+            elif result.get(field) is None and variable in environ:
+                result[field] = ",".join(_split(variable, environ[variable]))
             else:
                 continue
-            if field == "admin_api_key" and "," in found[field]:
+            if field == "admin_api_key" and "," in result[field]:
                 raise ArgumentError(f"{spell(field)}: there can be only one; leave the others out")
         except ArgumentError as error:
             problems.extend(error.problems)
     if problems:
         raise ArgumentError(problems)
-    return found
+    return result
 
 
 def _read(name: str, path: str) -> list[str]:

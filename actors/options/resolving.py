@@ -67,9 +67,9 @@ def canonical(name: str) -> str:
 def find(name: str) -> ResolvedName:
     """The meaning of a name in any spelling. Raises ArgumentError for an unknown name."""
     key = canonical(name)
-    found = _INDEX.get(key) or next((member for prefix, member in _FAMILIES.items() if key.startswith(prefix)), None)
-    if found is not None:
-        return found
+    result = _INDEX.get(key) or next((member for prefix, member in _FAMILIES.items() if key.startswith(prefix)), None)
+    if result is not None:
+        return result
     # Suggest a refused name only if it is very similar.
     near = get_close_matches(key, _IMPLEMENTED, n=1, cutoff=0.7) or get_close_matches(key, _REFUSED, n=1, cutoff=0.85)
     hint = f"did you mean {_spelled_like(name, near[0])}?" if near else "troupe serve --help lists all arguments"
@@ -93,13 +93,13 @@ def resolve(layers: Iterable[Sequence[RawArgument]]) -> dict[str, Any]:
         seen: dict[str, RawArgument] = {}
         for given in _split(layer, problems):
             try:
-                found = find(given.name)
-                argument = found.entry
+                result = find(given.name)
+                argument = result.entry
                 if isinstance(argument, Refusal):
-                    argument.check(_reversed(given.value) if found.reverse else given.value)
+                    argument.check(_reversed(given.value) if result.reverse else given.value)
                     continue
                 value = argument.parse(given.value)
-                if found.reverse:
+                if result.reverse:
                     value = not value
             except ArgumentError as error:
                 problems.extend(f"{given.spelling}: {problem}" for problem in error.problems)

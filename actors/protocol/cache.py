@@ -134,8 +134,8 @@ class CacheUsage(msgspec.Struct, frozen=True):
         Empty where the main table serves the whole model."""
         if not self.bounded:
             return {}
-        found = {"main": self.main()}
+        result = {"main": self.main()}
         for group in self.bounded:
-            same = sum(other.kind == group.kind for other in found.values())
-            found[group.kind if same == 0 else f"{group.kind}-{same + 1}"] = group
-        return found
+            same = sum(other.kind == group.kind for other in result.values())
+            result[group.kind if same == 0 else f"{group.kind}-{same + 1}"] = group
+        return result

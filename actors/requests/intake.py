@@ -405,8 +405,10 @@ class Intake:
         if info is None:
             return []
         layers, chosen = info.experts
-        found = [("hidden_states", info.hidden_size, LIMITS.state_numbers)] if params.hidden_states else []
-        return [*found, ("routed_experts", layers * chosen, LIMITS.expert_numbers)] if params.routed_experts else found
+        result = [("hidden_states", info.hidden_size, LIMITS.state_numbers)] if params.hidden_states else []
+        return (
+            [*result, ("routed_experts", layers * chosen, LIMITS.expert_numbers)] if params.routed_experts else result
+        )
 
     def _most_returned_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
         """The most output tokens of a choice whose numbers may all be answered; at least one."""
@@ -586,8 +588,8 @@ def grammar_start(
 
 def _last(tokens: tuple[int, ...], part: tuple[int, ...]) -> int:
     """Where ``part`` stands last in ``tokens``; -1: nowhere."""
-    found = [at for at in range(len(tokens) - len(part) + 1) if part and tokens[at : at + len(part)] == part]
-    return found[-1] if found else -1
+    result = [at for at in range(len(tokens) - len(part) + 1) if part and tokens[at : at + len(part)] == part]
+    return result[-1] if result else -1
 
 
 def _abort(route: Route, sequences: Sequence[int]) -> None:

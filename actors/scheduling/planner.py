@@ -105,18 +105,18 @@ class Planner:
 
     def in_steps(self, steps: Container[int]) -> dict[int, Rerun]:
         """Sequences with a row in one of these steps that has no result yet, and the rerun that would repeat it."""
-        found: dict[int, Rerun] = {}
+        result: dict[int, Rerun] = {}
         for flight in self._flights:
             if flight.number not in steps:
                 continue
             for row, sequence in enumerate(flight.sequences):
                 if sequence.status is not Status.FINISHED:
-                    earlier = found.get(sequence.id)
+                    earlier = result.get(sequence.id)
                     decode = row < flight.decodes or (earlier is not None and earlier.decode)
                     # An earlier step may accept draft tokens; then the lost step started later in the sequence.
                     tokens = sequence.scheduled + sequence.max_extra
-                    found[sequence.id] = Rerun(tokens or sequence.length, decode)
-        return found
+                    result[sequence.id] = Rerun(tokens or sequence.length, decode)
+        return result
 
     def worker_died(self, steps: Container[int]) -> Verdict:
         """Judge the death of a worker that left these steps unanswered. The caller aborts the condemned sequences."""
@@ -210,8 +210,8 @@ class Planner:
 
     def held_grammars(self) -> list[Grammar]:
         """The grammars that the worker must compile before their sequences may run, each once."""
-        found = dict.fromkeys(sequence.spec.sampling.grammar for sequence in self._table.held.values())
-        return [grammar for grammar in found if grammar is not None]
+        result = dict.fromkeys(sequence.spec.sampling.grammar for sequence in self._table.held.values())
+        return [grammar for grammar in result if grammar is not None]
 
     def grammar_compiled(self, grammar: Grammar, failed: Ended | None = None) -> list[Emission]:
         """Queue the held sequences with this grammar again, or end them as ``failed``."""
@@ -373,9 +373,9 @@ class Planner:
             self._table.filled_page(sequence)
         if ended is not None:
             self._table.drop(sequence)
-        found = None if scores is None or sequence.spec.sampling.logprobs < 0 else scores.run(at, at + kept)
+        result = None if scores is None or sequence.spec.sampling.logprobs < 0 else scores.run(at, at + kept)
         produced, cached = tuple(tokens[:kept]), sequence.cached_tokens
-        return Emission(sequence.id, start, produced, found, _prompt_scores(sequence), cached, ended, drafted)
+        return Emission(sequence.id, start, produced, result, _prompt_scores(sequence), cached, ended, drafted)
 
     def _emit(self, sequence: Sequence, token: int, scores: TokenScores | None) -> Emission:
         """Append a sampled token; the emission says whether the sequence ends."""
@@ -411,13 +411,13 @@ def _prompt_scores(sequence: Sequence) -> TokenScores | None:
     """Scores of the whole prompt, emitted with the first token."""
     if not sequence.prompt_parts:
         return None
-    found, sequence.prompt_parts = join(sequence.prompt_parts), []
-    return found
+    result, sequence.prompt_parts = join(sequence.prompt_parts), []
+    return result
 
 
 def _passed(times: list[tuple[float, int]], now: float) -> list[int]:
     """Take the sequences whose time has come from the heap."""
-    found: list[int] = []
+    result: list[int] = []
     while times and times[0][0] <= now:
-        found.append(heapq.heappop(times)[1])
-    return found
+        result.append(heapq.heappop(times)[1])
+    return result

@@ -205,13 +205,13 @@ class Detokenizer(Actor[DetokenizerProtocol]):
         ids = np.frombuffer(packed.top_ids, dtype=np.int32)
         tops = np.frombuffer(packed.top_logprobs, dtype=np.float32)
         starts = np.concatenate(([0], np.cumsum(counts))) if len(counts) else np.zeros(len(values) + 1, dtype=np.int64)
-        found = []
+        result = []
         for offset, token in enumerate(tokens):
             row = offset + skip
             span = slice(int(starts[row]), int(starts[row + 1]))
             top = tuple(self._logprob(int(i), float(v)) for i, v in zip(ids[span], tops[span], strict=True))
-            found.append(self._logprob(token, float(values[row]), top))
-        return tuple(found)
+            result.append(self._logprob(token, float(values[row]), top))
+        return tuple(result)
 
     def _prompt_scores(self, entry: JournalEntry, packed: TokenScores | None) -> tuple[TokenLogprob, ...] | None:
         prompt = entry.prompt_ids

@@ -86,11 +86,11 @@ def tokenizer_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The equivalent of tokenizer_config.json: special tokens by name, and chat templates."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     tokens = tokens if isinstance(tokens, list) else []
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, key in _NAMED.items():
         index = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if type(index) is int and 0 <= index < len(tokens) and isinstance(tokens[index], str):
-            found[name] = tokens[index]
+            result[name] = tokens[index]
     prefix = "tokenizer.chat_template"
     default = metadata.get(prefix)
     more = [
@@ -99,17 +99,17 @@ def tokenizer_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
         if key.startswith(f"{prefix}.") and isinstance(text, str)
     ]
     if isinstance(default, str):
-        found["chat_template"] = [{"name": "default", "template": default}, *more] if more else default
+        result["chat_template"] = [{"name": "default", "template": default}, *more] if more else default
     elif more:
-        found["chat_template"] = more
-    return found
+        result["chat_template"] = more
+    return result
 
 
 def _list(metadata: Mapping[str, Any], name: str, kind: type) -> list[Any]:
-    found = metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(found, list) or not found or not all(isinstance(one, kind) for one in found):
+    result = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(result, list) or not result or not all(isinstance(one, kind) for one in result):
         raise GgufTokenizerError(f"the GGUF file has no list tokenizer.ggml.{name}; {_REMEDY}")
-    return found
+    return result
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
@@ -146,7 +146,7 @@ def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenize
     kinds = _kinds(metadata, tokens)
     plain = {token for token, kind in zip(tokens, kinds, strict=True) if kind not in (_UNKNOWN, _CONTROL)}
     room = _MERGES_PER_TOKEN * len(tokens)
-    found: list[tuple[float, int, tuple[str, str]]] = []
+    result: list[tuple[float, int, tuple[str, str]]] = []
     for token in plain:
         if len(token) > _MAX_TOKEN_CHARS:
             raise GgufTokenizerError(
@@ -155,15 +155,15 @@ def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenize
             )
         pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         place = index[token]
-        found.extend((-scores[place], place, pair) for pair in pairs if pair[0] in plain and pair[1] in plain)
-        if len(found) > room:
+        result.extend((-scores[place], place, pair) for pair in pairs if pair[0] in plain and pair[1] in plain)
+        if len(result) > room:
             raise GgufTokenizerError(
                 f"the tokens of the GGUF file's vocabulary form more than {room} pairs, {_MERGES_PER_TOKEN} a token; "
                 f"usual are two or three: {_REMEDY}"
             )
-    found.sort()
+    result.sort()
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
-    merges = [pair for _, _, pair in found]
+    merges = [pair for _, _, pair in result]
     tokenizer = Tokenizer(BPE(vocab=index, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     mark = "\u2581"  # SentencePiece's visible space
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))

@@ -92,8 +92,8 @@ class IncrementalText:
         self._held = self._held[emitted_chars - start :]
 
     def _take(self, text: str) -> None:
-        found = self._stops.feed(text)
-        end, self._stop = found if found is not None else (len(text), None)
+        result = self._stops.feed(text)
+        end, self._stop = result if result is not None else (len(text), None)
         length = len(self._stop or "")
         match = self._patterns.feed(text[:end])
         if match is not None and (self._stop is None or match[0] < end or match[1] > length):

@@ -96,7 +96,7 @@ def resolve_model_path(
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(
+        result = snapshot_download(
             model,
             revision=revision,
             cache_dir=download_dir,
@@ -108,7 +108,7 @@ def resolve_model_path(
             f"{argument} {model} is no local directory, and {_hub_reason(error)}. Check the name, --revision, the "
             "network and HF_TOKEN, or download it first and give the directory."
         ) from error
-    return Path(found)
+    return Path(result)
 
 
 def _revision_of(argument: str) -> str:
@@ -235,7 +235,7 @@ class ModelFiles:
     @property
     def context_length(self) -> int:
         """Most tokens of a sequence, by config.json."""
-        return next((found for name in LENGTH_KEYS if (found := self._number(name))), 2048)
+        return next((result for name in LENGTH_KEYS if (result := self._number(name))), 2048)
 
     @property
     def vocab_size(self) -> int:

@@ -108,15 +108,15 @@ class StopPattern:
 
     def length(self, text: str) -> int:
         """The length of the longest match that ends where ``text`` ends; 0: none."""
-        found, live = 0, self.last
+        result, live = 0, self.last
         for count, char in enumerate(reversed(text), 1):
             live &= self._mask(char)
             if not live:
                 break
             if live & self.first:
-                found = count
+                result = count
             live = self._union(live, self._before)
-        return found
+        return result
 
     def _mask(self, char: str) -> int:
         """The positions that ``char`` fits."""
@@ -130,10 +130,10 @@ class StopPattern:
 
     @staticmethod
     def _union(live: int, sets: Sequence[int]) -> int:
-        found = 0
+        result = 0
         for place in _bits(live):
-            found |= sets[place]
-        return found
+            result |= sets[place]
+        return result
 
     # -- construction
 
@@ -210,15 +210,15 @@ class StopPatterns:
         """Add text; returns the number of characters of ``text`` up to the end of the found match, the length of the
         match (at most :data:`MOST_HELD`) and its pattern."""
         for place, char in enumerate(text):
-            found: tuple[int, str] | None = None
+            result: tuple[int, str] | None = None
             for index, pattern in enumerate(self._patterns):
                 live = self._live[index] = pattern.step(self._live[index], char)
                 self._tails[index] = (self._tails[index] + char)[-MOST_HELD:] if live else ""
                 if live & pattern.last:
                     length = pattern.length(self._tails[index]) or MOST_HELD
-                    found = max(found or (0, ""), (length, pattern.text))
-            if found is not None:
-                return place + 1, *found
+                    result = max(result or (0, ""), (length, pattern.text))
+            if result is not None:
+                return place + 1, *result
         return None
 
 

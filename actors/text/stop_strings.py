@@ -31,7 +31,7 @@ class StopStrings:
         if not self._strings:
             return None
         for place, char in enumerate(text):
-            found = ""
+            result = ""
             for index, string in enumerate(self._strings):
                 matched = self._matched[index]
                 while matched and string[matched] != char:
@@ -39,11 +39,11 @@ class StopStrings:
                 if string[matched] == char:
                     matched += 1
                     if matched == len(string):
-                        found = max(found, string, key=len)
+                        result = max(result, string, key=len)
                         matched = self._borders[index][matched - 1]
                 self._matched[index] = matched
-            if found:
-                return place + 1, found
+            if result:
+                return place + 1, result
         return None
 
 

@@ -132,14 +132,14 @@ class TextCodec:
 
     @staticmethod
     def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-        found = {}
+        result = {}
         for name in _SPECIAL_NAMES:
             value = config.get(name)
             if isinstance(value, dict):
                 value = value.get("content")
             if isinstance(value, str):
-                found[name] = value
-        return found
+                result[name] = value
+        return result
 
     @property
     def source(self) -> str:
@@ -183,8 +183,8 @@ class TextCodec:
 
     def mark(self, text: str) -> tuple[int, ...]:
         """The tokens of a mark: its own, if it has one."""
-        found = self.tokenizer.token_to_id(text)
-        return tuple(self.encode(text, add_special_tokens=False)) if found is None else (int(found),)
+        result = self.tokenizer.token_to_id(text)
+        return tuple(self.encode(text, add_special_tokens=False)) if result is None else (int(result),)
 
     def most_chars(self, tokens: int) -> int:
         """Most characters that a text of ``tokens`` tokens can have."""
@@ -209,5 +209,5 @@ class TextCodec:
     def eos_from_tokenizer(self) -> tuple[int, ...]:
         """The id of the tokenizer's eos_token, if any."""
         token = self.special_tokens.get("eos_token")
-        found = self.tokenizer.token_to_id(token) if token else None
-        return () if found is None else (int(found),)
+        result = self.tokenizer.token_to_id(token) if token else None
+        return () if result is None else (int(result),)

@@ -109,13 +109,13 @@ def place(arguments: Arguments, environ: Mapping[str, str]) -> Placement:
 
     Raises ArgumentError for an invalid simulator in the environment, or if the device does not support the arguments.
     """
-    found = _place(arguments, environ)
-    if found.device == "cpu":
+    result = _place(arguments, environ)
+    if result.device == "cpu":
         try:
             chosen_isa({**environ, **_isa_variable(arguments)})
         except IsaError as error:
             raise ArgumentError(f"{ISA_VARIABLE if arguments.cpu_isa is None else 'cpu_isa'}: {error}") from None
-    return found
+    return result
 
 
 def _place(arguments: Arguments, environ: Mapping[str, str]) -> Placement:

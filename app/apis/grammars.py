@@ -129,8 +129,8 @@ def _structured(given: StructuredOutputs | None) -> Found:
     white = _whitespace(given.whitespace if given.whitespace_pattern is None else given.whitespace_pattern)
     if given.disable_any_whitespace:
         white = ""
-    found = _plain(at + ".", given.json, given.regex, given.choice, given.grammar, given.json_object, white=white)
-    yield from found
+    result = _plain(at + ".", given.json, given.regex, given.choice, given.grammar, given.json_object, white=white)
+    yield from result
     if given.structural_tag:
         where = f"{at}.structural_tag"
         yield Grammar("structural_tag", _tag(given.structural_tag, where)), where

@@ -139,8 +139,8 @@ class BrowserPolicy:
 
 def _host_name(host: str) -> str | None:
     """The name in a ``Host`` header without the port, in lower case; None if it is not valid."""
-    found = _HOST.fullmatch(host)
-    name = found["name"].lower().rstrip(".") if found is not None else ""
+    result = _HOST.fullmatch(host)
+    name = result["name"].lower().rstrip(".") if result is not None else ""
     return name if name.startswith("[") or _NAME.fullmatch(name) else None
 
 

@@ -33,9 +33,9 @@ def known_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
 
 def ignored_fields(names: Iterable[str]) -> str:
     """Names for a header and a log line: at most 16 printable ones, and the number of the others."""
-    found = sorted(names)
-    named = [name for name in found if _NAME.fullmatch(name)][:_MAX_NAMED]
-    rest = len(found) - len(named)
+    result = sorted(names)
+    named = [name for name in result if _NAME.fullmatch(name)][:_MAX_NAMED]
+    rest = len(result) - len(named)
     return ", ".join([*named, *([f"and {rest} more"] if rest else [])])
 
 

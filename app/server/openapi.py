@@ -97,12 +97,12 @@ def _markdown(docstring: str) -> str:
 
 
 def _structs(routes: Iterable[Route]) -> list[type[msgspec.Struct]]:
-    found: dict[type[msgspec.Struct], None] = {}
+    result: dict[type[msgspec.Struct], None] = {}
     for route in routes:
         for struct in (route.body, route.answer, route.dialect.envelope):
             if struct is not None:
-                found[struct] = None
-    return list(found)
+                result[struct] = None
+    return list(result)
 
 
 def _operation(

@@ -79,10 +79,10 @@ def suggest_path(table: RouteTable, method: str, path: str) -> str:
 
 def _base_url(path: str, right: str) -> str:
     """The advice on the base URL of a client that asked for ``path`` instead of ``right``; "" if it is not at fault."""
-    found = path.split("/").count("v1")
+    result = path.split("/").count("v1")
     if right.startswith(("/v1/messages", "/api/")):
-        return " This client's base URL has no /v1." if found > right.count("/v1/") else ""
-    if found == 1 or not right.startswith("/v1/"):
+        return " This client's base URL has no /v1." if result > right.count("/v1/") else ""
+    if result == 1 or not right.startswith("/v1/"):
         return ""
     return " The base URL of OpenAI clients ends in /v1, once."
 
@@ -90,11 +90,11 @@ def _base_url(path: str, right: str) -> str:
 def _nearest(table: RouteTable, plain: str, cutoff: float) -> str | None:
     """The most similar fixed path, with or without a /v1 before it."""
     fixed = [route.path for route in table.routes if not route.variables and len(route.path) > 1]
-    found = [(plain, near) for near in get_close_matches(plain[:_LONGEST_SHOWN], fixed, n=1, cutoff=cutoff)]
+    result = [(plain, near) for near in get_close_matches(plain[:_LONGEST_SHOWN], fixed, n=1, cutoff=cutoff)]
     if not plain.startswith("/v1/"):
         spelled = f"/v1{plain[:_LONGEST_SHOWN]}"
-        found += [(spelled, near) for near in get_close_matches(spelled, fixed, n=1, cutoff=cutoff)]
-    return max(found, key=lambda pair: SequenceMatcher(None, *pair).ratio())[1] if found else None
+        result += [(spelled, near) for near in get_close_matches(spelled, fixed, n=1, cutoff=cutoff)]
+    return max(result, key=lambda pair: SequenceMatcher(None, *pair).ratio())[1] if result else None
 
 
 def _plain(path: str) -> str:

@@ -50,10 +50,10 @@ def page(newest_first: list[One], name: Callable[[One], str], *, most: int, defa
     ``name``: the id of a member. ``most`` and ``default``: of the limit.
     """
     after, limit = word("after"), number("limit", default, 1, most)
-    found = newest_first if choice("order", ("desc", "asc")) == "desc" else newest_first[::-1]
+    result = newest_first if choice("order", ("desc", "asc")) == "desc" else newest_first[::-1]
     if after is not None:
-        place = next((place for place, one in enumerate(found) if name(one) == after), None)
+        place = next((place for place, one in enumerate(result) if name(one) == after), None)
         if place is None:
             raise invalid(f"after: there is no {after[:64]!r} in this list.", param="after")
-        found = found[place + 1 :]
-    return found[:limit], len(found) > limit
+        result = result[place + 1 :]
+    return result[:limit], len(result) > limit

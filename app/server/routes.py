@@ -95,9 +95,9 @@ class RouteTable:
 
     def at(self, path: str) -> list[Route]:
         """All routes of this path, with any method."""
-        found = self._fixed.get(path)
-        if found is not None:
-            return found
+        result = self._fixed.get(path)
+        if result is not None:
+            return result
         return [route for pattern, route in self._open if path.startswith(route.prefix) and pattern.fullmatch(path)]
 
     def find(self, method: str, path: str) -> Route | None:

@@ -47,10 +47,10 @@ class FieldError(msgspec.Struct, frozen=True):
 
 def describe_validation_error(error: str, kind: type[msgspec.Struct], body: object) -> FieldError:
     """The error behind msgspec's sentence. ``kind``: the struct that ``body`` (plain JSON values) does not match."""
-    found = _AT.search(error)
-    steps = list(_steps(found.group("path"))) if found else []
-    is_key = bool(found and found.group("key"))
-    sentence = error[: found.start()] if found else error
+    result = _AT.search(error)
+    steps = list(_steps(result.group("path"))) if result else []
+    is_key = bool(result and result.group("key"))
+    sentence = error[: result.start()] if result else error
     if (field := _FIELD.match(sentence)) is not None:
         path = _path([*steps, field.group("name")])
         if field.group("what") == "missing required":
@@ -138,18 +138,18 @@ def _at(body: Any, steps: list[str | int]) -> object:
 
 def _expected(kind: type[msgspec.Struct], steps: list[str | int]) -> tuple[inspect.Type, ...]:
     """The alternatives of the schema at a path."""
-    found = _alternatives(inspect.type_info(kind))
+    result = _alternatives(inspect.type_info(kind))
     for step in steps:
         inner: list[inspect.Type] = []
-        for option in found:
+        for option in result:
             if isinstance(option, inspect.StructType) and isinstance(step, str):
                 inner += [field.type for field in option.fields if field.encode_name == step]
             elif isinstance(option, inspect.ListType) and isinstance(step, int):
                 inner.append(option.item_type)
             elif isinstance(option, inspect.DictType):
                 inner.append(option.value_type)
-        found = tuple(one for each in inner for one in _alternatives(each))
-    return found
+        result = tuple(one for each in inner for one in _alternatives(each))
+    return result
 
 
 def _alternatives(kind: inspect.Type) -> tuple[inspect.Type, ...]:

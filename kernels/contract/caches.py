@@ -127,7 +127,7 @@ def keep_all(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
     for group in groups:
         spec = group.spec.paged if isinstance(group.spec, Window) else group.spec
         layers.setdefault(spec, []).extend(group.layers)
-    return tuple(CacheGroup(spec, tuple(sorted(found))) for spec, found in layers.items())
+    return tuple(CacheGroup(spec, tuple(sorted(result))) for spec, result in layers.items())
 
 
 def is_plain(groups: Sequence[CacheGroup]) -> bool:

@@ -19,5 +19,5 @@ def unpack_ints(data: bytes) -> Ints:
 def ragged(begins: Longs, counts: Longs) -> Longs:
     """``begins[0] .. begins[0] + counts[0] - 1``, then the same range of the next entry; int64 [sum(counts)]."""
     ends = np.cumsum(counts)
-    found: Longs = np.arange(int(ends[-1])) + np.repeat(begins - (ends - counts), counts)
-    return found
+    result: Longs = np.arange(int(ends[-1])) + np.repeat(begins - (ends - counts), counts)
+    return result

@@ -15,7 +15,7 @@ def accelerator_dtype(requested: str, stored: str | None, device: str) -> torch.
     """As ``Device.select_dtype``. ``device``: for the message."""
     if requested == "auto":
         requested = "float16" if stored == "float16" else "bfloat16"
-    found = _DTYPES.get(requested)
-    if found is None:
+    result = _DTYPES.get(requested)
+    if result is None:
         raise UnsupportedError(f"dtype {requested!r} is not supported on {device}; use bfloat16, float16 or float32")
-    return found
+    return result

@@ -132,14 +132,14 @@ def _attend_expanded(
         for low in range(0, count, _QUERIES):
             high = min(low + _QUERIES, count)
             seen = torch.ones(high - low, start + high, dtype=torch.bool, device=out.device).tril(start + low)
-            found = scaled_dot_product_attention(
+            result = scaled_dot_product_attention(
                 given[None, :, low:high],
                 keys[None, : start + high].transpose(1, 2),
                 values[None, : start + high].transpose(1, 2),
                 attn_mask=seen,
                 scale=scale,
             )
-            out[low:high, some] = found[0, ..., :value_dim].transpose(0, 1)
+            out[low:high, some] = result[0, ..., :value_dim].transpose(0, 1)
 
 
 def _vectors(cache: Tensor, rows: AttentionRows, row: int) -> Tensor:

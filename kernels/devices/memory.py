@@ -49,8 +49,8 @@ class DeviceMemory(ABC):
         What it returns may be called by any thread, and again. ``lasting``: nothing writes to the tensors before it is
         called, so that work issued from now on need not wait for the copies.
         """
-        found = list(tensors)
-        return lambda: found
+        result = list(tensors)
+        return lambda: result
 
     def wait_for_copies(self) -> None:
         """Work issued from now on waits until everything passed to ``fetch`` is copied: it may overwrite that."""

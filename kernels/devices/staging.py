@@ -39,8 +39,8 @@ class Staging:
         if self._narrow and array.dtype == np.float64:
             array = array.astype(np.float32)
         source = torch.from_numpy(np.ascontiguousarray(array))
-        found = torch.empty(source.shape, dtype=source.dtype, device=self._device)
-        flat, target = source.view(-1), found.view(-1)
+        result = torch.empty(source.shape, dtype=source.dtype, device=self._device)
+        flat, target = source.view(-1), result.view(-1)
         done, total = 0, len(flat)
         while done < total:
             room = (self._size - self._filled) // flat.itemsize
@@ -54,7 +54,7 @@ class Staging:
             target[done : done + count].copy_(staged, non_blocking=True)
             self._filled = min(self._size, -(-end // _ALIGN) * _ALIGN)
             done += count
-        return found
+        return result
 
     def put_pinned(self, array: npt.NDArray[Any]) -> Tensor:
         """``array`` in pinned memory, for kernels of our own that are issued next: a read takes as long as a small
@@ -87,22 +87,22 @@ def fetch(tensors: Sequence[Tensor], beside: torch.cuda.Stream | None = None) ->
     """
     if not tensors:
         return list
-    found = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+    result = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
     event = torch.get_device_module(tensors[0].device).Event()
     if beside is None:
-        for there, here in zip(tensors, found, strict=True):
+        for there, here in zip(tensors, result, strict=True):
             here.copy_(there, non_blocking=True)
         event.record()
     else:
         beside.wait_stream(torch.cuda.current_stream(beside.device))
         with torch.cuda.stream(beside):
-            for there, here in zip(tensors, found, strict=True):
+            for there, here in zip(tensors, result, strict=True):
                 here.copy_(there, non_blocking=True)
                 there.record_stream(beside)
             event.record()
 
     def wait() -> list[Tensor]:
         event.synchronize()
-        return found
+        return result
 
     return wait

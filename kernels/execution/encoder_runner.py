@@ -138,9 +138,9 @@ class EncoderRunner:
                 ready.append((row, slot))
         prepared = time.perf_counter()
         with device_errors(self._device):
-            found = self._vectors([slot.tokens for _, slot in ready], [slot.task for _, slot in ready])
+            result = self._vectors([slot.tokens for _, slot in ready], [slot.task for _, slot in ready])
         rows, vectors = [], []
-        for (row, slot), vector in zip(ready, found, strict=True):
+        for (row, slot), vector in zip(ready, result, strict=True):
             if np.isfinite(vector).all():
                 accepted[row] = 1
                 rows.append(row)
@@ -191,7 +191,7 @@ class EncoderRunner:
 
     def _vectors(self, inputs: list[np.ndarray], tasks: list[Embed | Classify]) -> list[np.ndarray]:
         """The result of each input, float32."""
-        found: list[np.ndarray] = [np.empty(0, dtype=np.float32)] * len(inputs)
+        result: list[np.ndarray] = [np.empty(0, dtype=np.float32)] * len(inputs)
         order = sorted(
             range(len(inputs)), key=lambda index: len(inputs[index])
         )  # neighbors of one length attend in one call
@@ -203,8 +203,8 @@ class EncoderRunner:
                 tokens += len(inputs[chosen[-1]])
             vectors = self._pass([inputs[index] for index in chosen], [tasks[index] for index in chosen])
             for index, vector in zip(chosen, vectors.cpu().numpy(), strict=True):
-                found[index] = vector
-        return found
+                result[index] = vector
+        return result
 
     def _pass(self, inputs: list[np.ndarray], tasks: list[Embed | Classify]) -> Tensor:
         """[inputs, n]"""

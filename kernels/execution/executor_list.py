@@ -50,10 +50,10 @@ def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[in
     decodes = passes.capture_decodes(max_rows) if steps is None else None
     held = steps or decodes
     if loaded.speculator is None:
-        found = _plain(context, max_rows, steps, decodes)
+        result = _plain(context, max_rows, steps, decodes)
     else:
-        found = _speculative(context, loaded.speculator, passes, max_rows, decodes)
-    executors = (*found, EagerPass(context))
+        result = _speculative(context, loaded.speculator, passes, max_rows, decodes)
+    executors = (*result, EagerPass(context))
     _log.debug(
         "Executors, in the order in which steps try them: %s", ", ".join(type(one).__name__ for one in executors)
     )
@@ -64,12 +64,12 @@ def _plain(
     context: StepContext, max_rows: int, steps: CapturedSteps | None, decodes: CapturedPasses | None
 ) -> list[Executor]:
     """The executors of a runner that does not speculate."""
-    found: list[Executor] = [*_unobserved(context, max_rows, False), NoRows()]
+    result: list[Executor] = [*_unobserved(context, max_rows, False), NoRows()]
     if steps is not None:
-        found.append(WholeStep(context, steps))
+        result.append(WholeStep(context, steps))
     if decodes is not None:
-        found.append(CapturedPass(decodes, None))
-    return found
+        result.append(CapturedPass(decodes, None))
+    return result
 
 
 def _speculative(
@@ -79,31 +79,33 @@ def _speculative(
     loaded = context.loaded
     settings, drafter, windows = loaded.config.speculation, speculator.drafter, sorted(loaded.windows)
     assert settings is not None
-    found: list[Executor] = _unobserved(context, max_rows, True) if settings.adaptive.enabled else []
+    result: list[Executor] = _unobserved(context, max_rows, True) if settings.adaptive.enabled else []
     rows = min(max_rows, loaded.config.max_step_tokens // drafter.most_nodes)
     verifies = passes.capture_decodes(rows, drafter.most_nodes, drafter.branches, drafter.depth)
     drafter.capture(loaded.agree, verifies.ends if verifies is not None else {})
     speculator.verifier.prepare(drafter.most_nodes, loaded.caches if drafter.branches else [])
     if verifies is not None and verifies.ends and loaded.group.size == 1:
-        found.append(OverlappedVerifyPass(context, OverlappedVerify(speculator, loaded.device, loaded.slots, verifies)))
+        result.append(
+            OverlappedVerifyPass(context, OverlappedVerify(speculator, loaded.device, loaded.slots, verifies))
+        )
     host = NativeModel.make(loaded.device, loaded.model, loaded.caches, windows, rows * drafter.most_nodes)
     if host is not None:
         decode = NativeDecode(context, host, rows)
-        found.insert(0, decode)
+        result.insert(0, decode)
         ends = NativePrefill.make(context, windows, rows)
         drafts = drafter.native_drafts(loaded.slots, rows)
         speculator.observer.use_host(drafts, host.features.shape[1])
         if drafts is not None and speculator.is_exact:
             chains = NativeDraftLoop(speculator, drafts, host, loaded.caches, rows, context.native_grammars)
-            found.append(NativeChains(context, chains, decode))
+            result.append(NativeChains(context, chains, decode))
         if ends is not None:
-            found.append(ends)
-    found.append(NoRows())
+            result.append(ends)
+    result.append(NoRows())
     if verifies is not None and verifies.verify is not None:
-        found.append(VerifyPass(context, verifies, verifies.verify))
+        result.append(VerifyPass(context, verifies, verifies.verify))
     if decodes is not None or verifies is not None:
-        found.append(CapturedPass(decodes, verifies))
-    return found
+        result.append(CapturedPass(decodes, verifies))
+    return result
 
 
 def _unobserved(context: StepContext, max_rows: int, unobserved: bool) -> list[Executor]:
@@ -113,6 +115,6 @@ def _unobserved(context: StepContext, max_rows: int, unobserved: bool) -> list[E
     model = NativeModel.make(loaded.device, loaded.model, loaded.caches, windows, max_rows, False)
     if model is None:
         return []
-    found: list[Executor] = [NativeDecode(context, model, max_rows, unobserved)]
+    result: list[Executor] = [NativeDecode(context, model, max_rows, unobserved)]
     ends = NativePrefill.make(context, windows, max_rows, unobserved, False)
-    return found if ends is None else [*found, ends]
+    return result if ends is None else [*result, ends]

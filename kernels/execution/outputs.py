@@ -195,10 +195,10 @@ class StepOutputs:
         if len(wanted) < len(chosen):
             chosen = chosen.index_select(0, self._device.memory.put(wanted))
         at_slots, at = self._device.memory.put(slots), self._device.memory.put(lengths)
-        found, named = self._model.logits(chosen) if logits is None else chosen, slots.tolist()
+        result, named = self._model.logits(chosen) if logits is None else chosen, slots.tolist()
         allowed = self._allowed(slots, lengths)
         sampled = self._sampler.sample(
-            found,
+            result,
             at_slots,
             at,
             state.tokens,

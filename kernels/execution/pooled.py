@@ -29,8 +29,8 @@ def activated(
     wide = numbers.float()
     if activation == "none":
         return wide
-    found = wide.softmax(-1) if activation == "softmax" else wide.sigmoid()
-    return torch.where(_column(wanted, put), found, wide)
+    result = wide.softmax(-1) if activation == "softmax" else wide.sigmoid()
+    return torch.where(_column(wanted, put), result, wide)
 
 
 def _column(flags: Sequence[bool], put: Put) -> Tensor:

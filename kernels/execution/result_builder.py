@@ -87,18 +87,18 @@ class ResultBuilder:
 
     def tensors(self) -> list[Tensor]:
         """The device tensors that ``pack`` needs on the host."""
-        found: list[Tensor] = [] if self.argmax is None else [self.argmax]
+        result: list[Tensor] = [] if self.argmax is None else [self.argmax]
         if self.sampled is not None:
             sampled = self.sampled
             wanted = (sampled.tokens, sampled.broken, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
-            found += [tensor for tensor in wanted if tensor is not None]
+            result += [tensor for tensor in wanted if tensor is not None]
         if self.outcome is not None:
-            found.insert(0, self.outcome)
+            result.insert(0, self.outcome)
         for scores in self.prompts:
-            found += [scores.logprobs, scores.top_ids, scores.top_logprobs]
+            result += [scores.logprobs, scores.top_ids, scores.top_logprobs]
         if self.chunks_broken is not None:
-            found.append(self.chunks_broken)
-        return found + self.pooled + [each.values for each in (self.states, self.experts) if each is not None]
+            result.append(self.chunks_broken)
+        return result + self.pooled + [each.values for each in (self.states, self.experts) if each is not None]
 
     def pack(self, number: int, fetched: Sequence[Tensor], timing: StepTiming) -> tuple[StepResult, list[RowError]]:
         """Pack ``fetched``, the host's copies of ``tensors``. Returns the result, and its errors of rows that were not

@@ -90,7 +90,7 @@ def read_tags(text: str) -> _Tags:
     if not tags.structures or not tags.triggers:
         raise GrammarError("a structural tag needs at least one structure and one trigger")
     for tag in tags.structures:
-        found = [trigger for trigger in tags.triggers if trigger and tag.begin.startswith(trigger)]
-        if len(found) != 1:
+        result = [trigger for trigger in tags.triggers if trigger and tag.begin.startswith(trigger)]
+        if len(result) != 1:
             raise GrammarError(f"begin {tag.begin[:80]!r} must start with exactly one of the triggers")
     return tags

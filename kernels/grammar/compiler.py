@@ -40,11 +40,11 @@ class GrammarCompiler:
                 if grammar in kept:
                     kept.move_to_end(grammar)
                     return kept[grammar]
-            found = self._results[grammar] = self._threads.submit(self._compile, grammar)
+            result = self._results[grammar] = self._threads.submit(self._compile, grammar)
             if len(self._results) > _KEPT:
                 self._results.popitem(last=False)
-        found.add_done_callback(lambda done: self._set_apart(grammar, done))
-        return found
+        result.add_done_callback(lambda done: self._set_apart(grammar, done))
+        return result
 
     def _set_apart(self, grammar: Grammar, done: Future[Compiled]) -> None:
         """Keep an error apart from good results."""

@@ -65,7 +65,7 @@ class LlGuidance:
     def _tags(self, text: str) -> str:
         tags = read_tags(text)
         options = self._json(Grammar("json_schema"))
-        found = [
+        result = [
             llguidance.StructTag(
                 trigger=next(trigger for trigger in tags.triggers if trigger and tag.begin.startswith(trigger)),
                 begin=tag.begin,
@@ -74,7 +74,7 @@ class LlGuidance:
             )
             for tag in tags.structures
         ]
-        return llguidance.StructTag.to_grammar(found, assume_special=False)
+        return llguidance.StructTag.to_grammar(result, assume_special=False)
 
 
 class LlMatcher:
@@ -104,5 +104,5 @@ class LlMatcher:
 
 
 def _first_lines(message: str) -> str:
-    found = re.split("<state>|<non-verbose/>", message)[0].strip()
-    return "no text matches it" if found == "NoExtensionBias" else found
+    result = re.split("<state>|<non-verbose/>", message)[0].strip()
+    return "no text matches it" if result == "NoExtensionBias" else result

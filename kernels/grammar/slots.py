@@ -187,12 +187,12 @@ class GrammarSlots:
         try:
             if text.position < length:
                 text.follow(self._tokens(text, slot, length))
-            found = text.forced() if text.position == length else []
+            result = text.forced() if text.position == length else []
             text.charge(started, begun)
         except Exception as error:  # of one text: others go on
             text.fail(error)
             return []
-        return found
+        return result
 
     def errors(self, slots: Sequence[int]) -> dict[int, str]:
         """By slot, why its grammar cannot go on."""
@@ -207,8 +207,8 @@ class GrammarSlots:
             return
         texts = [(row, self._texts[slot]) for row, slot in enumerate(slots) if slot in self._texts]
         if texts:
-            found = [tokens] if outcome is None else [tokens, outcome]
-            self._arriving.append((self._memory.fetch(found), kept, texts))
+            result = [tokens] if outcome is None else [tokens, outcome]
+            self._arriving.append((self._memory.fetch(result), kept, texts))
 
     def _fill_all(self, work: list[_Work]) -> None:
         parts = min(self._threads, len(work) // _FEW)
@@ -241,8 +241,8 @@ class GrammarSlots:
 
     def _take_arrived(self) -> None:
         for fetched, kept, texts in self._arriving:
-            found = fetched()
-            tokens, some = found[0].tolist(), None if kept is None else kept(found[1].numpy())
+            result = fetched()
+            tokens, some = result[0].tolist(), None if kept is None else kept(result[1].numpy())
             for row, text in texts:
                 if some is None or some[row]:
                     text.arrived.append(tokens[row])
@@ -250,8 +250,8 @@ class GrammarSlots:
 
     def _tokens(self, text: _Text, slot: int, length: int) -> list[int]:
         if self._table is not None:
-            found: list[int] = self._table[slot, text.position : length].tolist()
-            return found
+            result: list[int] = self._table[slot, text.position : length].tolist()
+            return result
         arrived, text.arrived = text.arrived, []
         return arrived
 

@@ -29,7 +29,7 @@ class XGrammar:
     def __init__(self, settings: GrammarSettings, vocab_size: int) -> None:
         self._settings, self._vocab_size = settings, vocab_size
         text = tokenizer_json(settings)
-        found: dict[str, Any] = xgrammar.TokenizerInfo._detect_metadata_from_hf(text)
+        result: dict[str, Any] = xgrammar.TokenizerInfo._detect_metadata_from_hf(text)
         tokenizer = msgspec.json.decode(text)
         self._tokenizer = Tokenizer.from_str(text)
         vocabulary = [""] * vocab_size  # an empty token is never allowed
@@ -41,10 +41,10 @@ class XGrammar:
                 vocabulary[added["id"]] = "" if added.get("special") else added["content"]
         info = xgrammar.TokenizerInfo(
             vocabulary,
-            found["vocab_type"],
+            result["vocab_type"],
             vocab_size=vocab_size,
             stop_token_ids=list(settings.eos_ids),
-            add_prefix_space=found["add_prefix_space"],
+            add_prefix_space=result["add_prefix_space"],
         )
         # Its own cache is off: ``GrammarCompiler`` has one with a bound on entries.
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
@@ -101,8 +101,8 @@ class XMatcher:
 
     def forced(self) -> list[int]:
         text = self._matcher.find_jump_forward_string()
-        found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
-        return found
+        result: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
+        return result
 
     def rollback(self, tokens: int) -> None:
         self._matcher.rollback(tokens)
@@ -113,8 +113,8 @@ class XMatcher:
 
 def _tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
     """The model's vocabulary: by token, or a list of them with scores."""
-    found = tokenizer["model"]["vocab"]
-    return found if isinstance(found, dict) else {entry[0]: at for at, entry in enumerate(found)}
+    result = tokenizer["model"]["vocab"]
+    return result if isinstance(result, dict) else {entry[0]: at for at, entry in enumerate(result)}
 
 
 def _schema(schema: dict[str, Any] | bool) -> dict[str, Any]:

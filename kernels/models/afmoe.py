@@ -105,10 +105,10 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
 def _layer(config: ModelConfig, builder: LayerBuilder, index: int) -> Block:
     name, experts = f"model.layers.{index}", config.experts
     norms = Norms(*(builder.norm(f"{name}.{norm}", config.norm_eps) for norm in _NORMS))
-    found = _GatedAttention(builder, config, f"{name}.self_attn", config.windows[index])
+    result = _GatedAttention(builder, config, f"{name}.self_attn", config.windows[index])
     if experts is not None and index in experts.layers:
-        return Block(builder, config, found, moe.SparseFeedForward(builder, experts, name, _NAMES), norms)
-    return Block(builder, config, found, gated_mlp(builder, config, f"{name}.mlp"), norms)
+        return Block(builder, config, result, moe.SparseFeedForward(builder, experts, name, _NAMES), norms)
+    return Block(builder, config, result, gated_mlp(builder, config, f"{name}.mlp"), norms)
 
 
 class _GatedAttention:
@@ -126,6 +126,6 @@ class _GatedAttention:
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
     ) -> Tensor:
         """As ``AttentionLayer``."""
-        found = self.refuse(self.inner(x, cos, sin, cache, batch, wanted))
+        result = self.refuse(self.inner(x, cos, sin, cache, batch, wanted))
         gates = self.gate(x if wanted is None else x.index_select(0, wanted))
-        return self.output(found * torch.sigmoid(gates))
+        return self.output(result * torch.sigmoid(gates))

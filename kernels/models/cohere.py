@@ -71,5 +71,5 @@ def _layer(config: ModelConfig, builder: LayerBuilder, name: str, window: int) -
         names = [f"{module}.q_norm", f"{module}.k_norm"]
         heads = builder.layer_norm(*names, eps=config.norm_eps, order=gqa.head_order(config))
     norms = Norms(before_attention=builder.layer_norm(f"{name}.input_layernorm", eps=config.norm_eps))
-    found, feed_forward = attention(builder, config, module, window, heads), gated_mlp(builder, config, f"{name}.mlp")
-    return Block(builder, config, found, feed_forward, norms, parallel=True)
+    result, feed_forward = attention(builder, config, module, window, heads), gated_mlp(builder, config, f"{name}.mlp")
+    return Block(builder, config, result, feed_forward, norms, parallel=True)

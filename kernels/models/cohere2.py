@@ -59,5 +59,5 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
 
 def _layer(config: ModelConfig, builder: LayerBuilder, name: str, window: int) -> Block:
     norms = Norms(before_attention=builder.layer_norm(f"{name}.input_layernorm", eps=config.norm_eps))
-    found = attention(builder, config, f"{name}.self_attn", window)
-    return Block(builder, config, found, gated_mlp(builder, config, f"{name}.mlp"), norms, parallel=True)
+    result = attention(builder, config, f"{name}.self_attn", window)
+    return Block(builder, config, result, gated_mlp(builder, config, f"{name}.mlp"), norms, parallel=True)

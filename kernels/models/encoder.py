@@ -58,7 +58,7 @@ def attend(qkv: Tensor, heads: int, lengths: Sequence[int]) -> Tensor:
     run in one call.
     """
     tokens = qkv.unflatten(1, (3, heads, -1))
-    found, begin, first = [], 0, 0
+    result, begin, first = [], 0, 0
     while first < len(lengths):
         length, last = lengths[first], first
         while last < len(lengths) and lengths[last] == length:
@@ -66,6 +66,6 @@ def attend(qkv: Tensor, heads: int, lengths: Sequence[int]) -> Tensor:
         end = begin + length * (last - first)
         parts = tokens[begin:end].unflatten(0, (-1, length)).permute(2, 0, 3, 1, 4)  # [3, inputs, heads, length, dim]
         values = F.scaled_dot_product_attention(parts[0], parts[1], parts[2])
-        found.append(values.transpose(1, 2).reshape(end - begin, -1))
+        result.append(values.transpose(1, 2).reshape(end - begin, -1))
         begin, first = end, last
-    return torch.cat(found)
+    return torch.cat(result)

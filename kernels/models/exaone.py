@@ -65,8 +65,8 @@ def _layer(config: ModelConfig, builder: ModelBuilder, name: str, window: int) -
     attention, feed_forward = f"{name}.attn.attention", f"{name}.mlp"
     heads = Heads(config.heads, config.kv_heads, config.head_dim)
     qkv = builder.linear(*(f"{attention}.{part}_proj" for part in "qkv"))
-    found = Attention(builder, heads, qkv, builder.into_stream(f"{attention}.out_proj"), window)
+    result = Attention(builder, heads, qkv, builder.into_stream(f"{attention}.out_proj"), window)
     first, second = (builder.norm(f"{name}.{norm}", config.norm_eps) for norm in ("ln_1", "ln_2"))
     gate_up = builder.gated(f"{feed_forward}.c_fc_0", f"{feed_forward}.c_fc_1")
     down = builder.into_stream(f"{feed_forward}.c_proj")
-    return PreNormLayer(builder, first, found, second, FeedForward(builder, second, gate_up, down))
+    return PreNormLayer(builder, first, result, second, FeedForward(builder, second, gate_up, down))

@@ -61,8 +61,8 @@ def _layer(config: ModelConfig, builder: LayerBuilder, name: str, window: int) -
         after_attention=builder.norm(f"{name}.post_attention_layernorm", config.norm_eps),
         after_mlp=builder.norm(f"{name}.post_feedforward_layernorm", config.norm_eps),
     )
-    found, feed_forward = (
+    result, feed_forward = (
         attention(builder, config, f"{name}.self_attn", window),
         gated_mlp(builder, config, f"{name}.mlp"),
     )
-    return Block(builder, config, found, feed_forward, norms)
+    return Block(builder, config, result, feed_forward, norms)

@@ -151,9 +151,9 @@ def _experts(header: GgufHeader, meta: _Metadata, entry: Entry) -> dict[str, Any
         raise meta.wrong(f"{name}.expert_count", f"at most {MAX_EXPERTS}")
     if name == _DEEPSEEK:
         return {"num_experts": count, "num_experts_per_tok": used} | _deepseek_experts(header, meta)
-    found = {"num_experts": count, "num_experts_per_tok": used, "norm_topk_prob": not entry.gguf_shared_expert}
+    result = {"num_experts": count, "num_experts_per_tok": used, "norm_topk_prob": not entry.gguf_shared_expert}
     if entry.gguf_shared_expert:
-        return found | _beside_the_shared(meta, name, used)
+        return result | _beside_the_shared(meta, name, used)
     shared = next((tensor for tensor in header.tensors if tensor.partition(".weight")[0].endswith("_shexp")), "")
     if shared or meta.number(f"{name}.expert_shared_count", 0):
         raise GgufError(
@@ -161,8 +161,8 @@ def _experts(header: GgufHeader, meta: _Metadata, entry: Entry) -> dict[str, Any
             f"model of {name} has not here; use one that has none"
         )
     if name == "llama":
-        return found
-    return found | {"moe_intermediate_size": meta.size(f"{name}.expert_feed_forward_length")}
+        return result
+    return result | {"moe_intermediate_size": meta.size(f"{name}.expert_feed_forward_length")}
 
 
 def _beside_the_shared(meta: _Metadata, name: str, used: int) -> dict[str, Any]:
@@ -177,12 +177,12 @@ def _beside_the_shared(meta: _Metadata, name: str, used: int) -> dict[str, Any]:
 
 def generation_defaults(header: GgufHeader) -> dict[str, Any]:
     """The object of generation_config.json: what ends an answer, and how the maker wants it sampled."""
-    found: dict[str, Any] = {"eos_token_id": ends} if (ends := _ends(header)) else {}
+    result: dict[str, Any] = {"eos_token_id": ends} if (ends := _ends(header)) else {}
     for key in _SAMPLING:
         value = header.metadata.get(f"general.sampling.{key}")
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            found["temperature" if key == "temp" else key] = value
-    return found
+            result["temperature" if key == "temp" else key] = value
+    return result
 
 
 class _Metadata:
@@ -227,12 +227,12 @@ def _rope(header: GgufHeader, meta: _Metadata, name: str, dim: int) -> dict[str,
         )
     theta = meta.number(f"{name}.rope.freq_base", 10000.0)
     factor = meta.number(f"{name}.rope.scaling.factor", meta.number(f"{name}.rope.scale_linear", 1.0))
-    found: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
+    result: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
     if "rope_freqs.weight" in header.tensors:  # what Llama 3.1's way of stretching comes to
-        return found | {"rope_type": "factors", "factors": _factors(header, dim)}
+        return result | {"rope_type": "factors", "factors": _factors(header, dim)}
     if kind == "yarn":
         attention = meta.number(f"{name}.rope.scaling.attn_factor", 1.0)
-        found |= {
+        result |= {
             "rope_type": "yarn",
             "factor": factor,
             "original_max_position_embeddings": meta.size(
@@ -244,12 +244,12 @@ def _rope(header: GgufHeader, meta: _Metadata, name: str, dim: int) -> dict[str,
         }
         if name == _DEEPSEEK:  # it scales queries times keys in place of cos and sin
             stretch = 10.0 * meta.number(f"{name}.rope.scaling.yarn_log_multiplier", 0.0)
-            found |= {"attention_factor": 1.0, "mscale": stretch, "mscale_all_dim": stretch}
+            result |= {"attention_factor": 1.0, "mscale": stretch, "mscale_all_dim": stretch}
     elif kind not in ("none", "linear"):
         raise GgufError(f"{name}.rope.scaling.type {kind!r} is not supported; supported are none, linear, yarn")
     elif factor != 1.0:
-        found |= {"rope_type": "linear", "factor": factor}
-    return found
+        result |= {"rope_type": "linear", "factor": factor}
+    return result
 
 
 def _factors(header: GgufHeader, dim: int) -> list[float]:
@@ -274,9 +274,9 @@ def _dtype(header: GgufHeader) -> str:
 
 def _ends(header: GgufHeader) -> list[int]:
     metadata: Mapping[str, Any] = header.metadata
-    found = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    result = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(kinds, list):
         pairs = enumerate(zip(tokens, kinds, strict=False))
-        found += [index for index, (token, kind) in pairs if kind == _CONTROL and token in _ENDS]
-    return list(dict.fromkeys(index for index in found if type(index) is int))
+        result += [index for index, (token, kind) in pairs if kind == _CONTROL and token in _ENDS]
+    return list(dict.fromkeys(index for index in result if type(index) is int))

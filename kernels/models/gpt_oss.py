@@ -107,8 +107,8 @@ def _layer(config: ModelConfig, builder: ModelBuilder, name: str, window: int) -
         before_attention=builder.norm(f"{name}.input_layernorm", config.norm_eps),
         before_mlp=builder.norm(f"{name}.post_attention_layernorm", config.norm_eps),
     )
-    found = attention(builder, config, f"{name}.self_attn", window)
-    return Block(builder, config, found, _experts(config, builder, f"{name}.mlp"), norms)
+    result = attention(builder, config, f"{name}.self_attn", window)
+    return Block(builder, config, result, _experts(config, builder, f"{name}.mlp"), norms)
 
 
 def _experts(config: ModelConfig, builder: ModelBuilder, module: str) -> Linear:

@@ -60,10 +60,10 @@ def _layer(config: ModelConfig, builder: ModelBuilder, name: str, window: int) -
     attention, feed_forward = f"{name}.attention", f"{name}.feed_forward"
     heads = Heads(config.heads, config.kv_heads, config.head_dim)
     qkv = builder.ordered(_order(config), f"{attention}.wqkv")
-    found = Attention(builder, heads, qkv, builder.into_stream(f"{attention}.wo"), window)
+    result = Attention(builder, heads, qkv, builder.into_stream(f"{attention}.wo"), window)
     first, second = (builder.norm(f"{name}.{norm}", config.norm_eps) for norm in ("attention_norm", "ffn_norm"))
     gate_up, down = builder.gated(f"{feed_forward}.w1", f"{feed_forward}.w3"), builder.into_stream(f"{feed_forward}.w2")
-    return PreNormLayer(builder, first, found, second, FeedForward(builder, second, gate_up, down))
+    return PreNormLayer(builder, first, result, second, FeedForward(builder, second, gate_up, down))
 
 
 def _order(config: ModelConfig) -> list[int]:

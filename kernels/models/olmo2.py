@@ -58,5 +58,5 @@ def _layer(config: ModelConfig, builder: LayerBuilder, name: str, window: int) -
         after_attention=builder.norm(f"{name}.post_attention_layernorm", config.norm_eps),
         after_mlp=builder.norm(f"{name}.post_feedforward_layernorm", config.norm_eps),
     )
-    found = wide_attention(builder, config, f"{name}.self_attn", window)
-    return Block(builder, config, found, gated_mlp(builder, config, f"{name}.mlp"), norms)
+    result = wide_attention(builder, config, f"{name}.self_attn", window)
+    return Block(builder, config, result, gated_mlp(builder, config, f"{name}.mlp"), norms)

@@ -174,7 +174,7 @@ def _modules(directory: Path) -> dict[str, str]:
     listed = _decode(file)
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise ConfigError(f"{file} must be a list of modules; download it again")
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for one in listed:
         kind, path = str(one.get("type", "")).rpartition(".")[2], str(one.get("path", ""))
         if kind not in ("Transformer", "Pooling", "Normalize"):
@@ -184,8 +184,8 @@ def _modules(directory: Path) -> dict[str, str]:
             )
         if path and (Path(path).name != path or path == ".."):
             raise ConfigError(f"{file} names a directory outside its own: {path[:80]!r}")
-        found[kind] = path
-    return found
+        result[kind] = path
+    return result
 
 
 def _mode(directory: Path) -> Literal["cls", "mean", "last"]:
@@ -204,10 +204,10 @@ def _mode(directory: Path) -> Literal["cls", "mean", "last"]:
 
 def _read(file: Path) -> dict[str, Any]:
     """A JSON object; empty without the file."""
-    found = _decode(file) if file.is_file() else {}
-    if not isinstance(found, dict):
+    result = _decode(file) if file.is_file() else {}
+    if not isinstance(result, dict):
         raise ConfigError(f"{file} must be a JSON object; download it again")
-    return found
+    return result
 
 
 def _decode(file: Path) -> Any:

@@ -251,10 +251,10 @@ def caches(config: ModelConfig, windows: bool = False) -> tuple[CacheGroup, ...]
     if config.code is not None:
         from kernels.models.fallback import model as fallback
 
-        found = fallback.caches(config)
+        result = fallback.caches(config)
     else:
-        found = find([config.architecture])[1].caches(config)
-    return found if windows or not any(config.windows) else keep_all(found)
+        result = find([config.architecture])[1].caches(config)
+    return result if windows or not any(config.windows) else keep_all(result)
 
 
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
@@ -321,14 +321,14 @@ def families() -> tuple[Support, ...]:
     from kernels.models.config import ConfigReader
     from kernels.weights.tensors import Role
 
-    found = []
+    result = []
     for entry in entries().values():
         if entry.encoder:
             continue
         family = _load(entry)
         config = family.config(ConfigReader(_EXAMPLE, entry.architecture))
         specs = list(family.tensors(config))
-        found.append(
+        result.append(
             Support(
                 entry.architecture,
                 entry.gguf or getattr(family, "GGUF", ""),
@@ -341,7 +341,7 @@ def families() -> tuple[Support, ...]:
                 plain=_is_plain(config),
             )
         )
-    return tuple(found)
+    return tuple(result)
 
 
 def _is_plain(config: ModelConfig) -> bool:

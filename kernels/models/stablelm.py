@@ -71,8 +71,8 @@ def _layer(config: ModelConfig, builder: LayerBuilder, name: str, window: int) -
         if config.parallel
         else builder.layer_norm(f"{name}.post_attention_layernorm", eps=config.norm_eps),
     )
-    found, feed_forward = attention(builder, config, module, window, heads), gated_mlp(builder, config, f"{name}.mlp")
-    return Block(builder, config, found, feed_forward, norms, config.parallel)
+    result, feed_forward = attention(builder, config, module, window, heads), gated_mlp(builder, config, f"{name}.mlp")
+    return Block(builder, config, result, feed_forward, norms, config.parallel)
 
 
 def _own_heads(config: ModelConfig, builder: LayerBuilder) -> Iterator[tuple[str, int]]:

@@ -104,12 +104,12 @@ class _Slots:
         self.unedited[slot] = not (penalized or sampling.logprobs >= 0 or slot in self.edits)
 
     def draws(self, at: npt.NDArray[np.int64]) -> Draws:
-        found = np.empty(len(at), DRAWS)
+        result = np.empty(len(at), DRAWS)
         for name in ("keys", "temperature", "top_p", "top_k"):
-            found[name] = getattr(self, name)[at]
+            result[name] = getattr(self, name)[at]
         with np.errstate(divide="ignore"):
-            found["log_min_p"] = np.log(self.min_p[at])
-        return found
+            result["log_min_p"] = np.log(self.min_p[at])
+        return result
 
     def clear(self, slot: int) -> None:
         self.put(slot, _GREEDY, 0, 1)
@@ -245,8 +245,8 @@ class Sampler:
 
     def masked(self, slots: tuple[int, ...]) -> list[int]:
         """The indices of those that a grammar masks."""
-        found: list[int] = np.flatnonzero(self._slots.masked[list(slots)]).tolist()
-        return found
+        result: list[int] = np.flatnonzero(self._slots.masked[list(slots)]).tolist()
+        return result
 
     def draws(self, slots: tuple[int, ...], greedy: bool = False) -> Draws | None:
         """The draws of slots that are ``unedited``; None if all are greedy, unless ``greedy`` asks for these too."""
@@ -338,7 +338,7 @@ class Sampler:
         masks: RowMasks | None,
     ) -> SampledTokens:
         given = slots.tolist() if host_slots is None else host_slots
-        found = [
+        result = [
             self.sample(
                 logits[row : row + 1].clone(),
                 slots[row : row + 1],
@@ -349,17 +349,17 @@ class Sampler:
             )
             for row in range(len(logits))
         ]
-        tokens, broken = (torch.cat(parts) for parts in zip(*((one.tokens, one.broken) for one in found), strict=True))
+        tokens, broken = (torch.cat(parts) for parts in zip(*((one.tokens, one.broken) for one in result), strict=True))
         if plan.scored is None:
             return SampledTokens(tokens, broken)
         missing = torch.full((1,), torch.nan, device=logits.device)
-        logprobs = torch.cat([missing if one.logprobs is None else one.logprobs for one in found])
-        widest = max(0 if one.top_ids is None else one.top_ids.shape[1] for one in found)
+        logprobs = torch.cat([missing if one.logprobs is None else one.logprobs for one in result])
+        widest = max(0 if one.top_ids is None else one.top_ids.shape[1] for one in result)
         if not widest:
             return SampledTokens(tokens, broken, logprobs, top_counts=plan.top_counts)
-        top_ids = torch.zeros((len(found), widest), dtype=torch.int64, device=logits.device)
+        top_ids = torch.zeros((len(result), widest), dtype=torch.int64, device=logits.device)
         top_logprobs = torch.full(top_ids.shape, torch.nan, device=logits.device)
-        for row, one in enumerate(found):
+        for row, one in enumerate(result):
             if one.top_ids is not None and one.top_logprobs is not None:
                 top_ids[row, : one.top_ids.shape[1]] = one.top_ids[0]
                 top_logprobs[row, : one.top_ids.shape[1]] = one.top_logprobs[0]

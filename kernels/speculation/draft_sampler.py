@@ -134,5 +134,5 @@ class DraftPlaces:
         rows = np.repeat(np.arange(len(table)), places.shape[1] // len(table))
         pages, offsets = np.divmod(places, self._page_size)
         both = np.stack((positions, table[rows, pages] * np.int64(self._page_size) + offsets))
-        found = self._device.memory.put(both.reshape(-1, places.shape[1])).unbind(0)
-        return found[: len(places)], found[len(places) :]
+        result = self._device.memory.put(both.reshape(-1, places.shape[1])).unbind(0)
+        return result[: len(places)], result[len(places) :]

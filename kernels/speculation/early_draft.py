@@ -201,15 +201,15 @@ class EarlyDraftPasses:
         self._bring(nothing[:, :4], nothing[:, 4:], outcome, tokens, torch.zeros_like(self._features))
 
     def _capture(self, passes: _Passes, size: int, run: Callable[[], DraftTree], agree: Callable[[bool], bool]) -> bool:
-        found: list[DraftTree] = []
+        result: list[DraftTree] = []
 
         def hold() -> None:
-            found[:] = [run()]
+            result[:] = [run()]
 
         captured = self._device.capture.draft(hold)
         if not agree(captured is not None) or captured is None:
             return False
-        passes[size] = captured, found
+        passes[size] = captured, result
         return True
 
     @property
@@ -243,9 +243,9 @@ class EarlyDraftPasses:
 
     @staticmethod
     def _replay(captured: tuple[Callable[[], None], list[DraftTree]], rows: int) -> DraftTree:
-        replay, found = captured
+        replay, result = captured
         replay()
-        tree = found[0]
+        tree = result[0]
         return DraftTree(tree.tokens[:rows], tree.parents[:rows], tree.depths[:rows], tree.bits[:rows], tree.linear)
 
     def _bring(self, given: Tensor, pages: Tensor, outcome: Tensor, tokens: Tensor, features: Tensor) -> None:
@@ -365,9 +365,9 @@ class EarlyDrafts:
 
         Only for steps whose requests all decode greedily and verify; others draft once the host knows the result.
         """
-        found, state, reach = self._found, self._slots, self._drafter.reach()
+        result, state, reach = self._found, self._slots, self._drafter.reach()
         self._found = self._grown = None
-        if run is None or found is None or not reach or not self._whole or run.features is None:
+        if run is None or result is None or not reach or not self._whole or run.features is None:
             return
         step = run.step
         if step.verifies < len(step.rows) or self._sampler.noise(step.slots.tolist()) is not None:
@@ -379,7 +379,7 @@ class EarlyDrafts:
         tree = self._drafter.draft_after_pass(end, len(step.slots)) if end else None
         if tree is None:
             end, pages = 0, state.pages[step.slots, :columns]
-            accepted = AcceptedRows(step.starts, step.slots, pages, *found, run.features, step.offsets)
+            accepted = AcceptedRows(step.starts, step.slots, pages, *result, run.features, step.offsets)
             tree = self._drafter.draft_early(accepted)
         if tree is not None:
             self._grown = _EarlyTrees(run, tree, end)
@@ -494,12 +494,12 @@ class OverlappedVerify:
             return None
         pages = state.pages[at, : int(ends.max() - 1) // state.page_size + 1]
         self._device.memory.wait_for_copies()
-        found = self._prepared.verify(None, pages, tree, at)
-        if found is None:
+        result = self._prepared.verify(None, pages, tree, at)
+        if result is None:
             return None
-        verified = speculator.early_drafts.take_accepted(found)
-        behind = speculator.drafter.draft_after_pass(found.end, len(at))
-        return OverlappedResult(at, found, verified, tree, behind)
+        verified = speculator.early_drafts.take_accepted(result)
+        behind = speculator.drafter.draft_after_pass(result.end, len(at))
+        return OverlappedResult(at, result, verified, tree, behind)
 
     def finish_previous(self, followed: OverlappedResult) -> StepRows:
         """Wait for the accepted tokens of the pass before. -> the rows of the pass issued after it, with their now

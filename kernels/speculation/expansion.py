@@ -124,12 +124,12 @@ class Expansion:
             return model.forward(batch, batch.states, self.caches)
 
         def choose(batch: ForwardBatch) -> Tensor:
-            found = observe(batch)
+            result = observe(batch)
             if device.traits.overlaps:  # another launch costs less than a graph's memory for logits
-                return found
-            logits = model.logits(found)
-            both = device.elementwise.empty_rows(len(found), model.width + logits.shape[1], found.dtype)
-            device.elementwise.add_rows(found, None, both[:, : model.width])
+                return result
+            logits = model.logits(result)
+            both = device.elementwise.empty_rows(len(result), model.width + logits.shape[1], result.dtype)
+            device.elementwise.add_rows(result, None, both[:, : model.width])
             device.elementwise.add_rows(logits, None, both[:, model.width :])
             return both
 
@@ -186,8 +186,8 @@ class Expansion:
         """Run ``tokens`` [tokens] at the observed positions -> output states [tokens, width]."""
         attended = observed_rows(seen.starts, seen.counts, seen.pages)
         batch = self._batch(tokens, seen.positions, seen.cache_index, attended, states)
-        found = None if self._observing is None else self._observing.run(batch)
-        return self._model.forward(batch, states, self.caches) if found is None else found
+        result = None if self._observing is None else self._observing.run(batch)
+        return self._model.forward(batch, states, self.caches) if result is None else result
 
     def draft(self, rows: DraftRows, states: Tensor) -> Drafts:
         """Draft a tree for each row. ``states`` [rows, width]: output states of the root tokens."""

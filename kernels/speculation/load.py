@@ -120,8 +120,8 @@ class DraftCheckpoint:
         part = self.raw.get(section) or {}
         if not isinstance(part, dict):
             raise ConfigError(f"{self.path}: {section} must be an object, and is {part!r}")
-        found = part.get(key)
-        return self.raw.get(key, default) if found is None else found
+        result = part.get(key)
+        return self.raw.get(key, default) if result is None else result
 
     def layers(self, section: str, key: str, count: int) -> tuple[int, ...]:
         """A list of the target's layers, of which it has ``count``; empty when config.json has none. Raises
@@ -192,11 +192,11 @@ def layer_tensors(config: ModelConfig, prefix: str, inputs: int = 0) -> Tensors:
     """The tensors of a decoder's layer called ``prefix``. ``inputs``: of its attention; 0: the hidden size."""
     if config.experts is not None:
         return table_of(_sparse_tensors(config, prefix))
-    found = table_of(pre_norm.tensors(config, prefix))
+    result = table_of(pre_norm.tensors(config, prefix))
     for part in ("q", "k", "v"):
         name = f"{prefix}.self_attn.{part}_proj.weight"
-        found[name] = dataclasses.replace(found[name], shape=(found[name].shape[0], inputs or config.hidden_size))
-    return found
+        result[name] = dataclasses.replace(result[name], shape=(result[name].shape[0], inputs or config.hidden_size))
+    return result
 
 
 def _sparse_tensors(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
@@ -282,10 +282,10 @@ def draft_scheme(
             "use one in bf16, which --speculative-draft-model-quantization int8 or fp8 may round while it is loaded"
         )
     try:
-        found = detect_scheme(path, requested)
+        result = detect_scheme(path, requested)
     except ConfigError as error:
         raise ConfigError(f"--speculative-draft-model-quantization, the draft in {path}: {error}") from error
-    return found if found is None or is_gguf(path) else _AsStored(found, names)
+    return result if result is None or is_gguf(path) else _AsStored(result, names)
 
 
 def draft_device(config: RunnerConfig, settings: SpeculativeSettings, device: Device, stored: str | None) -> Device:
@@ -341,5 +341,5 @@ def make_drafter(context: DrafterContext) -> Drafter:
 
 def _class(settings: SpeculativeSettings) -> type[Drafter]:
     module, name = _CLASSES[settings.algorithm]
-    found: type[Drafter] = getattr(import_module(f"kernels.speculation.drafters.{module}"), name)
-    return found
+    result: type[Drafter] = getattr(import_module(f"kernels.speculation.drafters.{module}"), name)
+    return result

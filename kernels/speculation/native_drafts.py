@@ -102,9 +102,9 @@ class Choice:
         chosen = self._argmax[:count]
         if draws is not None:
             assert self._draw is not None
-            found = self._draw(self._logits[:count], draws, torch.from_numpy(positions), self._ids, self._vocab)
-            assert found is not None, "the device recorded the pass"
-            chosen = found[0].numpy()
+            result = self._draw(self._logits[:count], draws, torch.from_numpy(positions), self._ids, self._vocab)
+            assert result is not None, "the device recorded the pass"
+            chosen = result[0].numpy()
         return chosen if self._stands_for is None else self._stands_for[chosen]
 
 
@@ -137,8 +137,8 @@ class NativeDrafts(ABC):
 
 def raw(tensor: Tensor) -> Raw:
     """The bits of a bf16 tensor of the host, in the same memory."""
-    found: Raw = tensor.view(torch.int16).numpy()
-    return found
+    result: Raw = tensor.view(torch.int16).numpy()
+    return result
 
 
 def places_of(table: npt.NDArray[np.int32], rows: Longs, positions: Longs, page_size: int) -> Longs:
@@ -204,25 +204,25 @@ class NativeChains(NativeDrafts):
 
         def head(batch: ForwardBatch) -> Tensor:
             assert batch.states is not None
-            found = logits(batch.states)
-            kept.extend((found, choose(found)[0]))
-            return found
+            result = logits(batch.states)
+            kept.extend((result, choose(result)[0]))
+            return result
 
         def draft_pass(batch: ForwardBatch) -> Tensor:
             assert batch.states is not None
-            found = forward(batch, batch.states)
-            scores = logits(found)
+            result = forward(batch, batch.states)
+            scores = logits(result)
             kept.extend((scores, choose(scores)[0]))
-            device.elementwise.add_rows(found, None, before)
-            return found
+            device.elementwise.add_rows(result, None, before)
+            return result
 
         observing = device.capture.native_pass(observe, windows, rows * nodes, seen)
         heading = None if observing is None else device.capture.native_pass(head, windows, rows, headed)
         drafting = None if heading is None else device.capture.native_pass(draft_pass, windows, rows, before)
         if observing is None or heading is None or drafting is None:
             return None
-        left, *found = kept
-        at_first, then = PassLogits(*found[:2]), PassLogits(*found[2:])
+        left, *result = kept
+        at_first, then = PassLogits(*result[:2]), PassLogits(*result[2:])
         ahead = 1 - first
         seeing = observing.observe(state.table, ahead, seen, left, states)
         passes = ChainDraftPasses(
@@ -311,9 +311,9 @@ class NativeBlockDrafts(NativeDrafts):
             return batch.states
 
         def draft_pass(batch: ForwardBatch) -> Tensor:
-            found: Tensor = model.head(model.forward(batch, caches))
-            kept.extend((found, choose(found)[0]))
-            return found
+            result: Tensor = model.head(model.forward(batch, caches))
+            kept.extend((result, choose(result)[0]))
+            return result
 
         windows = [model.config.windows[0]]
         observing = device.capture.native_pass(observe, windows, rows * nodes, seen)

@@ -152,22 +152,22 @@ class NativeDraftLoop:
         steps, speculator = min(batch.draft_levels or self._steps, self._steps), self._speculator
         continues = speculator.can_continue(self._slots)
         left = None if continues else self._left
-        found, seen = cycle(self._slots, batch.draft_limits, left, steps, self._draws, continues)
+        result, seen = cycle(self._slots, batch.draft_limits, left, steps, self._draws, continues)
         if seen:
             speculator.mark_seen()
-        if found is None:
+        if result is None:
             return None
-        if not found.emitted:
-            return NativeDraftResult(found.tokens, found.emitted, found.drafted, found.depths, found.drafted_at)
+        if not result.emitted:
+            return NativeDraftResult(result.tokens, result.emitted, result.drafted, result.depths, result.drafted_at)
         features = self._target.features if speculator.drafter.features else None
-        tokens = np.frombuffer(found.tokens, dtype=np.int32)
-        checked = self._check_grammars(NativeChainsResult(found.roots, found.accepted, tokens, found.places))
-        whole = checked.accepted is found.accepted  # else the cycle does not know what is left to observe
+        tokens = np.frombuffer(result.tokens, dtype=np.int32)
+        checked = self._check_grammars(NativeChainsResult(result.roots, result.accepted, tokens, result.places))
+        whole = checked.accepted is result.accepted  # else the cycle does not know what is left to observe
         shown = NativeObservation(self._slots, checked.roots, checked.accepted, features, checked.places)
-        self._show(batch, shown, found.depths, whole and not found.over)
-        emitted = found.emitted if whole else checked.accepted.astype(np.int32).tobytes()
+        self._show(batch, shown, result.depths, whole and not result.over)
+        emitted = result.emitted if whole else checked.accepted.astype(np.int32).tobytes()
         return NativeDraftResult(
-            *(checked.tokens.tobytes(), emitted, found.drafted, found.depths, found.drafted_at, checked.failed)
+            *(checked.tokens.tobytes(), emitted, result.drafted, result.depths, result.drafted_at, checked.failed)
         )
 
     def _check_grammars(self, chains: NativeChainsResult, trees: NativeTrees | None = None) -> NativeChainsResult:
@@ -201,8 +201,8 @@ class NativeDraftLoop:
         if len(some) == len(slots):
             return self._drafts.draft(slots, roots, capacity, limits, steps, self._draws)
         draws = None if self._draws is None else self._draws[some]
-        found = self._drafts.draft(slots[some], roots[some], capacity[some], limits[some], steps, draws)
-        return None if found is None else _spread(found, some, state.here[slots, roots])
+        result = self._drafts.draft(slots[some], roots[some], capacity[some], limits[some], steps, draws)
+        return None if result is None else _spread(result, some, state.here[slots, roots])
 
     def _verify_trees(self, batch: StepBatch, trees: NativeTrees) -> NativeDraftResult | None:
         state, slots, counts, drafted_at = self._state, self._slots, trees.counts, time.perf_counter()
@@ -220,10 +220,10 @@ class NativeDraftLoop:
             kept = np.arange(int(accepted[0])) if len(slots) == 1 else ragged(offsets[:-1], accepted)
             depths = counts - 1
         else:
-            found = self._run_trees(trees, roots, offsets, draws)
-            if found is None:
+            result = self._run_trees(trees, roots, offsets, draws)
+            if result is None:
                 return None
-            accepted, kept, depths = found
+            accepted, kept, depths = result
         if len(slots) == 1:
             first = int(roots[0]) + 1
             emitted = state.here[int(slots[0]), first : first + int(accepted[0])]
@@ -278,7 +278,7 @@ class NativeDraftLoop:
 def _walk(trees: NativeTrees, after: Longs, depth: int) -> list[list[int]]:
     """The accepted nodes of each row's tree, the root first. ``after`` [rows, nodes]: the token sampled after each."""
     assert trees.parents is not None
-    found = []
+    result = []
     for parents, tokens, count, next_tokens in zip(
         trees.parents.tolist(), trees.tokens.tolist(), trees.counts.tolist(), after.tolist(), strict=True
     ):
@@ -287,8 +287,8 @@ def _walk(trees: NativeTrees, after: Longs, depth: int) -> list[list[int]]:
             if parents[node] == at and tokens[node] == next_tokens[at] and len(path) <= depth:
                 at = node
                 path.append(node)
-        found.append(path)
-    return found
+        result.append(path)
+    return result
 
 
 def _spread(trees: NativeTrees, rows: Longs, roots: Ints) -> NativeTrees:

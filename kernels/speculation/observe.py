@@ -129,13 +129,13 @@ class Backlog:
             places.append((each.begin + steps * len(each.slots) + alive).reshape(-1))
         if not any(map(len, slots)):
             return None
-        owners, at, found = (np.concatenate(parts) for parts in (slots, positions, places))
+        owners, at, result = (np.concatenate(parts) for parts in (slots, positions, places))
         order = np.lexsort((at, owners))
         named, first, counts = np.unique(owners[order], return_index=True, return_counts=True)
         least = np.argsort(counts, kind="stable")
         rows = ragged(first[least], counts[least])
         features = self._features if self._width else None
-        return NativeObservation(named[least], at[order][first[least]], counts[least], features, found[order][rows])
+        return NativeObservation(named[least], at[order][first[least]], counts[least], features, result[order][rows])
 
 
 SHORT = 16

@@ -41,9 +41,9 @@ def read_token_map(path: str | Path, vocab_size: int) -> Tensor:
     path = Path(path)
     if not path.is_file():
         raise LoadError(f"the token map {path} does not exist; give a file of token ids to --speculative-token-map")
-    found = _read(path)
+    result = _read(path)
     try:
-        ids = torch.as_tensor(found)
+        ids = torch.as_tensor(result)
     except (TypeError, ValueError, RuntimeError) as error:
         raise LoadError(f"the token map {path} must be a list of token ids: {error}") from error
     if ids.ndim != 1 or not len(ids) or ids.dtype.is_floating_point or ids.dtype in (torch.bool, torch.complex64):

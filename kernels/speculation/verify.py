@@ -324,9 +324,9 @@ class Verifier:
         tree = chain(torch.zeros((1, nodes), dtype=torch.int64, device=device))
         sampled, broken = (torch.zeros(nodes, dtype=dtype, device=device) for dtype in (torch.int64, torch.bool))
         rows = self._device.memory.put_pinned(np.array([[0, 0, 1, 0]], dtype=np.int64))  # only a root, in slot 0
-        found = drafting.accept(tree, rows, sampled, broken, min(self._depth, nodes - 1), 0, table)
-        if found is not None:
-            drafting.move_accepted(caches, sampled, found.rows, found.outcome)
+        result = drafting.accept(tree, rows, sampled, broken, min(self._depth, nodes - 1), 0, table)
+        if result is not None:
+            drafting.move_accepted(caches, sampled, result.rows, result.outcome)
 
     def place(self, step: StepRows, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Put the draft tokens among a batch's tokens, and their depths into its positions. -> both, int64 [tokens]."""
@@ -374,9 +374,9 @@ class Verifier:
         if greedy is not None and step.verifies == len(step.rows) and self._sampler.plain(tuple(slots)):
             sampled = argmax or SampledTokens(*greedy(logits))
             # Always the full depth: a device may compile a kernel for each depth.
-            found = self._accept(step, sampled, self._depth, forced)
-            if found is not None:
-                return found
+            result = self._accept(step, sampled, self._depth, forced)
+            if result is not None:
+                return result
         at_slots, at = put(samples.slots), put(samples.lengths)
         longest = int(samples.lengths.max())
         if not tree.linear:
@@ -419,11 +419,11 @@ class Verifier:
             return None
         numbers = np.stack((step.slots, step.starts, step.counts, step.offsets), 1)
         rows, table = self._device.memory.put_pinned(numbers), self._slots.tokens
-        found = drafting.accept(step.drafts.tree, rows, sampled.tokens, sampled.broken, depth, forced, table)
-        if found is None:
+        result = drafting.accept(step.drafts.tree, rows, sampled.tokens, sampled.broken, depth, forced, table)
+        if result is None:
             return None
-        self._accepted = found.rows
-        return VerifyResult.from_device(found), found.tokens
+        self._accepted = result.rows
+        return VerifyResult.from_device(result), result.tokens
 
     def _histories(self, step: StepRows, samples: Samples, longest: int) -> tuple[Tensor, Tensor]:
         """A table with the tokens before each sample, including its path, and the samples' rows in the table."""

@@ -215,7 +215,7 @@ def precompile_drafts(config: RunnerConfig, drafter: Drafter, target: TargetPart
     passes = _Passes(config.page_size, drafter, target)
     most, longest = drafter.most_nodes, config.max_step_tokens
     for nodes in sorted({min(most, size) for size in _COMPILED_SIZES}):
-        found = passes.verify(nodes)
+        result = passes.verify(nodes)
     # The split of sequences depends on their lengths and number, no longer on the tokens that each verifies.
     sizes = [(1, size, _COMPILED_LENGTHS[0]) for size in _COMPILED_SIZES if size <= max(most, _PROMPT)]
     sizes += [(_COMPILED_ROWS[-1], size, length) for _, size, length in sizes]
@@ -225,7 +225,7 @@ def precompile_drafts(config: RunnerConfig, drafter: Drafter, target: TargetPart
             passes.attend(rows, nodes, length)
     if drafter.features:
         for tokens in (*_OBSERVED, longest):
-            passes.observe(tokens, found)
+            passes.observe(tokens, result)
 
 
 class _Passes:
@@ -241,8 +241,8 @@ class _Passes:
         tree = chain(torch.zeros((1, nodes), dtype=torch.int64, device=device.torch_device))
         rows = AttentionRows(np.zeros(2, np.int64), counts, pages, 0, 1, tree.bits if drafter.branches else None)
         plans = {window: device.attention.plan(rows, window) for window in set(self._config.windows)}
-        found = model.forward(ForwardBatch(ids, positions, index, plans), self._caches)
-        logits = model.logits(model.split(found)[0])
+        result = model.forward(ForwardBatch(ids, positions, index, plans), self._caches)
+        logits = model.logits(model.split(result)[0])
         if device.sampling.greedy is not None and device.drafting is not None:
             root_in_slot_0 = np.array([[0, 0, 1, 0]], dtype=np.int64)
             verified_rows = device.memory.put_pinned(root_in_slot_0)
@@ -253,7 +253,7 @@ class _Passes:
         if drafter.branches:
             places = index[:1].expand(drafter.depth + 1).contiguous()
             device.cache.move_all(self._caches, places, places, len(places))
-        return found
+        return result
 
     def attend(self, rows: int, nodes: int, length: int) -> None:
         """Run only attention, for sequences of ``length`` that verify ``nodes`` nodes. Its split depends on both."""

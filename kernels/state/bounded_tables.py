@@ -45,8 +45,8 @@ class BoundedTable:
 
     def holds(self, slots: Longs | Ints, lengths: Longs) -> npt.NDArray[np.bool_]:
         """Whether each slot's columns hold ``lengths`` tokens."""
-        found: npt.NDArray[np.bool_] = self.ends[slots] * self.group.page_tokens >= lengths
-        return found
+        result: npt.NDArray[np.bool_] = self.ends[slots] * self.group.page_tokens >= lengths
+        return result
 
     def rows(self, slots: Longs, starts: Longs, counts: Longs) -> Ints:
         """int32 [rows, columns]: the pages that rows of ``counts`` tokens from ``starts`` on read and write; the null
@@ -56,11 +56,11 @@ class BoundedTable:
         last = (starts + counts - 1) // size
         columns = np.arange(int(last.max()) + 1)
         inside = (columns >= first[:, None]) & (columns <= last[:, None])
-        found: Ints = np.where(inside, self.pages[slots, : len(columns)], 0).astype(np.int32)
-        return found
+        result: Ints = np.where(inside, self.pages[slots, : len(columns)], 0).astype(np.int32)
+        return result
 
     def pages_between(self, slot: int, first: int, last: int) -> list[int]:
         """The pages of the columns of positions ``first .. last`` of a slot."""
         size = self.group.page_tokens
-        found: list[int] = self.pages[slot, first // size : last // size + 1].tolist()
-        return found
+        result: list[int] = self.pages[slot, first // size : last // size + 1].tolist()
+        return result

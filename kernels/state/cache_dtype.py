@@ -157,8 +157,8 @@ def _scheme_dtype(settings: object) -> str:
 def _read_file(path: str, name: str, model: ModelConfig, config: RunnerConfig) -> Sequence[LayerScales]:
     """Read the scales of a file. ``name``: value of the flag. Raises ConfigError."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))["kv_cache"]
-        dtype, ranks = str(found["dtype"]), found["scaling_factor"]
+        result = json.loads(Path(path).read_text(encoding="utf-8"))["kv_cache"]
+        dtype, ranks = str(result["dtype"]), result["scaling_factor"]
         by_rank = {
             int(rank): {int(layer): float(scale) for layer, scale in layers.items()} for rank, layers in ranks.items()
         }

@@ -61,7 +61,7 @@ class GroupSizes:
         context: int,
     ) -> GroupSizes:
         """token_bytes: of one token in one layer."""
-        found: list[GroupPages] = []
+        result: list[GroupPages] = []
         pages = 0  # bytes of a page of tokens, over all groups that keep tokens
         for group in groups:
             spec = group.spec
@@ -69,14 +69,14 @@ class GroupSizes:
                 kept = spec.paged if isinstance(spec, Window) else spec
                 size = len(group.layers) * token_bytes(kept) * page_size
                 pages += size
-                found.append(GroupPages(group, 0, page_size, size))
+                result.append(GroupPages(group, 0, page_size, size))
             else:
-                found.append(GroupPages(group, 0, 0, len(group.layers) * spec.sequence_bytes()))
+                result.append(GroupPages(group, 0, 0, len(group.layers) * spec.sequence_bytes()))
         sized = [
             group
             if group.page_tokens
             else msgspec.structs.replace(group, page_tokens=page_size * snapshot_pages(group.page_bytes, pages))
-            for group in found
+            for group in result
         ]
         return cls(tuple(sized), page_size, slots, step_tokens, context)
 

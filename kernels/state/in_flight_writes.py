@@ -71,16 +71,16 @@ class InFlightWrites:
 
     def take_broken(self) -> list[tuple[StepWrites, RowError]]:
         """Forget the finished steps. -> their rows that are not finite, each with its step's writes."""
-        found: list[tuple[StepWrites, RowError]] = []
+        result: list[tuple[StepWrites, RowError]] = []
         while self._finished:
             writes, broken = self._finished.popleft()
             self._running.remove(writes)
-            found += [(writes, error) for error in broken]
-        return found
+            result += [(writes, error) for error in broken]
+        return result
 
     def among(self, pages: Ints) -> list[int]:
         """The ``pages`` that a step writes to whose result was unknown at the last ``take_broken``."""
         if not self._running or not len(pages):
             return []
-        found: list[int] = pages[np.isin(pages, np.concatenate([writes.all() for writes in self._running]))].tolist()
-        return found
+        result: list[int] = pages[np.isin(pages, np.concatenate([writes.all() for writes in self._running]))].tolist()
+        return result

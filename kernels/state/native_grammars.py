@@ -78,19 +78,19 @@ class NativeGrammars:
         """Masks for a step of so many ``rows``; None if no row needs one before it is drawn."""
         if not masked.early:
             return None
-        found = self._of(masked, np.array(masked.early, dtype=np.int64), self._state.known[masked.slots])
-        if found is None:
+        result = self._of(masked, np.array(masked.early, dtype=np.int64), self._state.known[masked.slots])
+        if result is None:
             return None
-        bits: Ints = np.full((rows, found.bits.shape[1]), -1, dtype=np.int32)
-        bits[masked.rows[masked.early]] = found.bits
+        bits: Ints = np.full((rows, result.bits.shape[1]), -1, dtype=np.int32)
+        bits[masked.rows[masked.early]] = result.bits
         return bits
 
     def check(self, masked: MaskedRows, logits: Tensor, tokens: bytes) -> tuple[bytes, tuple[RowError, ...]]:
         """Replace the tokens int32 [rows] that a grammar forbids, here and in the table, whose last tokens they are.
         Also returns the rows whose grammar cannot go on. ``logits`` [rows, vocab] that they were drawn from."""
-        found = np.frombuffer(tokens, dtype=np.int32)
+        result = np.frombuffer(tokens, dtype=np.int32)
         lengths = self._state.known[masked.slots] - 1
-        known, drawn, early = lengths.tolist(), found[masked.rows].tolist(), masked.early
+        known, drawn, early = lengths.tolist(), result[masked.rows].tolist(), masked.early
         if early:
             some = masked.others()
             given = ([each[at] for at in some] for each in (masked.named, known, drawn))
@@ -99,9 +99,9 @@ class NativeGrammars:
             refused = self._grammars.accept(masked.named, known, drawn)
         masked.refused(refused)
         if refused:
-            found = found.copy()
-            self._draw_again(masked, np.array(refused, dtype=np.int64), lengths, logits, found)
-            tokens = found.tobytes()
+            result = result.copy()
+            self._draw_again(masked, np.array(refused, dtype=np.int64), lengths, logits, result)
+            tokens = result.tobytes()
         return tokens, self._failed(masked)
 
     def check_chains(
@@ -126,11 +126,11 @@ class NativeGrammars:
             if not len(checked):
                 continue
             places = chains.places[begins[rows] + place]
-            found = self._drawn(masked, going[checked], lengths[checked], logits, places[checked])
-            wrong = found != drawn[checked]
+            result = self._drawn(masked, going[checked], lengths[checked], logits, places[checked])
+            wrong = result != drawn[checked]
             replaced, right = checked[wrong], checked[~wrong]
             self._accept(masked, going[right], lengths[right], drawn[right])
-            tokens[begins[rows[replaced]] + place] = found[wrong]
+            tokens[begins[rows[replaced]] + place] = result[wrong]
             counts[rows[replaced]] = place + 1
             cut.append(replaced)
         if (counts == chains.accepted).all() and (tokens == chains.tokens).all():
@@ -158,7 +158,7 @@ class NativeGrammars:
     ) -> list[int]:
         """The tokens that follow ``last``, the last of ``length`` tokens of a masked row, as far as ``drafts`` predicts
         it and them, and one more. ``logits`` [drafts .., vocab]: those after each of ``drafts``."""
-        here, slot, found = self._state.here, masked.named[at], list[int]()
+        here, slot, result = self._state.here, masked.named[at], list[int]()
         assert here is not None
         for node, token in enumerate(drafts):
             if token != last:
@@ -166,16 +166,16 @@ class NativeGrammars:
             lengths, places = np.array([length + node]), np.array([node])
             last = int(self._drawn(masked, np.array([at]), lengths, logits, places)[0])
             here[slot, length + node] = last
-            found.append(last)
-        return found
+            result.append(last)
+        return result
 
     def _accept(self, masked: MaskedRows, some: Longs, lengths: Longs, tokens: Ints) -> list[int]:
         named = masked.slots[some].tolist()
         return self._grammars.accept(named, lengths.tolist(), tokens.tolist())
 
     def _failed(self, masked: MaskedRows) -> tuple[RowError, ...]:
-        generation, found = self._state.generation, self._grammars.errors(masked.named)
-        return tuple(RowError(slot, int(generation[slot]), why, invalid=True) for slot, why in found.items())
+        generation, result = self._state.generation, self._grammars.errors(masked.named)
+        return tuple(RowError(slot, int(generation[slot]), why, invalid=True) for slot, why in result.items())
 
     def _of(self, masked: MaskedRows, some: Longs, lengths: Longs) -> RowMasks | None:
         return self._grammars.masks(masked.slots[some].tolist(), lengths[some].tolist()).masks

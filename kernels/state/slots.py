@@ -241,7 +241,7 @@ class SlotTable:
 
     def errors(self, slots: Ints, generations: Ints, counts: Ints) -> dict[int, str]:
         """Reasons why rows cannot run, by row index."""
-        found: dict[int, str] = {}
+        result: dict[int, str] = {}
         inside = (slots > 0) & (slots < len(self.known))
         safe = np.where(inside, slots, 0)
         known, computed = self.known[safe], self.computed[safe]
@@ -251,15 +251,15 @@ class SlotTable:
         for table in self.bounded:
             fine &= table.holds(safe, last)
         if fine.all() and len(set(slots.tolist())) == len(slots):
-            return found
+            return result
         seen: set[int] = set()
         for row, slot in enumerate(slots.tolist()):
             if slot in seen:
-                found[row] = f"slot {slot} has two rows in one step"
+                result[row] = f"slot {slot} has two rows in one step"
             elif not fine[row]:
-                found[row] = self._explain(slot, int(generations[row]), int(counts[row]))
+                result[row] = self._explain(slot, int(generations[row]), int(counts[row]))
             seen.add(slot)
-        return found
+        return result
 
     def _explain(self, slot: int, generation: int, count: int) -> str:
         if not 0 < slot < len(self.known):

@@ -42,14 +42,14 @@ class StepRows:
         others = np.ones(self.decodes, dtype=bool)
         others[verifying] = False
         order = np.concatenate((np.flatnonzero(others), verifying, np.arange(self.decodes, len(self.rows))))
-        found = object.__new__(StepRows)
-        found.rows, found.slots, found.starts = self.rows[order], self.slots[order], self.starts[order]
-        found.counts = self.counts[order]
-        found.decodes, found.verifies, found.drafts = self.decodes - len(verifying), len(verifying), drafts
-        found.counts[found.verifying] = drafts.nodes
-        found.fetched = fetched
-        found.offsets = np.cumsum(found.counts) - found.counts
-        return found
+        result = object.__new__(StepRows)
+        result.rows, result.slots, result.starts = self.rows[order], self.slots[order], self.starts[order]
+        result.counts = self.counts[order]
+        result.decodes, result.verifies, result.drafts = self.decodes - len(verifying), len(verifying), drafts
+        result.counts[result.verifying] = drafts.nodes
+        result.fetched = fetched
+        result.offsets = np.cumsum(result.counts) - result.counts
+        return result
 
     @property
     def verifying(self) -> slice:

@@ -114,18 +114,18 @@ class WeightLoader:
         """
         if self._scheme is None:
             return self.take([f"{module}.weight" for module in modules])
-        found = [self._one(module, self._scheme) for module in modules]
-        first, others = found[0], found[1:]
-        if all(isinstance(weight, Tensor) for weight in found):
-            return torch.cat([weight for weight in found if isinstance(weight, Tensor)]) if others else first
+        result = [self._one(module, self._scheme) for module in modules]
+        first, others = result[0], result[1:]
+        if all(isinstance(weight, Tensor) for weight in result):
+            return torch.cat([weight for weight in result if isinstance(weight, Tensor)]) if others else first
         if isinstance(first, QuantizedWeight) and others:
             rest = [weight for weight in others if isinstance(weight, QuantizedWeight)]
             whole = first.join(rest) if len(rest) == len(others) else None
             if whole is None:
-                return tuple(found)
-            self.weight_bytes += whole.nbytes - sum(weight.nbytes for weight in found)  # they share one ``order``
+                return tuple(result)
+            self.weight_bytes += whole.nbytes - sum(weight.nbytes for weight in result)  # they share one ``order``
             return whole
-        return tuple(found) if others else first
+        return tuple(result) if others else first
 
     def table(self, module: str) -> Tensor | QuantizedWeight:
         """The embedding table of ``module``; quantized where the scheme keeps it so."""
@@ -240,14 +240,14 @@ class _Finite:
 
     def read(self, name: str) -> Tensor:
         """Raises LoadError."""
-        found = self._files.read(name)
-        scales = found.is_floating_point() and found.dtype != torch.float8_e4m3fn
-        if scales and not bool(found.float().isfinite().all()):
+        result = self._files.read(name)
+        scales = result.is_floating_point() and result.dtype != torch.float8_e4m3fn
+        if scales and not bool(result.float().isfinite().all()):
             raise LoadError(
                 f"{name} has scales that are not finite (NaN or infinite): the checkpoint is broken; download it "
                 "again, or quantize the model anew"
             )
-        return found
+        return result
 
 
 def open_weights(

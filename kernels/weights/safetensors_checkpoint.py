@@ -25,12 +25,12 @@ _FLOATS = ("F16", "BF16", "F32", "F64")
 
 def expected_tensors(tensors: Tensors, scheme: Scheme | None) -> dict[str, StoredTensor]:
     """The tensors that files of ``scheme`` must store for a model of ``tensors``."""
-    found: dict[str, StoredTensor] = {}
+    result: dict[str, StoredTensor] = {}
     for name, spec in tensors.items():
         stored = scheme.tensors(spec) if scheme is not None and spec.quantizable else None
         dtypes = ("U8",) if spec.role in (Role.NIBBLES, Role.EXPONENTS) else _FLOATS
-        found.update({name: StoredTensor(dtypes, (spec.shape,))} if stored is None else stored)
-    return found
+        result.update({name: StoredTensor(dtypes, (spec.shape,))} if stored is None else stored)
+    return result
 
 
 @dataclass(frozen=True)
@@ -151,18 +151,18 @@ class SafetensorsCheckpoint:
     def _header(self, name: str) -> tuple[tuple[int, ...], str]:
         """Shape and dtype."""
         piece = self._experts.get(name)
-        found = self._open(self._file_of[name]).get_slice(self._stored(name) if piece is None else piece.stored)
-        return tuple(found.get_shape()) if piece is None else piece.shape, found.get_dtype()
+        result = self._open(self._file_of[name]).get_slice(self._stored(name) if piece is None else piece.stored)
+        return tuple(result.get_shape()) if piece is None else piece.shape, result.get_dtype()
 
     def _part(self, name: str, part: Part | None) -> Tensor:
         file, piece = self._open(self._file_of[name]), self._experts.get(name)
-        found: Tensor
+        result: Tensor
         if piece is not None:
-            found = file.get_slice(piece.stored)[piece.index(part)][0]
+            result = file.get_slice(piece.stored)[piece.index(part)][0]
         else:
             stored = self._stored(name)
-            found = file.get_tensor(stored) if part is None else file.get_slice(stored)[part.index]
-        return found
+            result = file.get_tensor(stored) if part is None else file.get_slice(stored)[part.index]
+        return result
 
     def read(self, name: str) -> Tensor:
         if name not in self._file_of:

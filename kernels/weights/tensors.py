@@ -101,13 +101,13 @@ class Split:
 
     def parts(self, shard: Shard) -> tuple[Part, ...]:
         """The parts of rank ``shard``, one for each section. ``units`` and ranks must divide one another."""
-        found, begin = [], 0
+        result, begin = [], 0
         for length, units in self.sections:
             unit, count = length // units, max(1, units // shard.size)
             first = shard.rank * units // shard.size
-            found.append(Part(self.dimension, begin + first * unit, begin + (first + count) * unit))
+            result.append(Part(self.dimension, begin + first * unit, begin + (first + count) * unit))
             begin += length
-        return tuple(found)
+        return tuple(result)
 
 
 def by_outputs(*sections: tuple[int, int]) -> Split:

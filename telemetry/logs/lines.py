@@ -135,9 +135,9 @@ def _context(record: logging.LogRecord) -> dict[str, object]:
         if value is not None:
             fields[name] = value
     traceparent = getattr(record, "traceparent", None)
-    found = _TRACEPARENT.fullmatch(traceparent) if isinstance(traceparent, str) else None
-    if found:
-        fields["trace_id"], fields["span_id"] = found.groups()
+    result = _TRACEPARENT.fullmatch(traceparent) if isinstance(traceparent, str) else None
+    if result:
+        fields["trace_id"], fields["span_id"] = result.groups()
     return fields
 
 

@@ -285,12 +285,12 @@ def foreign_exposition(
 
     def readings() -> Mapping[str, Samples]:
         ours = own()
-        found: dict[str, Samples] = dict(histograms)
+        result: dict[str, Samples] = dict(histograms)
         for name, (_, of) in table.items():
             value = of(ours)
             if value is not None:
-                found[name] = value
-        return found
+                result[name] = value
+        return result
 
     constant = {"model_name": model} | ({"engine": "0"} if names == "vllm" else {"engine_type": "unified"})
     return Exposition(specs, (readings,), constant)

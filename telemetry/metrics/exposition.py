@@ -37,12 +37,12 @@ class Exposition(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        found: dict[str, Samples] = {}
+        result: dict[str, Samples] = {}
         for source in self._sources:
-            found.update(source())
+            result.update(source())
         for spec in self._specs:
-            if spec.name in found:
-                yield self._family(spec, found[spec.name])
+            if spec.name in result:
+                yield self._family(spec, result[spec.name])
 
     def _family(self, spec: MetricSpec, samples: Samples) -> Metric:
         labels = (*self._constant, *spec.labels)

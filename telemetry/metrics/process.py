@@ -29,15 +29,15 @@ class ProcessMetrics:
     def readings(self) -> Mapping[str, Samples]:
         pids = dict(self._pids())
         self._collectors = {pid: self._collectors.get(pid) or _collector(pid) for pid in pids.values()}
-        found: dict[str, dict[tuple[str, ...], float]] = {}
+        result: dict[str, dict[tuple[str, ...], float]] = {}
         for process, pid in pids.items():
             for family in self._collectors[pid].collect():
                 name = _NAMES.get(family.name)
                 if name is not None:
-                    found.setdefault(name, {})[process,] = family.samples[0].value
+                    result.setdefault(name, {})[process,] = family.samples[0].value
             with contextlib.suppress(OSError):
-                found.setdefault("troupe_process_threads", {})[process,] = len(os.listdir(f"/proc/{pid}/task"))
-        return found
+                result.setdefault("troupe_process_threads", {})[process,] = len(os.listdir(f"/proc/{pid}/task"))
+        return result
 
 
 def _collector(pid: int) -> ProcessCollector:

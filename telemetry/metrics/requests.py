@@ -211,7 +211,7 @@ class RequestMetrics:
     # -- read by a scrape
 
     def readings(self) -> Mapping[str, Samples]:
-        found: dict[str, Samples] = {
+        result: dict[str, Samples] = {
             "gen_ai_server_request_duration_seconds": self.duration,
             "gen_ai_server_time_to_first_token_seconds": self.first_token,
             "gen_ai_server_time_per_output_token_seconds": self.per_token,
@@ -229,8 +229,8 @@ class RequestMetrics:
             "troupe_stream_gap_seconds": self.stream_gap,
         }
         if self._options.collect_tokens:
-            found |= {"troupe_input_tokens": self.input_tokens, "troupe_output_tokens": self.output_tokens}
-        return found
+            result |= {"troupe_input_tokens": self.input_tokens, "troupe_output_tokens": self.output_tokens}
+        return result
 
 
 def _reason(finish_reasons: tuple[str, ...], error: str) -> str:

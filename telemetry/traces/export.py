@@ -258,10 +258,10 @@ async def _within(timeout: float, done: asyncio.Event) -> bool:
 
 def _resource() -> Resource:
     """The environment's values, and those that it leaves open."""
-    found = Resource.create()
+    result = Resource.create()
     missing: dict[str, str | int] = {"process.pid": os.getpid()}
-    if str(found.attributes.get("service.name", "unknown_service")).startswith("unknown_service"):
+    if str(result.attributes.get("service.name", "unknown_service")).startswith("unknown_service"):
         missing["service.name"] = _SERVICE
-    if "service.instance.id" not in found.attributes:
+    if "service.instance.id" not in result.attributes:
         missing["service.instance.id"] = str(uuid.uuid4())
-    return found.merge(Resource(missing))
+    return result.merge(Resource(missing))

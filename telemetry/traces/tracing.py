@@ -293,14 +293,14 @@ class Tracing:
             )
 
     def _worker_resource(self, worker: str, pid: int) -> Resource:
-        found = self._workers.get((worker, pid))
-        if found is None:
+        result = self._workers.get((worker, pid))
+        if result is None:
             assert self._export is not None
             for stale in [key for key in self._workers if key[0] == worker]:
                 del self._workers[stale]
             own = Resource({"service.instance.id": worker, "process.pid": pid})
-            found = self._workers[worker, pid] = self._export.resource.merge(own)
-        return found
+            result = self._workers[worker, pid] = self._export.resource.merge(own)
+        return result
 
     # -- actors
 

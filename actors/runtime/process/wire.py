@@ -106,10 +106,10 @@ def name_of(cls: type) -> str:
 def import_name(name: str) -> Any:
     """Import the object called `module:name`."""
     module, _, qualified = name.partition(":")
-    found: Any = importlib.import_module(module)
+    result: Any = importlib.import_module(module)
     for part in qualified.split("."):
-        found = getattr(found, part)
-    return found
+        result = getattr(result, part)
+    return result
 
 
 def pack_error(error: BaseException) -> bytes:
@@ -124,11 +124,11 @@ def pack_error(error: BaseException) -> bytes:
 
 def _plain(value: Any) -> Any:
     try:
-        found = msgspec.to_builtins(value, builtin_types=(bytes,))
-        msgspec.msgpack.encode(found)  # msgpack cannot encode all integers and strings of Python
+        result = msgspec.to_builtins(value, builtin_types=(bytes,))
+        msgspec.msgpack.encode(result)  # msgpack cannot encode all integers and strings of Python
     except (TypeError, ValueError, OverflowError, RecursionError):
         return carried(value)
-    return found
+    return result
 
 
 def carried(value: object) -> str:

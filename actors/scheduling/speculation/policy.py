@@ -584,12 +584,12 @@ class AdaptivePolicy:
 
     def _cost(self, rows: int) -> StepCost:
         size = rows.bit_length()
-        found = self._costs.get(size)
-        if found is None:
+        result = self._costs.get(size)
+        if result is None:
             known = [other for other, cost in self._costs.items() if cost.drafting_steps >= CONSTANTS.trials]
             near = min(known, key=lambda other: abs(other - size), default=None)
-            found = self._costs[size] = StepCost(None if near is None else self._costs[near])
-        return found
+            result = self._costs[size] = StepCost(None if near is None else self._costs[near])
+        return result
 
     def _best(self, cost: StepCost, estimates: Sequence[AcceptanceEstimate], gain: float) -> list[int]:
         """The plan with the most tokens a second; plain decoding if none is ``gain`` times better."""

@@ -90,12 +90,12 @@ async def embeddings(service: Service, exchange: Exchange, body: EmbeddingsReque
         "truncate": body.truncate_prompt_tokens,
     }
     inputs = inputs_of(body.input, "input")
-    found = await embed_all(service, exchange, inputs, "input", body.prompt_name, **options)
-    total = sum(tokens for _, tokens in found)
+    result = await embed_all(service, exchange, inputs, "input", body.prompt_name, **options)
+    total = sum(tokens for _, tokens in result)
     exchange.tokens = (total, 0)
     as_text = body.encoding_format == "base64"
     data: list[EmbeddingObject] = []
-    async for vector in cut_all(found, body.dimensions, normalizes(service)):
+    async for vector in cut_all(result, body.dimensions, normalizes(service)):
         data.append(EmbeddingObject(index=len(data), embedding=encoded(vector, as_text)))
     return json_response(EmbeddingsAnswer(data=data, model=model, usage=EmbeddingsUsage(total, total)))
 

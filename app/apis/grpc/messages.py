@@ -206,16 +206,16 @@ _SCALARS: dict[str, Any] = {
 
 def _declare(name: str, text: str) -> descriptor_pb2.DescriptorProto:
     """The message of a row of ``_FIELDS``."""
-    found = descriptor_pb2.DescriptorProto(name=name)
+    result = descriptor_pb2.DescriptorProto(name=name)
     lines = [line.split() for line in text.strip().splitlines()]
     groups = list(dict.fromkeys(kind for _, kind, *rest in lines if len(rest) == 2 and kind not in _KINDS))
     for group in groups:
-        found.oneof_decl.add(name=group)
+        result.oneof_decl.add(name=group)
     for number, *kinds, kind, field in lines:
         label = kinds[0] if kinds else ""
-        made = found.field.add(name=field, number=int(number), label=_Field.LABEL_OPTIONAL)
+        made = result.field.add(name=field, number=int(number), label=_Field.LABEL_OPTIONAL)
         if label == "map":
-            entry = found.nested_type.add(name="".join(part.title() for part in field.split("_")) + "Entry")
+            entry = result.nested_type.add(name="".join(part.title() for part in field.split("_")) + "Entry")
             entry.options.map_entry = True
             for place, (part, scalar) in enumerate((("key", "string"), ("value", kind)), 1):
                 entry.field.add(name=part, number=place, label=_Field.LABEL_OPTIONAL, type=_SCALARS[scalar])
@@ -230,11 +230,11 @@ def _declare(name: str, text: str) -> descriptor_pb2.DescriptorProto:
         if label == "repeated":
             made.label = _Field.LABEL_REPEATED
         elif label == "optional":  # a group of its own, behind all others
-            made.proto3_optional, made.oneof_index = True, len(found.oneof_decl)
-            found.oneof_decl.add(name=f"_{field}")
+            made.proto3_optional, made.oneof_index = True, len(result.oneof_decl)
+            result.oneof_decl.add(name=f"_{field}")
         elif label:
             made.oneof_index = groups.index(label)
-    return found
+    return result
 
 
 _KINDS = ("optional", "repeated", "map")

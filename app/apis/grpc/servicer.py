@@ -71,8 +71,8 @@ class Servicer:
             check_fields(request)
             task = self._task(list(request.token_type_ids), len(request.tokenized.input_ids))
             options = {"label": request.request_id or None, "timeout": seconds_left(context)}
-            found = await task_all(service, exchange, [(prompt_of(request), task)], "tokenized", **options)
-            vector, tokens = found[0]
+            result = await task_all(service, exchange, [(prompt_of(request), task)], "tokenized", **options)
+            vector, tokens = result[0]
             exchange.tokens = (tokens, 0)
             return message("EmbedResponse")(embedding_dim=vector.size, embedding=vector, prompt_tokens=tokens)
 

@@ -123,9 +123,9 @@ def _probabilities(
     if not entries:
         return msgspec.UNSET
     scored = msgspec.to_builtins(chat_logprobs(entries).content)
-    for entry, found in zip(entries, scored, strict=True):
-        found["id"] = entry.token_id
-        for other, top in zip(entry.top, found["top_logprobs"], strict=True):
+    for entry, result in zip(entries, scored, strict=True):
+        result["id"] = entry.token_id
+        for other, top in zip(entry.top, result["top_logprobs"], strict=True):
             top["id"] = other.token_id
     return list(scored)
 

@@ -114,10 +114,10 @@ async def embed(service: Service, exchange: Exchange, body: EmbedRequest) -> Res
     require_embeddings(service, model)
     check_dimensions(service, body.dimensions)
     inputs = [body.input] if isinstance(body.input, str) else body.input
-    found = await embed_all(service, exchange, inputs, "input", truncate=-1 if body.truncate else None)
-    tokens = sum(count for _, count in found)
+    result = await embed_all(service, exchange, inputs, "input", truncate=-1 if body.truncate else None)
+    tokens = sum(count for _, count in result)
     exchange.tokens = (tokens, 0)
-    vectors = [vector.tolist() async for vector in cut_all(found, body.dimensions, normalizes(service))]
+    vectors = [vector.tolist() async for vector in cut_all(result, body.dimensions, normalizes(service))]
     return json_response(EmbedAnswer(model=model, embeddings=vectors, prompt_eval_count=tokens))
 
 

@@ -96,7 +96,7 @@ def without_nulls(schema: Any) -> Any:
     """A schema without the keywords whose value is null, as grammars read it."""
     if not isinstance(schema, dict):
         return schema
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for keyword, value in schema.items():
         if value is None and keyword not in ("const", "default"):
             continue
@@ -106,8 +106,8 @@ def without_nulls(schema: Any) -> Any:
             value = [without_nulls(inner) for inner in value]
         elif keyword in _ONE:
             value = without_nulls(value)
-        found[keyword] = value
-    return found
+        result[keyword] = value
+    return result
 
 
 _OPENS = frozenset(
@@ -124,13 +124,13 @@ def closed(schema: Any) -> Any:
     """
     if not isinstance(schema, dict):
         return schema
-    found = dict(schema)
+    result = dict(schema)
     properties, items = schema.get("properties"), schema.get("items")
     if isinstance(items, dict):
-        found["items"] = closed(items)
+        result["items"] = closed(items)
     if isinstance(properties, dict) and properties and _OPENS.isdisjoint(schema):
         required = schema.get("required")
-        found["properties"] = {name: closed(inner) for name, inner in properties.items()}
+        result["properties"] = {name: closed(inner) for name, inner in properties.items()}
         if not isinstance(required, list) or set(map(str, required)) <= set(properties):
-            found["additionalProperties"] = False
-    return found
+            result["additionalProperties"] = False
+    return result

@@ -58,14 +58,14 @@ async def rerank(service: Service, exchange: Exchange, body: RerankRequest) -> R
     """The documents in the order of their relevance to the query."""
     model = service.check_model(body.model)
     texts = [one.text if isinstance(one, Document) else one for one in body.documents]
-    found, tokens = await _ranked(service, exchange, body.query, texts, body.instruction, _options(body))
+    result, tokens = await _ranked(service, exchange, body.query, texts, body.instruction, _options(body))
     results = [
         RerankResult(
             index=index,
             relevance_score=relevance,
             document=DocumentText(texts[index]) if body.return_documents else None,
         )
-        for index, relevance in found[: body.top_n]
+        for index, relevance in result[: body.top_n]
     ]
     usage = RankUsage(tokens, tokens)
     return json_response(RerankAnswer(id=exchange.request_id, model=model, usage=usage, results=results))
@@ -77,8 +77,8 @@ async def cohere_rerank(service: Service, exchange: Exchange, body: CohereRerank
     texts = [one.text if isinstance(one, Document) else one for one in body.documents]
     falls = service.arguments.schedule_low_priority_values_first
     options = {"priority": body.priority if falls or body.priority is None else -body.priority}
-    found, _ = await _ranked(service, exchange, body.query, texts, None, options)
-    results = [CohereResult(index, relevance) for index, relevance in found[: body.top_n]]
+    result, _ = await _ranked(service, exchange, body.query, texts, None, options)
+    results = [CohereResult(index, relevance) for index, relevance in result[: body.top_n]]
     meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
     return json_response(CohereAnswer(id=exchange.request_id, results=results, meta=meta))
 
@@ -135,8 +135,8 @@ async def _label_scores(
         else:
             raise invalid("items: are texts where query is one, and token ids where it is ids.", param="items")
     task = NextToken(tuple(labels))
-    found = await task_all(service, exchange, [(one, task) for one in prompts], "items", **_options(body))
-    tokens = sum(count for _, count in found)
+    result = await task_all(service, exchange, [(one, task) for one in prompts], "items", **_options(body))
+    tokens = sum(count for _, count in result)
     exchange.tokens = (tokens, 0)
     return json_response(
         ScoreAnswer(
@@ -144,7 +144,7 @@ async def _label_scores(
             object="scoring",
             created=int(time.time()),
             model=model,
-            scores=[_probabilities(logprobs, body.apply_softmax) for logprobs, _ in found],
+            scores=[_probabilities(logprobs, body.apply_softmax) for logprobs, _ in result],
             usage=RankUsage(tokens, tokens),
         )
     )
@@ -172,8 +172,8 @@ async def _delimiter(service: Service, *, item_first: bool) -> tuple[str, list[i
 
 def _probabilities(logprobs: np.ndarray, among: bool) -> list[float]:
     """Over the whole vocabulary, or ``among`` these tokens alone."""
-    found = np.exp((logprobs - logprobs.max() if among else logprobs).astype(np.float64))
-    numbers: list[float] = (found / found.sum() if among else found).tolist()
+    result = np.exp((logprobs - logprobs.max() if among else logprobs).astype(np.float64))
+    numbers: list[float] = (result / result.sum() if among else result).tolist()
     return numbers
 
 
@@ -183,12 +183,12 @@ async def classify(service: Service, exchange: Exchange, body: ClassifyRequest) 
     if body.input is None:
         return await _native(service, exchange, body.text, body.input_ids, body.activation, _options(body))
     head = _require(service, "classify")
-    found, tokens = await _vectors(service, exchange, body.input, Classify(body.activation), _options(body))
+    result, tokens = await _vectors(service, exchange, body.input, Classify(body.activation), _options(body))
     data = [
         ClassifyObject(
             index=index, label=head.labels[int(vector.argmax())], probs=vector.tolist(), num_classes=vector.size
         )
-        for index, (vector, _) in enumerate(found)
+        for index, (vector, _) in enumerate(result)
     ]
     usage = RankUsage(tokens, tokens)
     return json_response(
@@ -205,10 +205,10 @@ async def pooling(service: Service, exchange: Exchange, body: PoolingRequest) ->
             raise invalid("dimensions: are for embeddings, and this model classifies.", param="dimensions")
         check_dimensions(service, body.dimensions)
     task = _task(config, body.activation, body.prompt_name)
-    found, tokens = await _vectors(service, exchange, body.input, task, _options(body))
+    result, tokens = await _vectors(service, exchange, body.input, task, _options(body))
     as_text = body.encoding_format == "base64"
     data: list[PoolingObject] = []
-    async for vector in cut_all(found, body.dimensions, config.normalize):
+    async for vector in cut_all(result, body.dimensions, config.normalize):
         data.append(PoolingObject(index=len(data), data=encoded(vector, as_text)))
     usage = RankUsage(tokens, tokens)
     return json_response(
@@ -238,14 +238,14 @@ async def _native(
     config = _require(service, None)
     task = _task(config, activation)
     prompts = [(prompt, task) for prompt in inputs_of(given, field)]
-    found = await task_all(service, exchange, prompts, field, **options)
-    exchange.tokens = (sum(tokens for _, tokens in found), 0)
+    result = await task_all(service, exchange, prompts, field, **options)
+    exchange.tokens = (sum(tokens for _, tokens in result), 0)
     answers = [
         EncodeAnswer(
             embedding=vector.tolist(),
             meta_info={"id": exchange.request_id, "prompt_tokens": tokens, "finish_reason": {"type": "stop"}},
         )
-        for vector, tokens in found
+        for vector, tokens in result
     ]
     several = isinstance(given, list) and not isinstance(given[0], int)
     return json_response(answers if several else answers[0])
@@ -255,10 +255,10 @@ async def _vectors(
     service: Service, exchange: Exchange, given: Any, task: Task, options: dict[str, Any]
 ) -> tuple[list[tuple[np.ndarray, int]], int]:
     prompts = [(prompt, task) for prompt in inputs_of(given, "input")]
-    found = await task_all(service, exchange, prompts, "input", **options)
-    tokens = sum(count for _, count in found)
+    result = await task_all(service, exchange, prompts, "input", **options)
+    tokens = sum(count for _, count in result)
     exchange.tokens = (tokens, 0)
-    return found, tokens
+    return result, tokens
 
 
 # -- relevance of texts to one another
@@ -293,14 +293,14 @@ async def _relevances(
         if len(config.labels) != 1:
             raise _unsuitable(service, "rank", f"one whose head has one class; this one has {len(config.labels)}")
         joined = await _joined(service, exchange, pairs, options.get("truncate"))
-        found = await task_all(service, exchange, joined, field, **options)
-        scores = [float(vector[0]) for vector, _ in found]
+        result = await task_all(service, exchange, joined, field, **options)
+        scores = [float(vector[0]) for vector, _ in result]
     elif config is not None:
         names = _side(config, "query"), _side(config, "document", "passage", "corpus")
         sides = list(dict.fromkeys(side for pair in pairs for side in zip(pair, names, strict=True)))
         inputs: list[tuple[str | list[int], Task]] = [(text, Embed(prompt=name)) for text, name in sides]
-        found = await task_all(service, exchange, inputs, field, **options)
-        of = {side: vector for side, (vector, _) in zip(sides, found, strict=True)}
+        result = await task_all(service, exchange, inputs, field, **options)
+        of = {side: vector for side, (vector, _) in zip(sides, result, strict=True)}
         scores = [float(of[first, names[0]] @ of[second, names[1]]) for first, second in pairs]
     else:
         ids = [await service.engine.tokenize(word, add_special_tokens=False) for word in ("yes", "no")]
@@ -308,9 +308,9 @@ async def _relevances(
             raise _unsuitable(service, "rank", "Qwen3-Reranker, whose tokenizer has a token for yes and one for no")
         task = NextToken((ids[0][0], ids[1][0]))
         prompts = [(_JUDGE.format(instruction or _INSTRUCTION, *pair), task) for pair in pairs]
-        found = await task_all(service, exchange, prompts, field, **options)
-        scores = [_probabilities(logprobs, True)[0] for logprobs, _ in found]
-    tokens = sum(count for _, count in found)
+        result = await task_all(service, exchange, prompts, field, **options)
+        scores = [_probabilities(logprobs, True)[0] for logprobs, _ in result]
+    tokens = sum(count for _, count in result)
     exchange.tokens = (tokens, 0)
     return scores, tokens
 
@@ -324,13 +324,13 @@ async def _joined(
     service: Service, exchange: Exchange, pairs: Sequence[_Pair], truncate: int | None
 ) -> list[tuple[list[int], Classify]]:
     """The pairs as the tokenizer joins them."""
-    found = []
+    result = []
     with service.text_request(exchange):
         for first, second in pairs:
             ids, begin = await service.engine.tokenize_pair(first, second, truncate)
-            found.append((ids, Classify(second=begin)))
+            result.append((ids, Classify(second=begin)))
             await asyncio.sleep(0)
-    return found
+    return result
 
 
 def _judges(service: Service) -> bool:

@@ -114,9 +114,9 @@ async def loads(service: Service, exchange: Exchange, body: None) -> Response:
 
     ``dp_rank`` in the query asks for one replica.
     """
-    found = service.engine.loads()
-    rank = number("dp_rank", -1, 0, len(found) - 1)
-    chosen = found if rank < 0 else [found[rank]]
+    result = service.engine.loads()
+    rank = number("dp_rank", -1, 0, len(result) - 1)
+    chosen = result if rank < 0 else [result[rank]]
     total = {
         name: sum(getattr(load, field) for load in chosen)
         for name, field in (

@@ -149,8 +149,8 @@ async def get_response(service: Service, exchange: Exchange, response_id: str) -
 
 async def _replay(response: ResponseAnswer, events: bytes, after: int) -> AsyncGenerator[bytes, None]:
     later = [event + b"\n\n" for event in events.split(b"\n\n") if event]
-    if found := [*first_events(response), *later][after + 1 :]:
-        yield b"".join(found)
+    if result := [*first_events(response), *later][after + 1 :]:
+        yield b"".join(result)
 
 
 async def delete_response(service: Service, exchange: Exchange, response_id: str) -> Response:

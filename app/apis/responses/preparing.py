@@ -152,10 +152,10 @@ def _history(service: Service, exchange: Exchange, body: ResponsesRequest, store
                 code="response_not_finished",
             )
         try:
-            found = store.turns(previous, owner)
+            result = store.turns(previous, owner)
         except TooLong:
             raise too_long("previous_response_id") from None
-        if found is None:
+        if result is None:
             raise ApiError(
                 404,
                 f"previous_response_id: there is no response {previous[:64]!r}, or one before it was deleted or has "
@@ -163,7 +163,7 @@ def _history(service: Service, exchange: Exchange, body: ResponsesRequest, store
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        return found
+        return result
     if store is not None and (conversation := conversation_id(body)) is not None:
         if store.conversation(conversation, owner) is None:
             raise ApiError(
@@ -201,15 +201,15 @@ def conversation_id(body: ResponsesRequest) -> str | None:
 def _resolved(item: Item, store: ResponseStore | None, owner: str | None) -> Item:
     if item["type"] != "item_reference":
         return item
-    found = None if store is None else store.item(item["id"], owner)
-    if found is None:
+    result = None if store is None else store.item(item["id"], owner)
+    if result is None:
         raise ApiError(
             404,
             f"input: there is no item {item['id'][:64]!r} here; send the item itself.",
             param="input",
             code="item_not_found",
         )
-    return found
+    return result
 
 
 def _chat_request(body: ResponsesRequest, messages: list[ChatMessage], scored: bool) -> ChatRequest:

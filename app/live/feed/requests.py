@@ -61,14 +61,14 @@ class RequestViews:
         timeline = self._timelines.find(name)
         if timeline is None:
             everyone = itertools.chain(self._timelines.live(), self._timelines.recent)
-            timeline = next((found for found in everyone if self._handle(found.request_id) == name), None)
+            timeline = next((result for result in everyone if self._handle(result.request_id) == name), None)
         if timeline is None or not may_access(tenant, timeline.tenant):
             return None
         return self._in_full(timeline)
 
     def _on_stage(self, now: float, tenant: str) -> Iterator[RequestTimeline]:
         def seen(timelines: Iterable[RequestTimeline]) -> Iterator[RequestTimeline]:
-            return itertools.islice((found for found in timelines if may_access(tenant, found.tenant)), MAX_SHOWN)
+            return itertools.islice((result for result in timelines if may_access(tenant, result.tenant)), MAX_SHOWN)
 
         yield from seen(self._timelines.live())
         for timeline in seen(reversed(self._timelines.recent)):

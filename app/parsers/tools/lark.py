@@ -100,8 +100,8 @@ class Rules:
     def excluding(self, start: str, *without: str) -> str:
         """A terminal of the texts of ``start`` in which none of these marks is: a model can spell those that are one
         token with others, too."""
-        found = " & ".join([start, *(f"~/(?s:.*){regex(text)}(?s:.*)/" for text in dict.fromkeys(without))])
-        return self.add(found, terminal=True)
+        result = " & ".join([start, *(f"~/(?s:.*){regex(text)}(?s:.*)/" for text in dict.fromkeys(without))])
+        return self.add(result, terminal=True)
 
     def string(self, schema: Any, root: Schema, depth: int = 0) -> str:
         """A terminal of the texts, without quotes, that a schema of strings allows. Raises Unenforceable."""
@@ -164,10 +164,10 @@ def moved(schema: Any, place: str) -> Any:
         return [moved(each, place) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: moved(value, place) for key, value in schema.items()}
+    result = {key: moved(value, place) for key, value in schema.items()}
     if isinstance(target := schema.get("$ref"), str) and (target == "#" or target.startswith("#/")):
-        found["$ref"] = place + target[1:]
-    return found
+        result["$ref"] = place + target[1:]
+    return result
 
 
 def resolved(schema: Any, root: Any) -> Schema:
@@ -176,12 +176,12 @@ def resolved(schema: Any, root: Any) -> Schema:
         target = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(target, str):
             break
-        found = root
+        result = root
         for name in target.removeprefix("#").split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")
-            found = found.get(name) if isinstance(found, dict) else None
+            result = result.get(name) if isinstance(result, dict) else None
         beside = {key: value for key, value in schema.items() if key != "$ref"}
-        schema = {**found, **beside} if isinstance(found, dict) else {}
+        schema = {**result, **beside} if isinstance(result, dict) else {}
     return schema if isinstance(schema, dict) else {}
 
 

@@ -98,13 +98,13 @@ class ParameterParser(StreamingParser, ABC):
     @classmethod
     def member_rules(cls, schema: Schema, rules: Rules) -> str:
         """The parameters of a call as part of a grammar. Raises Unenforceable."""
-        found: list[str] = []
+        result: list[str] = []
         for key, part, needed in members(schema):
             if not key.strip() or set(key) & set('<>"\n'):
                 raise Unenforceable(f"the name {key[:32]!r}")
             rule = cls.member_rule(key, Value(part, schema, typed=cls.TYPED), rules)
-            found.append(rule if needed else f"({rule})?")
-        return " ".join(found)
+            result.append(rule if needed else f"({rule})?")
+        return " ".join(result)
 
     @classmethod
     @abstractmethod
@@ -117,11 +117,11 @@ def members(schema: Schema) -> Iterator[tuple[str, Any, bool]]:
 
     Raises Unenforceable for what else it says of the object.
     """
-    found = resolved(schema, schema)
-    others = {key for key in found if found[key] is not None} - _OF_OBJECTS - ANNOTATIONS
+    result = resolved(schema, schema)
+    others = {key for key in result if result[key] is not None} - _OF_OBJECTS - ANNOTATIONS
     if others:
         raise Unenforceable(f"{min(others)} of the parameters")
-    properties, required = found.get("properties") or {}, found.get("required") or []
+    properties, required = result.get("properties") or {}, result.get("required") or []
     for name in required:
         if name not in properties:
             raise Unenforceable(f"required {name[:32]!r}, which is no property")

@@ -51,7 +51,7 @@ class CpuCaches(KvCaches[CpuCache]):
         if kept is None:
             return [zeros(shape, dtype) for _ in range(layers)]
         fixed: Sequence[LayerScales | None] = scales or [None] * layers
-        found = [
+        result = [
             Pages8bit(
                 zeros(shape, kept),
                 zeros(shape[:-1], self.scale_dtype) if narrow(kept) and layer is None else None,
@@ -59,8 +59,8 @@ class CpuCaches(KvCaches[CpuCache]):
             )
             for layer in fixed
         ]
-        self.fits_native &= found[0].kept is not None
-        return list(found)
+        self.fits_native &= result[0].kept is not None
+        return list(result)
 
     def clear(self, caches: Sequence[CpuCache], pages: list[int]) -> None:
         for cache in caches:

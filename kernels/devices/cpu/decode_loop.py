@@ -43,14 +43,14 @@ class CpuPass:
         self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]
     ) -> Advance:
         program = self._program
-        native, found = program.native, np.zeros(len(argmax), dtype=np.int32)
+        native, result = program.native, np.zeros(len(argmax), dtype=np.int32)
         drawn, unsound = np.zeros(len(argmax), dtype=np.int64), np.zeros(len(argmax), dtype=np.bool_)
         draw = native.drawing(logits, drawn, unsound)
         described = chains.described(table)
         run = native.library.advance
         before = (native.address, program.ops, program.count, ctypes.byref(described))
         results = (argmax.ctypes.data, broken.ctypes.data)
-        where, drawing = found.ctypes.data, ctypes.byref(draw)
+        where, drawing = result.ctypes.data, ctypes.byref(draw)
         held = (program, table, logits, argmax, broken, drawn, unsound)
 
         def advance(slots: npt.NDArray[np.int64], draws: Draws | None, masks: Masks | None) -> bytes | None:
@@ -59,7 +59,7 @@ class CpuPass:
                 draw.b, draw.i2 = draws.ctypes.data, 0 if masks is None else masks.ctypes.data
             code = run(*before, slots.ctypes.data, len(slots), *results, None if draws is None else drawing, where)
             if code == _DONE:
-                return found[: len(slots)].tobytes()
+                return result[: len(slots)].tobytes()
             return b"" if code == _OVER else None
 
         return advance

@@ -44,8 +44,8 @@ class PackedLinear:
         self._scalars: list[float] = []
 
     def __call__(self, x: Tensor) -> Tensor:
-        found: Tensor = self._call(x, self.weight, self.bias, "none", self._scalars, "")
-        return found
+        result: Tensor = self._call(x, self.weight, self.bias, "none", self._scalars, "")
+        return result
 
 
 class NativeLinear:

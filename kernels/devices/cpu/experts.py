@@ -70,7 +70,7 @@ class CpuExperts:
         return self.in_turn.choose(x)
 
     def _tabled(self) -> ExpertTable | None:
-        found: list[tuple[list[ExpertProduct], list[ExpertProduct]]] = []
+        result: list[tuple[list[ExpertProduct], list[ExpertProduct]]] = []
         for up, down in self._linears:
             first, second = _products(up, self._gate is None), _products(down, False)
             if first is None or second is None:
@@ -79,8 +79,8 @@ class CpuExperts:
                 isinstance(one.weight, _BATCH_INVARIANT) for one in (*first, *second)
             ):
                 return None
-            found.append((first, second))
-        return ExpertTable(found, None if self._gate is None else (self._gate.alpha, self._gate.limit))
+            result.append((first, second))
+        return ExpertTable(result, None if self._gate is None else (self._gate.alpha, self._gate.limit))
 
 
 def _products(linear: Linear, gated: bool) -> list[ExpertProduct] | None:
@@ -88,24 +88,24 @@ def _products(linear: Linear, gated: bool) -> list[ExpertProduct] | None:
     if not isinstance(linear, ConcatenatedLinear):
         alone = _product(linear, gated)
         return None if alone is None else [alone]
-    found: list[ExpertProduct] = []
+    result: list[ExpertProduct] = []
     for first, piece in zip(linear.firsts, linear.pieces, strict=True):
         product = _product(piece, False)
         if product is None or (
-            found and (product.fake_quantized, product.clip) != (found[0].fake_quantized, found[0].clip)
+            result and (product.fake_quantized, product.clip) != (result[0].fake_quantized, result[0].clip)
         ):
             return None
-        found.append(dataclasses.replace(product, first=first))
-    return found
+        result.append(dataclasses.replace(product, first=first))
+    return result
 
 
 def _product(linear: Linear, gated: bool) -> ExpertProduct | None:
     if isinstance(linear, FakeQuantizedLinear):
-        found = _product(linear.linear, gated)
-        return None if found is None else dataclasses.replace(found, fake_quantized=True)
+        result = _product(linear.linear, gated)
+        return None if result is None else dataclasses.replace(result, fake_quantized=True)
     if isinstance(linear, ClippedLinear):
-        found = _product(linear.linear, gated)
-        return None if found is None else dataclasses.replace(found, clip=float(linear.share.bfloat16()))
+        result = _product(linear.linear, gated)
+        return None if result is None else dataclasses.replace(result, clip=float(linear.share.bfloat16()))
     return linear.product(gated) if isinstance(linear, _NATIVE) else None
 
 

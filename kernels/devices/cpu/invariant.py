@@ -54,9 +54,9 @@ class InvariantCpuDevice(CpuDevice):
         self.capture = CpuCapture(self.native, attention, ranks=1)
 
     def select_dtype(self, requested: str, stored: str | None) -> torch.dtype:
-        found = super().select_dtype(requested, stored)
+        result = super().select_dtype(requested, stored)
         self.native.wait()
-        return found
+        return result
 
 
 class _Norm(InvariantNorm):

@@ -20,7 +20,7 @@ def kept_pages(pages: Ints, lengths: Longs, page_size: int, first: Longs | None 
     read = column < -(-lengths // page_size)[:, None]
     if first is not None:
         read &= column >= (first // page_size)[:, None]
-    found, place = np.unique(pages[read], return_inverse=True)
+    result, place = np.unique(pages[read], return_inverse=True)
     table = np.zeros(pages.shape, dtype=np.int32)
     table[read] = place
-    return table, found.astype(np.int64)
+    return table, result.astype(np.int64)

@@ -67,8 +67,8 @@ class CpuLinearLayers(LinearLayers):
             self._native.register(linear)
             self.dequantized_bytes += linear.extra_bytes
             return linear
-        found = weight.grouped() if isinstance(weight, Int8Weight) else weight
-        if not fits_native(found):
+        result = weight.grouped() if isinstance(weight, Int8Weight) else weight
+        if not fits_native(result):
             return super().make_quantized(weight, bias)
         native = self._native.wait()
         if native is None:
@@ -77,11 +77,11 @@ class CpuLinearLayers(LinearLayers):
                 reason = f"--cpu-isa {self._native.isa} switches the native products off"
             return self.make_dequantized(weight, bias, reason)
         packed: CpuGroupedLinear | CpuBlocksLinear
-        if NativeBlocks.fits(found):
-            packed = CpuBlocksLinear(found, bias, native)
+        if NativeBlocks.fits(result):
+            packed = CpuBlocksLinear(result, bias, native)
         else:
-            assert isinstance(found, GroupedWeight | Fp8Weight)
-            packed = CpuGroupedLinear(found, bias, native)
+            assert isinstance(result, GroupedWeight | Fp8Weight)
+            packed = CpuGroupedLinear(result, bias, native)
         self.dequantized_bytes += packed.nbytes - weight.nbytes
         return packed
 

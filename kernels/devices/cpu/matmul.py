@@ -41,12 +41,12 @@ def products(weight: AnyWeight, bias: Tensor | None, gated: bool = False) -> Mat
     """The operators that multiply with a weight, one after the other along its outputs. ``gated``: these are gates and
     as many others, of which ``silu(gates) * others`` results; of one type, where a weight is in blocks."""
     if isinstance(weight, NativeBlocks):
-        found: MatmulOps = []
+        result: MatmulOps = []
         for rows in weight.rows:
             op = Op(kind=_BLOCKS, b=rows.memory.data_ptr(), i0=rows.inputs, i1=rows.outputs, gated=gated)
             op.c = None if bias is None else bias[rows.first :].data_ptr()
-            found.append((op, rows.first, (rows.memory, bias)))
-        return found
+            result.append((op, rows.first, (rows.memory, bias)))
+        return result
     op = Op(kind=_LINEAR, b=weight.memory.data_ptr(), i0=weight.inputs, i1=weight.outputs, gated=gated)
     op.c = None if bias is None else bias.data_ptr()
     if isinstance(weight, NativeInt8):

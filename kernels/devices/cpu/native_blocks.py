@@ -58,9 +58,9 @@ class NativeRows:
         library.begin_blocks(ctypes.byref(layout), *sizes, self.memory.data_ptr())
         step = max(_OUTPUTS, _CHUNK // self.inputs // _OUTPUTS * _OUTPUTS)
         for begin in range(0, self.outputs, step):
-            found = _codes(rows, begin, min(begin + step, self.outputs))
-            held, blocks = _blocks(found)
-            library.pack_blocks(ctypes.byref(blocks), begin, len(found.codes), self.inputs, self.memory.data_ptr())
+            result = _codes(rows, begin, min(begin + step, self.outputs))
+            held, blocks = _blocks(result)
+            library.pack_blocks(ctypes.byref(blocks), begin, len(result.codes), self.inputs, self.memory.data_ptr())
             del held
 
 

@@ -67,12 +67,12 @@ class ExpertTable:
 
     def _operators(self, side_by_side: Sequence[ExpertProduct]) -> tuple[int, int]:
         """Where they are, and how many."""
-        found: list[Op] = []
+        result: list[Op] = []
         for product in side_by_side:
             for op, first, kept in products(product.weight, product.bias, product.gated):
                 op.out = product.first + first
-                found.append(op)
+                result.append(op)
                 self._kept.append(kept)
-        ops = (Op * len(found))(*found)
+        ops = (Op * len(result))(*result)
         self._kept.append(ops)
-        return ctypes.addressof(ops), len(found)
+        return ctypes.addressof(ops), len(result)

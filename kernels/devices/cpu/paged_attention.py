@@ -282,14 +282,14 @@ def _decode(queries: Tensor, cache: Tensor, group: DecodeGroup, scale: float) ->
     assert group.mask is not None
     heads = queries.shape[2]
     apart = queries.view(group.count, group.queries, kv_heads, heads, dim).transpose(1, 2)
-    found = scaled_dot_product_attention(
+    result = scaled_dot_product_attention(
         apart.reshape(group.count, kv_heads, -1, dim),
         keys,
         values,
         attn_mask=group.mask.repeat_interleave(heads, 2),
         scale=scale,
     )
-    return found.view(apart.shape).transpose(1, 2).reshape(queries.shape)
+    return result.view(apart.shape).transpose(1, 2).reshape(queries.shape)
 
 
 def _prefill(queries: Tensor, cache: Tensor, row: PrefillRow, scale: float, out: Tensor) -> None:
@@ -339,5 +339,5 @@ def _hidden(rows: AttentionRows, chosen: Longs, base: Longs, length: int, window
         bits = rows.tree[torch.from_numpy(chosen - rows.decodes), :queries]
     seen = unpack_bits(within_window(bits, window), MOST_NODES).numpy()
     place = np.broadcast_to((base - roots)[:, None, None] + np.arange(length), (len(chosen), queries, length))
-    found = ~np.take_along_axis(seen, np.clip(place, 0, MOST_NODES - 1), 2) | (place >= MOST_NODES)
-    return np.where(place < 0, place < seen.sum(2, keepdims=True) - window if window else False, found)
+    result = ~np.take_along_axis(seen, np.clip(place, 0, MOST_NODES - 1), 2) | (place >= MOST_NODES)
+    return np.where(place < 0, place < seen.sum(2, keepdims=True) - window if window else False, result)

@@ -110,8 +110,8 @@ def _kind(argument: Any) -> Hashable:
 def of_each_kind(sizes: Sequence[_Size]) -> list[_Size]:
     """The first and the last of ``sizes``, rows or (tokens, rows), between each two powers of two of rows: sizes
     between them use no other kernels."""
-    found: dict[int, list[_Size]] = {}
+    result: dict[int, list[_Size]] = {}
     for size in sizes:
         rows = size if isinstance(size, int) else size[1]
-        found.setdefault(triton.next_power_of_2(rows), []).append(size)
-    return [size for some in found.values() for size in dict.fromkeys((some[0], some[-1]))]
+        result.setdefault(triton.next_power_of_2(rows), []).append(size)
+    return [size for some in result.values() for size in dict.fromkeys((some[0], some[-1]))]

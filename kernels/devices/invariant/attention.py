@@ -76,10 +76,10 @@ class InvariantPlan:
 
     def groups(self, queries: int, numbers: int) -> list[_Group]:
         """Units of up to ``queries`` queries. ``numbers``: of a block's keys and values, or scores."""
-        found = self._groups.get((queries, numbers))
-        if found is None:
-            found = self._groups[queries, numbers] = self._grouped(queries, max(1, _NUMBERS // numbers))
-        return found
+        result = self._groups.get((queries, numbers))
+        if result is None:
+            result = self._groups[queries, numbers] = self._grouped(queries, max(1, _NUMBERS // numbers))
+        return result
 
     def _grouped(self, queries: int, most: int) -> list[_Group]:
         groups: list[_Group] = []
@@ -151,7 +151,7 @@ class InvariantPlan:
     def _group(self, units: Sequence[_Unit], queries: int) -> _Group:
         grouped = np.stack([np.resize(unit.tokens, queries) for unit in units])
         at = np.stack([np.resize(unit.at, queries) for unit in units])
-        found = [index * queries + np.arange(len(unit.tokens)) for index, unit in enumerate(units)]
+        result = [index * queries + np.arange(len(unit.tokens)) for index, unit in enumerate(units)]
         blocks: dict[int, int] = {}
         places: list[Longs] = []
         pairs: list[tuple[int, int]] = []
@@ -174,7 +174,7 @@ class InvariantPlan:
             hidden |= keys <= queries_at - self.window
         return _Group(
             self.put(grouped.ravel()),
-            self.put(np.concatenate(found)),
+            self.put(np.concatenate(result)),
             self.put(np.concatenate([unit.tokens for unit in units])),
             self.put(np.concatenate(places)),
             pairs,
@@ -211,8 +211,8 @@ def attend(queries: Tensor, kv_heads: int, read: Read, plan: InvariantPlan, scal
     out = torch.empty((tokens, heads * dim), dtype=queries.dtype, device=queries.device)
     numbers = kv_heads * (2 * dim * _KEYS + 2 * lines * _KEYS)
     for group in plan.groups(most, numbers):
-        found = _attend(wide, kv_heads, read, group, most, lines)
-        out.index_copy_(0, group.to, found.index_select(0, group.found).to(out.dtype))
+        result = _attend(wide, kv_heads, read, group, most, lines)
+        out.index_copy_(0, group.to, result.index_select(0, group.found).to(out.dtype))
     return out
 
 

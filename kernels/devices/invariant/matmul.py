@@ -64,5 +64,5 @@ class TiledLinear:
         if rows == tile:
             return self._multiply(x)[:tokens]
         parts = x.split(tile)
-        found = [self._multiply(part if bytes_ % _ALIGNMENT == 0 else part.clone()) for part in parts]
-        return torch.cat(found)[:tokens]
+        result = [self._multiply(part if bytes_ % _ALIGNMENT == 0 else part.clone()) for part in parts]
+        return torch.cat(result)[:tokens]

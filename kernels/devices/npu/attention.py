@@ -61,7 +61,7 @@ class NpuAttention(Attention[NpuCache, AttentionPlan]):
         return AttentionPlan(tuple(self._part(rows, *call, window) for call in calls), rows)
 
     def attend(self, queries: Tensor, cache: NpuCache, plan: AttentionPlan, scale: float) -> Tensor:
-        found = []
+        result = []
         for part in plan.parts:
             held: NpuCache = cache
             if isinstance(part, DequantizedPart):
@@ -74,14 +74,14 @@ class NpuAttention(Attention[NpuCache, AttentionPlan]):
             part_queries = queries[part.begin : part.end]
             if isinstance(held, Int8Layer):
                 assert isinstance(part, FusedPart)
-                found.append(attend_int8(part_queries, held, part, scale))
+                result.append(attend_int8(part_queries, held, part, scale))
             elif isinstance(part, TreePart):
-                found.append(tree_attention(part_queries, held, part, scale))
+                result.append(tree_attention(part_queries, held, part, scale))
             elif isinstance(part, FusedPart):
-                found.append(fused_attention(part_queries, held, part, scale))
+                result.append(fused_attention(part_queries, held, part, scale))
             else:
-                found.append(native_attention(part_queries, held, part, scale))
-        return (found[0] if len(found) == 1 else torch.cat(found)).reshape(len(queries), -1)
+                result.append(native_attention(part_queries, held, part, scale))
+        return (result[0] if len(result) == 1 else torch.cat(result)).reshape(len(queries), -1)
 
     def _part(
         self, rows: AttentionRows, first: int, last: int, kind: str, window: int

@@ -78,9 +78,9 @@ class NpuDevice(Device):
         torch.npu.set_device(self.torch_device)
 
     def select_dtype(self, requested: str, stored: str | None) -> torch.dtype:
-        found = accelerator_dtype(requested, stored, "npu")
-        self.backends.select(found)
-        return found
+        result = accelerator_dtype(requested, stored, "npu")
+        self.backends.select(result)
+        return result
 
     def explain(self, error: BaseException) -> Exception | None:
         index = visible_index("ASCEND_RT_VISIBLE_DEVICES", self._config.device_index)

@@ -63,8 +63,8 @@ _CAUSE = re.compile(r"\b(E[A-Z0-9]\d{4})\b[:\s]*([^\n]{0,300})")
 
 def first_code(text: str) -> int | None:
     """The first error code in the text."""
-    found = _CODE.search(text)
-    return int(found[1]) if found else None
+    result = _CODE.search(text)
+    return int(result[1]) if result else None
 
 
 def explain(error: BaseException, device: str) -> Exception | None:

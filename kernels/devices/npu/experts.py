@@ -160,8 +160,8 @@ class NpuExperts(StackedExperts[_Stack]):
             inner = self.down.before(inner, owners)
         inner, scales = _rounded(inner, self.down)
         out = _multiply(inner, scales, self.down, counts, x.dtype)
-        found = out.index_select(0, index).view(len(x), self.routing.chosen, -1)
-        weighted: Tensor = (found.float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
+        result = out.index_select(0, index).view(len(x), self.routing.chosen, -1)
+        weighted: Tensor = (result.float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
         return weighted
 
 
@@ -185,10 +185,10 @@ def _multiply(rows: Tensor, scales: Tensor | None, weight: _Stack, counts: Tenso
         more |= dict.fromkeys(("scale_dtype", "per_token_scale_dtype"), torch_npu.float8_e8m0fnu)
     if weight.factors is not None:
         more = {"antiquant_scale": [weight.factors], "antiquant_offset": [weight.offsets]}
-    found: Tensor = torch_npu.npu_grouped_matmul(
+    result: Tensor = torch_npu.npu_grouped_matmul(
         [rows], [weight.values], split_item=2, group_type=0, group_list=counts, group_list_type=1, **more
     )[0]
-    return found
+    return result
 
 
 def _stack_of_groups(weights: Sequence[GroupedWeight], before: ExpertInputs | None) -> _Stack:

@@ -165,5 +165,5 @@ def fused_attention(queries: Tensor, cache: LayerCache, part: FusedPart, scale: 
         block_size=page_size,
         **masking,
     )
-    found: Tensor = out[..., :dim]
-    return found.to(queries.dtype)
+    result: Tensor = out[..., :dim]
+    return result.to(queries.dtype)

@@ -94,8 +94,8 @@ class Int8Layer:
             if fixed is not None:
                 offsets = None if fixed.offsets is None else fixed.offsets[which]
                 fixed = LayerScales(fixed.scales[which], offsets)
-            found = widen(values, scales, fixed, dtype)
-            return F.pad(found, (0, dim - found.shape[-1])) if dim > found.shape[-1] else found.contiguous()
+            result = widen(values, scales, fixed, dtype)
+            return F.pad(result, (0, dim - result.shape[-1])) if dim > result.shape[-1] else result.contiguous()
 
         return LayerCache(floats(self.keys, self.key_scales, 0), floats(self.values, self.value_scales, 1))
 
@@ -165,8 +165,8 @@ def attend_int8(queries: Tensor, cache: Int8Layer, part: FusedPart, scale: float
         key_antiquant_mode=mode,
         value_antiquant_mode=mode,
     )
-    found: Tensor = out.view(rows, heads, wide)
+    result: Tensor = out.view(rows, heads, wide)
     if fixed is not None and fixed.offsets is not None:  # key offsets shift all scores of a query equally
         shift = (fixed.offsets[1] * fixed.scales[1]).repeat_interleave(heads // kv_heads, 0)
-        found = found.float() - shift
-    return found[..., :dim].to(queries.dtype)
+        result = result.float() - shift
+    return result[..., :dim].to(queries.dtype)

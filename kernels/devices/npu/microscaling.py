@@ -41,7 +41,7 @@ class NpuMxLinear:
 
     def multiply(self, rounded: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The product with tokens quantized by ``round_mx``."""
-        found: Tensor = torch_npu.npu_quant_matmul(
+        result: Tensor = torch_npu.npu_quant_matmul(
             rounded,
             self.values,
             self.scales,
@@ -51,7 +51,7 @@ class NpuMxLinear:
             group_sizes=[1, 1, MX_BLOCK],
             output_dtype=dtype,
         )
-        return found if self.bias is None else found.add_(self.bias)
+        return result if self.bias is None else result.add_(self.bias)
 
 
 def mx_fits(weight: Fp8Weight, soc: Soc) -> bool:

@@ -98,14 +98,14 @@ def native_attention(queries: Tensor, cache: LayerCache, part: NativePart, scale
 
         def gather(cached: Tensor, group: NativeRows = group, length: int = length) -> Tensor:
             """[rows, kv_heads, 1, length, dim]"""
-            found = cached.index_select(0, group.pages).view(group.rows, -1, kv_heads, cached.shape[3])
-            return found[:, :length, :, :dim].float().transpose(1, 2).unsqueeze(2)
+            result = cached.index_select(0, group.pages).view(group.rows, -1, kv_heads, cached.shape[3])
+            return result[:, :length, :, :dim].float().transpose(1, 2).unsqueeze(2)
 
         end = group.begin + group.rows * group.queries
         grouped = queries[group.begin : end].view(group.rows, group.queries, kv_heads, heads // kv_heads, dim)
         scores = grouped.permute(0, 2, 3, 1, 4).float() @ gather(cache.keys).transpose(-1, -2) * scale
         weights = scores.masked_fill(group.hidden, -torch.inf).softmax(-1)
         values = gather(cache.values)
-        found = (weights @ values).permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
-        out[group.begin : end] = found.to(out.dtype)
+        result = (weights @ values).permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
+        out[group.begin : end] = result.to(out.dtype)
     return out

@@ -75,5 +75,5 @@ class NpuNormThenLinear(NormThenLinear):
             )
         else:
             rounded, _, total, scales, _ = torch_npu.npu_add_rms_norm_dynamic_quant(x, residual, self._gamma, **given)
-        found = product.multiply(rounded, scales, x.dtype)
-        return (found if self._gated is None else self._gated.silu_and_mul(found)), total
+        result = product.multiply(rounded, scales, x.dtype)
+        return (result if self._gated is None else self._gated.silu_and_mul(result)), total

@@ -78,14 +78,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """``x`` [tokens, heads, dim]; ``cos`` and ``sin`` [tokens, 1, dim]. The kernel takes [1, tokens, heads, dim]; it
     swaps the halves and negates the first one.
     """
-    found: Tensor = torch_npu.npu_rotary_mul(x.unsqueeze(0).contiguous(), cos.unsqueeze(0), sin.unsqueeze(0))
-    return found.squeeze(0)
+    result: Tensor = torch_npu.npu_rotary_mul(x.unsqueeze(0).contiguous(), cos.unsqueeze(0), sin.unsqueeze(0))
+    return result.squeeze(0)
 
 
 def swiglu(x: Tensor) -> Tensor:
     """``silu(gate) * up`` of [tokens, gate | up]."""
-    found: Tensor = torch_npu.npu_swiglu(x, dim=-1)
-    return found
+    result: Tensor = torch_npu.npu_swiglu(x, dim=-1)
+    return result
 
 
 class NpuElementwise(Elementwise):

@@ -35,10 +35,10 @@ class NpuInt8Linear:
 
     def multiply(self, whole: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The product with quantized tokens: ``whole`` int8 [tokens, inputs], ``scales`` f32 [tokens]."""
-        found: Tensor = torch_npu.npu_quant_matmul(
+        result: Tensor = torch_npu.npu_quant_matmul(
             whole, self.values, self.scales, pertoken_scale=scales, bias=self.bias, output_dtype=dtype
         )
-        return found
+        return result
 
     @staticmethod
     def fits(weight: Int8Weight) -> bool:
@@ -81,10 +81,10 @@ class NpuStaticLinear:
 
     def multiply(self, whole: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The product with quantized tokens ``whole`` int8 [tokens, inputs], which have no dynamic scales."""
-        found: Tensor = torch_npu.npu_quant_matmul(
+        result: Tensor = torch_npu.npu_quant_matmul(
             whole, self.values, self.scales, bias=self.correction, output_dtype=dtype
         )
-        return found if self.bias is None else found.add_(self.bias)
+        return result if self.bias is None else result.add_(self.bias)
 
     @staticmethod
     def fits(weight: Int8Weight) -> bool:

@@ -116,7 +116,7 @@ def tree_attention(queries: Tensor, cache: LayerCache, part: TreePart, scale: fl
         sparse_mode=0,
         inner_precise=2,
     )
-    found: Tensor = out.view(-1, heads, wide)[..., :dim]
+    result: Tensor = out.view(-1, heads, wide)[..., :dim]
     if part.places is not None:
-        found = found.index_select(0, part.places)
-    return found.to(queries.dtype)
+        result = result.index_select(0, part.places)
+    return result.to(queries.dtype)

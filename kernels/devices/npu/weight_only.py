@@ -57,7 +57,7 @@ class NpuWeightOnlyLinear:
     def __call__(self, x: Tensor) -> Tensor:
         if self.order is not None:
             x = x.index_select(1, self.order)
-        found: Tensor = torch_npu.npu_weight_quant_batchmatmul(
+        result: Tensor = torch_npu.npu_weight_quant_batchmatmul(
             x, self.values, self.scales, self.offsets, bias=self.bias, antiquant_group_size=self.group
         )
-        return found
+        return result

@@ -81,10 +81,10 @@ def _demand_trusted(*paths: Path) -> None:
 
 def package(name: str) -> Path:
     """The folder of an installed package, found without importing it."""
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:
+    result = importlib.util.find_spec(name)
+    if result is None or result.origin is None:
         raise BuildError(f"{name} is not installed: pip install 'troupe-llm[npu-sim]'")
-    return Path(found.origin).parent
+    return Path(result.origin).parent
 
 
 def run(*command: str) -> str:

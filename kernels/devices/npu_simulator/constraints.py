@@ -47,7 +47,7 @@ def dtypes(operator: str, allowed: tuple[torch.dtype, ...], **tensors: Tensor | 
 
 def same_dtype(operator: str, **tensors: Tensor | None) -> None:
     """All tensors must share their dtype."""
-    found = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
-    if len(set(found.values())) > 1:
-        listed = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in found.items())
-        raise ConstraintError(operator, next(iter(found)), f"dtypes must be equal: {listed}")
+    result = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
+    if len(set(result.values())) > 1:
+        listed = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in result.items())
+        raise ConstraintError(operator, next(iter(result)), f"dtypes must be equal: {listed}")

@@ -312,12 +312,12 @@ class Attention:
             self.need(low >= 0 and high < cache.shape[0], "block_table", rule)
         held = cache[pages]
         held = held.transpose(1, 2) if cache.dim() == 4 else held.unflatten(-1, (self.kv_heads, -1))
-        found = held.reshape(-1, self.kv_heads, held.shape[-1])
+        result = held.reshape(-1, self.kv_heads, held.shape[-1])
         if scale is not None:
             paged = self.modes == (5, 5)
             scales = scale[pages].transpose(1, 2).reshape(-1, self.kv_heads, 1) if paged else scale.float()
-            found = found.float() * scales.view(-1 if paged else 1, self.kv_heads, 1 if paged else self.head_dim)
-        return found[:length]
+            result = result.float() * scales.view(-1 if paged else 1, self.kv_heads, 1 if paged else self.head_dim)
+        return result[:length]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, request: int) -> tuple[Tensor, Tensor]:
         """[tokens, heads, value dim] and [tokens, heads] in float32. A row that sees nothing yields zeros."""

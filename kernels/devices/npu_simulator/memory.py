@@ -75,10 +75,10 @@ class Aliases:
 
     def _storage(self, address: int, size: int) -> torch.UntypedStorage:
         key = (address, size)
-        found = self._storages.get(key)
-        if found is None:
+        result = self._storages.get(key)
+        if result is None:
             if len(self._storages) >= MOST_CACHED:
                 self._storages.clear()
             memory = (ctypes.c_byte * size).from_address(address)
-            found = self._storages[key] = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        return found
+            result = self._storages[key] = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        return result

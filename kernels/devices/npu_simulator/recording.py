@@ -65,13 +65,13 @@ class ValueTask:
 
     def holds(self) -> bool:
         """Whether the wait is over."""
-        found = int(Value.from_address(self.address).value)
+        result = int(Value.from_address(self.address).value)
         return (
-            found >= self.value
+            result >= self.value
             if self.mode == 0
-            else found == self.value
+            else result == self.value
             if self.mode == 1
-            else bool(found & self.value)
+            else bool(result & self.value)
         )
 
 

@@ -47,16 +47,16 @@ class Replays:
 
     def drop(self, graph: Graph) -> bool:
         """Forget the graph's replays that have not ended; whether there were any."""
-        found = self.unfed(graph) > 0
+        result = self.unfed(graph) > 0
         for stream, queue in list(self._waiting.items()):
             kept = deque(run for run in queue if run.graph is not graph)
             self._waiting[stream] = kept
             if not kept:
                 del self._waiting[stream]
                 self.cann.attend(-1)
-        if found:
+        if result:
             self._pump()
-        return found
+        return result
 
     def crash(self, graph: Graph, message: str) -> int:
         """An error of a graph on the device is raised as the device's error."""

@@ -35,9 +35,9 @@ class VerifyPass:
             # Drafting after the pass may write to pages that the pass itself does not touch.
             last = (int(rows.starts.max()) + self._speculator.drafter.reach()) // self._slots.page_size
             slots, pages = rows.slots, self._slots.pages[rows.slots, : max(pages.shape[1], last + 1)]
-        found = self._verify(rows.starts, pages, drafts.tree, slots)
-        if found is None:
+        result = self._verify(rows.starts, pages, drafts.tree, slots)
+        if result is None:
             return None
         step.begin(started)
         step.prepare().graph_rows = len(rows.slots)
-        return step.complete_pass(found)
+        return step.complete_pass(result)

@@ -26,18 +26,18 @@ class WholeStep:
         steps, pages = self._steps, step.writes.pages
         ends = rows.starts + rows.counts
         grows = ends == self._slots.known[rows.slots]
-        found: CapturedStepResult | None = None
+        result: CapturedStepResult | None = None
         if rows.decodes == len(rows.slots):
-            found = steps.run(StepTokens(rows.slots, ends, grows, pages))
+            result = steps.run(StepTokens(rows.slots, ends, grows, pages))
         elif steps.prompts is not None and not self._outputs.needs_all_tokens(rows):
-            found = steps.prompts(PromptTokens(rows.slots, rows.starts, rows.counts, grows, pages, rows.decodes))
-        if found is None:
+            result = steps.prompts(PromptTokens(rows.slots, rows.starts, rows.counts, grows, pages, rows.decodes))
+        if result is None:
             return None
         step.begin()
         builder = step.prepare()
         builder.graph_rows = len(rows.slots)
         if self._outputs.is_all_greedy(rows, grows):
-            self._outputs.commit_greedy(rows, grows, found, builder)
+            self._outputs.commit_greedy(rows, grows, result, builder)
         else:
-            self._outputs.read_step(rows, found, builder)
+            self._outputs.read_step(rows, result, builder)
         return step.complete()

@@ -41,10 +41,10 @@ class MaskRule:
         """bool: whether positions ``queries`` see positions ``keys``, int64 of shapes that broadcast."""
         zero = torch.zeros((), dtype=torch.int64)
         try:
-            found = torch.as_tensor(self._function(zero, zero, queries, keys), dtype=torch.bool)
+            result = torch.as_tensor(self._function(zero, zero, queries, keys), dtype=torch.bool)
         except RuntimeError as error:  # it reads tensors of the pass, which have no values
             raise Refused("its mask is neither causal nor a sliding window") from error
-        return found.expand(torch.broadcast_shapes(queries.shape, keys.shape))
+        return result.expand(torch.broadcast_shapes(queries.shape, keys.shape))
 
 
 @dataclass(frozen=True)

@@ -78,11 +78,11 @@ def architecture_of(config: Any, raw: Mapping[str, Any], trusted: bool) -> str:
         return str(raw["auto_map"]["AutoModelForCausalLM"]).rpartition(".")[2]
     with _library() as library:
         mapping = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        found = mapping.get(config.model_type)
+        result = mapping.get(config.model_type)
     names = raw.get("architectures") or []
-    if found is None:
+    if result is None:
         raise ConfigError(f"transformers builds no causal language model of model_type {config.model_type!r}")
-    name = found if isinstance(found, str) else found[0]
+    name = result if isinstance(result, str) else result[0]
     if names and name not in names:
         raise ConfigError(
             f"transformers builds {name} of model_type {config.model_type!r}, and config.json names {names}"

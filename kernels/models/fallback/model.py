@@ -53,7 +53,7 @@ def config(
             f"{name} runs by transformers' modeling code, which needs weights in floats; use the bf16 or fp32 "
             "checkpoint"
         )
-    found = probe(build_empty(theirs, PROBE, trusted))
+    result = probe(build_empty(theirs, PROBE, trusted))
     text = theirs.get_text_config()
     longest = next(
         (size for key in LENGTH_KEYS if isinstance(size := getattr(text, key, None), int) and size > 0), None
@@ -61,13 +61,13 @@ def config(
     if longest is None:
         raise ConfigError(f"config.json of {name} does not say how long a sequence may be (max_position_embeddings)")
     dtype = raw.get("dtype") or raw.get("torch_dtype") or getattr(text, "dtype", None)
-    first = found.layers[0]
+    first = result.layers[0]
     return ModelConfig(
         architecture=name,
-        vocab_size=found.vocab_size,
-        hidden_size=found.hidden_size,
-        intermediate_size=found.hidden_size,
-        layers=len(found.layers),
+        vocab_size=result.vocab_size,
+        hidden_size=result.hidden_size,
+        intermediate_size=result.hidden_size,
+        layers=len(result.layers),
         heads=first.heads,
         kv_heads=first.kv_heads,
         head_dim=first.dim,
@@ -79,9 +79,9 @@ def config(
         mlp_bias=False,
         qk_norm=False,
         tied_embeddings=False,
-        windows=tuple(layer.window for layer in found.layers),
+        windows=tuple(layer.window for layer in result.layers),
         dtype=str(dtype).removeprefix("torch.") if dtype else None,
-        code=CodeModel(str(path), theirs, found.layers, found.base, trusted, quantization, dummy, seed),
+        code=CodeModel(str(path), theirs, result.layers, result.base, trusted, quantization, dummy, seed),
     )
 
 
@@ -157,9 +157,9 @@ class CodeDecoder(Decoder):
         """In place of ``base.forward``: computes hidden states and stops, or returns those that are given."""
         if self._given is not None:
             return self._kind(last_hidden_state=self._given) if self._kind is not tuple else (self._given,)
-        found = self._inner(*args, **kwargs)
-        self._kind: Any = tuple if isinstance(found, tuple) else type(found)
-        self._hidden = found[0]
+        result = self._inner(*args, **kwargs)
+        self._kind: Any = tuple if isinstance(result, tuple) else type(result)
+        self._hidden = result[0]
         raise _Reached
 
     def forward(
@@ -191,10 +191,10 @@ class CodeDecoder(Decoder):
         zeros = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         self._given = hidden[None]
         try:
-            found: Tensor = self._model(input_ids=zeros, position_ids=zeros, use_cache=False).logits
+            result: Tensor = self._model(input_ids=zeros, position_ids=zeros, use_cache=False).logits
         finally:
             self._given = None
-        return found[0]
+        return result[0]
 
     def _attend(self, call: Call, layer: LayerCall, cache: Any, batch: ForwardBatch) -> Tensor:
         parts = (call.queries, call.keys, call.values)
@@ -206,7 +206,7 @@ class CodeDecoder(Decoder):
         if layer.cap or layer.sinks:
             assert batch.rows is not None
             sinks = None if call.sinks is None else call.sinks.float()
-            found = attention.attend_rows(queries, cache, batch.rows, layer.window, call.scale, layer.cap, sinks=sinks)
+            result = attention.attend_rows(queries, cache, batch.rows, layer.window, call.scale, layer.cap, sinks=sinks)
         else:
-            found = attention.attend(queries, cache, batch.plans[layer.window], call.scale)
-        return found.view(1, len(queries), layer.heads, layer.dim)[..., : layer.v_dim].to(call.queries.dtype)
+            result = attention.attend(queries, cache, batch.plans[layer.window], call.scale)
+        return result.view(1, len(queries), layer.heads, layer.dim)[..., : layer.v_dim].to(call.queries.dtype)

@@ -79,12 +79,12 @@ def probe(model: Any) -> Probed:
 @contextmanager
 def _unpacked() -> Iterator[None]:
     """Positions of the probe are of one sequence; transformers would read their values to find that out."""
-    found = masking_utils.find_packed_sequence_indices
+    result = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = found
+        masking_utils.find_packed_sequence_indices = result
 
 
 def _check_modules(model: Any, name: str) -> None:
@@ -186,8 +186,8 @@ class _Meta(TorchFunctionMode):
             if name == "tolist":
                 return torch.zeros(first.shape, dtype=first.dtype).tolist()
             if name == "nonzero":
-                found = torch.zeros(1, first.ndim, dtype=torch.int64, device="meta")
-                return found.unbind(1) if given.get("as_tuple") else found
+                result = torch.zeros(1, first.ndim, dtype=torch.int64, device="meta")
+                return result.unbind(1) if given.get("as_tuple") else result
             if name == "where" and len(args) == 1:
                 return torch.zeros(1, first.ndim, dtype=torch.int64, device="meta").unbind(1)
             if name == "_grouped_mm" or name == "grouped_mm":

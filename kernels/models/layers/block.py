@@ -87,16 +87,16 @@ class SelfAttention:
         heads = self.qkv(x).view(-1, self.total, self.dim)
         queries = self.attention.place_heads(heads, self.heads, self.norm, cos, sin, cache, batch.cache_index)
         if self._uncaptured is None:
-            found = self.attention.attend(queries, cache, batch.plans[self.window], self.scale)
+            result = self.attention.attend(queries, cache, batch.plans[self.window], self.scale)
         else:
             queries, rows = self._uncaptured(queries), batch.rows
             assert rows is not None, "such attention is part of no captured pass"
-            found = self.attention.attend_rows(queries, cache, rows, self.window, self.scale, self.cap, self.sinks)
+            result = self.attention.attend_rows(queries, cache, rows, self.window, self.scale, self.cap, self.sinks)
         if wanted is not None:
-            found = found.index_select(0, wanted)
+            result = result.index_select(0, wanted)
             if self.rows is not None:
                 self.rows.select(wanted)
-        return self.output(found)
+        return self.output(result)
 
 
 def attention(
@@ -215,17 +215,17 @@ class Block:
             normed = residual = self.elementwise.add_pending(x, residual)
         else:
             normed, residual = norm_of_sum(norms.before_attention, x, residual)
-        found = self.attention(normed, cos, sin, cache, batch, wanted)
+        result = self.attention(normed, cos, sin, cache, batch, wanted)
         if wanted is not None:
             normed, residual = normed.index_select(0, wanted), residual.index_select(0, wanted)
         if self.parallel:
-            found = self.elementwise.add_pending(found, self.mlp(normed))
-            return self._summand(found, None), residual
-        found = self._summand(found, norms.after_attention)
+            result = self.elementwise.add_pending(result, self.mlp(normed))
+            return self._summand(result, None), residual
+        result = self._summand(result, norms.after_attention)
         if norms.before_mlp is None:
-            normed = residual = self.elementwise.add_pending(found, residual)
+            normed = residual = self.elementwise.add_pending(result, residual)
         else:
-            normed, residual = norms.before_mlp.add(found, residual)
+            normed, residual = norms.before_mlp.add(result, residual)
         return self._summand(self.mlp(normed), norms.after_mlp), residual
 
     def _summand(self, x: Tensor, norm: Norm | None) -> Tensor:

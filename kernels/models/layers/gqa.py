@@ -136,9 +136,9 @@ class Attention:
     ) -> tuple[PendingResidual, Tensor]:
         """Attention of the placed ``queries`` [tokens, heads, dim], projected into the ``residual`` stream, as
         ``ResidualLinear`` returns it. ``wanted`` int64 [rows]: of these tokens alone."""
-        found = self._attend(queries, cache, batch.plans[self.window], self.scale)
+        result = self._attend(queries, cache, batch.plans[self.window], self.scale)
         if wanted is not None:
-            found, residual = found.index_select(0, wanted), residual.index_select(0, wanted)
+            result, residual = result.index_select(0, wanted), residual.index_select(0, wanted)
             if self.rows is not None:
                 self.rows.select(wanted)
-        return self.output(found, residual)
+        return self.output(result, residual)

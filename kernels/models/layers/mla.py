@@ -115,12 +115,12 @@ class LatentAttention:
             factor, length = self.growth
             steps = torch.div(batch.positions, length, rounding_mode="floor").float()
             queries = queries * (1.0 + factor * torch.log1p(steps)).to(queries.dtype).view(-1, 1, 1)
-        found = attention.attend_latent(queries, cache, batch, self.expansion, self.scale).flatten(1)
+        result = attention.attend_latent(queries, cache, batch, self.expansion, self.scale).flatten(1)
         if wanted is not None:
-            found = found.index_select(0, wanted)
+            result = result.index_select(0, wanted)
             if self.rows is not None:
                 self.rows.select(wanted)
-        return self.output(found)
+        return self.output(result)
 
 
 def _floats(builder: LayerBuilder, module: str) -> Tensor:

@@ -101,10 +101,10 @@ class SharedExpert:
     def add(self, x: Tensor, others: Tensor) -> Tensor:
         """The sum with ``others`` [tokens, hidden], the result of the other experts for ``x`` [tokens, hidden]. May
         overwrite them."""
-        found = self.down(self.gate_up(x))
+        result = self.down(self.gate_up(x))
         if self.weight is None:
-            return self._elementwise.add_pending(found, others)
-        return self._elementwise.add_weighted(others, found, self.weight(x))
+            return self._elementwise.add_pending(result, others)
+        return self._elementwise.add_weighted(others, result, self.weight(x))
 
 
 class SparseFeedForward:

@@ -33,7 +33,7 @@ class RouteRecord:
         """End the pass: int32 [tokens, layers, chosen], zeros where a layer is not one of the ``sparse`` ones."""
         taken, self._taken = self._taken, None
         assert taken
-        found = taken[0].new_zeros((len(taken[0]), layers, taken[0].shape[1]), dtype=torch.int32)
+        result = taken[0].new_zeros((len(taken[0]), layers, taken[0].shape[1]), dtype=torch.int32)
         for layer, experts in zip(sparse, taken, strict=True):
-            found[:, layer] = experts
-        return found
+            result[:, layer] = experts
+        return result

@@ -53,8 +53,8 @@ def build(
         if attention is None:
             layers.append(_pre_norm_layer(config, builder, index, names))
         else:
-            found = attention(builder, config, f"{name}.self_attn", config.windows[index])
-            layers.append(_block(config, builder, index, names, found))
+            result = attention(builder, config, f"{name}.self_attn", config.windows[index])
+            layers.append(_block(config, builder, index, names, result))
     return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
 
 

@@ -31,10 +31,10 @@ def vocabulary(
     ops = builder.ops
     if config.pooling is not None:  # a number in place of logits: not finite where the hidden state is not
         table = builder.source.table(embed)
-        found = ops.elementwise.compose(lambda x: x.sum(-1, keepdim=True) * 0, lambda x: x)
+        result = ops.elementwise.compose(lambda x: x.sum(-1, keepdim=True) * 0, lambda x: x)
         return VocabularyEmbedding(
             builder.mesh, _scaled(builder, config, ops.linear.make_lookup(table)), table.shape[0]
-        ), (VocabularyHead(Group(), found))
+        ), (VocabularyHead(Group(), result))
     if config.tied_embeddings and builder.fp32_head:
         floats = builder.source.take([f"{embed}.weight"])
         linear = ops.linear.make_float_head(floats, True)
@@ -60,8 +60,8 @@ def _ends(
         cap, logits = config.logit_cap, linear
 
         def scaled(x: Tensor) -> Tensor:
-            found = logits(x) * scale if scale != 1.0 else logits(x)
-            return found.div_(cap).tanh_().mul_(cap) if cap else found
+            result = logits(x) * scale if scale != 1.0 else logits(x)
+            return result.div_(cap).tanh_().mul_(cap) if cap else result
 
         linear = compose(scaled, lambda x: x)
     return VocabularyEmbedding(mesh, lookup, size), VocabularyHead(mesh, linear)
@@ -95,8 +95,8 @@ class VocabularyEmbedding:
             return self.lookup(ids)
         row = ids - self.first
         elsewhere = (row < 0) | (row >= self.size)
-        found = self.lookup(row.masked_fill(elsewhere, 0))
-        return self.group.all_reduce(found.masked_fill(elsewhere.unsqueeze(1), 0))
+        result = self.lookup(row.masked_fill(elsewhere, 0))
+        return self.group.all_reduce(result.masked_fill(elsewhere.unsqueeze(1), 0))
 
 
 class VocabularyHead:

@@ -58,8 +58,8 @@ def default_layers(layers: int, drafts: int) -> tuple[int, ...]:
 
 
 def _target_layers(checkpoint: DraftCheckpoint, layers: int) -> tuple[int, ...]:
-    found = checkpoint.layers("dflash_config", "target_layer_ids", layers)
-    return found or default_layers(layers, int(checkpoint.raw.get("num_hidden_layers") or 1))
+    result = checkpoint.layers("dflash_config", "target_layer_ids", layers)
+    return result or default_layers(layers, int(checkpoint.raw.get("num_hidden_layers") or 1))
 
 
 class Injection:

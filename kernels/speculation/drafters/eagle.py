@@ -97,8 +97,8 @@ def default_layers(layers: int) -> tuple[int, int, int]:
 
 
 def _aux_layers(checkpoint: DraftCheckpoint, layers: int) -> tuple[int, ...]:
-    found = checkpoint.layers("eagle_config", "eagle_aux_hidden_state_layer_ids", layers)
-    return found or default_layers(layers)
+    result = checkpoint.layers("eagle_config", "eagle_aux_hidden_state_layer_ids", layers)
+    return result or default_layers(layers)
 
 
 class Eagle3Model(HeadModel):

@@ -195,9 +195,9 @@ def _find(checkpoint: DraftCheckpoint) -> tuple[Layout, list[str]]:
         return MIMO, [f"{MIMO.layers}.{index}" for index in range(count)]
     for layout in (DEEPSEEK, MIMO):
         pattern = re.compile(rf"{layout.layers}\.(\d+)\.{layout.projection}")
-        found = sorted(int(match[1]) for name in checkpoint.modules if (match := pattern.fullmatch(name)))
-        if found:
-            return layout, [f"{layout.layers}.{index}" for index in found]
+        result = sorted(int(match[1]) for name in checkpoint.modules if (match := pattern.fullmatch(name)))
+        if result:
+            return layout, [f"{layout.layers}.{index}" for index in result]
     raise LoadError(
         f"the weights in {checkpoint.path} have no head for tokens after the next: neither model.layers.N.eh_proj nor "
         "model.mtp_layers.N.input_proj; give --speculative-draft-model-path, or use another algorithm"
@@ -255,14 +255,14 @@ class MtpModel:
 
 def _tensors(checkpoint: DraftCheckpoint, layout: Layout, prefix: str, config: ModelConfig, vocab: int) -> Tensors:
     hidden = config.hidden_size
-    found = dict(layer_tensors(config, prefix))
+    result = dict(layer_tensors(config, prefix))
     for norm in (layout.token_norm, layout.state_norm, layout.last_norm):
-        found |= plain(f"{prefix}.{norm}.weight", hidden)
-    found |= plain(f"{prefix}.{layout.projection}.weight", hidden, 2 * hidden)
+        result |= plain(f"{prefix}.{norm}.weight", hidden)
+    result |= plain(f"{prefix}.{layout.projection}.weight", hidden, 2 * hidden)
     for name in layout.unused:
         if checkpoint.has(f"{prefix}.{name}"):
-            found |= plain(f"{prefix}.{name}", vocab, hidden)
-    return found
+            result |= plain(f"{prefix}.{name}", vocab, hidden)
+    return result
 
 
 class MtpDrafter(Drafter):

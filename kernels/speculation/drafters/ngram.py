@@ -152,7 +152,7 @@ class NgramPruner:
             for tree, most in zip(trees, limits, strict=True):
                 tree.verified.update(range(1, min(len(tree.tokens), most + 1)))
             return
-        found: list[tuple[float, int, int]] = []
+        result: list[tuple[float, int, int]] = []
         best, kinds, chosen = len(trees) / self._cost(len(trees), 0, False), self._chances, None
         least = -best * (DRAFT_TOKEN_COST if self._reads else DEVICE_TOKEN_COST)
         for row, (slot, tree) in enumerate(zip(slots, trees, strict=True)):
@@ -163,11 +163,11 @@ class NgramPruner:
                 chance = min(chances[parents[node]], kinds[kind])
                 chances.append(chance)
                 if own * chance < least:  # the rest costs more time than it saves
-                    found.append((max(own * chance, -1.0), row, node))
+                    result.append((max(own * chance, -1.0), row, node))
             tree.chances = chances
-        found.sort()  # parents before children: at equal chances they have smaller numbers
-        for branched in (False, True) if any(trees[row].later[node] for _, row, node in found) else (False,):
-            rate, kept = self._most(found, trees, limits, branched)
+        result.sort()  # parents before children: at equal chances they have smaller numbers
+        for branched in (False, True) if any(trees[row].later[node] for _, row, node in result) else (False,):
+            rate, kept = self._most(result, trees, limits, branched)
             if rate > best:
                 best, chosen = rate, kept
         for row, node in chosen or ():
@@ -268,21 +268,21 @@ class NgramDrafter(Drafter):
             self.extend(slot, end - len(sampled), sampled)
 
     def draft(self, rows: DraftRows) -> Drafts:
-        found = self.draft_trees(rows.slots, rows.roots, rows.limits)
-        nodes = found.tokens.shape[1]
+        result = self.draft_trees(rows.slots, rows.roots, rows.limits)
+        nodes = result.tokens.shape[1]
         chain = np.arange(nodes) - 1
         put = self._device.memory.put
-        if found.parents is None or found.depths is None or found.bits is None:
-            depths, shape = chain + 1, found.tokens.shape
+        if result.parents is None or result.depths is None or result.bits is None:
+            depths, shape = chain + 1, result.tokens.shape
             bits = (np.int64(2) << depths) - 1
             parents, below, seen = (put(np.broadcast_to(values, shape).copy()) for values in (chain, depths, bits))
-            return Drafts(DraftTree(put(found.tokens), parents, below, seen, True), found.counts)
-        tree = DraftTree(put(found.tokens), put(found.parents), put(found.depths), put(found.bits), False)
-        return Drafts(tree, found.counts)
+            return Drafts(DraftTree(put(result.tokens), parents, below, seen, True), result.counts)
+        tree = DraftTree(put(result.tokens), put(result.parents), put(result.depths), put(result.bits), False)
+        return Drafts(tree, result.counts)
 
     def draft_trees(self, slots: Longs, roots: Longs, limits: Longs) -> NativeTrees:
         """A tree of each slot's next tokens, with at most ``limits`` nodes besides the root."""
-        found = []
+        result = []
         names = slots.tolist()
         for slot, root in zip(names, roots.tolist(), strict=True):
             before = self._trees.pop(slot, None)
@@ -293,15 +293,15 @@ class NgramDrafter(Drafter):
             forced = self.forced(slot, root + 1)[: min(nodes, self.depth + 1) - 1]
             if forced:  # nothing is learned from them
                 nodes = len(forced) + 1
-                found.append(
+                result.append(
                     NgramTree([self._last[slot], *forced], list(range(-1, nodes - 1)), [0] + [MAX_WINDOW] * len(forced))
                 )
                 continue
             tree = draft_tree(self._trie, self._sequences[slot], self._last[slot], nodes, self._settings)
-            found.append(tree)
+            result.append(tree)
             self._trees[slot] = tree
-        self._pruner.choose(names, found, limits.tolist())
-        trees = [tree.pruned() for tree in found]
+        self._pruner.choose(names, result, limits.tolist())
+        trees = [tree.pruned() for tree in result]
         counts = np.array([len(tokens) for tokens, _ in trees], dtype=np.int64)
         width = int(counts.max(initial=1))
         chain = list(range(-1, width - 1))
@@ -362,10 +362,10 @@ class NativeNgrams(NativeDrafts):
     def draft(
         self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int, draws: Draws | None
     ) -> NativeTrees | None:
-        here, found = self._state.here, self._drafter.draft_trees(slots, roots, limits)
+        here, result = self._state.here, self._drafter.draft_trees(slots, roots, limits)
         assert here is not None
-        found.tokens[:, 0] = here[slots, roots]  # rows that did not observe their last token lack it there
-        return found
+        result.tokens[:, 0] = here[slots, roots]  # rows that did not observe their last token lack it there
+        return result
 
 
 def draft_tree(

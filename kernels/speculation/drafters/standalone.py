@@ -71,11 +71,11 @@ class PaddedEmbedding:
 
     def table(self, module: str) -> Tensor:
         """As ``ModelSource.table``, in floats."""
-        found = self._source.table(module)
-        if isinstance(found, QuantizedWeight):
-            found = found.dequantize(found.dtype)
-        whole = pad(found, (0, 0, 0, self._rows - len(found)))
-        self._head = whole[: len(found)]
+        result = self._source.table(module)
+        if isinstance(result, QuantizedWeight):
+            result = result.dequantize(result.dtype)
+        whole = pad(result, (0, 0, 0, self._rows - len(result)))
+        self._head = whole[: len(result)]
         return whole
 
 

@@ -70,11 +70,11 @@ class Generation:
         child = self.first[node]
         if child < 0:
             return list(islice(reversed(self.tables[-1 - child].values()), most))
-        found: list[int] = []
-        while child and len(found) < most:
-            found.append(child)
+        result: list[int] = []
+        while child and len(result) < most:
+            result.append(child)
             child = self.after[child]
-        return found
+        return result
 
     def make(self, token: int) -> int:
         """A new node without a parent."""
@@ -321,13 +321,13 @@ class NativeTrie:
         if nodes > self._room:
             self._room = nodes
             self._tokens, self._parents, self._windows = ((ctypes.c_int32 * nodes)() for _ in range(3))
-        found = self._library.draft_tree(
+        result = self._library.draft_tree(
             *(self._trie, sequence.handle, last, nodes, ctypes.byref(self._settings[1])),
             *(self._tokens, self._parents, self._windows),
         )
-        if not found:
+        if not result:
             raise MemoryError("out of memory while drafting n-grams; lower --speculative-ngram-capacity")
-        return self._tokens[:found], self._parents[:found], self._windows[:found]
+        return self._tokens[:result], self._parents[:result], self._windows[:result]
 
 
 def make_trie(capacity: int, depth: int) -> NgramTrie | NativeTrie:

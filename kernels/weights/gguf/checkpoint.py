@@ -251,9 +251,9 @@ class GgufCheckpoint:
             problem = self._factor_problem(foreign, self._tensors[foreign])
         if info is None or problem is not None:
             raise GgufError(f"{self._header.path}: {foreign} {problem}; download it again")
-        found = torch.empty(info.shape)
-        self.fill(name, found, None)
-        return found
+        result = torch.empty(info.shape)
+        self.fill(name, result, None)
+        return result
 
     def fill(self, name: str, target: Tensor, part: Part | None) -> None:
         """Write a part of a checked tensor to ``target``, in its dtype. Raises GgufError."""

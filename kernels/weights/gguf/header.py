@@ -118,18 +118,18 @@ class _Reader:
         for _ in range(keys):
             key = self.string()
             metadata[key] = self.value(key, self.scalar("I"))
-        found: dict[str, TensorInfo] = {}
+        result: dict[str, TensorInfo] = {}
         for _ in range(tensors):
             name = self.string()
-            if name in found:
+            if name in result:
                 raise GgufError(f"{self.path} is damaged: it has two tensors {name}; download it again")
             sizes = [self.scalar("Q") for _ in range(self.dimensions(name))]
-            found[name] = TensorInfo(self.scalar("I"), tuple(reversed(sizes)), self.scalar("Q"))
+            result[name] = TensorInfo(self.scalar("I"), tuple(reversed(sizes)), self.scalar("Q"))
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise GgufError(f"{self.path} is damaged: general.alignment is {alignment!r}; download it again")
         begin = -(-self.at // alignment) * alignment
-        placed = {name: TensorInfo(one.kind, one.shape, begin + one.offset) for name, one in found.items()}
+        placed = {name: TensorInfo(one.kind, one.shape, begin + one.offset) for name, one in result.items()}
         return GgufHeader(self.path, metadata, placed, self.size, begin, alignment)
 
     def take(self, length: int) -> int:

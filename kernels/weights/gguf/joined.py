@@ -31,11 +31,11 @@ def cut(
 
     ``declared``: shapes by name. A fused tensor that the model declares itself stays whole.
     """
-    found: dict[str, TensorInfo] = {}
+    result: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         whole = declared.get(name) == info.shape
-        found |= ({} if whole else _parts(name, info, tensors)) or {name: info}
-    return found
+        result |= ({} if whole else _parts(name, info, tensors)) or {name: info}
+    return result
 
 
 def _parts(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:

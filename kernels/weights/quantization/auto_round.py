@@ -56,7 +56,9 @@ class AutoRound(Scheme):
             whole["checkpoint_format"] = "gptq_v2"
         self._plain: Scheme = make(whole)
         patterns, skipped = Patterns(), "modules_to_not_convert"
-        self._floats = [found for name in skipped_of(settings, skipped) if (found := _search(patterns, name, skipped))]
+        self._floats = [
+            result for name in skipped_of(settings, skipped) if (result := _search(patterns, name, skipped))
+        ]
         self._own: dict[str, Scheme | None] = {}
         extra = settings.get("extra_config") or {}
         if not isinstance(extra, Mapping):
@@ -82,11 +84,11 @@ class AutoRound(Scheme):
         self.name = f"auto-round, {self._plain.name}"
 
     def _scheme_of(self, module: str) -> Scheme | None:
-        if any(found(module) for found in self._floats):
+        if any(result(module) for result in self._floats):
             return None
         if module in self._own:
             return self._own[module]
-        return next((self._own[name] for found, name in self._patterns if found(module)), self._plain)
+        return next((self._own[name] for result, name in self._patterns if result(module)), self._plain)
 
     def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
         scheme = self._of(weight.module)

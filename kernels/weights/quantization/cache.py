@@ -71,11 +71,11 @@ def round_fixed(x: Tensor, fixed: LayerScales, dtype: torch.dtype, marked: bool 
     clamped. ``marked``: numbers that are not finite become NaN, or ``NONE`` in int8; else a NaN becomes 0 in int8, and
     infinity is clamped."""
     wide = x.float() / fixed.scales
-    found = _rounded(wide if fixed.offsets is None else wide + fixed.offsets, dtype)
+    result = _rounded(wide if fixed.offsets is None else wide + fixed.offsets, dtype)
     if not marked:
-        return found
+        return result
     none = torch.tensor(NONE if dtype == torch.int8 else torch.nan).to(dtype).view(torch.int8)
-    return torch.where(x.isfinite(), found.view(torch.int8), none).view(dtype)
+    return torch.where(x.isfinite(), result.view(torch.int8), none).view(dtype)
 
 
 def _rounded(wide: Tensor, dtype: torch.dtype) -> Tensor:

@@ -109,9 +109,9 @@ def _four_by_eight(group: Group) -> bool:
 def _activation(group: Group) -> Literal["dynamic", "static"] | None:
     """How inputs are quantized; None: they are not. Raises ConfigError."""
     inputs = group.inputs
-    found: Literal["dynamic", "static"] | None = None
+    result: Literal["dynamic", "static"] | None = None
     if inputs is not None and group.format not in _SMALL:
-        found = "dynamic" if inputs.dynamic else "static"
+        result = "dynamic" if inputs.dynamic else "static"
         eights = inputs.num_bits == group.weights.num_bits == 8
         if inputs.type != group.weights.type or not (eights or _four_by_eight(group)):
             problem = f"inputs of {plain(inputs.type)} {inputs.num_bits} are not multiplied with these"
@@ -120,11 +120,11 @@ def _activation(group: Group) -> Literal["dynamic", "static"] | None:
             raise _refused(group, "inputs whose scales are found in two steps are not read of it")
         if inputs.dynamic and not inputs.symmetric:
             raise _refused(group, "inputs that are rounded as they come must be symmetric")
-        if found == "static" and inputs.strategy != "tensor":
+        if result == "static" and inputs.strategy != "tensor":
             raise _refused(group, "inputs that are rounded by a scale found before must share it (strategy tensor)")
     if group.clips and not (_four_by_eight(group) and group.format == "int-quantized"):
         raise _refused(group, "inputs are clipped for int-quantized weights of 4 bits only")
-    return "dynamic" if inputs is not None and group.format in _SMALL else found
+    return "dynamic" if inputs is not None and group.format in _SMALL else result
 
 
 def _small_floats(group: Group, activation: Literal["dynamic", "static"] | None) -> Layout:

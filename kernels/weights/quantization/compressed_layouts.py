@@ -52,10 +52,10 @@ class Layout(ABC):
     def _inputs(self, module: str) -> dict[str, StoredTensor]:
         if self.activation != "static":
             return {}
-        found = {f"{module}.input_scale": StoredTensor(FLOATS, ((1,), ()))}
+        result = {f"{module}.input_scale": StoredTensor(FLOATS, ((1,), ()))}
         if self.offset:
-            found[f"{module}.input_zero_point"] = StoredTensor(("I8",), ((1,), ()))
-        return found
+            result[f"{module}.input_zero_point"] = StoredTensor(("I8",), ((1,), ()))
+        return result
 
     def _activation(self, files: Files, module: str) -> Activation:
         if self.activation != "static":
@@ -83,16 +83,16 @@ class Packed(Layout):
         module, shape = weight.module, weight.matrix
         (outputs, inputs), bits = shape, self._bits
         groups = groups_of(module, self._group, inputs)
-        found = {
+        result = {
             f"{module}.weight_packed": stored_words(outputs, inputs * bits // 32),
             f"{module}.weight_scale": StoredTensor(FLOATS, ((outputs, groups),)),
             f"{module}.weight_shape": StoredTensor(("I64", "I32"), ((2,),), optional=True),
         }
         if not self.weights.symmetric:
-            found[f"{module}.weight_zero_point"] = stored_words(outputs * bits // 32, groups)
+            result[f"{module}.weight_zero_point"] = stored_words(outputs * bits // 32, groups)
         if self.ordered or self.weights.actorder:  # of "weight" inputs are stored as they come, mostly without it
-            found[f"{module}.weight_g_idx"] = StoredTensor(("I32",), ((inputs,),), optional=not self.ordered)
-        return found
+            result[f"{module}.weight_g_idx"] = StoredTensor(("I32",), ((inputs,),), optional=not self.ordered)
+        return result
 
     def read(self, files: Files, weight: TensorSpec) -> Int8Weight | GroupedWeight:
         module, shape = weight.module, weight.matrix
@@ -112,8 +112,8 @@ class Packed(Layout):
         scales = files.read(f"{module}.weight_scale")
         if self.activation and zeros is None and order is None:
             return four_by_eight(values.to(torch.int8) - 8, scales.float())
-        found = grouped(values, scales, zeros, self._bits, order)
-        return dataclasses.replace(found, activation="dynamic" if self.activation else None)
+        result = grouped(values, scales, zeros, self._bits, order)
+        return dataclasses.replace(result, activation="dynamic" if self.activation else None)
 
 
 class Pairs(Layout):
@@ -128,16 +128,16 @@ class Pairs(Layout):
         group = self.weights.group_size if self.weights.strategy == "group" else None
         column = ((shape[0], 1), (shape[0],))
         groups = column if group is None else ((shape[0], groups_of(module, group, shape[1])),)
-        found = {
+        result = {
             f"{module}.weight": stored_pairs(shape),
             f"{module}.weight_scale": StoredTensor((*FLOATS, "I64", "U64"), groups),
             f"{module}.weight_offset": StoredTensor(("I8", *FLOATS), groups, optional=True),
             f"{module}.scale_bias": StoredTensor(("F32",), (*column, (shape[0], 16)), optional=True),
         }
         if self.clips:
-            found[f"{module}.bias"] = StoredTensor(("F32",), ((shape[0],),), optional=True)
-            found[f"{module}.alpha"] = StoredTensor(("F32",), ((1,), ()), optional=True)
-        return found
+            result[f"{module}.bias"] = StoredTensor(("F32",), ((shape[0],),), optional=True)
+            result[f"{module}.alpha"] = StoredTensor(("F32",), ((1,), ()), optional=True)
+        return result
 
     def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight:
         module, shape = weight.module, weight.matrix
@@ -159,11 +159,11 @@ class Int8(Layout):
 
     def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor]:
         module, shape = weight.module, weight.matrix
-        found = {
+        result = {
             f"{module}.weight": StoredTensor(("I8",), (shape,)),
             f"{module}.weight_scale": _scales(self.weights, shape),
         }
-        return found | self._inputs(module)
+        return result | self._inputs(module)
 
     def read(self, files: Files, weight: TensorSpec) -> Int8Weight:
         module, shape = weight.module, weight.matrix
@@ -179,9 +179,9 @@ class Fp8(Layout):
 
     def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor]:
         module, shape = weight.module, weight.matrix
-        found = {f"{module}.weight": StoredTensor(("F8_E4M3",), (shape,))}
-        found[f"{module}.weight_scale"] = _scales(self.weights, shape)
-        return found | self._inputs(module)
+        result = {f"{module}.weight": StoredTensor(("F8_E4M3",), (shape,))}
+        result[f"{module}.weight_scale"] = _scales(self.weights, shape)
+        return result | self._inputs(module)
 
     def read(self, files: Files, weight: TensorSpec) -> Fp8Weight:
         module, shape = weight.module, weight.matrix

@@ -78,31 +78,31 @@ class Settings:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         config, transforms, self._match = import_package()
         rest, ordered, clips = _taken_off(settings)
-        found = _validated(config, rest, "")
+        result = _validated(config, rest, "")
         _check_transforms(transforms, settings.get("transform_config"))
         sparsity = settings.get("sparsity_config") or {}
         if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
             raise ConfigError(
                 "quantization_config: sparse weights are not read; use a checkpoint without sparsity_config"
             )
-        if not found.config_groups and found.kv_cache_scheme is None:
+        if not result.config_groups and result.kv_cache_scheme is None:
             raise ConfigError(f"quantization_config: config_groups is empty; {_TOOL}")
         self.groups: list[Group] = []
         self._targets: dict[str, Group] = {}
         patterns = Patterns()
         compared: dict[str, Callable[[str], bool]] = {}
-        for name, scheme in found.config_groups.items():
+        for name, scheme in result.config_groups.items():
             where = f"quantization_config: config_groups.{name}"
             if scheme.weights is None:
                 raise ConfigError(f"{where}.weights is missing: inputs alone are not rounded; {_TOOL}")
             if scheme.output_activations is not None:
                 raise ConfigError(f"{where}.output_activations: outputs are not rounded; use a checkpoint without it")
-            form = plain(scheme.format or found.format)
+            form = plain(scheme.format or result.format)
             group = Group(name, form, scheme.weights, scheme.input_activations, name in ordered, name in clips)
             self.groups.append(group)
             self._targets |= dict.fromkeys(scheme.targets, group)
             compared |= _compared(patterns, scheme.targets, f"config_groups.{name}.targets")
-        ignored = found.ignore or []
+        ignored = result.ignore or []
         # Some checkpoints list thousands of full names: these are looked up, and only patterns are compared.
         self._ignored = frozenset(ignored)
         self._ignore = [target for target in ignored if _is_wide(target)]
@@ -121,11 +121,11 @@ class Settings:
             return None
         if module in self._targets:
             return self._targets[module]
-        found = self._match.match_targets(module, self._linear, self._wide)
-        named = [target for target in found if self._match.match_name(module, target)]
+        result = self._match.match_targets(module, self._linear, self._wide)
+        named = [target for target in result if self._match.match_name(module, target)]
         matched = [target for target, matches in self._patterns.items() if matches(module)]
         held = [target for target in self._wide if _holds(target, module)]
-        return next((self._targets[target] for target in (*named, *matched, *held, *found)), None)
+        return next((self._targets[target] for target in (*named, *matched, *held, *result)), None)
 
 
 def _is_wide(target: str) -> bool:
@@ -135,8 +135,8 @@ def _is_wide(target: str) -> bool:
 
 def _compared(patterns: Patterns, targets: Iterable[str], field: str) -> dict[str, Callable[[str], bool]]:
     """A test for each target that is a pattern: whether it matches a module. Raises ConfigError."""
-    found = [target for target in targets if target.startswith(_PATTERN)]
-    return {target: patterns.match(target.removeprefix(_PATTERN), field) for target in found}
+    result = [target for target in targets if target.startswith(_PATTERN)]
+    return {target: patterns.match(target.removeprefix(_PATTERN), field) for target in result}
 
 
 def _holds(target: str, module: str) -> bool:
@@ -193,7 +193,7 @@ def _validated(model: Any, settings: object, where: str) -> Any:
         return model.model_validate(settings)
     except ValidationError as error:
         problem = "; ".join(
-            dict.fromkeys(_message(found, where) for found in error.errors() if "list[str]" not in found["loc"])
+            dict.fromkeys(_message(result, where) for result in error.errors() if "list[str]" not in result["loc"])
         )
         raise ConfigError(f"quantization_config: {problem or error}; {_TOOL}") from error
     except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:  # of its own validators

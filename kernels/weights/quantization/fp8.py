@@ -46,15 +46,15 @@ class Fp8(Scheme):
         module, shape = weight.module, weight.matrix
         if weight.role is Role.OUTPUT or any(f"{part}." in f"{module}." for part in self._skipped):
             return None
-        found = {f"{module}.weight": StoredTensor(("F8_E4M3",), (shape,))}
+        result = {f"{module}.weight": StoredTensor(("F8_E4M3",), (shape,))}
         if self._block is not None:
             blocks = (-(-shape[0] // self._block[0]), -(-shape[1] // self._block[1]))
-            found[f"{module}.weight_scale_inv"] = StoredTensor(FLOATS, (blocks,))
-            return found
-        found[f"{module}.weight_scale"] = StoredTensor(FLOATS, ((), (1,), (shape[0],), (shape[0], 1)))
+            result[f"{module}.weight_scale_inv"] = StoredTensor(FLOATS, (blocks,))
+            return result
+        result[f"{module}.weight_scale"] = StoredTensor(FLOATS, ((), (1,), (shape[0],), (shape[0], 1)))
         if self._static:
-            found[f"{module}.input_scale"] = StoredTensor(FLOATS, ((), (1,)))
-        return found
+            result[f"{module}.input_scale"] = StoredTensor(FLOATS, ((), (1,)))
+        return result
 
     def read(self, files: Files, weight: TensorSpec) -> Fp8Weight:
         module, shape = weight.module, weight.matrix

@@ -39,8 +39,8 @@ class GgufScheme(Scheme):
     def _kind(self, weight: TensorSpec) -> int:
         """The type of the weight's blocks; -1: the weight is dequantized, because blocks have no place for a factor."""
         foreign = self._foreign(weight)
-        found = self._tensors.get(foreign)
-        return -1 if found is None or factor_of(foreign) in self._tensors else found.kind
+        result = self._tensors.get(foreign)
+        return -1 if result is None or factor_of(foreign) in self._tensors else result.kind
 
     def _foreign(self, weight: TensorSpec) -> str:
         """The weight's name in the file; "" for a tensor that GGUF files do not have."""

@@ -59,15 +59,15 @@ class GgufWeight(QuantizedWeight):
         from gguf import constants, quants
 
         inputs, device = self.shape[1], self.pieces[0].data.device
-        found = torch.empty(self.shape, dtype=dtype, device=device)
+        result = torch.empty(self.shape, dtype=dtype, device=device)
         step, begin = max(1, _CHUNK // inputs), 0
         for piece in self.pieces:
             kind = constants.GGMLQuantizationType(piece.kind.number)
             for rows in piece.data.flatten(1).split(step):
                 floats = np.asarray(quants.dequantize(rows.cpu().numpy(), kind), np.float32)
-                found[begin : begin + len(rows)].copy_(torch.from_numpy(floats))
+                result[begin : begin + len(rows)].copy_(torch.from_numpy(floats))
                 begin += len(rows)
-        return found
+        return result
 
     def part(self, part: Part) -> Self:
         pieces: list[BlockRows] = []

@@ -56,17 +56,17 @@ class Gptq(Scheme):
         """Bits and group size of a weight; None: it is in floats."""
         if weight.role is Role.OUTPUT and not self._output:
             return None
-        for matches, found in self._dynamic:
+        for matches, result in self._dynamic:
             if matches(weight.module):
-                return found
+                return result
         return self._bits, self._group
 
     def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
-        found = self._of(weight)
-        if found is None:
+        result = self._of(weight)
+        if result is None:
             return None
         module = weight.module
-        (bits, group), (outputs, inputs) = found, weight.matrix
+        (bits, group), (outputs, inputs) = result, weight.matrix
         groups = groups_of(module, group, inputs)
         return {
             f"{module}.qweight": stored_words(inputs * bits // 32, outputs),
@@ -77,9 +77,9 @@ class Gptq(Scheme):
 
     def read(self, files: Files, weight: TensorSpec) -> GroupedWeight:
         module, shape = weight.module, weight.matrix
-        found = self._of(weight)
-        assert found is not None
-        bits, group = found
+        result = self._of(weight)
+        assert result is not None
+        bits, group = result
         bias = f"{module}.bias"
         if bias in self._biases and bool(files.read(bias).any()):
             raise LoadError(f"{bias} is in the checkpoint and not in the model; check that both come from one model")
@@ -126,7 +126,7 @@ def _dynamic(
     if not isinstance(rules, Mapping):
         raise ConfigError(f"quantization_config: dynamic must be an object of rules by pattern, and is {rules!r}")
     patterns = Patterns()
-    found: list[tuple[Callable[[str], bool], tuple[WholeBits, int | None] | None]] = []
+    result: list[tuple[Callable[[str], bool], tuple[WholeBits, int | None] | None]] = []
     for rule, sizes in rules.items():
         if not isinstance(sizes, Mapping):
             raise ConfigError(
@@ -134,5 +134,5 @@ def _dynamic(
             )
         matches = patterns.match(rule.removeprefix("-:").removeprefix("+:"), "dynamic")
         own = {**settings, **sizes}
-        found.append((matches, None if rule.startswith("-:") else (bits_of(own, "bits"), group_of(own, "group_size"))))
-    return found
+        result.append((matches, None if rule.startswith("-:") else (bits_of(own, "bits"), group_of(own, "group_size"))))
+    return result

@@ -24,10 +24,10 @@ _E2M3 = (*(m / 8 for m in range(8)), *((1 + m / 8) * 2**e for e in range(3) for 
 
 def exponents(files: Files, name: str) -> Tensor:
     """The shared powers of two, e8m0. Raises LoadError if one is NaN."""
-    found = files.read(name).view(torch.uint8)
-    if bool((found == _NO_NUMBER).any()):
+    result = files.read(name).view(torch.uint8)
+    if bool((result == _NO_NUMBER).any()):
         raise LoadError(f"{name} contains NaN (byte {_NO_NUMBER}); download it again")
-    return found.view(torch.float8_e8m0fnu)
+    return result.view(torch.float8_e8m0fnu)
 
 
 def from_e2m1(packed: Tensor) -> Tensor:
@@ -46,5 +46,5 @@ def _numbers(codes: Tensor, sizes: tuple[float, ...]) -> Tensor:
     """The numbers of ``codes`` uint8: a sign bit, then an index into ``sizes``. Python translates the bytes: torch
     would convert indices to 64 bits first and take ten times as long."""
     table = torch.tensor((*sizes, *(-size for size in sizes))).to(torch.float8_e4m3fn).view(torch.uint8)
-    found = bytearray(codes.contiguous().numpy()).translate(bytes(table.tolist()).ljust(256, b"\0"))
-    return torch.frombuffer(found, dtype=torch.uint8).view(codes.shape).view(torch.float8_e4m3fn)
+    result = bytearray(codes.contiguous().numpy()).translate(bytes(table.tolist()).ljust(256, b"\0"))
+    return torch.frombuffer(result, dtype=torch.uint8).view(codes.shape).view(torch.float8_e4m3fn)

@@ -67,12 +67,12 @@ def description_file(model_path: str | Path) -> Path | None:
 def read_description(file: Path) -> dict[str, Any]:
     """The object of a description. Raises ConfigError."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        result = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read ({error}); download the checkpoint again") from error
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise ConfigError(f"{file} must hold a JSON object of types by tensor; download the checkpoint again")
-    return found
+    return result
 
 
 class ModelSlim(Scheme):
@@ -96,16 +96,16 @@ class ModelSlim(Scheme):
         if wrong:
             more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
             raise ConfigError(f"quant_model_description.json: {'; '.join(map(self._wrong, wrong[:4]))}{more}")
-        found = dict(tensors)
+        result = dict(tensors)
         for spec in tensors.values():
             if spec.role in (Role.BIAS, Role.EMBEDDING):
                 continue
             bias = spec.bias()
             if spec.quantizable and self._kind(spec.module) == _STATIC:
-                found.pop(bias.name, None)
+                result.pop(bias.name, None)
             elif bias.name in self._types and spec.role is not Role.OUTPUT:
-                found[bias.name] = bias
-        return found
+                result[bias.name] = bias
+        return result
 
     def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
         module, shape = weight.module, weight.matrix
@@ -128,19 +128,19 @@ class ModelSlim(Scheme):
             }
         if kind == _PAIRS:
             return self._pairs(module, shape)
-        found = {f"{module}.weight": StoredTensor(("I8",), (shape,))}
+        result = {f"{module}.weight": StoredTensor(("I8",), (shape,))}
         if kind == _STATIC:
-            found[f"{module}.input_scale"] = StoredTensor(FLOATS, ((1,), ()))
-            found[f"{module}.input_offset"] = StoredTensor(("I8", *FLOATS), ((1,), ()))
-            found[f"{module}.quant_bias"] = StoredTensor(("I32",), ((outputs,),))
-            found[f"{module}.deq_scale"] = StoredTensor(("F32", "I64"), ((outputs,),))
-            found[f"{module}.weight_scale"] = StoredTensor(FLOATS, column, optional=True)
-            found[f"{module}.weight_offset"] = StoredTensor(("I8", *FLOATS), column, optional=True)
-            return found
+            result[f"{module}.input_scale"] = StoredTensor(FLOATS, ((1,), ()))
+            result[f"{module}.input_offset"] = StoredTensor(("I8", *FLOATS), ((1,), ()))
+            result[f"{module}.quant_bias"] = StoredTensor(("I32",), ((outputs,),))
+            result[f"{module}.deq_scale"] = StoredTensor(("F32", "I64"), ((outputs,),))
+            result[f"{module}.weight_scale"] = StoredTensor(FLOATS, column, optional=True)
+            result[f"{module}.weight_offset"] = StoredTensor(("I8", *FLOATS), column, optional=True)
+            return result
         groups = (self._grouped(module, shape),) if kind == "W8A16" and self._group else column
-        found[f"{module}.weight_scale"] = StoredTensor(FLOATS, groups)
-        found[f"{module}.weight_offset"] = StoredTensor(("I8", *FLOATS), groups, optional=True)
-        return found
+        result[f"{module}.weight_scale"] = StoredTensor(FLOATS, groups)
+        result[f"{module}.weight_offset"] = StoredTensor(("I8", *FLOATS), groups, optional=True)
+        return result
 
     def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight:
         module, shape = weight.module, weight.matrix
@@ -179,16 +179,16 @@ class ModelSlim(Scheme):
 
     def _pairs(self, module: str, shape: tuple[int, int]) -> dict[str, StoredTensor]:
         column, groups = ((shape[0], 1), (shape[0],)), (self._grouped(module, shape),)
-        found = {
+        result = {
             f"{module}.weight": stored_pairs(shape),
             f"{module}.weight_scale": StoredTensor(FLOATS, column),
             f"{module}.weight_offset": StoredTensor(("I8", *FLOATS), column, optional=True),
             f"{module}.scale_bias": StoredTensor(FLOATS, (*column, (shape[0], 16)), optional=True),
         }
         if self._group:
-            found[f"{module}.weight_scale_second"] = StoredTensor(FLOATS, groups)
-            found[f"{module}.weight_offset_second"] = StoredTensor(("I8", *FLOATS), groups, optional=True)
-        return found
+            result[f"{module}.weight_scale_second"] = StoredTensor(FLOATS, groups)
+            result[f"{module}.weight_offset_second"] = StoredTensor(("I8", *FLOATS), groups, optional=True)
+        return result
 
     def ignores(self, name: str, tensors: Tensors) -> bool:
         module, _, tensor = name.rpartition(".")
@@ -200,8 +200,8 @@ class ModelSlim(Scheme):
 
     def _kind(self, module: str) -> str:
         """The type of a module; ``FLOAT`` for an output layer that the description does not name."""
-        found = self._types.get(f"{module}.weight") or self._types.get(f"{module}.weight_packed")
-        return found or "FLOAT"
+        result = self._types.get(f"{module}.weight") or self._types.get(f"{module}.weight_packed")
+        return result or "FLOAT"
 
     def _named(self, weight: TensorSpec) -> bool:
         """Whether the description gives the weight a type. The output layer needs none."""
@@ -245,10 +245,10 @@ def _plain(key: str) -> str:
 def _positive(files: Files, name: str) -> Tensor:
     """Scales in float32. Raises LoadError if one is negative or not finite."""
     stored = files.read(name)
-    found = stored.to(torch.int32).view(torch.float32) if stored.dtype == torch.int64 else stored.float()
-    if not bool((found.isfinite() & (found >= 0)).all()):
+    result = stored.to(torch.int32).view(torch.float32) if stored.dtype == torch.int64 else stored.float()
+    if not bool((result.isfinite() & (result >= 0)).all()):
         raise LoadError(f"{name} must be finite and not below 0, and is not; is it another tensor's?")
-    return found
+    return result
 
 
 def _static(files: Files, module: str) -> Int8Weight:

@@ -51,16 +51,16 @@ class Mxfp4Weight(GgufWeight):
         return cls(dtype=dtype, pieces=(BlockRows(_KIND, data),))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        found = torch.empty(self.shape, dtype=dtype, device=self.pieces[0].data.device)
-        values, begin = torch.tensor(_KIND.values, dtype=torch.float32, device=found.device), 0
+        result = torch.empty(self.shape, dtype=dtype, device=self.pieces[0].data.device)
+        values, begin = torch.tensor(_KIND.values, dtype=torch.float32, device=result.device), 0
         for piece in self.pieces:
             for rows in piece.data.split(max(1, _CHUNK // piece.inputs)):
                 packed = rows[:, :, 1:]
                 codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).to(torch.int64)
                 exponents = rows[:, :, :1].to(torch.int32) - _MIDDLE
-                found[begin : begin + len(rows)].copy_(torch.ldexp(values[codes], exponents).flatten(1))
+                result[begin : begin + len(rows)].copy_(torch.ldexp(values[codes], exponents).flatten(1))
                 begin += len(rows)
-        return found
+        return result
 
 
 class Mxfp4(Scheme):

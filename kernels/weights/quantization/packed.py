@@ -75,10 +75,10 @@ def unpack(words: Tensor, bits: WholeBits, dimension: int, places: Sequence[int]
     """
     each = 32 // bits
     shifts = torch.tensor(range(each) if places is None else places, dtype=torch.int32) * bits
-    found = ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8)
+    result = ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8)
     if dimension == 0:
-        return found.transpose(1, 2).flatten(0, 1)
-    return found.flatten(1)
+        return result.transpose(1, 2).flatten(0, 1)
+    return result.flatten(1)
 
 
 def grouped(

@@ -88,7 +88,7 @@ class QuantizedWeight(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(found.nbytes for found in _tensors(self))
+        return sum(result.nbytes for result in _tensors(self))
 
     def to(self, device: torch.device) -> Self:
         """A copy on ``device``."""
@@ -177,10 +177,10 @@ class GroupedWeight(QuantizedWeight):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         grouped: Tensor = self.unpacked().unflatten(1, (-1, self.group)).float()
         zeros = float(1 << (self.bits - 1)) if self.zeros is None else self.zeros.float()[:, :, None]
-        found = ((grouped - zeros) * self.scales.float()[:, :, None]).flatten(1)
+        result = ((grouped - zeros) * self.scales.float()[:, :, None]).flatten(1)
         if self.order is not None:
-            found = torch.empty_like(found).index_copy_(1, self.order, found)
-        return found.to(dtype)
+            result = torch.empty_like(result).index_copy_(1, self.order, result)
+        return result.to(dtype)
 
     def part(self, part: Part) -> Self:
         if part.dimension == 0:
@@ -283,14 +283,14 @@ def quantize_fp8(weight: Tensor) -> Fp8Weight:
 
 
 def _tensors(weight: QuantizedWeight | StaticActivation) -> list[Tensor]:
-    found: list[Tensor] = []
+    result: list[Tensor] = []
     for field in dataclasses.fields(weight):
         value = getattr(weight, field.name)
         if isinstance(value, Tensor):
-            found.append(value)
+            result.append(value)
         elif isinstance(value, StaticActivation):
-            found.extend(_tensors(value))
-    return found
+            result.extend(_tensors(value))
+    return result
 
 
 def _mapped(weight: _T, call: Callable[[Tensor], Tensor]) -> _T:

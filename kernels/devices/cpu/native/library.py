@@ -360,9 +360,9 @@ def open_library(source: Source | None = None) -> Library | None:
 def built(source: Source | None = None) -> Path | None:
     """The compiled library: the wheel's, or that of the cache, if no other user could have written it."""
     source = source or operators()
-    found = shipped(source)
-    if found is not None:
-        return found
+    result = shipped(source)
+    if result is not None:
+        return result
     folder = _folder(source)
     path = folder and folder / NAME
     return path if path is not None and path.is_file() and is_trusted(path) else None
@@ -403,9 +403,9 @@ def compile_command(source: Source, compiler: str, target: Path | str, *more: st
 def build(source: Source | None = None) -> Path:
     """Compile the library, unless it is there. Raises BuildError."""
     source = source or operators()
-    found = built(source)
-    if found is not None:
-        return found
+    result = built(source)
+    if result is not None:
+        return result
     compiling = start_build(source)
     if compiling is None:
         raise BuildError(
@@ -413,10 +413,10 @@ def build(source: Source | None = None) -> Path:
             "write to (see XDG_CACHE_HOME)"
         )
     compiling.wait()
-    found = built(source)
-    if found is None:
+    result = built(source)
+    if result is None:
         raise BuildError("the C++ compiler could not compile the native operators; is it g++ 12 or later?")
-    return found
+    return result
 
 
 class PendingBuild:

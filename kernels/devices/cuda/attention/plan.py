@@ -134,8 +134,8 @@ def attention(
     if isinstance(cache, Cache8bit):
         if cache.fixed is None:
             return _attention(queries, cache.values, cache.scales, plan, scale, scratch).flatten(1)
-        found = _attention(scale_queries(queries, cache.fixed), cache.values, None, plan, scale, scratch)
-        return scale_found(found, cache.fixed).flatten(1)
+        result = _attention(scale_queries(queries, cache.fixed), cache.values, None, plan, scale, scratch)
+        return scale_found(result, cache.fixed).flatten(1)
     return _attention(queries, cache, None, plan, scale, scratch).flatten(1)
 
 
@@ -232,10 +232,10 @@ def _attention(
     if some is not None:
         state = some.state
         draft_queries = queries[: len(state)]
-        found = out[: len(state)]
+        result = out[: len(state)]
         given = draft_queries, cache, state[:, 1:], state[:, 0], plan.window, scale
-        if not _spreads(draft_queries, cache, scales) or attempted(_spread(), *given, scratch, found) is None:
-            attend_decodes(*given, some.splits, scratch, found, scales)
+        if not _spreads(draft_queries, cache, scales) or attempted(_spread(), *given, scratch, result) is None:
+            attend_decodes(*given, some.splits, scratch, result, scales)
     drafts = plan.drafts
     if drafts is not None:
         _attend_drafts(queries, cache, scales, drafts, plan.window, scale, scratch, out)

@@ -54,13 +54,13 @@ def plan_prefills(rows: AttentionRows, first: int, put: Callable[[npt.NDArray[np
     each = -(-counts // TILE)
     row = np.repeat(np.arange(len(counts)), each)
     begin = (np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each)) * TILE
-    found = np.stack((row, offsets[row] + begin, np.minimum(counts[row] - begin, TILE), starts[row] + begin), axis=1)
+    result = np.stack((row, offsets[row] + begin, np.minimum(counts[row] - begin, TILE), starts[row] + begin), axis=1)
     # Renumber groups without the gaps of long rows: every other group is ascending.
     near = np.unique((np.cumsum(starts + counts) - 1) // _NEAR, return_inverse=True)[1][row]
     rising = (near[-1] - near) % 2 == 1
-    found = found[np.lexsort((np.where(rising, 1, -1) * found[:, 3], near))]
-    full = int(counts.max()) > TILE or (len(found) > 1 and int(counts.sum()) > TILE // 2 * len(found))
-    return PrefillBlocks(put(found.astype(np.int32)), pages, size, full)
+    result = result[np.lexsort((np.where(rising, 1, -1) * result[:, 3], near))]
+    full = int(counts.max()) > TILE or (len(result) > 1 and int(counts.sum()) > TILE // 2 * len(result))
+    return PrefillBlocks(put(result.astype(np.int32)), pages, size, full)
 
 
 @triton.jit

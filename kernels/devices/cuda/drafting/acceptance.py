@@ -111,7 +111,7 @@ def accept(
     count, width = tree.tokens.shape
     depth = min(depth, forced - 1) if forced else depth
     levels, device = depth + 1, sampled.device
-    found = torch.empty((count, Acceptance.width(levels)), dtype=torch.int64, device=device)
+    result = torch.empty((count, Acceptance.width(levels)), dtype=torch.int64, device=device)
     shown = rows.device.type == "cpu"
     kept = torch.empty((count, 4), dtype=torch.int64, device=device) if shown else rows
     parents, depths, bits = tree.parents, tree.depths, tree.bits
@@ -128,13 +128,13 @@ def accept(
         depths,
         bits,
         table,
-        found,
-        found[:, 2 + 2 * levels :].view(torch.int8),
+        result,
+        result[:, 2 + 2 * levels :].view(torch.int8),
         kept,
         nodes.stride(0),
         parents.stride(0),
         table.stride(0),
-        found.stride(0),
+        result.stride(0),
         triton.next_power_of_2(max(width, depth + 1)),  # so that truncated trees use the same kernel
         depth,
         forced > 0,
@@ -143,7 +143,7 @@ def accept(
         num_warps=1,
         launch_pdl=pdl,
     )
-    return Acceptance(found, levels, kept)
+    return Acceptance(result, levels, kept)
 
 
 _STRIDES = ["given_stride", "pages_stride", "host_stride", "outcome_stride", "tokens_stride"]

@@ -92,15 +92,15 @@ def merged(
     top = tl.load(place, mask=here, other=-float("inf"))  # requested before the candidates are processed
     share = tl.load(place + 1, mask=here, other=0.0)
     column = tl.arange(0, most_block)
-    found = tl.full([lines, most_block], -0x7FFFFFFFFFFFFFFF, tl.int64)
+    result = tl.full([lines, most_block], -0x7FFFFFFFFFFFFFFF, tl.int64)
     for index in tl.static_range(most):
         best = tl.max(key, 1)
-        found = tl.where((column == index)[None, :], best[:, None], found)
+        result = tl.where((column == index)[None, :], best[:, None], result)
         key = tl.where(key == best[:, None], -0x7FFFFFFFFFFFFFFF, key)
     above = tl.max(top, 1)
     above = tl.where(above == -float("inf"), 0.0, above)
     total = tl.log(tl.sum(share * tl.exp(top - above[:, None]), 1)) + above
-    value, number = value_of(found)
+    value, number = value_of(result)
     score = value - total[:, None]
     return tl.where(score == score, tl.minimum(score, 0.0), -float("inf")), number
 
@@ -174,8 +174,8 @@ def candidates(logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
     if most > MOST:
         values, chosen = logits.topk(most)
         return chosen, values.float() - logits.float().logsumexp(-1, keepdim=True)
-    found, pdl = find_parts(logits, most), overlapping(logits.device)
+    result, pdl = find_parts(logits, most), overlapping(logits.device)
     ids = torch.empty((rows, most), dtype=torch.int64, device=logits.device)
     scores = torch.empty((rows, most), dtype=torch.float32, device=logits.device)
-    candidates_kernel[(rows,)](found.keys, found.sums, ids, scores, *found.sizes, pdl, num_warps=4, launch_pdl=pdl)
+    candidates_kernel[(rows,)](result.keys, result.sums, ids, scores, *result.sizes, pdl, num_warps=4, launch_pdl=pdl)
     return ids, scores

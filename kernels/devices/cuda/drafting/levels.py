@@ -121,11 +121,11 @@ def choose_level(
             )  # fmt: skip
         candidate = tl.arange(0, lines)[:, None] * width + tl.arange(0, width_block)[None, :]
         key = tl.where(here, ranked(score, candidate), -0x7FFFFFFFFFFFFFFF)
-        found = tl.max(tl.max(key, 1), 0)
+        result = tl.max(tl.max(key, 1), 0)
         for index in tl.static_range(1, width):
-            key = tl.where((key == found) & (index <= node), -0x7FFFFFFFFFFFFFFF, key)
-            found = tl.max(tl.max(key, 1), 0)
-        best, chosen = value_of(found)
+            key = tl.where((key == result) & (index <= node), -0x7FFFFFFFFFFFFFFF, key)
+            result = tl.max(tl.max(key, 1), 0)
+        best, chosen = value_of(result)
         origin = chosen // width
         tl.store(tokens + row * width + node, tl.sum(tl.sum(tl.where(candidate == chosen, token, 0), 1), 0))
         own = after + (row * width + node) * 2

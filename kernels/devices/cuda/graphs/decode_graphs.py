@@ -105,9 +105,9 @@ class DecodeGraphs:
         few = [size for size in reversed(self.sizes) if size <= _HEADED_ROWS]
         if request.head is not None and few:
             self._headed = capture_each(few, self._run_headed, device, agree)
-        for _, found in self._headed.values():
-            if found.accepted is not None:  # what is captured behind runs before any pass has
-                found.accepted.packed.zero_()
+        for _, result in self._headed.values():
+            if result.accepted is not None:  # what is captured behind runs before any pass has
+                result.accepted.packed.zero_()
 
     @property
     def ends(self) -> dict[int, VerifyOutputs]:
@@ -118,11 +118,11 @@ class DecodeGraphs:
             size: VerifyOutputs(
                 self._staged.rows[:size],
                 self._state[:size, HEADER:],
-                found.accepted,
-                self._head.features(found.result),
+                result.accepted,
+                self._head.features(result.result),
             )
-            for size, (_, found) in self._headed.items()
-            if found.accepted is not None
+            for size, (_, result) in self._headed.items()
+            if result.accepted is not None
         }
 
     def run(self, batch: ForwardBatch, plan: AttentionPlan) -> Tensor | None:
@@ -193,14 +193,14 @@ class DecodeGraphs:
         whole, index = count * tokens, self._buffers.cache_index
         accepts = self._head is not None and self._head.accept is not None
         if headed is not None and (slots is not None or not accepts):
-            replay, found = headed
+            replay, result = headed
             replay()
-            if found.accepted is not None:
-                return PassResult(found.result[:whole], index[:whole], None, found.accepted.first_rows(count), size)
-            assert found.head is not None
-            logits, argmax, broken = found.head
+            if result.accepted is not None:
+                return PassResult(result.result[:whole], index[:whole], None, result.accepted.first_rows(count), size)
+            assert result.head is not None
+            logits, argmax, broken = result.head
             head = logits[:whole], argmax[:whole], broken[:whole]
-            return PassResult(found.result[:whole], index[:whole], head)
+            return PassResult(result.result[:whole], index[:whole], head)
         replay, hidden = self._graphs[size]
         replay()
         return PassResult(hidden[:whole], index[:whole])

@@ -67,12 +67,12 @@ def prompt_sizes(requested: Sequence[int], most: int, max_rows: int) -> list[Siz
             most,
         )
     chunks = [1 << bits for bits in range(_FEWEST.bit_length() - 1, most.bit_length()) if 1 << bits < most]
-    found: set[Size] = set()
+    result: set[Size] = set()
     for index, count in enumerate(rows):
         beside = count if index else 0
         tokens = requested or (*(chunk + beside for chunk in chunks), most)
-        found |= {(size, count) for size in tokens if count <= size <= most}
-    return sorted(found)
+        result |= {(size, count) for size in tokens if count <= size <= most}
+    return sorted(result)
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,9 @@ class PromptGraphs:
         new = self._put(np.concatenate((numbers, state.ravel())))
         self._numbers[size].copy_(new[: len(numbers)])
         self._state[1 : 1 + size[1], : state.shape[1]].copy_(new[len(numbers) :].view(state.shape))
-        replay, found = self._graphs[size]
+        replay, result = self._graphs[size]
         replay()
-        return CapturedStepResult(found.hidden[:count], found.logits[:count], found.argmax[:count])
+        return CapturedStepResult(result.hidden[:count], result.logits[:count], result.argmax[:count])
 
     def _fill(self, given: PromptTokens, size: Size) -> npt.NDArray[np.int32]:
         """The numbers of ``size``."""
@@ -221,11 +221,11 @@ class PromptGraphs:
         blocks = PrefillBlocks(tiles, self._state.view(-1, 1), TILE // 2, tokens > TILE)
         plans = {window: AttentionPlan(decodes, blocks, window) for window in self._windows}
         hidden, logits = self._forward(ForwardBatch(self._table[slots, positions], positions, index, plans), last)
-        found = torch.empty(rows, dtype=torch.int32, device=state.device)
+        result = torch.empty(rows, dtype=torch.int32, device=state.device)
         if self._kept is None:
             self._kept = hidden.new_empty(self._most, hidden.shape[1]), logits.new_empty(self._most, logits.shape[1])
         # In buffers that all graphs share: memory of one graph cannot be used by others.
-        kept = CapturedStepResult(self._kept[0][:rows], self._kept[1][:rows], found)
-        leave(state, self._table, logits, kept.logits, found)
+        kept = CapturedStepResult(self._kept[0][:rows], self._kept[1][:rows], result)
+        leave(state, self._table, logits, kept.logits, result)
         kept.hidden.copy_(hidden)
         return kept

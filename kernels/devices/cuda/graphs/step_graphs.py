@@ -202,7 +202,7 @@ class StepGraphs:
         self._logits: Tensor | None = None
         self._arrivals = ArrivalRing(rows, device)
         captured = capture_each(sorted(sizes, reverse=True), self._run, device, lambda could: could)
-        self._steps = {size: _Step(replay, found) for size, (replay, found) in captured.items()}
+        self._steps = {size: _Step(replay, result) for size, (replay, result) in captured.items()}
         self.sizes = sorted(self._steps)
         self._arrivals.begin()
 
@@ -220,8 +220,8 @@ class StepGraphs:
         self._arrivals.clear()
         step = self._steps[size]
         step.replay()
-        arrives, found = self._arrivals.follow(count), step.found
-        return CapturedStepResult(found.hidden[:count], found.logits[:count], found.argmax[:count], arrives)
+        arrives, result = self._arrivals.follow(count), step.found
+        return CapturedStepResult(result.hidden[:count], result.logits[:count], result.argmax[:count], arrives)
 
     def _bring(self, state: npt.NDArray[np.int32]) -> None:
         """``state`` to the device, unless it is what the step before has left there: most steps are of the rows of the
@@ -240,10 +240,10 @@ class StepGraphs:
         decodes = DecodeRows(state[:, 2:], split_count(size, self._kv_heads, max(context, LAUNCHED)))
         plans = {window: AttentionPlan(decodes, None, window) for window in self._windows}
         hidden, logits = self._forward(ForwardBatch(tokens, positions, index, plans), None)
-        found = torch.empty(size, dtype=torch.int32, device=state.device)
+        result = torch.empty(size, dtype=torch.int32, device=state.device)
         if self._logits is None:  # the largest step comes first
             self._logits = logits.new_empty(logits.shape)
         # In a place that all graphs share: what each keeps of its own, no other can use.
         kept = self._logits[:size]
-        leave(state, self._table, logits, kept, found, self._arrivals)
-        return CapturedStepResult(hidden, kept, found)
+        leave(state, self._table, logits, kept, result, self._arrivals)
+        return CapturedStepResult(hidden, kept, result)

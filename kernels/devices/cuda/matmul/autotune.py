@@ -145,19 +145,19 @@ def in_a_row(layers: Sequence[Ways], between: Callable[[], object]) -> Row:
         between()
         return product
 
-    found = Row({name: partial(row, name) for name in layers[0]})
-    found.products = len(layers)
-    return found
+    result = Row({name: partial(row, name) for name in layers[0]})
+    result.products = len(layers)
+    return result
 
 
 def made(shape: Shape, ways: Ways) -> dict[str, Tensor]:
     """The products of all available implementations. The first must work; for others the compiler may be too old or
     memory too short."""
     first, label = next(iter(ways)), " x ".join(map(str, shape))
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for name, way in ways.items():
         try:
-            found[name] = way()
+            result[name] = way()
         except torch.OutOfMemoryError:
             if name == first:
                 raise
@@ -167,7 +167,7 @@ def made(shape: Shape, ways: Ways) -> dict[str, Tensor]:
             if name == first:
                 raise
             _log.warning("Product %s: %s is not available here and is not used (%s).", label, name, error)
-    return found
+    return result
 
 
 def agreeing(shape: Shape, products: Mapping[str, Tensor]) -> list[str]:
@@ -178,11 +178,11 @@ def agreeing(shape: Shape, products: Mapping[str, Tensor]) -> list[str]:
     if not bool(first.isfinite().all()):
         return [name]
     limit = _ROUNDING * first.norm()
-    found = [other for other, product in products.items() if bool((product.float() - first).norm() <= limit)]
-    if wrong := [other for other in products if other not in found]:
+    result = [other for other, product in products.items() if bool((product.float() - first).norm() <= limit)]
+    if wrong := [other for other in products if other not in result]:
         label = " x ".join(map(str, shape))
         _log.warning("Product %s: %s differs from %s and is not used.", label, ", ".join(wrong), name)
-    return found
+    return result
 
 
 def choose(shape: Shape, times: Mapping[str, float], preferred: str = "", products: int = 1) -> str:
@@ -191,7 +191,7 @@ def choose(shape: Shape, times: Mapping[str, float], preferred: str = "", produc
     first = preferred if preferred in times else next(iter(times))
     quickest = min(times, key=times.__getitem__)
     beaten = (1 - _MARGIN) * times[first] - (_AFTER * products if first == preferred else 0.0)
-    found = quickest if times[quickest] < beaten else first
+    result = quickest if times[quickest] < beaten else first
     timings = ", ".join(f"{name} {time:.1f} us" for name, time in times.items())
-    _log.info("Product %s: %s; %s is used.", " x ".join(map(str, shape)), timings, found)
-    return found
+    _log.info("Product %s: %s; %s is used.", " x ".join(map(str, shape)), timings, result)
+    return result

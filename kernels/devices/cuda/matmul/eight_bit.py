@@ -40,8 +40,8 @@ def _wide(w, code: tl.constexpr, whole: tl.constexpr, offset: tl.constexpr):
     """Convert int8, or e4m3 stored as int8, to float32: see
     ``kernels.devices.cuda.matmul.number_conversions.wide_conversion``."""
     if code is not None:
-        found = tl.inline_asm_elementwise(code, "=r,=r,=r,=r,r", [w], dtype=tl.int32, is_pure=True, pack=4)
-        number = found.to(tl.float32, bitcast=True) + offset
+        result = tl.inline_asm_elementwise(code, "=r,=r,=r,=r,r", [w], dtype=tl.int32, is_pure=True, pack=4)
+        number = result.to(tl.float32, bitcast=True) + offset
     elif whole:
         number = w.to(tl.float32)
     else:
@@ -249,8 +249,8 @@ class EightBitLinear:
         return gemv_quantized.fused(x, self._form, self.bias, self._gated, _WORDS, before)
 
     def _many(self, x: Tensor) -> Tensor:
-        found = self._product(x)
-        return swiglu(found) if self._gated else found
+        result = self._product(x)
+        return swiglu(result) if self._gated else result
 
     def _product(self, x: Tensor) -> Tensor:
         rows, outputs = len(x), self.weight.shape[0]

@@ -167,11 +167,11 @@ def split_options(tokens: int, weight: Tensor, gated: bool) -> dict[str, GemmSpl
     large = gated or (outputs >= _MANY and tokens > 32)
     rows, block = (2 * _ROWS, _BLOCK // 2) if large else (_ROWS, _BLOCK)
     tiles = triton.cdiv(outputs, rows)
-    found = {"narrow": GemmSplit(rows, block, _splits(tokens, tiles, inputs), 8 if large else 4)}
+    result = {"narrow": GemmSplit(rows, block, _splits(tokens, tiles, inputs), 8 if large else 4)}
     short = GemmSplit(_ROWS, _BLOCK, triton.cdiv(inputs, _PART), 4)
-    if short not in found.values():
-        found["narrow, short"] = short
-    return found
+    if short not in result.values():
+        result["narrow, short"] = short
+    return result
 
 
 def multiply(

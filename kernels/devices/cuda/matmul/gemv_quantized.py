@@ -251,8 +251,8 @@ def gemv_quantized_kernel(
             c, d = apart(upper, fours, flat, beside)
             total += by_nibbles(word, a, b, c, d, front, back, pair, zero, zeroed, brain, sums) * scale
             if gated:
-                found = by_nibbles(other, a, b, c, d, front, back, other_pair, other_zero, zeroed, brain, sums)
-                other_total += found * scale
+                result = by_nibbles(other, a, b, c, d, front, back, other_pair, other_zero, zeroed, brain, sums)
+                other_total += result * scale
         else:
             numbers = whole(value) if kind == 3 else half(value)
             one, two = gl.split(numbers.reshape(fours, 8, 2))
@@ -274,28 +274,28 @@ def gemv_quantized_kernel(
             next_word = _numbers(first + (turn + 2) * fours * 4, ahead_of)
             if gated:
                 next_other = _numbers(second + (turn + 2) * fours * 4, ahead_of)
-    found = gl.sum(total, 1)
+    result = gl.sum(total, 1)
     up = gl.sum(other_total, 1)
     if normed:
         norm = gl.rsqrt(gl.sum(squares, 0) / (chunks * pieces * piece) + eps)
-        found *= norm
+        result *= norm
         up *= norm
     if kind != 1:
-        found *= scale_of
+        result *= scale_of
         if gated:
             up *= other_scale
     if biased:
-        found += added
+        result += added
         if gated:
             up += other_added
     if gated:
         # Rounded as the product is where the activation is an operator of its own.
-        gate = found.to(like).to(gl.float32)
-        found = gate / (1.0 + gl.exp(-gate)) * up.to(like).to(gl.float32)
+        gate = result.to(like).to(gl.float32)
+        result = gate / (1.0 + gl.exp(-gate)) * up.to(like).to(gl.float32)
     if dim > 0:
-        end_heads(found.to(like), turning, out, cache, heads, kv_heads, dim, page_size, rows, warps)
+        end_heads(result.to(like), turning, out, cache, heads, kv_heads, dim, page_size, rows, warps)
     else:
-        gl.store(out + row, found.to(like), mask=row < outputs)
+        gl.store(out + row, result.to(like), mask=row < outputs)
 
 
 def tilings(form: Form, gated: bool) -> dict[str, GemvTiling]:
@@ -305,16 +305,16 @@ def tilings(form: Form, gated: bool) -> dict[str, GemvTiling]:
     nibbles, chunks = form.kind == NIBBLES, form.words.shape[1] // 8
     warps = 1 << (max(1, min(2 if nibbles else 4, chunks // 32)).bit_length() - 1)
     rows = (4 if gated else 8) if nibbles else 8 if chunks * 8 * PIECES[form.kind] >= _LONG else 4
-    found = {"single": GemvTiling(rows, warps, warps, 32 * warps)}
+    result = {"single": GemvTiling(rows, warps, warps, 32 * warps)}
     if nibbles:
         if chunks <= 128:
-            found["rows of a warp"] = GemvTiling(8 if gated else 16, 4, 1, 128, 168)
+            result["rows of a warp"] = GemvTiling(8 if gated else 16, 4, 1, 128, 168)
         else:
-            found["warps of a row"] = GemvTiling(8 if gated else 16, 4, 4, 128)
+            result["warps of a row"] = GemvTiling(8 if gated else 16, 4, 4, 128)
     else:
-        found["warps of a row"] = GemvTiling(4 if gated else 8, 4, 4, 128)
-        found["rows of a warp"] = GemvTiling(8, 4, 1, 64)
-    return found
+        result["warps of a row"] = GemvTiling(4 if gated else 8, 4, 4, 128)
+        result["rows of a warp"] = GemvTiling(8, 4, 1, 64)
+    return result
 
 
 def multiply(

@@ -105,12 +105,12 @@ class GroupedLinear:
 
     def copies(self) -> list[GroupedLinear]:
         """See ``kernels.devices.cuda.matmul.norm_then_linear``."""
-        found = []
+        result = []
         for _ in range(spare(self._form.words)):
             twin = copy(self)
             twin._form = replace(self._form, words=self._form.words.clone())
-            found.append(twin)
-        return found
+            result.append(twin)
+        return result
 
     def _few(self, x: Tensor, tiles: Tiles) -> Tensor:
         return gemm_small_quantized.multiply(x, self._form, self.bias, self._arrived, self._gated, tiles)
@@ -142,5 +142,5 @@ class GroupedLinear:
     def _wide(self, x: Tensor) -> Tensor:
         weight = self._room.room(*self._shape, x.dtype)
         packing.widen(self._form, self._words, weight)
-        found = F.linear(x, weight, self.bias)
-        return swiglu(found) if self._gated else found
+        result = F.linear(x, weight, self.bias)
+        return swiglu(result) if self._gated else result

@@ -318,5 +318,5 @@ class CudaLinear:
         return gemm_small_tma.multiply(x, self._described, self.bias, self._arrived, self._gated, left, joining)
 
     def _many(self, x: Tensor) -> Tensor:
-        found = F.linear(x, self.weight, self.bias)
-        return swiglu(found) if self._gated else found
+        result = F.linear(x, self.weight, self.bias)
+        return swiglu(result) if self._gated else result

@@ -142,8 +142,8 @@ def largest(value, axis: gl.constexpr):
 @gluon.jit
 def inverse(bits, most: gl.constexpr):
     """The factor that maps the maximum to ``most``, and its inverse."""
-    found = gl.maximum(bits, 0x0D800000).to(gl.float32, bitcast=True)
-    return most / found, found * (1.0 / most)
+    result = gl.maximum(bits, 0x0D800000).to(gl.float32, bitcast=True)
+    return most / result, result * (1.0 / most)
 
 
 @gluon.jit

@@ -162,11 +162,11 @@ class CudaHeads(ProjectedHeads[Any]):
     ) -> tuple[Tensor, Tensor]:
         kept = isinstance(cache, Tensor) and cache.dtype == residual.dtype and cache.shape[4] == self.dim
         if len(residual) == 1 and self.norm is None and kept:
-            found = self._at_once(x, residual, Placing(self.heads, cos, sin, cache, index))
-            if found is not None:
-                return found
-        found = self._of_parts(x, residual, cos, sin, cache, index)
-        return super().__call__(x, residual, cos, sin, cache, index) if found is None else found
+            result = self._at_once(x, residual, Placing(self.heads, cos, sin, cache, index))
+            if result is not None:
+                return result
+        result = self._of_parts(x, residual, cos, sin, cache, index)
+        return super().__call__(x, residual, cos, sin, cache, index) if result is None else result
 
     def _of_parts(
         self, x: PendingResidual, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, index: Tensor

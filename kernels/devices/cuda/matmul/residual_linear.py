@@ -27,5 +27,5 @@ class CudaResidualLinear(ResidualLinear):
     """One launch if the layer's kernel does both."""
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[PendingResidual, Tensor]:
-        found = self.linear.into(x, residual, self.next_norm) if isinstance(self.linear, Joins) else None
-        return super().__call__(x, residual) if found is None else found
+        result = self.linear.into(x, residual, self.next_norm) if isinstance(self.linear, Joins) else None
+        return super().__call__(x, residual) if result is None else result

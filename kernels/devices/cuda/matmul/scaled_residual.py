@@ -70,7 +70,7 @@ class ScaledNormThenLinear(NormThenLinear):
     def add(self, x: PendingResidual, residual: Tensor) -> tuple[Tensor, Tensor]:
         scaled = scaled_for(self.norm, x)
         if scaled is not None and isinstance(self.linear, Divides):
-            found = self.linear.divided(scaled)
-            if found is not None:
-                return found, residual
+            result = self.linear.divided(scaled)
+            if result is not None:
+                return result, residual
         return super().add(x, residual)

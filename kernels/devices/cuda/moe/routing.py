@@ -88,20 +88,20 @@ def _choose(
         allowed = tl.max(tl.where(mine & (taken > 0)[None, :], 1, 0), 1) > 0
         ranked = tl.where(allowed, ranked, -float("inf"))
     place = tl.arange(0, chosen_block)
-    found = tl.zeros([chosen_block], tl.int32)
+    result = tl.zeros([chosen_block], tl.int32)
     weight = tl.zeros([chosen_block], tl.float32)
     left = there
     for number in tl.static_range(chosen):
         # An expert that is left, whatever its rank: -inf may be all that there is.
         top = tl.argmax(tl.where(left, tl.maximum(ranked, -3.0e38), -float("inf")), 0)
-        found = tl.where(place == number, top, found)
+        result = tl.where(place == number, top, result)
         weight = tl.where(place == number, tl.sum(tl.where(expert == top, scores, 0.0), 0), weight)
         left = left & (expert != top)
     if normalized:
         weight = weight / (tl.sum(weight, 0) + least)
     weight = tl.where(broken, float("nan"), weight * scale)
     tl.store(weights + token * chosen + place, weight, mask=place < chosen)
-    tl.store(chosen_experts + token * chosen + place, found, mask=place < chosen)
+    tl.store(chosen_experts + token * chosen + place, result, mask=place < chosen)
 
 
 @triton.jit(do_not_specialize=["pairs"])
