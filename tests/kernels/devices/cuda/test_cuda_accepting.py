@@ -69,7 +69,7 @@ def test_the_same_is_accepted(linear, nodes, depth, forced, shown, device):
     assert torch.equal(found.rows.cpu(), own.cpu())
     if shown:
         own.fill_(-1)
-    part = found.of(2)
+    part = found.first_rows(2)
     here = part.on_host(part.packed.cpu())
     assert torch.equal(here.outcome, verified.outcome[:2])
     assert torch.equal(here.tokens, expected.tokens[:2])
