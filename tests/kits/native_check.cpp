@@ -328,8 +328,8 @@ void check_attention(int64_t tokens, int64_t count, int64_t window, bool prompt,
     Step step = {};
     step.rows = tokens, step.index = index.data();
     Op op = {};
-    op.kind = kind ? WRITE_NARROW : WRITE, op.a = given.data(), op.out = cache.data(), op.stride_a = token;
-    op.i0 = kind ? dim : token, op.i1 = 2 * kv_heads, op.narrow = kind, op.scales = scales.data();
+    op.kind = kind ? WRITE_8BIT : WRITE, op.a = given.data(), op.out = cache.data(), op.stride_a = token;
+    op.i0 = kind ? dim : token, op.i1 = 2 * kv_heads, op.cache_type = kind, op.scales = scales.data();
     run_op(op, step);
 
     const int64_t offsets[] = {0, count}, lengths[] = {tokens};
@@ -337,7 +337,7 @@ void check_attention(int64_t tokens, int64_t count, int64_t window, bool prompt,
     step.sequences = 1, step.decodes = prompt ? 0 : 1, step.offsets = offsets, step.prompts = prompt;
     op = {}, op.kind = ATTENTION, op.a = queries.data(), op.b = cache.data(), op.out = out.data();
     op.stride_a = op.stride_out = heads * dim;
-    op.i0 = dim, op.i1 = heads, op.i2 = kv_heads, op.i3 = window, op.i4 = page, op.f0 = 0.125, op.narrow = kind, op.scales = scales.data();
+    op.i0 = dim, op.i1 = heads, op.i2 = kv_heads, op.i3 = window, op.i4 = page, op.f0 = 0.125, op.cache_type = kind, op.scales = scales.data();
     run_op(op, step);
     const auto value = [&](int64_t at, int64_t part, int64_t head, int64_t d) {
         return static_cast<double>(to_float(given[at * token + (part * kv_heads + head) * dim + d]));
@@ -367,10 +367,10 @@ int main() {
     check_products();
     check_rows();
     for (int64_t group : {1, 2, 3, 8})
-        for (int64_t kind : {PLAIN, WHOLE, E4M3, E5M2}) check_attention(150, 1, group == 2 ? 40 : 0, false, kind, group);
-    check_attention(150, 3, 0, false, PLAIN, 2);
-    check_attention(200, 70, 0, true, PLAIN, 2);
-    check_attention(200, 70, 50, true, WHOLE, 2);
+        for (int64_t kind : {BF16, INT8, E4M3, E5M2}) check_attention(150, 1, group == 2 ? 40 : 0, false, kind, group);
+    check_attention(150, 3, 0, false, BF16, 2);
+    check_attention(200, 70, 0, true, BF16, 2);
+    check_attention(200, 70, 50, true, INT8, 2);
     if (failures) std::printf("%d checks failed\n", failures);
     return failures != 0;
 }

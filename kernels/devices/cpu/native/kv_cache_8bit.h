@@ -89,7 +89,7 @@ struct Cache8bit {
     }
 };
 
-// WRITE_NARROW, one token.
+// WRITE_8BIT, one token.
 inline void write_8bit(const Op& op, const Step& step, int64_t row) {
     const bf16* x = static_cast<const bf16*>(op.a) + row * op.stride_a;
     const Cache8bit kept(op, op.out, op.i0, op.i1 / 2);
