@@ -211,8 +211,9 @@ def test_rows_of_blocks_are_looked_up(
     ids = torch.randint(outputs, (rows,), generator=generator)
     lookup, head = device.linear.make_tied(weight)
     assert_near(lookup(ids), weight.dequantize(torch.float32).double()[ids], 0.0)
-    assert isinstance(head, CpuBlocksLinear)
-    assert head.lookup == lookup  # of one copy
+    if device.operators != "none":
+        assert isinstance(head, CpuBlocksLinear)
+        assert head.lookup == lookup  # of one copy
 
 
 @pytest.mark.parametrize("inputs", [40, 33])
