@@ -1,7 +1,7 @@
 """What actors know of the kernels: plain data and errors, without torch. The only part of kernels that actors import.
 
 step.py            StepBatch and StepResult, the messages of a step; SlotSampling: sampling parameters of a slot
-runner.py          the interface of a runner; config.py: RunnerConfig; info.py: ModelInfo, what a loaded model tells
+runner.py          the interface of a runner; config.py: RunnerConfig; info.py: ModelInfo, facts about a loaded model
 caches.py          cache specs and cache groups: paged, window, latent, state
 tasks.py           generate, embed, score, classify; pooling.py: how hidden states become a vector or classes
 grammar.py         the grammar of an answer; speculation.py: settings of draft tokens

@@ -22,8 +22,8 @@ __all__ = ["architecture_of", "build_empty", "load", "read_config"]
 
 @contextmanager
 def _library() -> Iterator[Any]:
-    """transformers. It imports torch_npu wherever that is installed, which fails without CANN; workers of an NPU have
-    imported it before."""
+    """transformers. It imports torch_npu wherever that is installed, which fails without CANN, so torch_npu is hidden
+    meanwhile and no longer, unlike by ``hide_broken_npu``. Workers of an NPU have imported it before."""
     hidden = "torch_npu" not in sys.modules
     if hidden:
         sys.modules["torch_npu"] = None  # type: ignore[assignment]

@@ -1,6 +1,6 @@
 """A causal language model of transformers' own modeling code, over our paged cache.
 
-The tokens of all rows of a step are one sequence of the model's code: only attention tells rows apart, and attention is
+The model's code reads the tokens of all rows of a step as one sequence. Rows are separate in attention alone, which is
 ours (``kernels.models.fallback.attention``). Nothing is captured: a step runs operator by operator.
 """
 

@@ -16,6 +16,6 @@ can add, norm and multiply in one launch:
     h, residual = norm.add(x, residual)         residual += x; h = norm(residual)
 
 ``NormThenLinear`` is a norm with the linear layer that reads it, ``ResidualLinear`` a linear layer whose result is
-added to the stream. A device may let the latter begin the next norm: therefore ``set_next_norm`` tells each layer the
-norm that follows it, and ``x`` may be a ``NormInProgress``. On a device without such kernels both are plain torch.
+added to the stream. A device may let the latter begin the next norm. So ``set_next_norm`` gives each layer the norm
+that follows it, and ``x`` may be a ``NormInProgress``. On a device without such kernels both are plain torch.
 """
