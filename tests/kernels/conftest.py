@@ -24,6 +24,7 @@ from tests.kits.driver import (
     FAMILIES,
     GPT_OSS,
     HYBRID,
+    INDEXED,
     LATENT,
     ROUTED,
     SHARED,
@@ -70,6 +71,7 @@ DIVISIBLE |= {
 
 DIVISIBLE |= {
     "parallel-deepseek-v3": ("DeepseekV3", DEEPSEEK | {"vocab_size": 212}),
+    "parallel-deepseek-v3.2": ("DeepseekV32", INDEXED | {"vocab_size": 212}),
     "parallel-gpt-oss": ("GptOss", GPT_OSS | {"vocab_size": 212}),
     "parallel-minicpm3": ("MiniCPM3", DEEPSEEK | {"vocab_size": 212, "pad_token_id": 0}),
 }
