@@ -117,7 +117,7 @@ class LoadedModel:
 
     def agree(self, could: bool) -> bool:
         """Whether every rank of the group passed True. All ranks must call it."""
-        return bool(self.group.least(int(could)))
+        return bool(self.group.minimum(int(could)))
 
     def clear_pages(self, pages: list[int]) -> None:
         """Overwrite pages of the model's and the draft's caches with zeros."""
@@ -286,14 +286,14 @@ def load_model(
             DrafterContext(config, speculation, own, group, model, part, opened.whole, dtype, opened.context)
         )
         draft_bytes = drafter.weight_bytes + own.linear.dequantized_bytes - before
-    max_drafts = drafter.most_nodes - 1 if drafter is not None else 0
-    group.least(0)  # a barrier: all ranks have read their weights before one waits in a collective
+    max_drafts = drafter.max_nodes - 1 if drafter is not None else 0
+    group.minimum(0)  # a barrier: all ranks have read their weights before one waits in a collective
     clock.end("weights")
 
     reserved = _step_memory(opened, config, device, model, sampler=sampler, sizes=sizes, drafter=drafter, group=group)
     spare = drafter.spare_bytes if drafter is not None else 0
     memory = device.memory.usage()
-    pages = group.least(
+    pages = group.minimum(
         cache_pages(
             config,
             sizes.token_bytes,
@@ -358,7 +358,7 @@ def load_model(
         cache_dtype=str(opened.cache.dtype or dtype).removeprefix("torch."),
         cache_token_bytes=sizes.token_bytes,
         load_seconds={},
-        speculative_nodes=drafter.most_nodes if drafter is not None else 1,
+        speculative_nodes=drafter.max_nodes if drafter is not None else 1,
         speculative_depth=drafter.depth if drafter is not None else 0,
         speculative_levels=drafter.levels(speculation) if drafter is not None and speculation is not None else (0,),
         speculative_tokens=device.traits.verify_budget if drafter is not None and drafter.stepwise else 0,
@@ -409,7 +409,7 @@ def _step_memory(
     """Bytes that the largest step needs besides weights and cache; 0 if the device does not measure. Kernels are
     compiled before, if that takes long."""
     part, longest = opened.part, config.max_step_tokens
-    pages, max_drafts = -(-longest // config.page_size), drafter.most_nodes - 1 if drafter is not None else 0
+    pages, max_drafts = -(-longest // config.page_size), drafter.max_nodes - 1 if drafter is not None else 0
     if model.rows is not None:
         model.rows.open(pages, config.page_size)
     draft_caches = drafter.make_caches(1) if drafter is not None and device.traits.compiles else []
@@ -449,8 +449,8 @@ def _step_memory(
             captured.capture_steps(rows)
         else:
             captured.capture_decodes(rows)
-            rows = min(rows, longest // drafter.most_nodes)
-            verifies = captured.capture_decodes(rows, drafter.most_nodes, drafter.branches, drafter.depth)
+            rows = min(rows, longest // drafter.max_nodes)
+            verifies = captured.capture_decodes(rows, drafter.max_nodes, drafter.branches, drafter.depth)
             drafter.capture(lambda could: could, verifies.ends if verifies is not None else {})
             target = TargetParts(device, some, part, opened.dtype, own, make_slots())
             precompile_drafts(config, drafter, target)

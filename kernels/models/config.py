@@ -297,9 +297,9 @@ class ConfigReader:
         self.raw = raw
         self.architecture = architecture
 
-    def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        """A whole number from 1 to ``most``."""
-        return _size(self.raw, key, default, most)
+    def size(self, key: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
+        """A whole number from 1 to ``maximum``."""
+        return _size(self.raw, key, default, maximum)
 
     def number(self, key: str, default: float) -> float:
         """A number above 0."""
@@ -310,7 +310,7 @@ class ConfigReader:
 
     @property
     def layers(self) -> int:
-        return self.size("num_hidden_layers", most=MAX_LAYERS)
+        return self.size("num_hidden_layers", maximum=MAX_LAYERS)
 
     def decoder(
         self,
@@ -498,7 +498,7 @@ class ConfigReader:
         """Experts of a layer, and how many of them a token takes."""
         names = ("num_experts", "n_routed_experts", "num_local_experts")  # tools write any
         key = next((name for name in names if name in self.raw), "num_local_experts")
-        count = self.size(key, most=min(MAX_EXPERTS, MAX_EXPERTS_OF_MODEL // self.layers))
+        count = self.size(key, maximum=min(MAX_EXPERTS, MAX_EXPERTS_OF_MODEL // self.layers))
         chosen = self.size("num_experts_per_tok")
         if chosen > count:
             raise ConfigError(f"config.json: num_experts_per_tok {chosen} is more than {key} {count}")
@@ -569,14 +569,14 @@ class ConfigReader:
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-def _size(raw: Mapping[str, Any], key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+def _size(raw: Mapping[str, Any], key: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
     value = raw.get(key)
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"config.json: {key} must be a whole number of at least 1, and is {value!r}")
-    if value > most:
-        raise ConfigError(f"config.json: {key} must be at most {most}, and is {value}; is the file damaged?")
+    if value > maximum:
+        raise ConfigError(f"config.json: {key} must be at most {maximum}, and is {value}; is the file damaged?")
     return value
 
 

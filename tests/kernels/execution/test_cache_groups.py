@@ -113,7 +113,7 @@ class Line:
         self.outputs: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
         self.ends: list[int] = []
-        self.most_used: list[int] = []
+        self.max_used: list[int] = []
         self.start_worker()
 
     def start_worker(self) -> None:
@@ -139,8 +139,8 @@ class Line:
             assert plan.batch is not None
             self.sent.append(plan.batch)
         usage = self.cache.usage().bounded
-        self.most_used = [
-            max(pair) for pair in zip(self.most_used or [0] * len(usage), (g.used for g in usage), strict=True)
+        self.max_used = [
+            max(pair) for pair in zip(self.max_used or [0] * len(usage), (g.used for g in usage), strict=True)
         ]
         if not self.sent:
             return False
@@ -245,7 +245,7 @@ def test_pages_outside_of_the_window_are_returned(tmp_path: Path) -> None:
     line.play()
     (group,) = line.info.bounded_groups
     assert isinstance(group.group.spec, Window)
-    assert line.most_used[0] <= group.sequence_pages(PAGE) + group.step_pages(20) < 220 // PAGE
+    assert line.max_used[0] <= group.sequence_pages(PAGE) + group.step_pages(20) < 220 // PAGE
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral", "olmo3"])
