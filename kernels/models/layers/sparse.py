@@ -35,19 +35,22 @@ def tensors(
     )
 
 
-def mixed_tensors(config: ModelConfig, mixer: MixerTensors, names: ExpertNames = QWEN) -> Iterator[TensorSpec]:
-    """Every tensor of a checkpoint. ``mixer``: of what stands in the place of attention, by the layer's number."""
+def mixed_tensors(
+    config: ModelConfig, mixer: MixerTensors, names: ExpertNames = QWEN, root: str = "model"
+) -> Iterator[TensorSpec]:
+    """Every tensor of a checkpoint. ``mixer``: of what stands in the place of attention, by the layer's number.
+    ``root``: the decoder's module."""
     experts = config.experts
-    yield from vocabulary.tensors(config)
+    yield from vocabulary.tensors(config, f"{root}.embed_tokens")
     for index in range(config.layers):
-        layer, gguf = f"model.layers.{index}", f"blk.{index}"
+        layer, gguf = f"{root}.layers.{index}", f"blk.{index}"
         yield from pre_norm.norm_tensors(config, layer, gguf)
         yield from mixer(config, index)
         if experts is not None and index in experts.layers:
             yield from moe.tensors(experts, config.hidden_size, layer, gguf, names)
         else:
             yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
-    yield norm("model.norm", config.hidden_size, "output_norm")
+    yield norm(f"{root}.norm", config.hidden_size, "output_norm")
 
 
 def build(
@@ -70,12 +73,17 @@ def build(
     return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
 
 
-def build_mixed(config: ModelConfig, builder: ModelBuilder, mixer: MakeMixer, names: ExpertNames = QWEN) -> Decoder:
+def build_mixed(
+    config: ModelConfig, builder: ModelBuilder, mixer: MakeMixer, names: ExpertNames = QWEN, root: str = "model"
+) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``. ``mixer``: makes what stands in the place of attention in a
-    layer, by its number."""
-    vocab = vocabulary.vocabulary(builder, config)
-    layers = [_block(config, builder, index, names, mixer(builder, config, index)) for index in range(config.layers)]
-    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps, config.norm_offset))
+    layer, by its number. ``root``: the decoder's module."""
+    vocab = vocabulary.vocabulary(builder, config, f"{root}.embed_tokens")
+    layers = [
+        _block(config, builder, index, f"{root}.layers.{index}", names, mixer(builder, config, index))
+        for index in range(config.layers)
+    ]
+    return Decoder(builder, config, vocab, layers, builder.norm(f"{root}.norm", config.norm_eps, config.norm_offset))
 
 
 def _pre_norm_layer(config: ModelConfig, builder: LayerBuilder, index: int, names: ExpertNames) -> PreNormLayer:
@@ -92,9 +100,9 @@ def _pre_norm_layer(config: ModelConfig, builder: LayerBuilder, index: int, name
 
 
 def _block(
-    config: ModelConfig, builder: LayerBuilder, index: int, names: ExpertNames, attention: AttentionLayer
+    config: ModelConfig, builder: LayerBuilder, index: int, name: str, names: ExpertNames, attention: AttentionLayer
 ) -> Block:
-    name, experts = f"model.layers.{index}", config.experts
+    experts = config.experts
     norms = Norms(
         before_attention=builder.norm(f"{name}.input_layernorm", config.norm_eps, config.norm_offset),
         before_mlp=builder.norm(f"{name}.post_attention_layernorm", config.norm_eps, config.norm_offset),
