@@ -91,6 +91,7 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
     cache whose tokens can be moved, which is all that the verification of draft tokens needs. Capped attention reads a
     plain cache and the host's rows; a CPU's programs have the operators of plain families alone."""
     paged = not (family.eager or family.latent)
+    captured = paged or (family.latent and not family.indexed and features.plans_latent)
     yield "F"
     if family.quantizable:
         yield "Q"
@@ -98,11 +99,11 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
         yield "K"
     if paged and any(name.startswith("fp8") for name in features.cache_dtypes):
         yield "E"
-    if paged:
+    if paged or (family.latent and not features.plans_latent):
         yield "S"
     if features.collectives:
         yield "T"
-    if features.captures and (paged or (family.latent and features.plans_latent)) and (family.plain or not cpu):
+    if features.captures and captured and (family.plain or not cpu):
         yield "G"
 
 
