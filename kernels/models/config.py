@@ -10,9 +10,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from kernels.contract.caches import Latent
+from kernels.contract.caches import Latent, State
 from kernels.contract.errors import ConfigError
 from kernels.contract.limits import MAX_EXPERTS, MAX_EXPERTS_OF_MODEL, MAX_LAYERS, MAX_SIZE
 from kernels.contract.pooling import PoolingConfig
@@ -26,6 +26,7 @@ __all__ = [
     "IndexConfig",
     "LatentConfig",
     "ModelConfig",
+    "Recurrence",
     "RopeConfig",
     "local_config",
 ]
@@ -137,6 +138,18 @@ class LatentConfig:
         return Latent(self.rank, self.rope_dim, self.index.dim if indexed and self.index is not None else 0)
 
 
+class Recurrence(Protocol):
+    """The sizes of layers that keep a state of each sequence, all of one kind. A frozen dataclass of the layer's."""
+
+    def state(self) -> State:
+        """What one layer keeps of a sequence, on a rank of these sizes."""
+        ...
+
+    def divided(self, size: int) -> Recurrence:
+        """The sizes that one of ``size`` ranks runs. Raises ConfigError, naming the numbers."""
+        ...
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder's sizes. ``windows[layer]`` is the layer's sliding window in tokens, 0 for full attention.
@@ -152,6 +165,7 @@ class ModelConfig:
     ``reward_head``: the module of a family's own head that rewards; "": see ``layers.classification``.
     ``query_growth``: (factor, tokens) by which queries grow with their positions, ``1 + factor * ln(1 + position //
     tokens)``; a factor of 0: not. ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``.
+    ``recurrence``: of layers that keep states, ``recurrent`` says which these are.
     ``position_table``, ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
     ``first_position``: the row of an input's first token. ``code``: of a model that runs transformers' modeling code.
     """
@@ -193,6 +207,8 @@ class ModelConfig:
     reward_head: str = ""
     latent: LatentConfig | None = None
     query_growth: tuple[float, int] = (0.0, 1)
+    recurrence: Recurrence | None = None
+    recurrent: frozenset[int] = frozenset()
     position_table: int = 0
     segments: int = 0
     first_position: int = 0
@@ -258,6 +274,7 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
         all_kv_heads=config.kv_heads if size > 1 else 0,
         intermediate_size=config.intermediate_size // size,
         experts=experts,
+        recurrence=None if config.recurrence is None else config.recurrence.divided(size),
     )
 
 
@@ -280,9 +297,9 @@ class ConfigReader:
         self.raw = raw
         self.architecture = architecture
 
-    def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        """A whole number from 1 to ``most``."""
-        return _size(self.raw, key, default, most)
+    def size(self, key: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
+        """A whole number from 1 to ``maximum``."""
+        return _size(self.raw, key, default, maximum)
 
     def number(self, key: str, default: float) -> float:
         """A number above 0."""
@@ -293,7 +310,7 @@ class ConfigReader:
 
     @property
     def layers(self) -> int:
-        return self.size("num_hidden_layers", most=MAX_LAYERS)
+        return self.size("num_hidden_layers", maximum=MAX_LAYERS)
 
     def decoder(
         self,
@@ -481,7 +498,7 @@ class ConfigReader:
         """Experts of a layer, and how many of them a token takes."""
         names = ("num_experts", "n_routed_experts", "num_local_experts")  # tools write any
         key = next((name for name in names if name in self.raw), "num_local_experts")
-        count = self.size(key, most=min(MAX_EXPERTS, MAX_EXPERTS_OF_MODEL // self.layers))
+        count = self.size(key, maximum=min(MAX_EXPERTS, MAX_EXPERTS_OF_MODEL // self.layers))
         chosen = self.size("num_experts_per_tok")
         if chosen > count:
             raise ConfigError(f"config.json: num_experts_per_tok {chosen} is more than {key} {count}")
@@ -537,25 +554,29 @@ class ConfigReader:
             raise ConfigError(f"config.json: first_k_dense_replace must be a whole number, and is {given!r}")
         return frozenset(layer for layer in range(given, layers) if layer % every == 0)
 
-    def _typed_windows(self) -> tuple[int, ...]:
-        """By ``layer_types``; empty where config.json has none."""
-        layers, kinds, window = self.layers, self.raw.get("layer_types"), self.size("sliding_window", _WINDOW)
+    def layer_types(self, *known: str, key: str = "layer_types") -> tuple[str, ...]:
+        """The kind of each layer, one of ``known``; empty where config.json does not say."""
+        kinds = self.raw.get(key)
         if kinds is None:
             return ()
-        known = ("full_attention", "sliding_attention")
-        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-            raise ConfigError("config.json: layer_types must say full_attention or sliding_attention for each layer")
+        if not isinstance(kinds, list) or len(kinds) != self.layers or any(kind not in known for kind in kinds):
+            raise ConfigError(f"config.json: {key} must say {' or '.join(known)} for each layer")
+        return tuple(kinds)
+
+    def _typed_windows(self) -> tuple[int, ...]:
+        """By ``layer_types``; empty where config.json has none."""
+        window, kinds = self.size("sliding_window", _WINDOW), self.layer_types("full_attention", "sliding_attention")
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-def _size(raw: Mapping[str, Any], key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+def _size(raw: Mapping[str, Any], key: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
     value = raw.get(key)
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"config.json: {key} must be a whole number of at least 1, and is {value!r}")
-    if value > most:
-        raise ConfigError(f"config.json: {key} must be at most {most}, and is {value}; is the file damaged?")
+    if value > maximum:
+        raise ConfigError(f"config.json: {key} must be at most {maximum}, and is {value}; is the file damaged?")
     return value
 
 

@@ -90,8 +90,7 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
     """What a device does for a family, by the letters of ``FEATURES``. Every device has linear layers of floats, and a
     cache whose tokens can be moved, which is all that the verification of draft tokens needs. Capped attention reads a
     plain cache and the host's rows; a CPU's programs have the operators of plain families alone."""
-    paged = not (family.eager or family.latent)
-    captured = paged or (family.latent and not family.indexed and features.plans_latent)
+    paged = not (family.eager or family.latent or family.states)
     yield "F"
     if family.quantizable:
         yield "Q"
@@ -99,10 +98,12 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
         yield "K"
     if paged and any(name.startswith("fp8") for name in features.cache_dtypes):
         yield "E"
-    if paged or (family.latent and not features.plans_latent):
+    if paged or (family.latent and not family.states and not features.plans_latent):
         yield "S"
     if features.collectives:
         yield "T"
+    host = family.states or family.indexed  # what they do reads a step's rows there
+    captured = paged or (family.latent and features.plans_latent and not host)
     if features.captures and captured and (family.plain or not cpu):
         yield "G"
 

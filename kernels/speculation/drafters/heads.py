@@ -183,7 +183,7 @@ class HeadDrafter(Drafter):
         self._expansion = Expansion(context, model)
         self.parameters, self.weight_bytes = model.weights.parameters, model.weights.weight_bytes
         self.cache_bytes = self._expansion.cache_bytes
-        self.depth, self.most_nodes = context.settings.num_steps, context.settings.num_draft_tokens
+        self.depth, self.max_nodes = context.settings.num_steps, context.settings.num_draft_tokens
         shape = (context.config.max_slots, model.width)
         self._states = torch.zeros(shape, dtype=context.dtype, device=context.device.torch_device)
         self.spare_bytes = self._expansion.spare_bytes

@@ -38,7 +38,7 @@ __all__ = ["CudaExpertLayers", "CudaExperts"]
 
 _ROWS = 64
 _BLOCK = 64
-_LEAST = 16  # inputs of the matrix unit's product
+_MIN_INPUTS = 16  # inputs of the matrix unit's product
 _FEW, _MANY = 16, 64  # pairs of a block
 
 
@@ -164,9 +164,9 @@ class CudaExperts(StackedExperts[_Stack]):
         if isinstance(weight, Int8Weight):
             return (Int8Weight, *prepared) if weight.activation in ("dynamic", None) else None
         if isinstance(weight, Fp8Weight):
-            fits = capability >= (8, 9) and (weight.block is None or _block(weight.block[1]) >= _LEAST)
+            fits = capability >= (8, 9) and (weight.block is None or _block(weight.block[1]) >= _MIN_INPUTS)
             return (Fp8Weight, weight.block, *prepared) if fits and weight.activation in ("dynamic", None) else None
-        if isinstance(weight, GroupedWeight) and _block(weight.group) >= _LEAST:
+        if isinstance(weight, GroupedWeight) and _block(weight.group) >= _MIN_INPUTS:
             form = weight.bits, weight.group, weight.zeros is None, weight.order is None, weight.activation
             return (GroupedWeight, weight.scales.dtype, *form, *prepared)
         return None
@@ -209,8 +209,8 @@ class CudaExperts(StackedExperts[_Stack]):
         pairs, outputs, inputs = len(order), values.shape[1], x.shape[1]
         size = _FEW if pairs <= _FEW * self.count else _MANY
         out = x.new_empty((pairs, outputs))
-        most = min(pairs, pairs // size + min(self.count, pairs))  # upper bound of blocks for any routing
-        moe_gemm_kernel[(triton.cdiv(outputs, _ROWS), most)](
+        max_blocks = min(pairs, pairs // size + min(self.count, pairs))  # upper bound of blocks for any routing
+        moe_gemm_kernel[(triton.cdiv(outputs, _ROWS), max_blocks)](
             x,
             values,
             values if scales is None else scales,

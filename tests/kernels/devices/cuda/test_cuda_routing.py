@@ -46,7 +46,7 @@ def test_experts_and_weights_are_those_of_torch(device, dtype, form, tokens, cou
 @pytest.mark.parametrize("most", [8192, 0], ids=["one-pass", "sorted"])
 @pytest.mark.parametrize("tokens", [1, 50, 400])
 def test_pairs_stand_in_the_order_of_experts(device, most, tokens, monkeypatch):
-    monkeypatch.setattr(routing, "_MOST_PAIRS", most)
+    monkeypatch.setattr(routing, "_MAX_PAIRS", most)
     found = route(torch.randn(tokens, 24, device=device), Routing(3, False))
     flat = found.experts.flatten()
     assert torch.equal(found.order.long(), flat.argsort(stable=True))
