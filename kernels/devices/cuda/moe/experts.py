@@ -52,19 +52,18 @@ class _Tile:
     stages: int = 3
 
 
-# By the mean pairs of an expert from which they are used. A weight is read once for each block of pairs.
-_TILES = ((32, _Tile(64)), (0, _Tile(16)))
-_LARGE_TILES = (
-    (192, _Tile(256, rows=128, warps=8, stages=4)),
-    (96, _Tile(128, rows=128, warps=8)),
-    (32, _Tile(64)),
-    (16, _Tile(32, block=128)),
-    (0, _Tile(16, block=128, stages=4)),
-)
+# By the mean pairs of an expert from which they are the fastest (H100, 128 experts of 2048 by 768 and 64 of 2048 by
+# 1408). A weight is read once for each block of pairs.
+_SMALL_TILES = ((32, _Tile(64)), (0, _Tile(16)))
+_FEW_PAIRS = ((32, _Tile(64)), (16, _Tile(32, block=128)), (0, _Tile(16, block=128, stages=4)))
+_TILES = ((192, _Tile(256, rows=128, warps=8, stages=4)), (96, _Tile(128, rows=128, warps=8)), *_FEW_PAIRS)
+_GROUPED_TILES = ((192, _Tile(128)), *_FEW_PAIRS)  # each block of inputs is scaled by itself, in registers
 
 
-def _choose_tile(mean_pairs: float, large: bool) -> _Tile:
-    return next(tile for least, tile in (_LARGE_TILES if large else _TILES) if mean_pairs >= least)
+def _choose_tile(mean_pairs: float, grouped: bool, large: bool) -> _Tile:
+    """``grouped``: the weights have several scales an output. ``large``: large tiles fit shared memory."""
+    tiles = _SMALL_TILES if not large else _GROUPED_TILES if grouped else _TILES
+    return next(tile for least, tile in tiles if mean_pairs >= least)
 
 
 @triton.jit
@@ -232,7 +231,8 @@ class CudaExperts(StackedExperts[_Stack]):
     def _product(self, x: Tensor, weight: _Stack, order: Tensor, counts: Tensor, each: int) -> Tensor:
         values, scales = weight.values, weight.scales
         pairs, outputs, inputs = len(order), values.shape[1], x.shape[1]
-        tile = _choose_tile(pairs / self.count, x.element_size() <= 2 and has_large_shared_memory(x.device))
+        large = x.element_size() <= 2 and has_large_shared_memory(x.device)
+        tile = _choose_tile(pairs / self.count, weight.group > 0, large)
         out = x.new_empty((pairs, outputs))
         max_blocks = min(pairs, pairs // tile.pairs + min(self.count, pairs))  # for any routing
         moe_gemm_kernel[(triton.cdiv(outputs, tile.rows), max_blocks)](
