@@ -44,14 +44,14 @@ from tests.bench.device_speculative import speculative
 
 __all__ = ["main"]
 
-_MOST_WORKERS = 12
+_MAX_WORKERS = 12
 
 
 def checks(word: str) -> bool:
     """Whether all tests with the word in their names pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10"]
     if find_spec("xdist") is not None:
-        workers = max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) - 2))
+        workers = max(1, min(_MAX_WORKERS, (os.cpu_count() or 1) - 2))
         command += ["-n", str(workers), "--dist", "worksteal"]
     if word:
         command += ["-k", word]

@@ -37,7 +37,7 @@ from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8W
 
 __all__ = ["CudaExpertLayers", "CudaExperts"]
 
-_LEAST = 16  # inputs of the matrix unit's product
+_MIN_INPUTS = 16  # inputs of the matrix unit's product
 
 
 @dataclass(frozen=True)
@@ -188,9 +188,9 @@ class CudaExperts(StackedExperts[_Stack]):
         if isinstance(weight, Int8Weight):
             return (Int8Weight, *prepared) if weight.activation in ("dynamic", None) else None
         if isinstance(weight, Fp8Weight):
-            fits = capability >= (8, 9) and (weight.block is None or _block(weight.block[1]) >= _LEAST)
+            fits = capability >= (8, 9) and (weight.block is None or _block(weight.block[1]) >= _MIN_INPUTS)
             return (Fp8Weight, weight.block, *prepared) if fits and weight.activation in ("dynamic", None) else None
-        if isinstance(weight, GroupedWeight) and _block(weight.group) >= _LEAST:
+        if isinstance(weight, GroupedWeight) and _block(weight.group) >= _MIN_INPUTS:
             form = weight.bits, weight.group, weight.zeros is None, weight.order is None, weight.activation
             return (GroupedWeight, weight.scales.dtype, *form, *prepared)
         return None
