@@ -51,7 +51,7 @@ def config(raw: ConfigReader) -> ModelConfig:
         "linear_key_head_dim": dim,
         "linear_value_head_dim": raw.size("linear_value_head_dim", 2 * dim),
     }
-    delta = delta_net.read(ConfigReader(raw.raw | own, raw.architecture), grouped=False)
+    delta = delta_net.read(ConfigReader({**raw.raw, **own}, raw.architecture), grouped=False)
     most = 2.0 if raw.flag("linear_allow_neg_eigval", True) else 1.0
     parameters = raw.raw.get("rope_parameters")
     theta = parameters.get("rope_theta") if isinstance(parameters, dict) else raw.raw.get("rope_theta")

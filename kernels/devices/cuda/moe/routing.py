@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.devices.cuda.launch import is_precompiling
 from kernels.devices.experts import EPSILON, Routing
 
 __all__ = ["RoutedPairs", "route", "sum_experts"]
@@ -141,7 +142,9 @@ def route(logits: Tensor, routing: Routing) -> RoutedPairs:
     tokens, count = logits.shape
     chosen, correction = routing.chosen, routing.correction
     weights = torch.empty((tokens, chosen), dtype=torch.float32, device=logits.device)
-    experts = torch.empty((tokens, chosen), dtype=torch.int32, device=logits.device)
+    # While kernels are compiled, and not launched, torch must not count experts that nothing has chosen.
+    allocate = torch.zeros if is_precompiling() else torch.empty
+    experts = allocate((tokens, chosen), dtype=torch.int32, device=logits.device)
     _choose[(tokens,)](
         logits,
         logits if correction is None else correction,
