@@ -19,6 +19,7 @@ from tests.kits.driver import (
     COMMON,
     DEEPSEEK,
     DENSE,
+    DIVIDED,
     EXPERTS,
     FAMILIES,
     GPT_OSS,
@@ -70,6 +71,12 @@ DIVISIBLE |= {
     "parallel-deepseek-v3": ("DeepseekV3", DEEPSEEK | {"vocab_size": 212}),
     "parallel-gpt-oss": ("GptOss", GPT_OSS | {"vocab_size": 212}),
     "parallel-minicpm3": ("MiniCPM3", DEEPSEEK | {"vocab_size": 212, "pad_token_id": 0}),
+}
+
+DIVISIBLE |= {
+    f"parallel-{name}": (family, options | {"vocab_size": 212})
+    for name, (family, options) in (DENSE | ROUTED).items()
+    if name in DIVIDED
 }
 
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {  # whose sizes the CPU's native operators take

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.devices.experts import LEAST, Routing
+from kernels.devices.experts import LEAST, Routing, choose
 
 __all__ = ["RoutedPairs", "route", "sum_experts"]
 
@@ -140,6 +140,9 @@ def route(logits: Tensor, routing: Routing) -> RoutedPairs:
     """``logits`` [tokens, experts]. A token whose logits are not all numbers has NaN weights of some experts."""
     tokens, count = logits.shape
     chosen, correction = routing.chosen, routing.correction
+    if routing.scores == "mixer":
+        weights, found = choose(logits, routing)
+        return _ordered(weights, found.to(torch.int32), count)
     weights = torch.empty((tokens, chosen), dtype=torch.float32, device=logits.device)
     experts = torch.empty((tokens, chosen), dtype=torch.int32, device=logits.device)
     _choose[(tokens,)](
@@ -163,10 +166,15 @@ def route(logits: Tensor, routing: Routing) -> RoutedPairs:
         LEAST,
         num_warps=4 if routing.groups > 1 else 1,
     )
-    pairs, flat = tokens * chosen, experts.view(-1)
+    return _ordered(weights, experts, count)
+
+
+def _ordered(weights: Tensor, experts: Tensor, count: int) -> RoutedPairs:
+    """``weights``, ``experts`` [tokens, chosen] of ``count`` experts."""
+    pairs, flat = experts.numel(), experts.view(-1)
     if pairs > _MOST_PAIRS:
         order = flat.argsort(stable=True).to(torch.int32)
-        counts = torch.zeros(count, dtype=torch.int32, device=logits.device)
+        counts = torch.zeros(count, dtype=torch.int32, device=flat.device)
         counts.index_add_(0, flat, torch.ones_like(order))
         return RoutedPairs(weights, experts, order, counts)
     order, counts = torch.empty_like(flat), flat.new_empty(count)
