@@ -6,12 +6,12 @@ from actors.protocol.requests import QueueFull
 from actors.requests.drain_rate import DrainRate
 from telemetry.metrics.histogram import Histogram
 
-__all__ = ["AdmissionControl", "Ticket", "most_for_one"]
+__all__ = ["AdmissionControl", "Ticket", "max_per_tenant"]
 
 _RETRY_AFTER = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 90.0, 120.0)
 
 
-def most_for_one(bound: int, tenants: int) -> int:
+def max_per_tenant(bound: int, tenants: int) -> int:
     """How much of ``bound`` one of so many tenants may hold while the others hold nothing."""
     return bound - (tenants - 1) * _share(bound, tenants)
 
@@ -90,9 +90,9 @@ class AdmissionControl:
         return Ticket(choices, tokens, tenant)
 
     @property
-    def most(self) -> int:
+    def max_choices(self) -> int:
         """The most sequences of one request: more would be refused however long its client waits."""
-        return most_for_one(self._max_sequences, self._tenants)
+        return max_per_tenant(self._max_sequences, self._tenants)
 
     @property
     def refused(self) -> int:

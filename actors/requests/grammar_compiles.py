@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 
 from actors.protocol import CompileGrammar
 from actors.protocol.requests import LIMITS, CompilerBusy, Grammar, InvalidRequest, RequestFailed
-from actors.requests.admission import most_for_one
+from actors.requests.admission import max_per_tenant
 from actors.requests.router import Route
 from actors.runtime import ActorDied
 
@@ -40,7 +40,7 @@ class GrammarCompiles:
         self._known: OrderedDict[Key, None] = OrderedDict()
         self._waiting: Counter[tuple[str, Key]] = Counter()
         """Requests that wait, by tenant and grammar."""
-        self._share = most_for_one(_WAITING, tenants)
+        self._share = max_per_tenant(_WAITING, tenants)
         self._deadly: OrderedDict[Grammar, float] = OrderedDict()
         """Those at whose compilation two workers died, and when."""
         self._suspects = asyncio.Lock()

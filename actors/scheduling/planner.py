@@ -248,7 +248,7 @@ class Planner:
         ended = sequence.end()
         if ended is None and prompt < 1:
             ended = Ended("error", message="the prompt is empty: send at least one token")
-        if ended is None and prompt > info.most_prompt:
+        if ended is None and prompt > info.max_prompt_tokens:
             message = f"the prompt has {prompt} tokens, the context holds {context}: shorten the prompt"
             ended = Ended("error", message=message)
         if ended is None and pages > info.num_pages - 1:

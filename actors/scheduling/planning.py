@@ -22,7 +22,7 @@ CacheMessage: TypeAlias = OpenSequence | CacheUpdate | PeekPrefixes
 CacheReply: TypeAlias = Lease | CacheUpdated | list[int]
 Planning: TypeAlias = Generator[CacheMessage, CacheReply, None]
 
-_MOST_HELD = 64  # most sequences skipped in one step because their prefix is being computed
+_MAX_SKIPPED = 64  # most sequences skipped in one step because their prefix is being computed
 _RETRY_STEPS = 32  # steps after which a queue whose head did not fit is tried again in any case
 
 
@@ -338,7 +338,7 @@ class StepPlanning:
         reserve = self._growth.pages(table.running.values(), size)
         held = 0
         for sequence in self._of_cohort(order):
-            if not self._may_join(step) or held >= _MOST_HELD:
+            if not self._may_join(step) or held >= _MAX_SKIPPED:
                 break
             if table.siblings.computes_for(sequence):
                 held += 1

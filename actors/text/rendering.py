@@ -18,7 +18,7 @@ PROCESSOR_SECONDS = 5.0
 
 MEMORY = 512 << 20
 
-MOST_RENDERERS = 4
+MAX_RENDERERS = 4
 """For any number of tokenizers: rendering is much faster than encoding, and each renderer is a process of 20 MiB."""
 
 _PATIENCE_SECONDS = 60.0
@@ -49,7 +49,7 @@ class Rendering:
         guests: bool,
         faults: str = "",
     ) -> Rendering:
-        """Start ``count`` processes, at most :data:`MOST_RENDERERS`; they start while the worker loads.
+        """Start ``count`` processes, at most :data:`MAX_RENDERERS`; they start while the worker loads.
 
         Without a template none is started for it.
         """
@@ -76,7 +76,7 @@ class Rendering:
                 wait=False,
             )
 
-        renderers = [await spawn(f"renderer-{n}") for n in range(min(count, MOST_RENDERERS))] if template else []
+        renderers = [await spawn(f"renderer-{n}") for n in range(min(count, MAX_RENDERERS))] if template else []
         return cls(renderers, await spawn("renderer-guests") if guests else None)
 
     async def render(self, chat: Chat, tenant: str = "") -> str:

@@ -16,7 +16,7 @@ from quart import Response
 from actors.engine.status import EngineStatus
 from actors.options import Arguments
 from actors.protocol.requests import LIMITS, Chat, InvalidRequest, QueueFull, SamplingParams
-from actors.requests.admission import AdmissionControl, most_for_one
+from actors.requests.admission import AdmissionControl, max_per_tenant
 from actors.requests.intake import GENERATE
 from actors.requests.streams import RequestStream
 from app.parsers.registry import OutputFormat, output_format
@@ -250,7 +250,7 @@ class Service:
     def room(self) -> int:
         """The sequences that one client may have in the engine while the others have none."""
         bound = self.arguments.max_running_requests + self.arguments.max_queued_requests
-        return most_for_one(bound, len(self.arguments.api_keys))
+        return max_per_tenant(bound, len(self.arguments.api_keys))
 
     def check_size(self, prompts: int, choices: int, param: str) -> None:
         """Raise 400 for a batch of prompts that could never fit into the queue."""

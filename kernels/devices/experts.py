@@ -29,7 +29,7 @@ from kernels.weights.quantization.weights import (
 )
 
 __all__ = [
-    "LEAST",
+    "EPSILON",
     "ClampedGate",
     "ExpertInputs",
     "ExpertLayers",
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _Stack = TypeVar("_Stack")
-LEAST = 1e-20  # where all chosen scores are 0
+EPSILON = 1e-20  # where all chosen scores are 0
 _BLOCK = 1 << 22  # elements of rows that are prepared at a time
 
 
@@ -102,7 +102,7 @@ def choose(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     experts = ranked.topk(routing.chosen, -1).indices
     weights = scores.gather(1, experts)
     if routing.normalized:
-        weights = weights / (weights.sum(-1, keepdim=True) + LEAST)
+        weights = weights / (weights.sum(-1, keepdim=True) + EPSILON)
     return weights * routing.scale if routing.scale != 1.0 else weights, experts
 
 

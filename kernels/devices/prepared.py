@@ -266,12 +266,12 @@ class NativePass(Protocol):
         argmax: Longs,
         broken: npt.NDArray[np.bool_],
         features: npt.NDArray[np.int16] | None,
-        most: int,
-        longest: int,
+        max_drafts: int,
+        max_length: int,
     ) -> DraftCycle:
         """This pass is the model's, with results as in ``advance``. The draft observes the rows of ``features``
-        [tokens, n] (their bits) of accepted tokens; None: it reads none. ``most``: draft tokens that are verified of a
-        row. ``longest``: tokens at which a sequence has no room for more."""
+        [tokens, n] (their bits) of accepted tokens; None: it reads none. ``max_drafts``: draft tokens that are verified
+        of a row. ``max_length``: tokens at which a sequence has no room for more."""
         ...
 
     def verify(self, table: TokenTable, logits: Tensor, argmax: Longs, broken: npt.NDArray[np.bool_]) -> VerifyChains:

@@ -23,7 +23,7 @@ from kernels.contract.speculation import SpeculativeSettings
 from kernels.core.layer_context import LayerContext, RowAdapters
 from kernels.devices.base import Device
 from kernels.devices.group_caches import token_bytes
-from kernels.devices.latent_attention import clear_latent
+from kernels.devices.latent_cache import clear_latent
 from kernels.devices.memory import MemoryUsage
 from kernels.distributed.group import Group
 from kernels.execution.captures import Passes
@@ -117,7 +117,7 @@ class LoadedModel:
 
     def agree(self, could: bool) -> bool:
         """Whether every rank of the group passed True. All ranks must call it."""
-        return bool(self.group.least(int(could)))
+        return bool(self.group.minimum(int(could)))
 
     def clear_pages(self, pages: list[int]) -> None:
         """Overwrite pages of the model's and the draft's caches with zeros."""
@@ -221,6 +221,11 @@ def _open_groups(
             f"latent attention of {part.architecture} has no form whose results are independent of the chunks of "
             "prompts; leave --enable-deterministic-inference out"
         )
+    if part.recurrence is not None and config.invariant:
+        raise ConfigError(
+            f"states of {part.architecture} have no form whose results are independent of the chunks of prompts; leave "
+            "--enable-deterministic-inference out"
+        )
     if is_plain(groups):
         return groups
     kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))
@@ -281,14 +286,14 @@ def load_model(
             DrafterContext(config, speculation, own, group, model, part, opened.whole, dtype, opened.context)
         )
         draft_bytes = drafter.weight_bytes + own.linear.dequantized_bytes - before
-    max_drafts = drafter.most_nodes - 1 if drafter is not None else 0
-    group.least(0)  # a barrier: all ranks have read their weights before one waits in a collective
+    max_drafts = drafter.max_nodes - 1 if drafter is not None else 0
+    group.minimum(0)  # a barrier: all ranks have read their weights before one waits in a collective
     clock.end("weights")
 
     reserved = _step_memory(opened, config, device, model, sampler=sampler, sizes=sizes, drafter=drafter, group=group)
     spare = drafter.spare_bytes if drafter is not None else 0
     memory = device.memory.usage()
-    pages = group.least(
+    pages = group.minimum(
         cache_pages(
             config,
             sizes.token_bytes,
@@ -307,7 +312,7 @@ def load_model(
         rows.open(pages, config.page_size)
     # The model's caches come last: a device plans attention for the heads of the last caches.
     draft_caches: list[Any] = drafter.make_caches(pages) if drafter is not None else []
-    groups = LayerGroups(device, sizes.with_pages(pages), config.page_size, dtype, scales)
+    groups = LayerGroups(device, sizes.with_pages(pages), config.page_size, dtype, scales, part.layers)
     windows = groups.windows(windows)
     slots = SlotTable(
         device,
@@ -353,7 +358,7 @@ def load_model(
         cache_dtype=str(opened.cache.dtype or dtype).removeprefix("torch."),
         cache_token_bytes=sizes.token_bytes,
         load_seconds={},
-        speculative_nodes=drafter.most_nodes if drafter is not None else 1,
+        speculative_nodes=drafter.max_nodes if drafter is not None else 1,
         speculative_depth=drafter.depth if drafter is not None else 0,
         speculative_levels=drafter.levels(speculation) if drafter is not None and speculation is not None else (0,),
         speculative_tokens=device.traits.verify_budget if drafter is not None and drafter.stepwise else 0,
@@ -404,12 +409,12 @@ def _step_memory(
     """Bytes that the largest step needs besides weights and cache; 0 if the device does not measure. Kernels are
     compiled before, if that takes long."""
     part, longest = opened.part, config.max_step_tokens
-    pages, max_drafts = -(-longest // config.page_size), drafter.most_nodes - 1 if drafter is not None else 0
+    pages, max_drafts = -(-longest // config.page_size), drafter.max_nodes - 1 if drafter is not None else 0
     if model.rows is not None:
         model.rows.open(pages, config.page_size)
     draft_caches = drafter.make_caches(1) if drafter is not None and device.traits.compiles else []
     null = tuple(msgspec.structs.replace(each, num_pages=1 if each.bounded else pages) for each in sizes.groups)
-    groups = LayerGroups(device, null, config.page_size, opened.dtype, opened.cache.scales)
+    groups = LayerGroups(device, null, config.page_size, opened.dtype, opened.cache.scales, part.layers)
     caches = groups.caches
     warm_up = _make_warm_up(config, device, model, sampler, groups.windows(frozenset(part.windows)), groups)
     # A row that verifies samples after each draft token.
@@ -444,8 +449,8 @@ def _step_memory(
             captured.capture_steps(rows)
         else:
             captured.capture_decodes(rows)
-            rows = min(rows, longest // drafter.most_nodes)
-            verifies = captured.capture_decodes(rows, drafter.most_nodes, drafter.branches, drafter.depth)
+            rows = min(rows, longest // drafter.max_nodes)
+            verifies = captured.capture_decodes(rows, drafter.max_nodes, drafter.branches, drafter.depth)
             drafter.capture(lambda could: could, verifies.ends if verifies is not None else {})
             target = TargetParts(device, some, part, opened.dtype, own, make_slots())
             precompile_drafts(config, drafter, target)

@@ -135,9 +135,9 @@ class PendingStep:
         rows = len(batch.slots)
         if not rows == len(batch.generations) == len(batch.counts):
             raise ValueError("slots, generations and counts of a step must have one entry for each row")
-        tokens, most = int(unpack_ints(batch.counts).sum()), context.loaded.config.max_step_tokens
-        if tokens > most:
-            raise ValueError(f"a step of {tokens} tokens is over max_step_tokens, {most}")
+        tokens, max_tokens = int(unpack_ints(batch.counts).sum()), context.loaded.config.max_step_tokens
+        if tokens > max_tokens:
+            raise ValueError(f"a step of {tokens} tokens is over max_step_tokens, {max_tokens}")
         draft_seconds = 0.0
         if speculator is not None:
             speculator.begin_step(bool(batch.draft_limits), bool(batch.released), batch.unobserved)

@@ -49,8 +49,8 @@ def adapt_schema(schema: object) -> None:
         if lengths and ("pattern" in part or "format" in part):
             found.update(f"{name} beside pattern or format" for name in lengths)
         elif lengths and part.get("type") == "string":
-            least, most = part.pop("minLength", 0), part.pop("maxLength", "")
-            part["pattern"] = f'^[^"\\\\\\x00-\\x1f]{{{least},{most}}}$'
+            minimum, maximum = part.pop("minLength", 0), part.pop("maxLength", "")
+            part["pattern"] = f'^[^"\\\\\\x00-\\x1f]{{{minimum},{maximum}}}$'
     if found:
         raise GrammarError(f"xgrammar does not support {', '.join(sorted(found))}; use --grammar-backend llguidance")
 

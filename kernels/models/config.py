@@ -10,8 +10,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from kernels.contract.caches import Latent, State
 from kernels.contract.errors import ConfigError
 from kernels.contract.limits import MAX_EXPERTS, MAX_EXPERTS_OF_MODEL, MAX_LAYERS, MAX_SIZE
 from kernels.contract.pooling import PoolingConfig
@@ -22,9 +23,11 @@ __all__ = [
     "MXFP4_BLOCK",
     "ConfigReader",
     "ExpertsConfig",
+    "IndexConfig",
     "LatentConfig",
     "ModelConfig",
     "QueryGrowth",
+    "Recurrence",
     "RopeConfig",
     "local_config",
 ]
@@ -115,11 +118,26 @@ class QueryGrowth:
 
 
 @dataclass(frozen=True)
+class IndexConfig:
+    """The indexer of sparse attention (DeepSeek-AI, arXiv 2512.02556, section 2.1): ``heads`` of ``dim`` numbers score
+    all tokens before a query, which attends to the ``chosen`` best. ``own``: layers that have one; each other layer
+    takes what the last of them before it chose. ``pairs``: as ``ModelConfig``, of the indexer's heads.
+    """
+
+    heads: int
+    dim: int
+    chosen: int
+    own: frozenset[int]
+    pairs: bool = False
+
+
+@dataclass(frozen=True)
 class LatentConfig:
     """Multi-head latent attention (MLA, DeepSeek-AI, arXiv 2405.04434, section 2.1). ``rank``: numbers of the vector
     that keys and values of all heads are made from; ``query_rank``: of the one that queries are, 0: there is none.
     ``plain_dim``, ``rope_dim``: numbers of a query and key head without and with a position. ``value_dim``: of a value.
-    ``apart``: whether weights of keys and of values are stored apart, as in newer GGUF files.
+    ``apart``: whether weights of keys and of values are stored apart, as in newer GGUF files. ``index``: of sparse
+    attention; None: all tokens are attended to.
     """
 
     query_rank: int
@@ -128,6 +146,23 @@ class LatentConfig:
     rope_dim: int
     value_dim: int
     apart: bool = False
+    index: IndexConfig | None = None
+
+    def spec(self, indexed: bool = True) -> Latent:
+        """What a layer caches. ``indexed``: whether it has an indexer, if the model has any."""
+        return Latent(self.rank, self.rope_dim, self.index.dim if indexed and self.index is not None else 0)
+
+
+class Recurrence(Protocol):
+    """The sizes of layers that keep a state of each sequence, all of one kind. A frozen dataclass of the layer's."""
+
+    def state(self) -> State:
+        """What one layer keeps of a sequence, on a rank of these sizes."""
+        ...
+
+    def divided(self, size: int) -> Recurrence:
+        """The sizes that one of ``size`` ranks runs. Raises ConfigError, naming the numbers."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -143,10 +178,11 @@ class ModelConfig:
     together. ``layer_norms``: norms subtract the mean. ``all_kv_heads``: the whole model's, on one of several
     ranks; else 0. ``pooling``: of a model that generates no text, which has no output to the vocabulary.
     ``reward_head``: the module of a family's own head that rewards; "": see ``layers.classification``.
-    ``query_growth``: of all queries; None: they do not grow. ``qkv_clip``: queries, keys and values are clamped to it
-    when they are projected; 0: they are not. ``norm_bias``, ``head_bias``: whether norms of the residual stream, and
-    the output to the vocabulary, have biases. ``latent``: of latent attention, whose rotated part of a head is then
-    ``head_dim``.
+    ``query_growth``: of all queries; None: they do not grow. ``late_norms``: whether heads are normed after they are
+    rotated. ``qkv_clip``: queries, keys and values are clamped to it when they are projected; 0: they are not.
+    ``norm_bias``, ``head_bias``: whether norms of the residual stream, and the output to the vocabulary, have biases.
+    ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``.
+    ``recurrence``: of layers that keep states, ``recurrent`` says which these are.
     ``position_table``, ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
     ``first_position``: the row of an input's first token. ``code``: of a model that runs transformers' modeling code.
     """
@@ -189,8 +225,11 @@ class ModelConfig:
     latent: LatentConfig | None = None
     query_growth: QueryGrowth | None = None
     qkv_clip: float = 0.0
+    late_norms: bool = False
     norm_bias: bool = False
     head_bias: bool = False
+    recurrence: Recurrence | None = None
+    recurrent: frozenset[int] = frozenset()
     position_table: int = 0
     segments: int = 0
     first_position: int = 0
@@ -202,6 +241,16 @@ class ModelConfig:
         if self.attention_cap:
             return "attn_logit_softcapping"
         return "the sinks of attention" if self.sinks else ""
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether attention reads a step's rows on the host on every device, so that no pass is captured."""
+        return bool(self.eager_attention) or (self.latent is not None and self.latent.index is not None)
+
+    @property
+    def scaled_queries(self) -> bool:
+        """Whether queries are multiplied after they are rotated."""
+        return self.query_growth is not None or self.late_norms
 
     @property
     def rotary_dim(self) -> int:
@@ -251,6 +300,7 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
         all_kv_heads=config.kv_heads if size > 1 else 0,
         intermediate_size=config.intermediate_size // size,
         experts=experts,
+        recurrence=None if config.recurrence is None else config.recurrence.divided(size),
     )
 
 
@@ -273,9 +323,9 @@ class ConfigReader:
         self.raw = raw
         self.architecture = architecture
 
-    def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        """A whole number from 1 to ``most``."""
-        return _size(self.raw, key, default, most)
+    def size(self, key: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
+        """A whole number from 1 to ``maximum``."""
+        return _size(self.raw, key, default, maximum)
 
     def number(self, key: str, default: float) -> float:
         """A number above 0."""
@@ -286,7 +336,7 @@ class ConfigReader:
 
     @property
     def layers(self) -> int:
-        return self.size("num_hidden_layers", most=MAX_LAYERS)
+        return self.size("num_hidden_layers", maximum=MAX_LAYERS)
 
     def decoder(
         self,
@@ -385,6 +435,43 @@ class ConfigReader:
             pairs=pairs if interleave is None else bool(interleave),
         )
 
+    def indexed_decoder(self, *, experts: ExpertsConfig, eps: float = 1e-6, index_pairs: bool = False) -> ModelConfig:
+        """``latent_decoder`` with an indexer. ``index_pairs``: ``IndexConfig.pairs``, if ``indexer_rope_interleave``
+        does not say it."""
+        plain = self.latent_decoder(experts=experts, eps=eps)
+        latent, interleave = plain.latent, self.raw.get("indexer_rope_interleave")
+        assert latent is not None, "of every latent decoder"
+        index = IndexConfig(
+            self.size("index_n_heads"),
+            self.size("index_head_dim"),
+            self.size("index_topk"),
+            self._indexed_layers(),
+            index_pairs if interleave is None else bool(interleave),
+        )
+        if not latent.query_rank:
+            raise ConfigError(f"config.json: {self.architecture} needs q_lora_rank, which its indexer reads")
+        if index.dim < latent.rope_dim:
+            raise ConfigError(
+                f"config.json: index_head_dim {index.dim} is less than qk_rope_head_dim {latent.rope_dim}, the part of "
+                "it that is rotated"
+            )
+        return dataclasses.replace(plain, latent=dataclasses.replace(latent, index=index))
+
+    def _indexed_layers(self) -> frozenset[int]:
+        """The layers with an indexer of their own: those of ``indexer_types`` or ``index_topk_pattern``, or every
+        ``index_topk_freq``-th from ``index_skip_topk_offset`` on."""
+        layers = self.layers
+        kinds = self.raw.get("indexer_types") or self.raw.get("index_topk_pattern")
+        if kinds is None:
+            every, offset = self.size("index_topk_freq", 1), self.size("index_skip_topk_offset", 2)
+            return frozenset(layer for layer in range(layers) if max(layer - offset + 1, 0) % every == 0)
+        known = {"full": True, "F": True, "shared": False, "S": False}
+        if not isinstance(kinds, list | str) or len(kinds) != layers or not all(kind in known for kind in kinds):
+            raise ConfigError("config.json: indexer_types must say full or shared for each layer")
+        if not known[kinds[0]]:
+            raise ConfigError("config.json: indexer_types must begin with full: no layer is before it")
+        return frozenset(layer for layer, kind in enumerate(kinds) if known[kind])
+
     def local_rope(self, head_dim: int, theta: float) -> RopeConfig:
         """The rotation of layers with a window: ``rope_parameters.sliding_attention``, or ``rope_local_base_freq``."""
         parameters = self.raw.get("rope_parameters")
@@ -437,7 +524,7 @@ class ConfigReader:
         """Experts of a layer, and how many of them a token takes."""
         names = ("num_experts", "n_routed_experts", "num_local_experts")  # tools write any
         key = next((name for name in names if name in self.raw), "num_local_experts")
-        count = self.size(key, most=min(MAX_EXPERTS, MAX_EXPERTS_OF_MODEL // self.layers))
+        count = self.size(key, maximum=min(MAX_EXPERTS, MAX_EXPERTS_OF_MODEL // self.layers))
         chosen = self.size("num_experts_per_tok")
         if chosen > count:
             raise ConfigError(f"config.json: num_experts_per_tok {chosen} is more than {key} {count}")
@@ -493,25 +580,29 @@ class ConfigReader:
             raise ConfigError(f"config.json: first_k_dense_replace must be a whole number, and is {given!r}")
         return frozenset(layer for layer in range(given, layers) if layer % every == 0)
 
-    def _typed_windows(self) -> tuple[int, ...]:
-        """By ``layer_types``; empty where config.json has none."""
-        layers, kinds, window = self.layers, self.raw.get("layer_types"), self.size("sliding_window", _WINDOW)
+    def layer_types(self, *known: str, key: str = "layer_types") -> tuple[str, ...]:
+        """The kind of each layer, one of ``known``; empty where config.json does not say."""
+        kinds = self.raw.get(key)
         if kinds is None:
             return ()
-        known = ("full_attention", "sliding_attention")
-        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-            raise ConfigError("config.json: layer_types must say full_attention or sliding_attention for each layer")
+        if not isinstance(kinds, list) or len(kinds) != self.layers or any(kind not in known for kind in kinds):
+            raise ConfigError(f"config.json: {key} must say {' or '.join(known)} for each layer")
+        return tuple(kinds)
+
+    def _typed_windows(self) -> tuple[int, ...]:
+        """By ``layer_types``; empty where config.json has none."""
+        window, kinds = self.size("sliding_window", _WINDOW), self.layer_types("full_attention", "sliding_attention")
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-def _size(raw: Mapping[str, Any], key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+def _size(raw: Mapping[str, Any], key: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
     value = raw.get(key)
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"config.json: {key} must be a whole number of at least 1, and is {value!r}")
-    if value > most:
-        raise ConfigError(f"config.json: {key} must be at most {most}, and is {value}; is the file damaged?")
+    if value > maximum:
+        raise ConfigError(f"config.json: {key} must be at most {maximum}, and is {value}; is the file damaged?")
     return value
 
 

@@ -7,6 +7,7 @@ that of the rotated queries.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,7 +41,8 @@ def decoder(raw: ConfigReader, experts: ExpertsConfig | None = None) -> ModelCon
             base = given.number("rope_theta", 10000.0) * given.number("alpha", 1.0) ** (dim / (dim - 2))
             own[key] = {"rope_type": "default", "rope_theta": base}
     reader = ConfigReader({**raw.raw, **own}, raw.architecture)
-    return reader.decoder(qkv_bias=bias, output_bias=bias, experts=experts, eps=1e-5)
+    plain = reader.decoder(qkv_bias=bias, output_bias=bias, experts=experts, eps=1e-5)
+    return dataclasses.replace(plain, late_norms=True)
 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:

@@ -110,6 +110,7 @@ BUILT_IN = (
     Entry("DbrxForCausalLM", "kernels.models.dbrx"),
     Entry("DeepseekV2ForCausalLM", "kernels.models.deepseek_v2", gguf="deepseek2", gguf_experts=True),
     Entry("DeepseekV3ForCausalLM", "kernels.models.deepseek_v3", gguf="deepseek2", gguf_experts=True),
+    Entry("DeepseekV32ForCausalLM", "kernels.models.deepseek_v32"),
     Entry("Ernie4_5_MoeForCausalLM", "kernels.models.ernie4_5_moe"),
     Entry("ExaoneForCausalLM", "kernels.models.exaone"),
     Entry("Exaone4ForCausalLM", "kernels.models.exaone4"),
@@ -121,6 +122,7 @@ BUILT_IN = (
     Entry("Glm4MoeForCausalLM", "kernels.models.glm4_moe"),
     Entry("Glm4MoeLiteForCausalLM", "kernels.models.glm4_moe_lite"),
     Entry("GlmForCausalLM", "kernels.models.glm"),
+    Entry("GlmMoeDsaForCausalLM", "kernels.models.glm_moe_dsa"),
     Entry("GptOssForCausalLM", "kernels.models.gpt_oss"),
     Entry("GraniteForCausalLM", "kernels.models.granite"),
     Entry("GraniteMoeForCausalLM", "kernels.models.granite_moe"),
@@ -148,6 +150,7 @@ BUILT_IN = (
     ),
     Entry("Qwen3ForCausalLM", "kernels.models.qwen3", gguf="qwen3"),
     Entry("Qwen3MoeForCausalLM", "kernels.models.qwen3_moe", gguf="qwen3moe", gguf_experts=True),
+    Entry("Qwen3NextForCausalLM", "kernels.models.qwen3_next"),
     *_encoders("Roberta", "kernels.models.bert", padded_positions=True),
     Entry("SeedOssForCausalLM", "kernels.models.seed_oss"),
     Entry("SmolLM3ForCausalLM", "kernels.models.smollm3"),
@@ -286,7 +289,8 @@ class Support:
     """What a family supports. ``gguf``: its name in GGUF files; "": none. ``experts``: layers of experts. ``windows``:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
     ``eager``: attention is what only plain torch does: its scores are capped, or heads have sinks. ``latent``: keys and
-    values are latent vectors. ``plain``: the layers have Llama's operators alone, which native code has.
+    values are latent vectors. ``states``: layers keep states of sequences. ``plain``: the layers have Llama's operators
+    alone, which native code has.
     """
 
     architecture: str
@@ -297,6 +301,7 @@ class Support:
     quantizable: bool
     eager: bool = False
     latent: bool = False
+    states: bool = False
     plain: bool = True
 
 
@@ -318,6 +323,10 @@ _EXAMPLE = {
     "tie_word_embeddings": True,
     "first_k_dense_replace": 1,
     "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
@@ -347,6 +356,7 @@ def families() -> tuple[Support, ...]:
                 quantizable=any(spec.quantizable for spec in specs),
                 eager=bool(config.eager_attention),
                 latent=config.latent is not None,
+                states=config.recurrence is not None,
                 plain=_is_plain(config),
             )
         )
@@ -357,5 +367,5 @@ def _is_plain(config: ModelConfig) -> bool:
     scales = {config.embedding_scale, config.residual_scale, config.logit_scale}
     capped = config.logit_cap > 0 or bool(config.eager_attention)
     routed = config.experts is not None and (config.experts.corrected or config.experts.scale != 1.0)
-    plain = config.latent is None and not routed and not capped
+    plain = config.latent is None and not routed and not capped and not config.scaled_queries
     return config.activation == "silu" and scales == {1.0} and not config.layer_norms and plain

@@ -177,11 +177,11 @@ class EarlyDraftPasses:
         reach, target = shape.first + shape.topk * shape.steps, context.target
         columns = -(-(context.context + reach) // shape.page_size) + 1  # pages that a sequence may have
         features = target.hidden_size * max(1, len(target.captures))
-        most, levels, home = max(_ROWS), shape.steps + 1, states.device
-        self._host = torch.zeros((most, 2 + columns), dtype=torch.int64, device=home)  # roots, slots, pages
-        self._outcome = torch.zeros((most, 2 + levels), dtype=torch.int64, device=home)
-        self._tokens = torch.zeros((most, levels), dtype=torch.int64, device=home)
-        self._features = torch.zeros((most * levels, features), dtype=states.dtype, device=home)
+        max_rows, levels, home = max(_ROWS), shape.steps + 1, states.device
+        self._host = torch.zeros((max_rows, 2 + columns), dtype=torch.int64, device=home)  # roots, slots, pages
+        self._outcome = torch.zeros((max_rows, 2 + levels), dtype=torch.int64, device=home)
+        self._tokens = torch.zeros((max_rows, levels), dtype=torch.int64, device=home)
+        self._features = torch.zeros((max_rows * levels, features), dtype=states.dtype, device=home)
         self._passes: _Passes = {}
         self._after_pass: _Passes = {}
 
@@ -476,7 +476,7 @@ class OverlappedVerify:
     def issue(self, batch: StepBatch) -> OverlappedResult | None:
         """Launch the next pass after one whose outcome the host does not know, and draft after it. None if it must wait
         for the host; state is unchanged then."""
-        slots, generations, most = (
+        slots, generations, max_rows = (
             np.frombuffer(part, dtype=np.int32) for part in (batch.slots, batch.generations, batch.draft_limits)
         )
         at, speculator, state = slots.astype(np.int64), self._speculator, self._slots
@@ -488,9 +488,9 @@ class OverlappedVerify:
         draft_tokens = min(speculator.drafter.depth, width - 1)  # most draft tokens that the run accepts
         starts: Longs = run.step.starts + draft_tokens + 1
         ends = starts + max(width, reach + 1)
-        if (most < width - 1).any() or (ends > state.page_count[at] * state.page_size).any():
+        if (max_rows < width - 1).any() or (ends > state.page_count[at] * state.page_size).any():
             return None
-        if (starts + 1 >= state.longest).any() or (state.left(at) <= draft_tokens + 2).any():
+        if (starts + 1 >= state.max_length).any() or (state.left(at) <= draft_tokens + 2).any():
             return None
         pages = state.pages[at, : int(ends.max() - 1) // state.page_size + 1]
         self._device.memory.wait_for_copies()

@@ -167,7 +167,7 @@ class ChainModel:
 
 
 class NativeChains(NativeDrafts):
-    """Chains from a ``ChainModel``. ``most``: draft tokens that a row verifies."""
+    """Chains from a ``ChainModel``. ``max_drafts``: draft tokens that a row verifies."""
 
     def __init__(
         self,
@@ -176,10 +176,10 @@ class NativeChains(NativeDrafts):
         model: ChainModel,
         observe: ObserveTokens,
         passes: ChainDraftPasses,
-        most: int,
+        max_drafts: int,
     ) -> None:
         self._state, self._places, self._reached, self._first = state, places, model.reached, model.first
-        self._observe, self._passes, self._tokens, self._most = observe, passes, len(passes.left), most
+        self._observe, self._passes, self._tokens, self._max_drafts = observe, passes, len(passes.left), max_drafts
 
     @classmethod
     def make(
@@ -250,7 +250,7 @@ class NativeChains(NativeDrafts):
         features = target.features if self._passes.seen.shape[1] else None
         return target.run.cycle(
             *(self._passes, places, state.table, target.logits, target.tokens, target.broken, features),
-            *(self._most, state.longest),
+            *(self._max_drafts, state.max_length),
         )
 
 

@@ -58,8 +58,8 @@ class Backlog:
 
     def __init__(self, state: SlotTable, width: int) -> None:
         self._state, self._width = state, width
-        self._most = max_backlog(width)
-        room = len(state.known) * self._most
+        self._max_steps = max_backlog(width)
+        room = len(state.known) * self._max_steps
         self._features: Raw = np.zeros((room, width), dtype=np.int16)  # the system allocates it as it is written
         self._full = room - 2 * len(state.known)  # beyond it two more steps may not fit
         self._kept = self._steps = 0
@@ -92,20 +92,20 @@ class Backlog:
             self._features[begin:end] = features
         span.steps += 1
         self._steps += 1
-        return self._steps + 1 < self._most and end < self._full
+        return self._steps + 1 < self._max_steps and end < self._full
 
     def add_accepted(self, seen: NativeObservation, generations: Ints) -> bool:
         """Add the accepted tokens of a drafting step. Returns whether they fit, with room for two more steps; otherwise
         adds nothing."""
-        most, count = int(seen.counts.max()), len(seen.places)
-        if self._steps + most + 1 >= self._most or self._kept + count >= self._full:
+        max_count, count = int(seen.counts.max()), len(seen.places)
+        if self._steps + max_count + 1 >= self._max_steps or self._kept + count >= self._full:
             return False
         slots, positions = np.repeat(seen.slots, seen.counts), ragged(seen.starts, seen.counts)
         begin, self._kept = self._kept, self._kept + count
         self._spans.append(_Span(slots, np.repeat(generations, seen.counts), positions, begin, 1))
         if seen.features is not None:
             self._features[begin : self._kept] = seen.features[seen.places]
-        self._steps += most
+        self._steps += max_count
         return True
 
     @property
@@ -132,10 +132,12 @@ class Backlog:
         owners, at, result = (np.concatenate(parts) for parts in (slots, positions, places))
         order = np.lexsort((at, owners))
         named, first, counts = np.unique(owners[order], return_index=True, return_counts=True)
-        least = np.argsort(counts, kind="stable")
-        rows = ragged(first[least], counts[least])
+        by_count = np.argsort(counts, kind="stable")
+        rows = ragged(first[by_count], counts[by_count])
         features = self._features if self._width else None
-        return NativeObservation(named[least], at[order][first[least]], counts[least], features, result[order][rows])
+        return NativeObservation(
+            named[by_count], at[order][first[by_count]], counts[by_count], features, result[order][rows]
+        )
 
 
 SHORT = 16

@@ -87,8 +87,8 @@ def cycle(
     argmax: Longs,
     broken: npt.NDArray[np.bool_],
     features: npt.NDArray[np.int16] | None,
-    most: int,
-    longest: int,
+    max_drafts: int,
+    max_length: int,
 ) -> DraftCycle:
     """See ``NativePass.cycle``."""
     native, ids, room = model.native, draft.ids, len(draft.headed)
@@ -127,8 +127,8 @@ def cycle(
         argmax.ctypes.data,
         broken.ctypes.data,
         ctypes.addressof(draws[2]),
-        most,
-        longest,
+        max_drafts,
+        max_length,
         ctypes.addressof(observing.ops),
         observing.count,
         seen,
@@ -158,8 +158,8 @@ def cycle(
         if slots is not last:  # each question for an address takes a microsecond or more
             last, at = slots, slots.ctypes.data
         drawing = None if how is None else how.ctypes.data
-        most_left = None if left is None else left.ctypes.data
-        code = call(*before, at, rows, drafts, most_left, steps, drawing, unseen, into)
+        left_address = None if left is None else left.ctypes.data
+        code = call(*before, at, rows, drafts, left_address, steps, drawing, unseen, into)
         if code == _IDLE:
             rows = 0
         elif code:

@@ -78,14 +78,14 @@ class CpuPass:
         argmax: npt.NDArray[np.int64],
         broken: npt.NDArray[np.bool_],
         features: npt.NDArray[np.int16] | None,
-        most: int,
-        longest: int,
+        max_drafts: int,
+        max_length: int,
     ) -> DraftCycle:
         assert isinstance(draft.observe, CpuPass)
         assert isinstance(draft.head, CpuPass)
         assert isinstance(draft.then, CpuPass)
         passes = (self._program, draft.observe._program, draft.head._program, draft.then._program)
-        return chains.cycle(*passes, draft, places, table, logits, argmax, broken, features, most, longest)
+        return chains.cycle(*passes, draft, places, table, logits, argmax, broken, features, max_drafts, max_length)
 
     def verify(
         self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]

@@ -69,7 +69,7 @@ class MultiHeads(Drafter):
         config, slots = heads[0].config, context.config.max_slots
         layer_bytes = context.device.cache.token_bytes(config.kv_heads, config.head_dim, context.dtype)
         self.cache_bytes = len(heads) * layer_bytes
-        self.depth, self.most_nodes = self._kept, min(self._kept + 1, context.settings.num_draft_tokens)
+        self.depth, self.max_nodes = self._kept, min(self._kept + 1, context.settings.num_draft_tokens)
         shape = (slots * self._kept, config.hidden_size)
         self._features = torch.zeros(shape, dtype=context.dtype, device=context.device.torch_device)
         self._states = torch.zeros_like(self._features)
@@ -147,7 +147,7 @@ class MultiHeads(Drafter):
                 )
             logits = self._heads[step].logits(states.index_select(0, last))
             tokens[:, step + 1] = self._sampler.best(logits, rows.noise, rows.root_positions, 1 + step)
-        nodes = np.where(known, np.minimum(rows.limits, min(steps, self.most_nodes - 1)), 0) + 1
+        nodes = np.where(known, np.minimum(rows.limits, min(steps, self.max_nodes - 1)), 0) + 1
         return Drafts(chain(tokens[:, : steps + 1]), nodes)
 
     def _put(self, array: Longs) -> Tensor:
@@ -241,8 +241,9 @@ class MtpModel:
             )
         prefixes = prefixes[:count]
         architecture = context.full_config.architecture
-        experts = {"first_k_dense_replace": 0, "mlp_layer_types": None}  # a head has them as the last layers do
-        whole = checkpoint.config(architecture, 1, prefixes[0], layer_types=None, sliding_window=None, **experts)
+        # A head has experts as the last layers do, and an indexer of its own.
+        own = {"first_k_dense_replace": 0, "mlp_layer_types": None, "indexer_types": None, "index_topk_pattern": None}
+        whole = checkpoint.config(architecture, 1, prefixes[0], layer_types=None, sliding_window=None, **own)
         if whole.latent is not None and count > 1:
             raise ConfigError("several heads with latent attention are not run: leave --enable-multi-layer-eagle out")
         need_same_hidden_size(checkpoint, whole, context.full_config)
@@ -279,7 +280,7 @@ class MtpDrafter(Drafter):
         self._drafter: Drafter = MultiHeads(context, model.heads) if several else HeadDrafter(context, model.heads[0])
         self.parameters, self.weight_bytes = model.weights.parameters, model.weights.weight_bytes
         self.cache_bytes, self.spare_bytes = self._drafter.cache_bytes, self._drafter.spare_bytes
-        self.depth, self.most_nodes = self._drafter.depth, self._drafter.most_nodes
+        self.depth, self.max_nodes = self._drafter.depth, self._drafter.max_nodes
         self.latent = self._drafter.latent
 
     def make_caches(self, pages: int) -> list[Any]:

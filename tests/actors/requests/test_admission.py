@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.protocol.requests import QueueFull
-from actors.requests.admission import AdmissionControl, Ticket, most_for_one
+from actors.requests.admission import AdmissionControl, Ticket, max_per_tenant
 from actors.requests.drain_rate import DrainRate
 
 
@@ -146,7 +146,7 @@ def test_time_without_a_measurement_has_no_rate() -> None:
 
 def test_a_flood_of_one_key_leaves_the_others_their_share() -> None:
     office = AdmissionControl(max_sequences=80, max_tokens=None, tenants=4)
-    taken = most_for_one(80, 4)
+    taken = max_per_tenant(80, 4)
     assert taken == 50  # more than half: what no other tenant needs is used
     for _ in range(taken):
         office.issue(1, 1, 0.0, "flood")

@@ -49,8 +49,8 @@ void all_values(const T* value, int64_t token, int64_t tokens, const float* weig
             add_values<VECTORS, COLUMNS, T>(value, token, tokens, weights + column, lanes, sums + column * dim, dim, vector);
     };
     auto few = [&]<int COLUMNS>(int64_t column) {
-        constexpr int64_t MOST_OF = LARGE ? COLUMNS == 4 ? 4 : 8 : COLUMNS == 1 ? 4 : COLUMNS == 2 ? 2 : 1;
-        if (dim % (MOST_OF * TILE) == 0) return all.template operator()<MOST_OF, COLUMNS>(column);
+        constexpr int64_t TILES_AT_ONCE = LARGE ? COLUMNS == 4 ? 4 : 8 : COLUMNS == 1 ? 4 : COLUMNS == 2 ? 2 : 1;
+        if (dim % (TILES_AT_ONCE * TILE) == 0) return all.template operator()<TILES_AT_ONCE, COLUMNS>(column);
         if (LARGE && dim % (4 * TILE) == 0) return all.template operator()<4, COLUMNS>(column);
         all.template operator()<LARGE ? 2 : 1, COLUMNS>(column);
     };

@@ -12,7 +12,7 @@ namespace troupe {
 enum CacheType : int64_t { BF16, INT8, E4M3, E5M2 };  // bf16, int8 and floats of 8 bits
 
 constexpr float LARGEST[] = {0.0f, 127.0f, 448.0f, 57344.0f};
-constexpr float LEAST_SCALE = 0x1p-126f;
+constexpr float MIN_SCALE = 0x1p-126f;
 constexpr int32_t NONE = 0x80;  // among int8 with scales that are fixed beforehand: a value that was not finite
 
 inline Floats widen(const uint8_t* x, int64_t kind) {
@@ -58,7 +58,7 @@ struct Cache8bit {
             for (int64_t i = 0; i < dim; i += 16)
                 bits = max(bits, bits_of(abs(load(x + i))));
             const float size = std::bit_cast<float>(max_all(bits)) / LARGEST[kind];
-            scales[at] = to_bf16(size < LEAST_SCALE ? LEAST_SCALE : size);
+            scales[at] = to_bf16(size < MIN_SCALE ? MIN_SCALE : size);
             const Floats divisor = splat(to_float(scales[at]));
             for (int64_t i = 0; i < dim; i += 16) store_bytes(out + i, quantize_8bit(load(x + i) / divisor, kind));
             return;

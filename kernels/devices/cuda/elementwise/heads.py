@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.devices.cuda.attention.cache_8bit import Cache8bit
 from kernels.devices.cuda.launch import overlapping
-from kernels.weights.quantization.cache import most
+from kernels.weights.quantization.cache import max_value
 
 __all__ = ["Placing", "place_heads"]
 
@@ -198,7 +198,7 @@ def place_heads(
         block,
         weight is not None,
         kept,
-        most(values.dtype) if kept else 0.0,
+        max_value(values.dtype) if kept else 0.0,
         0 if parts is None else len(parts),
         pdl,
         num_warps=1 if block == 1 else 4,

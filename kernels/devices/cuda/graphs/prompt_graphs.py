@@ -40,7 +40,7 @@ _HEADER = 5
 """Numbers of a row before its pages: three as in ``leave``, one of padding, and the tokens that a decode attends to."""
 _CHUNKS = 64  # most rows of a step that are not decodes
 _ROWS = (8, 64, 256)
-_FEWEST = 128  # fewest tokens of a graph; further sizes are powers of two
+_MIN_TOKENS = 128  # fewest tokens of a graph; further sizes are powers of two
 _KIND = Kind(
     "step of (tokens, rows) %s with prompts",
     "--disable-piecewise-cuda-graph silences this",
@@ -52,26 +52,29 @@ Size = tuple[int, int]
 """The tokens and the rows of a step."""
 
 
-def prompt_sizes(requested: Sequence[int], most: int, max_rows: int) -> list[Size]:
+def prompt_sizes(requested: Sequence[int], max_tokens: int, max_rows: int) -> list[Size]:
     """The tokens and rows of each graph, ascending. ``requested``: a list of tokens, or none for powers of two and the
-    decodes beside them. ``most``: tokens of a step, ``max_rows``: of its rows. Useless sizes of the list are logged.
+    decodes beside them. ``max_tokens``: tokens of a step, ``max_rows``: of its rows. Useless sizes of the list are
+    logged.
     """
     rows = sorted({min(count, max_rows) for count in (*_ROWS, max_rows)})
-    useless = sorted(size for size in set(requested) if not rows[0] <= size <= most)
+    useless = sorted(size for size in set(requested) if not rows[0] <= size <= max_tokens)
     if useless:
         _log.warning(
             "--piecewise-cuda-graph-tokens: no graph of %s tokens, as one holds %d rows and a step has up to %d; "
             "leave these out, or raise --chunked-prefill-size.",
             useless,
             rows[0],
-            most,
+            max_tokens,
         )
-    chunks = [1 << bits for bits in range(_FEWEST.bit_length() - 1, most.bit_length()) if 1 << bits < most]
+    chunks = [
+        1 << bits for bits in range(_MIN_TOKENS.bit_length() - 1, max_tokens.bit_length()) if 1 << bits < max_tokens
+    ]
     result: set[Size] = set()
     for index, count in enumerate(rows):
         beside = count if index else 0
-        tokens = requested or (*(chunk + beside for chunk in chunks), most)
-        result |= {(size, count) for size in tokens if count <= size <= most}
+        tokens = requested or (*(chunk + beside for chunk in chunks), max_tokens)
+        result |= {(size, count) for size in tokens if count <= size <= max_tokens}
     return sorted(result)
 
 
@@ -127,13 +130,13 @@ class PromptGraphs:
         self._state = torch.zeros((1 + rows, width), dtype=torch.int32, device=device)
         self._state[:, 2] = self._state[:, _HEADER - 1] = 1  # a token in the cache
         self._numbers = {size: put(self._fill(_NOTHING, size)) for size in sizes}
-        self._most = rows
+        self._max_prompts = rows
         self._kept: tuple[Tensor, Tensor] | None = None
         begun = time.perf_counter()
         self._prompts = max((size[0] for size in sizes), default=0)  # tokens of prompts in a step, at most
         if paying and not is_precompiling():
             self._prompts, sizes = self._paying(sizes)
-            self._most = max((size[1] for size in sizes), default=0)
+            self._max_prompts = max((size[1] for size in sizes), default=0)
             self._kept = None  # of the sizes that are left, instead
         captured = capture_each(
             sorted(sizes, reverse=True),
@@ -200,15 +203,17 @@ class PromptGraphs:
     def _paying(self, sizes: Sequence[Size]) -> tuple[int, list[Size]]:
         """Find the number of prompt tokens up to which steps are bound by the host, and the sizes up to it. Never
         fails: without memory there are no sizes."""
-        fewest, most = min((size[1] for size in sizes), default=0), 0
-        for size in sorted(size for size in sizes if size[1] == fewest):
+        min_prompts, max_tokens = min((size[1] for size in sizes), default=0), 0
+        for size in sorted(size for size in sizes if size[1] == min_prompts):
             try:
                 if not launches_last(partial(self._run, size), self._table.device):
                     break
             except torch.OutOfMemoryError:
                 break
-            most = size[0]
-        return most, [size for size in sizes if most and size[0] - (size[1] if size[1] > fewest else 0) <= most]
+            max_tokens = size[0]
+        return max_tokens, [
+            size for size in sizes if max_tokens and size[0] - (size[1] if size[1] > min_prompts else 0) <= max_tokens
+        ]
 
     def _run(self, size: Size) -> CapturedStepResult:
         (tokens, rows), layout = size, _Numbers.of(size)
@@ -223,7 +228,10 @@ class PromptGraphs:
         hidden, logits = self._forward(ForwardBatch(self._table[slots, positions], positions, index, plans), last)
         result = torch.empty(rows, dtype=torch.int32, device=state.device)
         if self._kept is None:
-            self._kept = hidden.new_empty(self._most, hidden.shape[1]), logits.new_empty(self._most, logits.shape[1])
+            self._kept = (
+                hidden.new_empty(self._max_prompts, hidden.shape[1]),
+                logits.new_empty(self._max_prompts, logits.shape[1]),
+            )
         # In buffers that all graphs share: memory of one graph cannot be used by others.
         kept = CapturedStepResult(self._kept[0][:rows], self._kept[1][:rows], result)
         leave(state, self._table, logits, kept.logits, result)

@@ -156,7 +156,7 @@ def gemv_quantized_kernel(
     turns: gl.constexpr = (chunks + fours - 1) // fours
     tile: gl.constexpr = width // 8 if kind == 1 else 1  # fours of words that share their slots
     stride: gl.constexpr = fours * pieces * piece  # of the token, a turn
-    most: gl.constexpr = 1.0 if kind == 4 else 32767.0
+    max_value: gl.constexpr = 1.0 if kind == 4 else 32767.0
 
     row = _rows_of(gl.arange(0, rows, layout=gl.SliceLayout(1, sums)), rows, dim)
     near = gl.minimum(row, outputs - 1)
@@ -228,8 +228,8 @@ def gemv_quantized_kernel(
             if turn + 1 < turns:
                 ahead = inside + (turn + 1) * fours < chunks
                 gamma = gl.load(gain + at + (turn + 1) * stride, mask=ahead, other=0.0)
-        most_of, scale = inverse(gl.max(largest(value, 2), 1), most)
-        value *= gl.expand_dims(gl.expand_dims(most_of, 1), 2)
+        inverse_scale, scale = inverse(gl.max(largest(value, 2), 1), max_value)
+        value *= gl.expand_dims(gl.expand_dims(inverse_scale, 1), 2)
         scale = gl.convert_layout(scale, beside)[None, :]
         if kind == 1:
             if turn > 0:
