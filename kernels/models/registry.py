@@ -289,8 +289,8 @@ class Support:
     """What a family supports. ``gguf``: its name in GGUF files; "": none. ``experts``: layers of experts. ``windows``:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
     ``eager``: attention is what only plain torch does: its scores are capped, or heads have sinks. ``latent``: keys and
-    values are latent vectors. ``states``: layers keep states of sequences. ``plain``: the layers have Llama's operators
-    alone, which native code has.
+    values are latent vectors; ``indexed``: of which an indexer chooses some. ``states``: layers keep states of
+    sequences. ``plain``: the layers have Llama's operators alone, which native code has.
     """
 
     architecture: str
@@ -301,6 +301,7 @@ class Support:
     quantizable: bool
     eager: bool = False
     latent: bool = False
+    indexed: bool = False
     states: bool = False
     plain: bool = True
 
@@ -356,6 +357,7 @@ def families() -> tuple[Support, ...]:
                 quantizable=any(spec.quantizable for spec in specs),
                 eager=bool(config.eager_attention),
                 latent=config.latent is not None,
+                indexed=config.latent is not None and config.latent.index is not None,
                 states=config.recurrence is not None,
                 plain=_is_plain(config),
             )
