@@ -129,6 +129,7 @@ BUILT_IN = (
     Entry("HunYuanDenseV1ForCausalLM", "kernels.models.hunyuan"),
     Entry("HunYuanMoEV1ForCausalLM", "kernels.models.hunyuan_moe"),
     Entry("InternLM2ForCausalLM", "kernels.models.internlm2"),
+    Entry("Llama4ForCausalLM", "kernels.models.llama4"),
     Entry("LlamaForCausalLM", "kernels.models.llama", gguf="llama", gguf_window="ignored"),
     Entry("MiMoForCausalLM", "kernels.models.mimo"),
     Entry("MiniCPM3ForCausalLM", "kernels.models.minicpm3"),
