@@ -130,6 +130,7 @@ BUILT_IN = (
     Entry("HunYuanMoEV1ForCausalLM", "kernels.models.hunyuan_moe"),
     Entry("InternLM2ForCausalLM", "kernels.models.internlm2"),
     Entry("KimiLinearForCausalLM", "kernels.models.kimi_linear"),
+    Entry("Llama4ForCausalLM", "kernels.models.llama4"),
     Entry("LlamaForCausalLM", "kernels.models.llama", gguf="llama", gguf_window="ignored"),
     Entry("MiMoForCausalLM", "kernels.models.mimo"),
     Entry("MiniCPM3ForCausalLM", "kernels.models.minicpm3"),

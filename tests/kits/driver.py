@@ -336,6 +336,18 @@ GPT_OSS = {
     "attn_implementation": "eager",  # which has sinks
 }
 
+LLAMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 6,
+    "attention_chunk_size": 32,
+    "no_rope_layer_interval": 3,
+    "floor_scale": 8,
+    "attn_scale": 0.4,
+}
+
 ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, gates or attention of their own
     "afmoe": (
         "Afmoe",
@@ -397,6 +409,14 @@ ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, ga
         "HunYuanMoEV1",
         PADDED | {"head_dim": 16, "num_experts": 6, "moe_topk": 2, "intermediate_size": 32},
     ),
+    "llama4": (
+        "Llama4Text",
+        LLAMA4 | {"rope_parameters": LLAMA3_ROPE, "interleave_moe_layer_step": 2},
+    ),
+    "llama4-full": (
+        "Llama4Text",
+        LLAMA4 | {"attention_chunk_size": None, "use_qk_norm": False, "num_experts_per_tok": 2},
+    ),
     "minimax-m2": (
         "MiniMaxM2",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 32},
@@ -421,6 +441,7 @@ DIVIDED = (
     "gemma",
     "hunyuan",
     "hunyuan-moe",
+    "llama4",
     "ministral3",
     "olmo",
     "olmoe-clipped",
