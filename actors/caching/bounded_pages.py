@@ -80,9 +80,9 @@ class BoundedPages:
         for group in self._groups:
             group.commit(sequence, keys, computed)
 
-    def grow(self, sequence: int, pages: int) -> tuple[bytes, ...]:
+    def request(self, sequence: int, pages: int) -> tuple[bytes, ...]:
         """The sequence now has so many main ``pages``. Returns each group's new pages for them, int32."""
-        return tuple([group.grow(sequence, pages * self._page_size) for group in self._groups])
+        return tuple([group.request(sequence, pages * self._page_size) for group in self._groups])
 
     def close(self, sequence: int) -> None:
         """The sequence ends; pages that can be shared stay until they are evicted."""
@@ -193,7 +193,7 @@ class _Group:
             self._let_go(held.pages.popleft())
             held.first += 1
 
-    def grow(self, sequence: int, capacity: int) -> bytes:
+    def request(self, sequence: int, capacity: int) -> bytes:
         held = self._columns[sequence]
         pages = [self._allocate() for _ in range(held.end, -(-capacity // self._tokens))]
         held.pages += pages

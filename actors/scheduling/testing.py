@@ -387,7 +387,7 @@ def drive(planning: Generator[CacheMessage, CacheReply, StepPlan | None], cache:
             plan: StepPlan | None = stop.value
             return plan
         if isinstance(message, CacheUpdate):
-            reply = cache.turn(message)
+            reply = cache.update(message)
         elif isinstance(message, OpenSequence):
             reply = cache.open(message)
         else:
