@@ -14,8 +14,8 @@ from kernels.devices.cpu import chains
 from kernels.devices.cpu.native.library import Head, RowTokens
 from kernels.devices.cpu.program import Program
 from kernels.devices.prepared import (
-    Advance,
     ChainDraftPasses,
+    DecodeCall,
     DraftCacheSlots,
     DraftCycle,
     NativePass,
@@ -41,7 +41,7 @@ class CpuPass:
 
     def advance(
         self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]
-    ) -> Advance:
+    ) -> DecodeCall:
         program = self._program
         native, result = program.native, np.zeros(len(argmax), dtype=np.int32)
         drawn, unsound = np.zeros(len(argmax), dtype=np.int64), np.zeros(len(argmax), dtype=np.bool_)

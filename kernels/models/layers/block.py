@@ -85,7 +85,7 @@ class SelfAttention:
     ) -> Tensor:
         """As ``AttentionLayer``."""
         heads = self.qkv(x).view(-1, self.total, self.dim)
-        queries = self.attention.place_heads(heads, self.heads, self.norm, cos, sin, cache, batch.cache_index)
+        queries = self.attention.norm_rope_cache(heads, self.heads, self.norm, cos, sin, cache, batch.cache_index)
         if self._uncaptured is None:
             result = self.attention.attend(queries, cache, batch.plans[self.window], self.scale)
         else:

@@ -199,8 +199,8 @@ class HeadDrafter(Drafter):
         self._expansion.capture(agree)
         self._early = self._expansion.prepare_early(self._model, self._states, agree, ends)
 
-    def reach(self) -> int:
-        return 0 if self._early is None else self._early.reach
+    def early_positions(self) -> int:
+        return 0 if self._early is None else self._early.early_positions
 
     def draft_early(self, accepted: AcceptedRows) -> DraftTree | None:
         if self._early is None or not self._early.size(len(accepted.roots)):

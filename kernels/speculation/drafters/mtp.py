@@ -298,8 +298,8 @@ class MtpDrafter(Drafter):
     def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:
         return self._drafter.native_drafts(state, rows)
 
-    def reach(self) -> int:
-        return self._drafter.reach()
+    def early_positions(self) -> int:
+        return self._drafter.early_positions()
 
     def draft_early(self, accepted: AcceptedRows) -> DraftTree | None:
         return self._drafter.draft_early(accepted)

@@ -118,7 +118,7 @@ void rotary(const Op& op, const Step&, int64_t row) {
         }
 }
 
-void place(const Op& op, const Step& step, int64_t row) {
+void norm_rope_cache(const Op& op, const Step& step, int64_t row) {
     const int64_t dim = op.i0, half = dim / 2, heads = op.i1, kv_heads = op.i2;
     const Cache8bit kept(op, op.out, dim, kv_heads);
     bf16 *x = at<bf16>(op.a, row, op.stride_a), *cached = at<bf16>(op.out, step.index[row], 2 * kv_heads * dim);
@@ -289,7 +289,7 @@ void run(Engine& engine, const Op& op, const Step& step) {
         case NORM: rows.call = norm; break;
         case ROTARY: rows.call = rotary; break;
         case WRITE: rows.call = write; break;
-        case PLACE: rows.call = place; break;
+        case NORM_ROPE_CACHE: rows.call = norm_rope_cache; break;
         case WRITE_8BIT: rows.call = write_8bit; break;
         case SILU: rows.call = silu_and_mul; break;
         case FAKE_QUANTIZE: rows.call = fake_quantize; break;
