@@ -221,6 +221,11 @@ def _open_groups(
             f"latent attention of {part.architecture} has no form whose results are independent of the chunks of "
             "prompts; leave --enable-deterministic-inference out"
         )
+    if part.recurrence is not None and config.invariant:
+        raise ConfigError(
+            f"states of {part.architecture} have no form whose results are independent of the chunks of prompts; leave "
+            "--enable-deterministic-inference out"
+        )
     if is_plain(groups):
         return groups
     kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))
@@ -307,7 +312,7 @@ def load_model(
         rows.open(pages, config.page_size)
     # The model's caches come last: a device plans attention for the heads of the last caches.
     draft_caches: list[Any] = drafter.make_caches(pages) if drafter is not None else []
-    groups = LayerGroups(device, sizes.with_pages(pages), config.page_size, dtype, scales)
+    groups = LayerGroups(device, sizes.with_pages(pages), config.page_size, dtype, scales, part.layers)
     windows = groups.windows(windows)
     slots = SlotTable(
         device,
@@ -409,7 +414,7 @@ def _step_memory(
         model.rows.open(pages, config.page_size)
     draft_caches = drafter.make_caches(1) if drafter is not None and device.traits.compiles else []
     null = tuple(msgspec.structs.replace(each, num_pages=1 if each.bounded else pages) for each in sizes.groups)
-    groups = LayerGroups(device, null, config.page_size, opened.dtype, opened.cache.scales)
+    groups = LayerGroups(device, null, config.page_size, opened.dtype, opened.cache.scales, part.layers)
     caches = groups.caches
     warm_up = _make_warm_up(config, device, model, sampler, groups.windows(frozenset(part.windows)), groups)
     # A row that verifies samples after each draft token.

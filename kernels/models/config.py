@@ -10,9 +10,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from kernels.contract.caches import Latent
+from kernels.contract.caches import Latent, State
 from kernels.contract.errors import ConfigError
 from kernels.contract.limits import MAX_EXPERTS, MAX_EXPERTS_OF_MODEL, MAX_LAYERS, MAX_SIZE
 from kernels.contract.pooling import PoolingConfig
@@ -26,6 +26,7 @@ __all__ = [
     "IndexConfig",
     "LatentConfig",
     "ModelConfig",
+    "Recurrence",
     "RopeConfig",
     "local_config",
 ]
@@ -137,6 +138,18 @@ class LatentConfig:
         return Latent(self.rank, self.rope_dim, self.index.dim if indexed and self.index is not None else 0)
 
 
+class Recurrence(Protocol):
+    """The sizes of layers that keep a state of each sequence, all of one kind. A frozen dataclass of the layer's."""
+
+    def state(self) -> State:
+        """What one layer keeps of a sequence, on a rank of these sizes."""
+        ...
+
+    def divided(self, size: int) -> Recurrence:
+        """The sizes that one of ``size`` ranks runs. Raises ConfigError, naming the numbers."""
+        ...
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder's sizes. ``windows[layer]`` is the layer's sliding window in tokens, 0 for full attention.
@@ -152,6 +165,7 @@ class ModelConfig:
     ``reward_head``: the module of a family's own head that rewards; "": see ``layers.classification``.
     ``query_growth``: (factor, tokens) by which queries grow with their positions, ``1 + factor * ln(1 + position //
     tokens)``; a factor of 0: not. ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``.
+    ``recurrence``: of layers that keep states, ``recurrent`` says which these are.
     ``position_table``, ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
     ``first_position``: the row of an input's first token. ``code``: of a model that runs transformers' modeling code.
     """
@@ -193,6 +207,8 @@ class ModelConfig:
     reward_head: str = ""
     latent: LatentConfig | None = None
     query_growth: tuple[float, int] = (0.0, 1)
+    recurrence: Recurrence | None = None
+    recurrent: frozenset[int] = frozenset()
     position_table: int = 0
     segments: int = 0
     first_position: int = 0
@@ -258,6 +274,7 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
         all_kv_heads=config.kv_heads if size > 1 else 0,
         intermediate_size=config.intermediate_size // size,
         experts=experts,
+        recurrence=None if config.recurrence is None else config.recurrence.divided(size),
     )
 
 
@@ -537,14 +554,18 @@ class ConfigReader:
             raise ConfigError(f"config.json: first_k_dense_replace must be a whole number, and is {given!r}")
         return frozenset(layer for layer in range(given, layers) if layer % every == 0)
 
-    def _typed_windows(self) -> tuple[int, ...]:
-        """By ``layer_types``; empty where config.json has none."""
-        layers, kinds, window = self.layers, self.raw.get("layer_types"), self.size("sliding_window", _WINDOW)
+    def layer_types(self, *known: str, key: str = "layer_types") -> tuple[str, ...]:
+        """The kind of each layer, one of ``known``; empty where config.json does not say."""
+        kinds = self.raw.get(key)
         if kinds is None:
             return ()
-        known = ("full_attention", "sliding_attention")
-        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-            raise ConfigError("config.json: layer_types must say full_attention or sliding_attention for each layer")
+        if not isinstance(kinds, list) or len(kinds) != self.layers or any(kind not in known for kind in kinds):
+            raise ConfigError(f"config.json: {key} must say {' or '.join(known)} for each layer")
+        return tuple(kinds)
+
+    def _typed_windows(self) -> tuple[int, ...]:
+        """By ``layer_types``; empty where config.json has none."""
+        window, kinds = self.size("sliding_window", _WINDOW), self.layer_types("full_attention", "sliding_attention")
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 

@@ -141,6 +141,7 @@ BUILT_IN = (
     ),
     Entry("Qwen3ForCausalLM", "kernels.models.qwen3", gguf="qwen3"),
     Entry("Qwen3MoeForCausalLM", "kernels.models.qwen3_moe", gguf="qwen3moe", gguf_experts=True),
+    Entry("Qwen3NextForCausalLM", "kernels.models.qwen3_next"),
     *_encoders("Roberta", "kernels.models.bert", padded_positions=True),
     Entry("SeedOssForCausalLM", "kernels.models.seed_oss"),
     Entry("SmolLM3ForCausalLM", "kernels.models.smollm3"),
@@ -279,7 +280,8 @@ class Support:
     """What a family supports. ``gguf``: its name in GGUF files; "": none. ``experts``: layers of experts. ``windows``:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
     ``eager``: attention is what only plain torch does: its scores are capped, or heads have sinks. ``latent``: keys and
-    values are latent vectors. ``plain``: the layers have Llama's operators alone, which native code has.
+    values are latent vectors. ``states``: layers keep states of sequences. ``plain``: the layers have Llama's operators
+    alone, which native code has.
     """
 
     architecture: str
@@ -290,6 +292,7 @@ class Support:
     quantizable: bool
     eager: bool = False
     latent: bool = False
+    states: bool = False
     plain: bool = True
 
 
@@ -344,6 +347,7 @@ def families() -> tuple[Support, ...]:
                 quantizable=any(spec.quantizable for spec in specs),
                 eager=bool(config.eager_attention),
                 latent=config.latent is not None,
+                states=config.recurrence is not None,
                 plain=_is_plain(config),
             )
         )

@@ -90,7 +90,7 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
     """What a device does for a family, by the letters of ``FEATURES``. Every device has linear layers of floats, and a
     cache whose tokens can be moved, which is all that the verification of draft tokens needs. Capped attention reads a
     plain cache and the host's rows; a CPU's programs have the operators of plain families alone."""
-    paged = not (family.eager or family.latent)
+    paged = not (family.eager or family.latent or family.states)
     yield "F"
     if family.quantizable:
         yield "Q"
@@ -102,7 +102,8 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
         yield "S"
     if features.collectives:
         yield "T"
-    if features.captures and (paged or (family.latent and features.plans_latent)) and (family.plain or not cpu):
+    captured = paged or (family.latent and features.plans_latent and not family.states)
+    if features.captures and captured and (family.plain or not cpu):
         yield "G"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kernels.contract.caches import PageGrants, PageRun
 from kernels.contract.info import ModelInfo
 from kernels.contract.step import Admission, SlotSampling, StepBatch, StepResult
 from kernels.execution.runner import ModelRunner
@@ -18,11 +19,13 @@ from kernels.execution.runner import ModelRunner
 __all__ = [
     "COMMON",
     "DEEPSEEK",
+    "DELTA",
     "DENSE",
     "EXPERTS",
     "FAMILIES",
     "GPT_OSS",
     "GREEDY",
+    "HYBRID",
     "INDEXED",
     "LATENT",
     "LLAMA3_ROPE",
@@ -72,6 +75,9 @@ class Driver:
         self.borrowed: dict[int, int] = {}
         self.generation: dict[int, int] = {}
         self.number = 0
+        self.free_bounded = [list(range(1, group.num_pages)) for group in info.bounded_groups]
+        self.bounded: dict[int, list[list[int]]] = {}  # pages of each bounded group, by slot
+        self._granted_bounded: list[list[tuple[int, int]]] = [[] for _ in self.free_bounded]
         self._admitted: list[Admission] = []
         self._released: list[int] = []
         self._granted: list[tuple[int, int]] = []
@@ -85,12 +91,14 @@ class Driver:
         shared: Sequence[int] = (),
         adapter: int = 0,
     ) -> None:
-        """``shared``: pages that already hold the first tokens."""
+        """``shared``: pages that already hold the first tokens; they are computed again if there are bounded groups."""
+        shared = () if self.free_bounded else shared
         self.generation[slot] = self.generation.get(slot, 0) + 1
         self.tokens[slot] = [*prompt, *output]
         self.computed[slot] = len(shared) * self.info.page_size
         self.pages[slot] = list(shared)
         self.borrowed[slot] = len(shared)
+        self.bounded[slot] = [[] for _ in self.free_bounded]
         self._admitted.append(
             Admission(
                 slot=slot,
@@ -101,6 +109,7 @@ class Driver:
                 pages=pack(shared),
                 sampling=sampling,
                 adapter=adapter,
+                bounded=tuple(PageRun(0) for _ in self.free_bounded),
             )
         )
 
@@ -109,6 +118,8 @@ class Driver:
         pages = self.pages.pop(slot)
         if not keep_pages:
             self.free.extend(pages[self.borrowed[slot] :])
+        for free, held in zip(self.free_bounded, self.bounded.pop(slot), strict=True):
+            free.extend(held)
         del self.tokens[slot], self.computed[slot]
         self._released.append(slot)
         return pages
@@ -128,6 +139,7 @@ class Driver:
                 page = self.free.pop()
                 self.pages[slot].append(page)
                 self._granted.append((slot, page))
+            self._grant_bounded(slot, self.computed[slot] + count)
         self.number += 1
         result = self.runner.run(
             StepBatch(
@@ -139,17 +151,30 @@ class Driver:
                 page_ids=pack(page for _, page in self._granted),
                 admitted=tuple(self._admitted),
                 released=pack(self._released),
+                bounded=tuple(
+                    PageGrants(pack(slot for slot, _ in grants), pack(page for _, page in grants))
+                    for grants in self._granted_bounded
+                ),
                 draft_limits=pack(most.get(slot, 0) for slot, _ in rows) if most else b"",
                 unobserved=unobserved,
             )
         )
         self._admitted, self._released, self._granted = [], [], []
+        self._granted_bounded = [[] for _ in self.free_bounded]
         tokens = iter(ints(result.tokens))
         for (slot, count), accepted in zip(rows, ints(result.accepted), strict=True):
             self.computed[slot] += accepted if most.get(slot) else count
             self.tokens[slot].extend(next(tokens) for _ in range(accepted))
         assert next(tokens, None) is None
         return result
+
+    def _grant_bounded(self, slot: int, tokens: int) -> None:
+        """Grant the slot pages of every bounded group for so many tokens, and keep all that it had."""
+        for index, group in enumerate(self.info.bounded_groups):
+            held, free = self.bounded[slot][index], self.free_bounded[index]
+            while len(held) * group.page_tokens < tokens:
+                held.append(free.pop())
+                self._granted_bounded[index].append((slot, held[-1]))
 
     def pending(self, slot: int) -> int:
         """Tokens of the slot that have not run."""
@@ -330,6 +355,21 @@ ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, ga
         {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 32},
     ),
     "olmoe": ("Olmoe", PADDED | {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32}),
+}
+
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+    "num_hidden_layers": 4,
+}
+"""Three layers of gated delta nets before one of attention."""
+
+HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some layers keep states
+    "qwen3-next": ("Qwen3Next", SHARED | DELTA | {"num_hidden_layers": 5}),
 }
 
 SPARSE: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models

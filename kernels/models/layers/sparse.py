@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from kernels.devices.linear import NormThenLinear
 from kernels.models.config import ModelConfig
-from kernels.models.decoder import Decoder, DecoderLayer
+from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, mlp, moe, pre_norm, vocabulary
 from kernels.models.layers.block import AttentionLayer, Block, Norms, gated_mlp
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
@@ -18,22 +18,31 @@ from kernels.models.layers.moe import QWEN, ExpertNames
 from kernels.models.layers.pre_norm import PreNormLayer
 from kernels.weights.tensors import TensorSpec, norm
 
-__all__ = ["build", "tensors"]
+__all__ = ["build", "build_mixed", "mixed_tensors", "tensors"]
 
 AttentionTensors = Callable[[ModelConfig, str, str], Iterator[TensorSpec]]
 MakeAttention = Callable[[LayerBuilder, ModelConfig, str, int], AttentionLayer]
+MixerTensors = Callable[[ModelConfig, int], Iterator[TensorSpec]]
+MakeMixer = Callable[[LayerBuilder, ModelConfig, int], AttentionLayer]
 
 
 def tensors(
     config: ModelConfig, names: ExpertNames = QWEN, attention: AttentionTensors = gqa.tensors
 ) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint. ``attention``: of a layer's, by its names here and in GGUF."""
+    return mixed_tensors(
+        config, lambda config, index: attention(config, f"model.layers.{index}.self_attn", f"blk.{index}.attn"), names
+    )
+
+
+def mixed_tensors(config: ModelConfig, mixer: MixerTensors, names: ExpertNames = QWEN) -> Iterator[TensorSpec]:
+    """Every tensor of a checkpoint. ``mixer``: of what stands in the place of attention, by the layer's number."""
     experts = config.experts
     yield from vocabulary.tensors(config)
     for index in range(config.layers):
         layer, gguf = f"model.layers.{index}", f"blk.{index}"
         yield from pre_norm.norm_tensors(config, layer, gguf)
-        yield from attention(config, f"{layer}.self_attn", f"{gguf}.attn")
+        yield from mixer(config, index)
         if experts is not None and index in experts.layers:
             yield from moe.tensors(experts, config.hidden_size, layer, gguf, names)
         else:
@@ -46,16 +55,27 @@ def build(
 ) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``. ``attention``: makes that of a layer, by its name and its
     window; None: grouped-query attention, which devices fuse with the norm before it."""
+    if attention is not None:
+        make = attention
+        return build_mixed(
+            config,
+            builder,
+            lambda builder, config, index: make(
+                builder, config, f"model.layers.{index}.self_attn", config.windows[index]
+            ),
+            names,
+        )
     vocab = vocabulary.vocabulary(builder, config)
-    layers: list[DecoderLayer] = []
-    for index in range(config.layers):
-        name = f"model.layers.{index}"
-        if attention is None:
-            layers.append(_pre_norm_layer(config, builder, index, names))
-        else:
-            result = attention(builder, config, f"{name}.self_attn", config.windows[index])
-            layers.append(_block(config, builder, index, names, result))
+    layers = [_pre_norm_layer(config, builder, index, names) for index in range(config.layers)]
     return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
+
+
+def build_mixed(config: ModelConfig, builder: ModelBuilder, mixer: MakeMixer, names: ExpertNames = QWEN) -> Decoder:
+    """The decoder of one rank, whose sizes are ``config``. ``mixer``: makes what stands in the place of attention in a
+    layer, by its number."""
+    vocab = vocabulary.vocabulary(builder, config)
+    layers = [_block(config, builder, index, names, mixer(builder, config, index)) for index in range(config.layers)]
+    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps, config.norm_offset))
 
 
 def _pre_norm_layer(config: ModelConfig, builder: LayerBuilder, index: int, names: ExpertNames) -> PreNormLayer:
@@ -76,8 +96,8 @@ def _block(
 ) -> Block:
     name, experts = f"model.layers.{index}", config.experts
     norms = Norms(
-        before_attention=builder.norm(f"{name}.input_layernorm", config.norm_eps),
-        before_mlp=builder.norm(f"{name}.post_attention_layernorm", config.norm_eps),
+        before_attention=builder.norm(f"{name}.input_layernorm", config.norm_eps, config.norm_offset),
+        before_mlp=builder.norm(f"{name}.post_attention_layernorm", config.norm_eps, config.norm_offset),
     )
     if experts is not None and index in experts.layers:
         return Block(builder, config, attention, moe.SparseFeedForward(builder, experts, name, names), norms)

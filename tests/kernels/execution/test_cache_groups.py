@@ -22,6 +22,7 @@ from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import Admission, SlotSampling, StepBatch
 from kernels.devices import group_caches
 from kernels.execution.runner import ModelRunner
+from tests.kits.driver import HYBRID
 from tests.kits.mixed_caches import install, make_mixed_model
 
 KINDS = {
@@ -261,6 +262,28 @@ def test_families_give_pages_back_and_keep_their_tokens(name: str, reference: An
     assert line.cached[1] > 0
     assert prompt + line.outputs[0] == model.greedy(prompt, 73)
     assert prompt + other + line.outputs[1] == model.greedy(prompt + other, 76)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_families_with_states_keep_their_tokens(name: str, reference: Any) -> None:
+    """Chunks beside decodes, prefixes from snapshots, preemption, and a new worker in the middle."""
+    model = reference(name)
+    shared, first, second, third = ([token % 211 for token in tokens] for tokens in prompts(70, 9, 26, 31))
+    line = Line(model.path, {"max_total_tokens": 1024}, max_running=2, priority_scheduling=True)
+    line.submit(0, shared + first, 6)
+    line.play()
+    line.submit(1, shared + second, 12)
+    line.submit(2, third, 16)
+    for _ in range(8):
+        line.step()
+    line.submit(3, first, 4, priority=100)
+    line.step()
+    assert line.cached[1] > 0
+    line.start_worker()
+    line.play()
+    for number, prompt in enumerate((shared + first, shared + second, third, first)):
+        given = line.outputs[number]
+        assert prompt + given == model.greedy(prompt, len(prompt) + len(given))
 
 
 @pytest.mark.parametrize("options", [{}, {"context_length": 40}, {"speculation": SpeculativeSettings("NGRAM")}])
