@@ -36,7 +36,7 @@ def config(raw: ConfigReader) -> ModelConfig:
         _layers(raw), count, chosen, inner, normalized=True, shared=inner * alike, weighted=False, corrected=True
     )
     plain = raw.decoder(experts=experts, eps=1e-5, theta=500000.0, tied=True)
-    return dataclasses.replace(plain, pairs=True)
+    return dataclasses.replace(plain, rope_interleaved=True)
 
 
 def _layers(raw: ConfigReader) -> frozenset[int]:

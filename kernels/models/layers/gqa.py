@@ -66,7 +66,7 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
 
 def head_order(config: ModelConfig) -> list[int] | None:
     """The order of each head's numbers in which halves rotate against one another; None: as they are stored."""
-    return rotary_order(config.head_dim, config.rotary_dim, config.pairs)
+    return rotary_order(config.head_dim, config.rotary_dim, config.rope_interleaved)
 
 
 def projection(builder: LayerBuilder, config: ModelConfig, *modules: str) -> Linear:
