@@ -341,9 +341,9 @@ class NativePass(Protocol):
         table: TokenTable,
         hidden: Tensor,
         last: Tensor,
-        found: PassLogits,
+        output: PassLogits,
         broken: npt.NDArray[np.bool_],
     ) -> PrefillCall:
         """This pass is the model's and writes ``hidden`` [tokens, n]; the rows of the sequences' last tokens are copied
-        to ``last`` [rows, n], from which ``head`` makes ``found`` and ``broken``, as in ``advance``."""
+        to ``last`` [rows, n], from which ``head`` makes ``output`` and ``broken``, as in ``advance``."""
         ...

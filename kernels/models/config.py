@@ -591,13 +591,13 @@ def _number(raw: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def _factors(given: object, name: str, count: int) -> tuple[float, ...]:
+def _factors(value: object, name: str, count: int) -> tuple[float, ...]:
     """A factor for each pair of dimensions."""
-    if not isinstance(given, list) or len(given) != count:
+    if not isinstance(value, list) or len(value) != count:
         raise ConfigError(f"{name} needs {count} factors")
-    if not all(isinstance(one, int | float) and math.isfinite(one) and one > 0 for one in given):
+    if not all(isinstance(one, int | float) and math.isfinite(one) and one > 0 for one in value):
         raise ConfigError(f"{name} needs numbers above 0")
-    return tuple(map(float, given))
+    return tuple(map(float, value))
 
 
 def _rope(

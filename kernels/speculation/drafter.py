@@ -204,7 +204,7 @@ class Drafter(ABC):
         return None
 
     @abstractmethod
-    def observe(self, seen: Observation) -> None:
+    def observe(self, observation: Observation) -> None:
         """Fill the draft's cache, and store the state that ``draft`` starts from, by slot."""
 
     @abstractmethod

@@ -60,10 +60,10 @@ PlanDraft = Callable[[Tensor, Tensor, int, Tensor | None, Tensor | None, int], A
 class TorchGrowing:
     """``TreeBuilder`` in plain torch."""
 
-    def __init__(self, shape: TreeShape, given: AcceptedTokens, plan: PlanDraft, sampler: DraftSampler) -> None:
-        self._shape, self._given, self._plan, self._sampler = shape, given, plan, sampler
+    def __init__(self, shape: TreeShape, accepted: AcceptedTokens, plan: PlanDraft, sampler: DraftSampler) -> None:
+        self._shape, self._given, self._plan, self._sampler = shape, accepted, plan, sampler
         self._step = 0
-        self._seen = given.slots  # bit masks of the nodes that each node of the last level attends to
+        self._seen = accepted.slots  # bit masks of the nodes that each node of the last level attends to
 
     def observe(self) -> ForwardBatch:
         shape, given = self._shape, self._given
@@ -270,7 +270,7 @@ class EarlyDraftPasses:
 
     def _run(self, rows: int) -> DraftTree:
         model, levels, caches = self._model, self._shape.steps + 1, self._caches
-        given = AcceptedTokens(
+        accepted = AcceptedTokens(
             self._host[:rows, 0],
             self._host[:rows, 1],
             self._host[:rows, 2:],
@@ -279,7 +279,7 @@ class EarlyDraftPasses:
             self._features[: rows * levels],
             self._states,
         )
-        builder = self._make(given)
+        builder = self._make(accepted)
         batch = builder.observe()
         assert batch.states is not None
         states = builder.start(model.forward(batch, model.start(batch.states), caches))
@@ -289,10 +289,10 @@ class EarlyDraftPasses:
             states = model.forward(batch, batch.states, caches)
         return builder.tree(model.logits(states))
 
-    def _make(self, given: AcceptedTokens) -> TreeBuilder:
+    def _make(self, accepted: AcceptedTokens) -> TreeBuilder:
         drafting = self._device.drafting
-        own = None if drafting is None else drafting.make_tree_builder(self._shape, given)
-        return own or TorchGrowing(self._shape, given, self._device.attention.plan_draft, self._sampler)
+        own = None if drafting is None else drafting.make_tree_builder(self._shape, accepted)
+        return own or TorchGrowing(self._shape, accepted, self._device.attention.plan_draft, self._sampler)
 
 
 @dataclass(eq=False)
@@ -338,14 +338,14 @@ class EarlyDrafts:
             self._arrives()
         return True
 
-    def take_accepted(self, found: PassResult) -> VerifyResult:
+    def take_accepted(self, result: PassResult) -> VerifyResult:
         """Take the tokens that a pass accepted on the device, and start their copy to the host."""
-        assert found.accepted is not None
-        self._found, self._end = (found.accepted.outcome, found.accepted.tokens), found.end
+        assert result.accepted is not None
+        self._found, self._end = (result.accepted.outcome, result.accepted.tokens), result.end
         # Only the next accepting pass overwrites it, and that waits on the device (``after_copies``) or in
         # ``can_accept``.
-        self._arrives = self._device.memory.fetch([found.accepted.packed], lasting=True)
-        return VerifyResult.from_device(found.accepted)
+        self._arrives = self._device.memory.fetch([result.accepted.packed], lasting=True)
+        return VerifyResult.from_device(result.accepted)
 
     def arrival(self, accepted: Acceptance) -> PendingCopies:
         """A function that waits for the last step's outcome, its tokens and which of these are broken."""

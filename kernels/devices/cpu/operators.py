@@ -130,9 +130,9 @@ class Native(OperatorRunner):
         """As ``linear``, with a weight in blocks; ``gated``: in those of one type."""
         return self._multiply(x, weight.outputs // 2 if gated else weight.outputs, products(weight, bias, gated))
 
-    def _multiply(self, x: Tensor, width: int, found: MatmulOps) -> Tensor:
+    def _multiply(self, x: Tensor, width: int, ops: MatmulOps) -> Tensor:
         out = self._empty(len(x), width)
-        for op, first, kept in found:
+        for op, first, kept in ops:
             op.a, op.stride_a = x.data_ptr(), x.stride(0)
             op.out, op.stride_out = out[:, first:].data_ptr(), width
             op.invariant = self.batch_invariant
