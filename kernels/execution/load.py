@@ -19,7 +19,6 @@ from kernels.contract.caches import CacheGroup, is_plain
 from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import ConfigError
 from kernels.contract.info import ModelInfo
-from kernels.contract.speculation import SpeculativeSettings
 from kernels.core.layer_context import LayerContext, RowAdapters
 from kernels.devices.base import Device
 from kernels.devices.group_caches import token_bytes
@@ -189,13 +188,6 @@ _WINDOW_SHARE = 0.5
 narrow caches know one page table."""
 
 
-def _drafts_latent(settings: SpeculativeSettings, part: ModelConfig, device: Device) -> bool:
-    """Whether the heads of a model with latent attention draft chains for it: where passes are captured, none verifies
-    them."""
-    chains = settings.algorithm in ("EAGLE", "MTP") and settings.topk == 1
-    return part.latent is not None and chains and not device.attention.plans_latent
-
-
 def _open_groups(
     config: RunnerConfig, part: ModelConfig, cache: CacheChoice, context: int, device: Device
 ) -> tuple[CacheGroup, ...]:
@@ -229,7 +221,8 @@ def _open_groups(
     if is_plain(groups):
         return groups
     kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))
-    if config.speculation is not None and not _drafts_latent(config.speculation, part, device):
+    # Where passes over latent vectors are captured, none verifies draft tokens.
+    if config.speculation is not None and (part.latent is None or device.attention.plans_latent):
         raise ConfigError(
             f"speculative decoding needs keys and values of all tokens in every layer, and the layers of "
             f"{part.architecture} keep: {kinds}; leave --speculative-algorithm out"
@@ -330,6 +323,7 @@ def load_model(
     speculator: Speculator | None = None
     if drafter is not None and speculation is not None:
         speculator = Speculator(drafter, speculation, device, sampler, slots)
+        speculator.verifier.latent = part.latent is not None
         if isinstance(drafter, NgramDrafter) and grammars is not None:
             drafter.forced = grammars.forced
     outputs = StepOutputs(device, model, sampler, slots, groups.caches, speculator=speculator, grammars=grammars)

@@ -26,6 +26,7 @@ __all__ = [
     "IndexConfig",
     "LatentConfig",
     "ModelConfig",
+    "QueryGrowth",
     "Recurrence",
     "RopeConfig",
     "local_config",
@@ -78,10 +79,11 @@ class ExpertsConfig:
 
     ``layers``: which of the decoder's layers. ``chosen``: experts that a token takes. ``normalized``: whether their
     weights are made to add up to one. ``shared``: the inner dimension of an expert that all tokens take besides, 0:
-    there is none; ``weighted``: whether it is weighted by the sigmoid of a logit of its own. ``scores``, ``groups``,
-    ``top_groups``, ``pair_sum`` and ``scale``: as ``kernels.devices.experts.Routing``. ``corrected``: whether a
-    correction is added to scores for the choice. ``alpha``, ``limit``: as ``ClampedGate`` there. ``packed``: whether
-    they are stored in MXFP4.
+    there is none; ``shared_bias``: whether its projections have biases; ``weighted``: whether it is weighted by the
+    sigmoid of a logit of its own. ``result_scale``: of the sum of all experts. ``scores``, ``groups``, ``top_groups``,
+    ``pair_sum``, ``scale`` and ``jitter``: as ``kernels.devices.experts.Routing``. ``corrected``: whether a correction
+    is added to scores for the choice. ``alpha``, ``limit``: as ``ClampedGate`` there. ``packed``: whether they are
+    stored in MXFP4.
     """
 
     layers: frozenset[int]
@@ -97,9 +99,22 @@ class ExpertsConfig:
     pair_sum: bool = False
     scale: float = 1.0
     corrected: bool = False
+    jitter: float = 0.0
+    shared_bias: bool = False
+    result_scale: float = 1.0
     alpha: float = 1.0
     limit: float = 0.0
     packed: bool = False
+
+
+@dataclass(frozen=True)
+class QueryGrowth:
+    """Queries grow with their positions, by ``1 + factor * ln(1 + (position + shift) // tokens)`` (Nakanishi,
+    arXiv 2501.19399)."""
+
+    factor: float
+    tokens: int
+    shift: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,8 +178,10 @@ class ModelConfig:
     together. ``layer_norms``: norms subtract the mean. ``global_kv_heads``: the whole model's, on one of several
     ranks; else 0. ``pooling``: of a model that generates no text, which has no output to the vocabulary.
     ``reward_head``: the module of a family's own head that rewards; "": see ``layers.classification``.
-    ``query_growth``: (factor, tokens) by which queries grow with their positions, ``1 + factor * ln(1 + position //
-    tokens)``; a factor of 0: not. ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``.
+    ``query_growth``: of all queries; None: they do not grow. ``late_norms``: whether heads are normed after they are
+    rotated. ``qkv_clip``: queries, keys and values are clamped to it when they are projected; 0: they are not.
+    ``norm_bias``, ``head_bias``: whether norms of the residual stream, and the output to the vocabulary, have biases.
+    ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``.
     ``recurrence``: of layers that keep states, ``recurrent`` says which these are.
     ``position_table``, ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
     ``first_position``: the row of an input's first token. ``code``: of a model that runs transformers' modeling code.
@@ -206,7 +223,11 @@ class ModelConfig:
     pooling: PoolingConfig | None = None
     reward_head: str = ""
     latent: LatentConfig | None = None
-    query_growth: tuple[float, int] = (0.0, 1)
+    query_growth: QueryGrowth | None = None
+    qkv_clip: float = 0.0
+    late_norms: bool = False
+    norm_bias: bool = False
+    head_bias: bool = False
     recurrence: Recurrence | None = None
     recurrent: frozenset[int] = frozenset()
     position_table: int = 0
@@ -225,6 +246,11 @@ class ModelConfig:
     def reads_rows(self) -> bool:
         """Whether attention reads a step's rows on the host on every device, so that no pass is captured."""
         return bool(self.eager_attention) or (self.latent is not None and self.latent.index is not None)
+
+    @property
+    def scaled_queries(self) -> bool:
+        """Whether queries are multiplied after they are rotated."""
+        return self.query_growth is not None or self.late_norms
 
     @property
     def rotary_dim(self) -> int:

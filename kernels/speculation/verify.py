@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ from kernels.core.arrays import ragged
 from kernels.core.operators import Acceptance
 from kernels.core.tree import DraftTree, chain, unpack_bits
 from kernels.devices.base import Device
+from kernels.devices.latent_cache import move_latent
 from kernels.sampling.masks import RowMasks
 from kernels.sampling.sampler import SampledTokens, Sampler
 from kernels.state.slots import SlotTable
@@ -312,6 +314,8 @@ class Verifier:
         self._depth = depth
         self._lenient = settings.accept_threshold_single < 1 or settings.accept_threshold_acc < 1
         self._here = device.torch_device.type == "cpu"
+        self.latent = False
+        """Whether the target's caches hold latent vectors."""
         self._accepted: Tensor | None = None  # the rows of ``Drafting.accept`` in this step
         self._emitted = 0.0  # rounding remainder of settings.fixed_acceptance
 
@@ -492,12 +496,12 @@ class Verifier:
             state.append(slots, put(slots), put(samples.lengths[index]), tokens)
         state.write(step.slots[step.verifying], step.starts[step.verifying] + 1, path.tokens)
 
-    def move(self, step: StepRows, cache_index: Tensor, outcome: Tensor, caches: Sequence[object]) -> None:
+    def move(self, step: StepRows, cache_index: Tensor, outcome: Tensor, caches: Sequence[Any]) -> None:
         """Move the keys and values of accepted nodes to consecutive positions."""
         assert step.drafts is not None
         if step.drafts.tree.linear:
             return
-        rows, drafting = self._accepted, self._device.drafting
+        rows, drafting = self._accepted, None if self.latent else self._device.drafting
         if rows is not None and drafting is not None and drafting.move_accepted(caches, cache_index, rows, outcome):
             return
         counts, path = outcome[:, :1].abs(), outcome[:, 2:]
@@ -506,7 +510,10 @@ class Verifier:
         inside = levels < counts
         source = cache_index[(begins + torch.where(inside, path, 0)).reshape(-1)]
         target = cache_index[(begins + torch.where(inside, levels, 0)).reshape(-1)]
-        self._device.cache.move_all(caches, source, target, path.shape[1])
+        if self.latent:
+            move_latent(caches, source, target)
+        else:
+            self._device.cache.move_all(caches, source, target, path.shape[1])
 
 
 def _places(counts: Longs, width: int) -> Longs:

@@ -98,11 +98,12 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
         yield "K"
     if paged and any(name.startswith("fp8") for name in features.cache_dtypes):
         yield "E"
-    if paged:
+    if paged or (family.latent and not family.states and not features.plans_latent):
         yield "S"
     if features.collectives:
         yield "T"
-    captured = paged or (family.latent and features.plans_latent and not family.states)
+    host = family.states or family.indexed  # what they do reads a step's rows there
+    captured = paged or (family.latent and features.plans_latent and not host)
     if features.captures and captured and (family.plain or not cpu):
         yield "G"
 

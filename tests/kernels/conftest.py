@@ -20,6 +20,7 @@ from tests.kits.driver import (
     DEEPSEEK,
     DELTA,
     DENSE,
+    DIVIDED,
     EXPERTS,
     FAMILIES,
     GPT_OSS,
@@ -74,10 +75,13 @@ DIVISIBLE |= {
     "parallel-deepseek-v3.2": ("DeepseekV32", INDEXED | {"vocab_size": 212}),
     "parallel-gpt-oss": ("GptOss", GPT_OSS | {"vocab_size": 212}),
     "parallel-minicpm3": ("MiniCPM3", DEEPSEEK | {"vocab_size": 212, "pad_token_id": 0}),
+    "parallel-qwen3-next": ("Qwen3Next", SHARED | DELTA | {"vocab_size": 212}),
 }
 
 DIVISIBLE |= {
-    "parallel-qwen3-next": ("Qwen3Next", SHARED | DELTA | {"vocab_size": 212}),
+    f"parallel-{name}": (family, options | {"vocab_size": 212})
+    for name, (family, options) in (DENSE | ROUTED).items()
+    if name in DIVIDED
 }
 
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {  # whose sizes the CPU's native operators take

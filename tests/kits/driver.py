@@ -21,6 +21,7 @@ __all__ = [
     "DEEPSEEK",
     "DELTA",
     "DENSE",
+    "DIVIDED",
     "EXPERTS",
     "FAMILIES",
     "GPT_OSS",
@@ -218,6 +219,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 WINDOWED = {"num_hidden_layers": 4, "sliding_window": 21, "head_dim": 16}
 LAYERED_ROPE = {"full_attention": YARN_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+EQUAL_YARN = YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}
+GROWING_YARN = EQUAL_YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}
+NTK_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
 LAYER_TYPES = [*3 * ["sliding_attention"], "full_attention"]
 PADDED = {"pad_token_id": 0}
 
@@ -239,6 +243,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with norms, rotatio
         "Gemma3Text",
         PADDED | WINDOWED | {"rope_parameters": LAYERED_ROPE, "query_pre_attn_scalar": 24, "layer_types": LAYER_TYPES},
     ),
+    "gemma": ("Gemma", PADDED | {"head_dim": 16}),
     "glm": ("Glm", PADDED | {"head_dim": 16, "attention_bias": True}),
     "glm4": ("Glm4", PADDED | {"head_dim": 12}),
     "granite": (
@@ -251,7 +256,10 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with norms, rotatio
             "tie_word_embeddings": True,
         },
     ),
+    "hunyuan": ("HunYuanDenseV1", PADDED | {"head_dim": 16, "rope_parameters": NTK_ROPE}),
     "ministral": ("Ministral", WINDOWED),
+    "ministral3": ("Ministral3", PADDED | {"head_dim": 16, "rope_parameters": GROWING_YARN}),
+    "olmo": ("Olmo", PADDED | {"clip_qkv": 2.0}),
     "olmo3": ("Olmo3", PADDED | WINDOWED | {"rope_parameters": LAYERED_ROPE, "num_key_value_heads": 4}),
     "phi4-mini": ("Phi3", PADDED | {"head_dim": 16, "partial_rotary_factor": 0.75, "sliding_window": None}),
     "seed-oss": ("SeedOss", PADDED | {"head_dim": 16}),
@@ -266,8 +274,6 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with norms, rotatio
 }
 
 LATENT_YARN = YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.9}
-EQUAL_YARN = YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}
-GROWING_YARN = EQUAL_YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}
 DEEPSEEK = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,
@@ -309,6 +315,16 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with latent attent
 
 SHARED = EXPERTS | {"shared_expert_intermediate_size": 96}
 
+DBRX = {
+    "d_model": 48,
+    "n_heads": 4,
+    "n_layers": 3,
+    "max_seq_len": 256,
+    "attn_config": {"clip_qkv": 2.0, "kv_n_heads": 2, "rope_theta": 500000.0},
+    "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 6, "moe_top_k": 2},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+
 GPT_OSS = {
     "num_hidden_layers": 4,
     "num_local_experts": 6,
@@ -337,6 +353,32 @@ ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, ga
             "moe_num_shared_experts": 2,
         },
     ),
+    "cohere2-moe": (
+        "Cohere2Moe",
+        PADDED
+        | WINDOWED
+        | {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 32, "num_shared_experts": 2}
+        | {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 64, "sliding_window_pattern": 3},
+    ),
+    "cohere2-moe-sigmoid": (
+        "Cohere2Moe",
+        PADDED
+        | WINDOWED
+        | {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 32, "num_shared_experts": 1}
+        | {"expert_selection_fn": "sigmoid", "shared_expert_combination_strategy": "sum", "rms_norm_eps": 1e-5},
+    ),
+    "dbrx": ("Dbrx", DBRX),
+    "ernie4.5-moe-biased": (
+        "Ernie4_5_Moe",
+        PADDED | {"moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 32, "use_bias": True},
+    ),
+    "exaone-moe": (
+        "ExaoneMoe",
+        PADDED
+        | WINDOWED
+        | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+        | {"n_group": 4, "topk_group": 2, "sliding_window_pattern": 2},
+    ),
     "glm4-moe": ("Glm4Moe", DEEPSEEK | {"num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True}),
     "gpt-oss": ("GptOss", GPT_OSS),
     "granite-moe": (
@@ -350,12 +392,40 @@ ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, ga
             "logits_scaling": 3.0,
         },
     ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1",
+        PADDED | {"head_dim": 16, "num_experts": 6, "moe_topk": 2, "intermediate_size": 32},
+    ),
     "minimax-m2": (
         "MiniMaxM2",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 32},
     ),
     "olmoe": ("Olmoe", PADDED | {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32}),
+    "olmoe-clipped": (
+        "Olmoe",
+        PADDED | {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32, "clip_qkv": 0.9},
+    ),
+    "phimoe": (
+        "Phimoe",
+        {"num_local_experts": 6, "intermediate_size": 32, "router_jitter_noise": 0.2, "attention_bias": True}
+        | {"lm_head_bias": True},
+    ),
 }
+
+DIVIDED = (
+    "cohere2-moe",
+    "dbrx",
+    "ernie4.5-moe-biased",
+    "exaone-moe",
+    "gemma",
+    "hunyuan",
+    "hunyuan-moe",
+    "ministral3",
+    "olmo",
+    "olmoe-clipped",
+    "phimoe",
+)
+"""Families that also run on two ranks, with a vocabulary that is divided by two."""
 
 DELTA = {
     "head_dim": 16,

@@ -18,7 +18,17 @@ from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.rotary import rotary_order
 from kernels.weights.tensors import GgufPlace, Role, TensorSpec, by_inputs, by_outputs, linear, norm
 
-__all__ = ["Attention", "Heads", "attention", "caches", "head_order", "projection", "tensors", "wide_tensors"]
+__all__ = [
+    "Attention",
+    "Heads",
+    "attention",
+    "caches",
+    "clipped",
+    "head_order",
+    "projection",
+    "tensors",
+    "wide_tensors",
+]
 
 
 def tensors(config: ModelConfig, module: str, gguf: str, interleaved: bool = False) -> Iterator[TensorSpec]:
@@ -73,9 +83,18 @@ def projection(builder: LayerBuilder, config: ModelConfig, *modules: str) -> Lin
     """Queries, keys and values of ``modules``, the numbers of each query and key head in ``head_order``."""
     order, dim, rotated = head_order(config), config.head_dim, config.heads + config.kv_heads
     if order is None:
-        return builder.linear(*modules)
+        return clipped(builder, config, builder.linear(*modules))
     places = [head * dim + place for head in range(rotated) for place in order]
-    return builder.ordered([*places, *range(rotated * dim, (rotated + config.kv_heads) * dim)], *modules)
+    places += range(rotated * dim, (rotated + config.kv_heads) * dim)
+    return clipped(builder, config, builder.ordered(places, *modules))
+
+
+def clipped(builder: LayerBuilder, config: ModelConfig, projection: Linear) -> Linear:
+    """``projection`` of queries, keys and values, clamped where the model does so."""
+    limit = config.qkv_clip
+    if not limit:
+        return projection
+    return builder.ops.elementwise.compose(lambda x: projection(x).clamp_(-limit, limit), lambda x: x)
 
 
 def attention(builder: LayerBuilder, config: ModelConfig, module: str, window: int) -> Attention:

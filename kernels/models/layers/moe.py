@@ -74,11 +74,11 @@ def tensors(
             weight = f"{block}.experts.{expert}.{name}.weight"
             yield TensorSpec(weight, shape, role, split, apart, (), stacked)
     if config.shared:
-        name, width = f"{block}.{names.shared}", config.shared
-        outputs, inputs = by_outputs((width, width)), by_inputs(width, width)
-        yield from linear(f"{name}.{names.gate}", (width, hidden), outputs, f"{gguf}.ffn_gate_shexp")
-        yield from linear(f"{name}.{names.up}", (width, hidden), outputs, f"{gguf}.ffn_up_shexp")
-        yield from linear(f"{name}.{names.down}", (hidden, width), inputs, f"{gguf}.ffn_down_shexp", role=Role.DOWN)
+        name, width, bias = f"{block}.{names.shared}", config.shared, config.shared_bias
+        outputs, inputs, place = by_outputs((width, width)), by_inputs(width, width), f"{gguf}.ffn_down_shexp"
+        yield from linear(f"{name}.{names.gate}", (width, hidden), outputs, f"{gguf}.ffn_gate_shexp", bias=bias)
+        yield from linear(f"{name}.{names.up}", (width, hidden), outputs, f"{gguf}.ffn_up_shexp", bias=bias)
+        yield from linear(f"{name}.{names.down}", (hidden, width), inputs, place, bias=bias, role=Role.DOWN)
         if config.weighted:
             yield from linear(f"{name}_gate", (1, hidden), None, f"{gguf}.ffn_gate_inp_shexp", role=Role.ROUTER)
 
@@ -113,7 +113,8 @@ class SparseFeedForward:
 
     def __init__(self, builder: LayerBuilder, config: ExpertsConfig, layer: str, names: ExpertNames = QWEN) -> None:
         block, source = f"{layer}.{names.block}", builder.source
-        self.group, self._routes = builder.mesh, builder.routes
+        self.group, self._routes, factor = builder.mesh, builder.routes, config.result_scale
+        self._scaled = builder.ops.elementwise.compose(lambda x: x * factor, lambda x: x) if factor != 1.0 else None
         experts = []
         for expert in range(config.count):
             name = f"{block}.experts.{expert}"
@@ -138,6 +139,8 @@ class SparseFeedForward:
         out = self.experts(x)
         if self.shared is not None:
             out = self.shared.add(x, out)
+        if self._scaled is not None:
+            out = self._scaled(out)
         return out if self.group.size == 1 else self.group.all_reduce(out)
 
 
@@ -151,4 +154,5 @@ def _routing(config: ExpertsConfig, correction: Tensor | None) -> Routing:
         config.pair_sum,
         config.scale,
         correction,
+        config.jitter,
     )

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kernels.core.operators import Linear
 from kernels.devices.base import Device
-from kernels.models.config import RopeConfig
+from kernels.models.config import QueryGrowth, RopeConfig
 
-__all__ = ["RotaryEmbedding", "inverse_frequencies", "rotary_order"]
+__all__ = ["RotaryEmbedding", "grow", "inverse_frequencies", "rotary_order"]
 
 
 class RotaryEmbedding:
@@ -64,6 +64,12 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, context: int = 0) -> 
         case "yarn":
             return _yarn(base, config, head_dim), _yarn_scale(config)
     return base, 1.0
+
+
+def grow(queries: Tensor, positions: Tensor, growth: QueryGrowth) -> Tensor:
+    """``queries`` [tokens, heads, dim] at ``positions`` int64 [tokens], grown."""
+    steps = torch.div(positions + growth.shift, growth.tokens, rounding_mode="floor").float()
+    return queries * (1.0 + growth.factor * torch.log1p(steps)).to(queries.dtype).view(-1, 1, 1)
 
 
 def rotary_order(head_dim: int, rotary_dim: int, interleaved: bool) -> list[int] | None:

@@ -1,12 +1,14 @@
 """A decoder whose layers have a norm before attention and before the feed-forward layer, which is of experts in some.
 
 h = h + attention(norm(h));  h = h + experts(norm(h))
+parallel:  n = norm(h);  h = h + attention(n) + experts(n)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from kernels.core.operators import Linear, Norm
 from kernels.devices.linear import NormThenLinear
 from kernels.models.config import ModelConfig
 from kernels.models.decoder import Decoder
@@ -16,7 +18,7 @@ from kernels.models.layers.builder import LayerBuilder, ModelBuilder
 from kernels.models.layers.mlp import FeedForward
 from kernels.models.layers.moe import QWEN, ExpertNames
 from kernels.models.layers.pre_norm import PreNormLayer
-from kernels.weights.tensors import TensorSpec, norm
+from kernels.weights.tensors import TensorSpec
 
 __all__ = ["build", "build_mixed", "mixed_tensors", "tensors"]
 
@@ -47,7 +49,7 @@ def mixed_tensors(config: ModelConfig, mixer: MixerTensors, names: ExpertNames =
             yield from moe.tensors(experts, config.hidden_size, layer, gguf, names)
         else:
             yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
-    yield norm("model.norm", config.hidden_size, "output_norm")
+    yield from pre_norm.stream_norm(config, "model.norm", "output_norm")
 
 
 def build(
@@ -67,7 +69,14 @@ def build(
         )
     vocab = vocabulary.vocabulary(builder, config)
     layers = [_pre_norm_layer(config, builder, index, names) for index in range(config.layers)]
-    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps))
+    return Decoder(builder, config, vocab, layers, _norm(config, builder, "model.norm"))
+
+
+def _norm(config: ModelConfig, builder: LayerBuilder, module: str) -> Norm:
+    """A norm of the residual stream."""
+    if config.layer_norms:
+        return builder.layer_norm(module, eps=config.norm_eps)
+    return builder.norm(module, config.norm_eps, config.norm_offset)
 
 
 def build_mixed(config: ModelConfig, builder: ModelBuilder, mixer: MakeMixer, names: ExpertNames = QWEN) -> Decoder:
@@ -75,7 +84,7 @@ def build_mixed(config: ModelConfig, builder: ModelBuilder, mixer: MakeMixer, na
     layer, by its number."""
     vocab = vocabulary.vocabulary(builder, config)
     layers = [_block(config, builder, index, names, mixer(builder, config, index)) for index in range(config.layers)]
-    return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps, config.norm_offset))
+    return Decoder(builder, config, vocab, layers, _norm(config, builder, "model.norm"))
 
 
 def _pre_norm_layer(config: ModelConfig, builder: LayerBuilder, index: int, names: ExpertNames) -> PreNormLayer:
@@ -96,9 +105,12 @@ def _block(
 ) -> Block:
     name, experts = f"model.layers.{index}", config.experts
     norms = Norms(
-        before_attention=builder.norm(f"{name}.input_layernorm", config.norm_eps, config.norm_offset),
-        before_mlp=builder.norm(f"{name}.post_attention_layernorm", config.norm_eps, config.norm_offset),
+        before_attention=_norm(config, builder, f"{name}.input_layernorm"),
+        before_mlp=None if config.parallel_residual else _norm(config, builder, f"{name}.post_attention_layernorm"),
     )
+    feed_forward: Linear
     if experts is not None and index in experts.layers:
-        return Block(builder, config, attention, moe.SparseFeedForward(builder, experts, name, names), norms)
-    return Block(builder, config, attention, gated_mlp(builder, config, f"{name}.mlp"), norms)
+        feed_forward = moe.SparseFeedForward(builder, experts, name, names)
+    else:
+        feed_forward = gated_mlp(builder, config, f"{name}.mlp")
+    return Block(builder, config, attention, feed_forward, norms, config.parallel_residual)

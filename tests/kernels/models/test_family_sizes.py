@@ -1,0 +1,90 @@
+"""What families read from config.json beyond the sizes that all have, and what they refuse by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernels.contract.errors import ConfigError
+from kernels.models.config import ModelConfig, QueryGrowth
+from kernels.models.config_loader import parse_config
+from tests.kits.driver import COMMON, DBRX
+
+SPARSE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def read(architecture: str, **more: object) -> ModelConfig:
+    return parse_config(COMMON | {"num_hidden_layers": 4, "architectures": [f"{architecture}ForCausalLM"]} | more)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more", "says"),
+    [
+        ("Gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is for embeddings"),
+        ("Phimoe", {"num_local_experts": 1, "num_experts_per_tok": 1}, "num_local_experts 1 is less than the 2"),
+        ("HunYuanMoEV1", {"num_experts": 4, "moe_topk": [1, 2, 1, 1]}, "moe_topk must be the same in all layers"),
+        ("HunYuanMoEV1", {"num_experts": 4, "moe_topk": []}, "moe_topk must be the same in all layers"),
+        ("Dbrx", DBRX | {"attn_config": 3}, "attn_config must be an object"),
+        (
+            "Dbrx",
+            DBRX | {"ffn_config": {"moe_normalize_expert_weights": 2.0}},
+            "moe_normalize_expert_weights must be 1 or null",
+        ),
+        ("Cohere2Moe", SPARSE | {"num_shared_experts": -1}, "num_shared_experts must be a whole number"),
+        ("Cohere2Moe", SPARSE | {"expert_selection_fn": "best"}, "expert_selection_fn must be softmax or sigmoid"),
+        (
+            "Cohere2Moe",
+            SPARSE | {"shared_expert_combination_strategy": "most"},
+            "shared_expert_combination_strategy must be sum or average",
+        ),
+        ("Cohere2Moe", SPARSE | {"first_k_dense_replace": -1}, "first_k_dense_replace must be a whole number"),
+        ("Olmo", {"clip_qkv": -1.0}, "clip_qkv must be a number above 0"),
+    ],
+)
+def test_what_cannot_be_run_is_named(architecture: str, more: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read(architecture, **more)
+
+
+def test_first_files_of_gemma_mean_the_approximation_by_tanh() -> None:
+    assert read("Gemma", hidden_act="gelu").activation == "gelu_tanh"
+
+
+def test_sizes_that_hunyuan_lists_for_each_layer_are_read() -> None:
+    config = read("HunYuanMoEV1", num_experts=4, moe_topk=[2] * 4, moe_intermediate_size=[24] * 4)
+    assert config.experts is not None
+    assert (config.experts.chosen, config.experts.inner, config.experts.shared) == (2, 24, 24)
+
+
+def test_alpha_of_hunyuan_stretches_the_base() -> None:
+    config = read("HunYuanDenseV1", head_dim=16, rope_scaling={"type": "dynamic", "alpha": 50.0})
+    assert config.rope.theta == pytest.approx(10000.0 * 50.0 ** (16 / 14))
+
+
+def test_ministral_3_grows_queries_if_nothing_is_said_of_rotation() -> None:
+    config = read("Ministral3")
+    assert (config.rope.kind, config.rope.theta) == ("yarn", 1e6)
+    assert config.query_growth == QueryGrowth(0.1, 16384)
+
+
+def test_phimoe_takes_the_factor_for_long_contexts() -> None:
+    scaling = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "long_mscale": 1.3}
+    rope = read("Phimoe", num_local_experts=4, num_experts_per_tok=2, rope_scaling=scaling,
+                original_max_position_embeddings=64).rope  # fmt: skip
+    assert (rope.kind, rope.attention_factor) == ("longrope", 1.3)
+
+
+@pytest.mark.parametrize(
+    ("more", "windows", "still"),
+    [
+        ({}, [9, 9, 9, 0], {3}),
+        ({"first_k_dense_replace": 1}, [0, 9, 9, 9], set()),
+        ({"first_k_dense_replace": 1, "sliding_window_pattern": 3}, [0, 9, 9, 0], {3}),
+        ({"first_k_dense_replace": 2, "prefix_dense_sliding_window_pattern": 2}, [9, 0, 9, 9], {1}),
+    ],
+)
+def test_dense_layers_of_cohere_count_windows_apart(
+    more: dict[str, object], windows: list[int], still: set[int]
+) -> None:
+    config = read("Cohere2Moe", sliding_window=9, **SPARSE | more)
+    assert list(config.windows) == windows
+    assert set(config.ropes) == still
