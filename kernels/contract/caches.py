@@ -79,10 +79,17 @@ class Latent(msgspec.Struct, frozen=True, tag="latent"):
 
 
 class Window(msgspec.Struct, frozen=True, tag="window"):
-    """What ``paged`` keeps, of the last ``tokens`` tokens: a query sees itself and the ``tokens - 1`` before it."""
+    """What ``paged`` keeps, of the last ``tokens`` tokens: a query sees itself and the ``tokens - 1`` before it.
+    ``chunks``: it sees only those of them from the last multiple of ``tokens`` on."""
 
     paged: Paged
     tokens: int
+    chunks: bool = False
+
+    @property
+    def length(self) -> int:
+        """As ``ModelConfig.windows`` has it."""
+        return -self.tokens if self.chunks else self.tokens
 
     @property
     def lookback(self) -> int | None:

@@ -68,7 +68,8 @@ class Routing:
     both (Liu et al., GRIN, arXiv 2409.12136). ``correction`` float32 [experts] is added to the scores for the choice
     alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). With several ``groups`` of experts only those of the
     ``top_groups`` best are chosen (DeepSeek-V2, arXiv 2405.04434, section 2.2.2); a group is as good as its best
-    expert, or as the sum of its two best (``pair_sum``).
+    expert, or as the sum of its two best (``pair_sum``). ``on_inputs``: weights multiply what experts read, not their
+    results; only ``ExpertsInTurn`` does so.
     """
 
     chosen: int
@@ -80,6 +81,7 @@ class Routing:
     scale: float = 1.0
     correction: Tensor | None = None
     jitter: float = 0.0
+    on_inputs: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -174,7 +176,11 @@ class ExpertsInTurn:
             if count:
                 here = slice(begin, begin + count)
                 begin += count
-                out.index_add_(0, tokens[here], down(gate_up(x[tokens[here]])) * weights[here])
+                rows, shares = x[tokens[here]], weights[here]
+                if self.routing.on_inputs:
+                    out.index_add_(0, tokens[here], down(gate_up(rows * shares.to(x.dtype))).float())
+                else:
+                    out.index_add_(0, tokens[here], down(gate_up(rows)) * shares)
         return out.to(x.dtype)
 
 

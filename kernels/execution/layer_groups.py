@@ -67,7 +67,7 @@ class LayerGroups:
 
     def windows(self, windows: frozenset[int]) -> frozenset[int]:
         """The ``windows`` of the model that need a plan over the main pages."""
-        own = {group.group.spec.tokens for group in self.bounded if isinstance(group.group.spec, Window)}
+        own = {group.group.spec.length for group in self.bounded if isinstance(group.group.spec, Window)}
         return (
             windows - own if any(isinstance(group.group.spec, self._planned) for group in self.groups) else frozenset()
         )
@@ -120,5 +120,5 @@ class LayerGroups:
         positions = np.arange(len(row)) + np.repeat(rows.starts - offsets, rows.counts)
         index = pages[row, positions // size] * np.int64(size) + positions % size
         own = AttentionRows(rows.starts, rows.counts, pages, rows.decodes)
-        plan = self._device.attention.plan(own, spec.tokens)
+        plan = self._device.attention.plan_layers(own, spec.length)
         return BoundedRows(rows.starts, rows.counts, pages, size, self._device.memory.put(index), plan)

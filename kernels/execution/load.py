@@ -192,12 +192,17 @@ def _open_groups(
     config: RunnerConfig, part: ModelConfig, cache: CacheChoice, context: int, device: Device
 ) -> tuple[CacheGroup, ...]:
     """The cache groups of a rank's layers. Raises ConfigError for options that only plain pages support."""
-    kept = sum(min(context, window or context) for window in part.windows)
+    kept = sum(min(context, abs(window) or context) for window in part.windows)
     plain_only = config.speculation is not None or cache.dtype is not None
     share = 1.0 if part.eager_attention else _WINDOW_SHARE  # of which nothing is captured anyway
     saves = kept < share * context * part.layers
     groups = caches(part, windows=config.window_pages and saves and not plain_only)
     check_groups(groups, part.layers)
+    chunk = -min(part.windows)
+    if chunk > 0 and chunk % config.page_size:
+        raise ConfigError(
+            f"attention_chunk_size {chunk} of {part.architecture} is not a multiple of --page-size {config.page_size}"
+        )
     if part.eager_attention and config.invariant:
         raise ConfigError(
             f"{part.eager_attention} of {part.architecture} has no attention whose results are independent of the "

@@ -222,7 +222,7 @@ class PendingStep:
             token_ids, at = loaded.speculator.verifier.place(step, token_ids, at)
             bits = None if step.drafts.tree.linear else step.drafts.tree.bits
             attention = dataclasses.replace(attention, verifies=step.verifies, tree=bits)
-        plans = {window: device.attention.plan(attention, window) for window in loaded.windows}
+        plans = {window: device.attention.plan_layers(attention, window) for window in loaded.windows}
         batch = ForwardBatch(token_ids, at, device.memory.put(index), plans, rows=attention)
         return batch if loaded.groups.is_plain else loaded.groups.place(batch, attention, step.slots, state.bounded)
 

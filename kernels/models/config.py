@@ -167,7 +167,8 @@ class Recurrence(Protocol):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder's sizes. ``windows[layer]`` is the layer's sliding window in tokens, 0 for full attention.
+    """A decoder's sizes. ``windows[layer]`` is the layer's sliding window in tokens, 0 for full attention, a negative
+    one for attention in chunks: a query sees the tokens since the last multiple.
 
     ``rope``: of all layers but those in ``ropes``, which have their own. ``rope_interleaved``: whether neighbors of a
     head rotate against one another, in place of its halves. ``attention_scale``: of queries times keys; 0: ``head_dim
@@ -237,10 +238,17 @@ class ModelConfig:
 
     @property
     def eager_attention(self) -> str:
-        """What attention has that only plain torch does, which reads a step's rows on the host; "": nothing."""
+        """What attention has that no captured pass does, since a step's rows are read on the host; "": nothing."""
         if self.attention_softcap:
             return "attn_logit_softcapping"
-        return "the sinks of attention" if self.sinks else ""
+        if self.sinks:
+            return "the sinks of attention"
+        return "attention in chunks" if min(self.windows) < 0 else ""
+
+    @property
+    def row_attention(self) -> bool:
+        """Whether ``Attention.attend_rows`` computes it."""
+        return self.attention_softcap > 0 or self.sinks
 
     @property
     def reads_rows(self) -> bool:

@@ -90,7 +90,9 @@ class Decoder:
         self._rotary_of = {id(layer): kinds.index(rope) for layer, rope in zip(layers, ropes, strict=True)}
         paged = Paged(config.kv_heads, config.head_dim, config.head_dim)
         self._group_of = {
-            id(layer): Window(paged, window) for layer, window in zip(layers, config.windows, strict=True) if window
+            id(layer): Window(paged, abs(window), window < 0)
+            for layer, window in zip(layers, config.windows, strict=True)
+            if window
         }
         for layer, after in pairwise(self.layers):
             if after.first_norm is not None:

@@ -28,6 +28,7 @@ __all__ = [
     "GREEDY",
     "HYBRID",
     "INDEXED",
+    "KIMI_LINEAR",
     "LATENT",
     "LLAMA3_ROPE",
     "ROUTED",
@@ -335,6 +336,18 @@ GPT_OSS = {
     "attn_implementation": "eager",  # which has sinks
 }
 
+LLAMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 6,
+    "attention_chunk_size": 32,
+    "no_rope_layer_interval": 3,
+    "floor_scale": 8,
+    "attn_scale": 0.4,
+}
+
 ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, gates or attention of their own
     "afmoe": (
         "Afmoe",
@@ -396,6 +409,14 @@ ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, ga
         "HunYuanMoEV1",
         PADDED | {"head_dim": 16, "num_experts": 6, "moe_topk": 2, "intermediate_size": 32},
     ),
+    "llama4": (
+        "Llama4Text",
+        LLAMA4 | {"rope_parameters": LLAMA3_ROPE, "interleave_moe_layer_step": 2},
+    ),
+    "llama4-full": (
+        "Llama4Text",
+        LLAMA4 | {"attention_chunk_size": None, "use_qk_norm": False, "num_experts_per_tok": 2},
+    ),
     "minimax-m2": (
         "MiniMaxM2",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 32},
@@ -420,6 +441,7 @@ DIVIDED = (
     "gemma",
     "hunyuan",
     "hunyuan-moe",
+    "llama4",
     "ministral3",
     "olmo",
     "olmoe-clipped",
@@ -438,8 +460,26 @@ DELTA = {
 }
 """Three layers of gated delta nets before one of attention."""
 
+KIMI_LINEAR = {key: value for key, value in DEEPSEEK.items() if key != "n_routed_experts"} | {
+    "num_local_experts": 8,
+    "num_hidden_layers": 5,
+    "q_lora_rank": None,
+    "linear_head_dim": 12,
+    "linear_num_heads": 2,
+    "pad_token_id": 0,
+}
+
 HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some layers keep states
     "qwen3-next": ("Qwen3Next", SHARED | DELTA | {"num_hidden_layers": 5}),
+    "qwen3.5": ("Qwen3_5Text", DELTA | {"tie_word_embeddings": True}),
+    "qwen3.5-moe": ("Qwen3_5MoeText", SHARED | DELTA | {"layer_types": [*2 * ["linear_attention", "full_attention"]]}),
+    "kimi-linear": ("KimiLinear", KIMI_LINEAR),
+    "olmo-hybrid": ("OlmoHybrid", {"num_hidden_layers": 4, "pad_token_id": 0, "rope_parameters": None}),
+    "olmo-hybrid-rotated": (
+        "OlmoHybrid",
+        {"num_hidden_layers": 4, "pad_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+        | {"linear_num_key_heads": 2, "linear_key_head_dim": 12, "linear_allow_neg_eigval": False},
+    ),
 }
 
 SPARSE: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models

@@ -83,7 +83,7 @@ class SelfAttention:
         refuse = builder.ops.elementwise.compose(lambda x: x, lambda x: x)
         self.sinks, self.weights, self.growth = sinks, weights, growth
         self._unrecorded = None if weights is None and growth is None else refuse  # programs scale no queries
-        self._uncaptured = refuse if config.eager_attention else None  # it reads the host's rows
+        self._uncaptured = refuse if config.row_attention else None  # it reads the host's rows
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None

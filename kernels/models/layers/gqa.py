@@ -67,7 +67,7 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     paged = Paged(config.kv_heads, config.head_dim, config.head_dim)
     return tuple(
         CacheGroup(
-            Window(paged, window) if window else paged,
+            Window(paged, abs(window), window < 0) if window else paged,
             tuple(layer for layer, other in enumerate(config.windows) if other == window),
         )
         for window in dict.fromkeys(config.windows)

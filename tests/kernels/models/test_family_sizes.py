@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kernels.contract.errors import ConfigError
+from kernels.contract.speculation import SpeculativeSettings
 from kernels.models.config import ModelConfig, QueryGrowth
 from kernels.models.config_loader import parse_config
 from tests.kits.driver import COMMON, DBRX
@@ -38,6 +41,13 @@ def read(architecture: str, **more: object) -> ModelConfig:
         ),
         ("Cohere2Moe", SPARSE | {"first_k_dense_replace": -1}, "first_k_dense_replace must be a whole number"),
         ("Olmo", {"clip_qkv": -1.0}, "clip_qkv must be a number above 0"),
+        ("Llama4", SPARSE | {"no_rope_layers": [1]}, "no_rope_layers must have 0 or 1 for each layer"),
+        ("Llama4", SPARSE | {"moe_layers": 3}, "moe_layers must be a list of layers"),
+        (
+            "Llama4",
+            SPARSE | {"layer_types": 4 * ["sliding_attention"]},
+            "layer_types must say full_attention or chunked_attention",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_named(architecture: str, more: dict[str, object], says: str) -> None:
@@ -71,6 +81,37 @@ def test_phimoe_takes_the_factor_for_long_contexts() -> None:
     rope = read("Phimoe", num_local_experts=4, num_experts_per_tok=2, rope_scaling=scaling,
                 original_max_position_embeddings=64).rope  # fmt: skip
     assert (rope.kind, rope.attention_factor) == ("longrope", 1.3)
+
+
+@pytest.mark.parametrize(
+    ("more", "windows", "still", "sparse"),
+    [
+        ({}, [-64, -64, -64, 0], {3}, {0, 1, 2, 3}),
+        ({"no_rope_layer_interval": 2, "interleave_moe_layer_step": 2}, [-64, 0, -64, 0], {1, 3}, {1, 3}),
+        ({"no_rope_layers": [0, 1, 1, 1], "moe_layers": [2, 9]}, [0, -64, -64, -64], {0}, {2}),
+        ({"layer_types": ["full_attention", *3 * ["chunked_attention"]]}, [0, -64, -64, -64], {3}, {0, 1, 2, 3}),
+        ({"attention_chunk_size": None}, [0, 0, 0, 0], {3}, {0, 1, 2, 3}),
+    ],
+)
+def test_layers_of_llama_4_follow_config_json(
+    more: dict[str, object], windows: list[int], still: set[int], sparse: set[int]
+) -> None:
+    config = read("Llama4", **SPARSE | {"attention_chunk_size": 64} | more)
+    assert list(config.windows) == windows
+    assert set(config.ropes) == still
+    assert config.experts is not None
+    assert config.experts.layers == sparse
+
+
+def test_chunks_refuse_what_they_are_not_for(reference: Any, drive: Any) -> None:
+    path = reference("llama4").path
+    for options, says in (
+        ({"speculation": SpeculativeSettings("NGRAM")}, "attention in chunks of Llama4ForCausalLM is neither"),
+        ({"invariant": True}, "attention in chunks of Llama4ForCausalLM has no attention whose"),
+        ({"page_size": 64}, "attention_chunk_size 32 of Llama4ForCausalLM is not a multiple of --page-size 64"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            drive(path, **options)
 
 
 @pytest.mark.parametrize(
