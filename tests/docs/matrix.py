@@ -35,9 +35,9 @@ COMPARED = frozenset(f"{family}ForCausalLM" for family, _ in (FAMILIES | LATENT 
 
 def matrix() -> str:
     """A row for the families that work alike, a column for each device; most capable families first."""
-    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    alike: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for name, _, cells in _families():
-        alike[cells].append(name)
+        alike[cells].add(name)
     rows = sorted(alike.items(), key=lambda row: (-len("".join(row[0]).replace("²", "")), row[1]))
     lines = [["; ".join(sorted(names)), *cells] for cells, names in rows]
     others = f"{len(code_architectures())} other architectures, by [transformers' code](.github/docs/models.md)"

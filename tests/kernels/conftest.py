@@ -26,6 +26,7 @@ from tests.kits.driver import (
     GPT_OSS,
     HYBRID,
     INDEXED,
+    KIMI_LINEAR,
     LATENT,
     ROUTED,
     SHARED,
@@ -33,6 +34,7 @@ from tests.kits.driver import (
     VOCAB,
     Driver,
 )
+from tests.kits.published import PUBLISHED
 
 
 @pytest.fixture
@@ -79,6 +81,13 @@ DIVISIBLE |= {
 }
 
 DIVISIBLE |= {
+    "parallel-qwen3-next": ("Qwen3Next", SHARED | DELTA | {"vocab_size": 212}),
+    "parallel-qwen3.5": ("Qwen3_5Text", DELTA | {"vocab_size": 212}),
+    "parallel-kimi-linear": ("KimiLinear", KIMI_LINEAR | {"vocab_size": 212}),
+    "parallel-olmo-hybrid": ("OlmoHybrid", {"num_hidden_layers": 4, "pad_token_id": 0, "vocab_size": 212}),
+}
+
+DIVISIBLE |= {
     f"parallel-{name}": (family, options | {"vocab_size": 212})
     for name, (family, options) in (DENSE | ROUTED).items()
     if name in DIVIDED
@@ -100,6 +109,7 @@ class Reference:
     def __init__(self, name: str, directory: Path, **save: Any) -> None:
         import torch
         import transformers
+        from safetensors.torch import save_file
 
         family, options = (FAMILIES | DENSE | HYBRID | LATENT | ROUTED | SPARSE | DIVISIBLE | NATIVE)[name]
         torch.manual_seed(sum(name.encode()))
@@ -115,6 +125,9 @@ class Reference:
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
         model.save_pretrained(directory, **save)
+        if family in PUBLISHED:
+            tensors = PUBLISHED[family](model.config, model.state_dict())
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
         self.model, self.path = model, directory
 
     def logprobs(self, tokens: Sequence[int]) -> Any:

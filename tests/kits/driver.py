@@ -28,6 +28,7 @@ __all__ = [
     "GREEDY",
     "HYBRID",
     "INDEXED",
+    "KIMI_LINEAR",
     "LATENT",
     "LLAMA3_ROPE",
     "ROUTED",
@@ -487,8 +488,26 @@ DELTA = {
 }
 """Three layers of gated delta nets before one of attention."""
 
+KIMI_LINEAR = {key: value for key, value in DEEPSEEK.items() if key != "n_routed_experts"} | {
+    "num_local_experts": 8,
+    "num_hidden_layers": 5,
+    "q_lora_rank": None,
+    "linear_head_dim": 12,
+    "linear_num_heads": 2,
+    "pad_token_id": 0,
+}
+
 HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some layers keep states
     "qwen3-next": ("Qwen3Next", SHARED | DELTA | {"num_hidden_layers": 5}),
+    "qwen3.5": ("Qwen3_5Text", DELTA | {"tie_word_embeddings": True}),
+    "qwen3.5-moe": ("Qwen3_5MoeText", SHARED | DELTA | {"layer_types": [*2 * ["linear_attention", "full_attention"]]}),
+    "kimi-linear": ("KimiLinear", KIMI_LINEAR),
+    "olmo-hybrid": ("OlmoHybrid", {"num_hidden_layers": 4, "pad_token_id": 0, "rope_parameters": None}),
+    "olmo-hybrid-rotated": (
+        "OlmoHybrid",
+        {"num_hidden_layers": 4, "pad_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+        | {"linear_num_key_heads": 2, "linear_key_head_dim": 12, "linear_allow_neg_eigval": False},
+    ),
 }
 
 SPARSE: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models
