@@ -50,6 +50,7 @@ class LayerGroups:
         dtype: torch.dtype,
         scales: Sequence[LayerScales] | None = None,
         layers: int = 0,
+        *,
         shared: Mapping[int, int] | None = None,
     ) -> None:
         self._device, self._page_size = device, page_size

@@ -311,7 +311,7 @@ def load_model(
     # The model's caches come last: a device plans attention for the heads of the last caches.
     draft_caches: list[Any] = drafter.make_caches(pages) if drafter is not None else []
     groups = LayerGroups(
-        device, sizes.with_pages(pages), config.page_size, dtype, scales, part.layers, part.shared_caches
+        device, sizes.with_pages(pages), config.page_size, dtype, scales, part.layers, shared=part.shared_caches
     )
     windows = groups.windows(windows)
     slots = SlotTable(
@@ -416,7 +416,7 @@ def _step_memory(
     draft_caches = drafter.make_caches(1) if drafter is not None and device.traits.compiles else []
     null = tuple(msgspec.structs.replace(each, num_pages=1 if each.bounded else pages) for each in sizes.groups)
     groups = LayerGroups(
-        device, null, config.page_size, opened.dtype, opened.cache.scales, part.layers, part.shared_caches
+        device, null, config.page_size, opened.dtype, opened.cache.scales, part.layers, shared=part.shared_caches
     )
     caches = groups.caches
     warm_up = _make_warm_up(config, device, model, sampler, groups.windows(frozenset(part.windows)), groups)

@@ -271,7 +271,7 @@ def _attention(config: Gemma4Config, builder: ModelBuilder, module: str, index: 
     own, window = config.layer(index), config.windows[index]
     plain, output = config.mixed and not window, builder.row_parallel(f"{module}.o_proj")
     if index in config.shared_caches:
-        return _SharedAttention(own, builder, module, output, window, plain)
+        return _SharedAttention(own, builder, module, output, window, plain=plain)
     names, counts = (f"{module}.q_norm", f"{module}.k_norm"), (own.heads, own.kv_heads)
     normed, rotated, equal = (
         _ones_norm(config, builder, own.head_dim),
@@ -294,7 +294,7 @@ class _SharedAttention:
     """Attention of a layer's queries over the cache of another layer."""
 
     def __init__(
-        self, own: ModelConfig, builder: LayerBuilder, module: str, output: Linear, window: int, plain: bool
+        self, own: ModelConfig, builder: LayerBuilder, module: str, output: Linear, window: int, *, plain: bool
     ) -> None:
         self.attention, self.rows, self.output = builder.ops.attention, builder.rows, output
         self.queries, self.norm = builder.linear(f"{module}.q_proj"), builder.norm(f"{module}.q_norm", own.norm_eps)
