@@ -310,7 +310,9 @@ def load_model(
         rows.open(pages, config.page_size)
     # The model's caches come last: a device plans attention for the heads of the last caches.
     draft_caches: list[Any] = drafter.make_caches(pages) if drafter is not None else []
-    groups = LayerGroups(device, sizes.with_pages(pages), config.page_size, dtype, scales, part.layers)
+    groups = LayerGroups(
+        device, sizes.with_pages(pages), config.page_size, dtype, scales, part.layers, shared=part.shared_caches
+    )
     windows = groups.windows(windows)
     slots = SlotTable(
         device,
@@ -413,7 +415,9 @@ def _step_memory(
         model.rows.open(pages, config.page_size)
     draft_caches = drafter.make_caches(1) if drafter is not None and device.traits.compiles else []
     null = tuple(msgspec.structs.replace(each, num_pages=1 if each.bounded else pages) for each in sizes.groups)
-    groups = LayerGroups(device, null, config.page_size, opened.dtype, opened.cache.scales, part.layers)
+    groups = LayerGroups(
+        device, null, config.page_size, opened.dtype, opened.cache.scales, part.layers, shared=part.shared_caches
+    )
     caches = groups.caches
     warm_up = _make_warm_up(config, device, model, sampler, groups.windows(frozenset(part.windows)), groups)
     # A row that verifies samples after each draft token.

@@ -50,10 +50,11 @@ _WINDOW = 4096  # tokens, of every family with a pattern of windows
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. ``kind``: default | linear | llama3 | yarn | longrope | factors | none.
+    """Rotary position embedding. ``kind``: default | linear | llama3 | yarn | longrope | factors | proportional | none.
 
     Dynamic NTK scaling changes nothing up to ``max_position_embeddings`` and is read as default. none: heads are not
-    rotated, they have no positions (NoPE, Kazemnejad et al., arXiv 2305.19466).
+    rotated, they have no positions (NoPE, Kazemnejad et al., arXiv 2305.19466). proportional: the frequencies of a
+    whole head, of which only the highest are kept.
     """
 
     theta: float
@@ -71,6 +72,7 @@ class RopeConfig:
     factors: tuple[float, ...] = ()  # factors; longrope, beyond original_length: each pair of dimensions has its own
     short_factors: tuple[float, ...] = ()  # longrope, up to original_length
     dim: int = 0  # numbers of a head that are rotated, the first ones; 0: all
+    head_dim: int = 0  # of heads that are rotated so; 0: as the model's
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,8 @@ class ModelConfig:
     ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``.
     ``recurrence``: of layers that keep states, ``recurrent`` says which these are.
     ``position_table``, ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
-    ``first_position``: the row of an input's first token. ``code``: of a model that runs transformers' modeling code.
+    ``first_position``: the row of an input's first token. ``shared_caches``: layers that write no cache, and the one
+    whose cache each of them reads. ``code``: of a model that runs transformers' modeling code.
     """
 
     architecture: str
@@ -234,6 +237,7 @@ class ModelConfig:
     position_table: int = 0
     segments: int = 0
     first_position: int = 0
+    shared_caches: Mapping[int, int] = field(default_factory=dict)
     code: CodeModel | None = None
 
     @property

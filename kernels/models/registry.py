@@ -117,6 +117,7 @@ BUILT_IN = (
     Entry("ExaoneMoeForCausalLM", "kernels.models.exaone_moe"),
     Entry("Gemma2ForCausalLM", "kernels.models.gemma2"),
     Entry("Gemma3ForCausalLM", "kernels.models.gemma3"),
+    Entry("Gemma4ForCausalLM", "kernels.models.gemma4"),
     Entry("GemmaForCausalLM", "kernels.models.gemma"),
     Entry("Glm4ForCausalLM", "kernels.models.glm4"),
     Entry("Glm4MoeForCausalLM", "kernels.models.glm4_moe"),

@@ -61,7 +61,7 @@ class AttentionLayer(Protocol):
 class SelfAttention:
     """Attention of normed tokens, projected back. ``qkv``: the heads of queries, keys and values. ``norm``: of query
     and key heads. ``sinks`` float32 [heads]: as ``Attention.attend_rows``. ``weights`` [dim]: of the rotated queries.
-    ``growth``: of these, too."""
+    ``growth``: of these, too. ``plain``: ``Attention.attend_rows`` computes it in any case."""
 
     def __init__(
         self,
@@ -75,6 +75,7 @@ class SelfAttention:
         sinks: Tensor | None = None,
         weights: Tensor | None = None,
         growth: QueryGrowth | None = None,
+        plain: bool = False,
     ) -> None:
         self.attention, self.rows, self.qkv, self.output = builder.ops.attention, builder.rows, qkv, output
         self.heads, self.total, self.dim = config.heads, config.heads + 2 * config.kv_heads, config.head_dim
@@ -83,7 +84,7 @@ class SelfAttention:
         refuse = builder.ops.elementwise.compose(lambda x: x, lambda x: x)
         self.sinks, self.weights, self.growth = sinks, weights, growth
         self._unrecorded = None if weights is None and growth is None else refuse  # programs scale no queries
-        self._uncaptured = refuse if config.row_attention else None  # it reads the host's rows
+        self._uncaptured = refuse if plain or config.row_attention else None  # it reads the host's rows
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None

@@ -52,6 +52,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, context: int = 0) -> 
     match config.kind:
         case "none":
             return torch.zeros_like(base), 1.0
+        case "proportional":
+            return 1.0 / (config.theta ** (pairs * head_dim / config.head_dim)) / config.factor, 1.0
         case "linear":
             return base / config.factor, 1.0
         case "llama3":

@@ -248,7 +248,7 @@ def test_pages_outside_of_the_window_are_returned(tmp_path: Path) -> None:
     assert line.max_used[0] <= group.sequence_pages(PAGE) + group.step_pages(20) < 220 // PAGE
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "llama4", "mistral", "olmo3"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gemma4", "llama4", "mistral", "olmo3"])
 def test_families_give_pages_back_and_keep_their_tokens(name: str, reference: Any) -> None:
     model, (prompt, other) = reference(name), prompts(61, 9)
     prompt, other = ([token % 211 for token in tokens] for tokens in (prompt, other))
