@@ -375,7 +375,7 @@ def families() -> tuple[Support, ...]:
 
 def _is_plain(config: ModelConfig) -> bool:
     scales = {config.embedding_scale, config.residual_scale, config.logit_scale}
-    capped = config.logit_cap > 0 or bool(config.eager_attention)
+    capped = config.logit_softcap > 0 or bool(config.eager_attention)
     routed = config.experts is not None and (config.experts.corrected or config.experts.scale != 1.0)
     plain = config.latent is None and not routed and not capped and not config.scaled_queries
     return config.activation == "silu" and scales == {1.0} and not config.layer_norms and plain
