@@ -325,7 +325,7 @@ class ExpertLayers:
         experts: Sequence[ExpertWeights],
         routing: Routing,
         reason: str,
-        gate: ClampedGate | None = None,
+        gate: Linear | None = None,
     ) -> Experts:
         """The same by ``ExpertsInTurn``. ``reason``: for the log."""
         self.reads_back = True
@@ -341,7 +341,7 @@ class ExpertLayers:
         ]
         return ExpertsInTurn(router, made, routing)
 
-    def make_gated(self, expert: ExpertWeights, gate: ClampedGate | None) -> Linear:
+    def make_gated(self, expert: ExpertWeights, gate: Linear | None) -> Linear:
         """The inner activations of an expert."""
         if gate is None:
             return self.linear.make_gated(expert.gate_up, expert.gate_up_bias)

@@ -28,6 +28,7 @@ from kernels.distributed.group import Group
 from kernels.execution.captures import Passes
 from kernels.execution.layer_groups import LayerGroups, check_groups
 from kernels.execution.outputs import StepOutputs
+from kernels.execution.pooled import DenseLayers
 from kernels.execution.warmup import WarmUp
 from kernels.grammar.slots import GrammarSlots
 from kernels.models.config import ModelConfig, local_config
@@ -310,7 +311,9 @@ def load_model(
         rows.open(pages, config.page_size)
     # The model's caches come last: a device plans attention for the heads of the last caches.
     draft_caches: list[Any] = drafter.make_caches(pages) if drafter is not None else []
-    groups = LayerGroups(device, sizes.with_pages(pages), config.page_size, dtype, scales, part.layers)
+    groups = LayerGroups(
+        device, sizes.with_pages(pages), config.page_size, dtype, scales, part.layers, shared=part.shared_caches
+    )
     windows = groups.windows(windows)
     slots = SlotTable(
         device,
@@ -331,7 +334,10 @@ def load_model(
         speculator.verifier.latent = part.latent is not None
         if isinstance(drafter, NgramDrafter) and grammars is not None:
             drafter.forced = grammars.forced
-    outputs = StepOutputs(device, model, sampler, slots, groups.caches, speculator=speculator, grammars=grammars)
+    dense = DenseLayers(config, part.pooling, device.torch_device)
+    outputs = StepOutputs(
+        device, model, sampler, slots, groups.caches, speculator=speculator, grammars=grammars, dense=dense
+    )
     clock.end("cache")
     progress("cache", 0.92)
     _make_warm_up(config, device, model, sampler, windows, groups).warm_up(groups.caches, slots)
@@ -413,7 +419,9 @@ def _step_memory(
         model.rows.open(pages, config.page_size)
     draft_caches = drafter.make_caches(1) if drafter is not None and device.traits.compiles else []
     null = tuple(msgspec.structs.replace(each, num_pages=1 if each.bounded else pages) for each in sizes.groups)
-    groups = LayerGroups(device, null, config.page_size, opened.dtype, opened.cache.scales, part.layers)
+    groups = LayerGroups(
+        device, null, config.page_size, opened.dtype, opened.cache.scales, part.layers, shared=part.shared_caches
+    )
     caches = groups.caches
     warm_up = _make_warm_up(config, device, model, sampler, groups.windows(frozenset(part.windows)), groups)
     # A row that verifies samples after each draft token.

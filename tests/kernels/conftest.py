@@ -122,6 +122,8 @@ class Reference:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.3)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         model.save_pretrained(directory, **save)
         if family in PUBLISHED:
             tensors = PUBLISHED[family](model.config, model.state_dict())

@@ -336,6 +336,18 @@ GPT_OSS = {
     "attn_implementation": "eager",  # which has sinks
 }
 
+GEMMA4 = PADDED | {
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 21,
+    "layer_types": ["sliding_attention", "full_attention"] + 2 * ["sliding_attention"] + 2 * ["full_attention"],
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+}
+
 LLAMA4 = {
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -392,6 +404,19 @@ ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, ga
         | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
         | {"n_group": 4, "topk_group": 2, "sliding_window_pattern": 2},
     ),
+    "gemma4": ("Gemma4Text", GEMMA4),
+    "gemma4-equal": (
+        "Gemma4Text",
+        GEMMA4
+        | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 9.0},
+    ),
+    "gemma4-moe": (
+        "Gemma4Text",
+        GEMMA4
+        | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
+    ),
     "glm4-moe": ("Glm4Moe", DEEPSEEK | {"num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True}),
     "gpt-oss": ("GptOss", GPT_OSS),
     "granite-moe": (
@@ -439,6 +464,9 @@ DIVIDED = (
     "ernie4.5-moe-biased",
     "exaone-moe",
     "gemma",
+    "gemma4",
+    "gemma4-equal",
+    "gemma4-moe",
     "hunyuan",
     "hunyuan-moe",
     "llama4",

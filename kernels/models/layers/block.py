@@ -61,7 +61,7 @@ class AttentionLayer(Protocol):
 class SelfAttention:
     """Attention of normed tokens, projected back. ``qkv``: the heads of queries, keys and values. ``norm``: of query
     and key heads. ``sinks`` float32 [heads]: as ``Attention.attend_rows``. ``weights`` [dim]: of the rotated queries.
-    ``growth``: of these, too."""
+    ``growth``: of these, too. ``plain``: ``Attention.attend_rows`` computes it in any case."""
 
     def __init__(
         self,
@@ -75,22 +75,23 @@ class SelfAttention:
         sinks: Tensor | None = None,
         weights: Tensor | None = None,
         growth: QueryGrowth | None = None,
+        plain: bool = False,
     ) -> None:
         self.attention, self.rows, self.qkv, self.output = builder.ops.attention, builder.rows, qkv, output
         self.heads, self.total, self.dim = config.heads, config.heads + 2 * config.kv_heads, config.head_dim
-        self.window, self.norm, self.cap = window, norm, config.attention_cap
+        self.window, self.norm, self.cap = window, norm, config.attention_softcap
         self.scale = config.attention_scale or config.head_dim**-0.5
         refuse = builder.ops.elementwise.compose(lambda x: x, lambda x: x)
         self.sinks, self.weights, self.growth = sinks, weights, growth
         self._unrecorded = None if weights is None and growth is None else refuse  # programs scale no queries
-        self._uncaptured = refuse if config.row_attention else None  # it reads the host's rows
+        self._uncaptured = refuse if plain or config.row_attention else None  # it reads the host's rows
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
     ) -> Tensor:
         """As ``AttentionLayer``."""
         heads = self.qkv(x).view(-1, self.total, self.dim)
-        queries = self.attention.place_heads(heads, self.heads, self.norm, cos, sin, cache, batch.cache_index)
+        queries = self.attention.norm_rope_cache(heads, self.heads, self.norm, cos, sin, cache, batch.cache_index)
         if self._unrecorded is not None:
             queries = self._scaled(self._unrecorded(queries), batch.positions)
         if self._uncaptured is None:
@@ -198,10 +199,10 @@ class Block:
         attention: AttentionLayer,
         mlp: Linear,
         norms: Norms,
-        parallel: bool = False,
+        parallel_residual: bool = False,
     ) -> None:
         self.elementwise = builder.ops.elementwise
-        self.attention, self.mlp, self.norms, self.parallel = attention, mlp, norms, parallel
+        self.attention, self.mlp, self.norms, self.parallel_residual = attention, mlp, norms, parallel_residual
         factor = config.residual_scale
         self._scale = builder.ops.elementwise.compose(lambda x: x * factor, lambda x: x) if factor != 1.0 else None
 
@@ -232,7 +233,7 @@ class Block:
         result = self.attention(normed, cos, sin, cache, batch, wanted)
         if wanted is not None:
             normed, residual = normed.index_select(0, wanted), residual.index_select(0, wanted)
-        if self.parallel:
+        if self.parallel_residual:
             result = self.elementwise.add_pending(result, self.mlp(normed))
             return self._summand(result, None), residual
         result = self._summand(result, norms.after_attention)

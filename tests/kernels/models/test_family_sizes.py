@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from kernels.contract.caches import CacheGroup, Paged, Window
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.models.config import ModelConfig, QueryGrowth
 from kernels.models.config_loader import parse_config
+from kernels.models.registry import caches
 from tests.kits.driver import COMMON, DBRX
 
 SPARSE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -41,6 +46,21 @@ def read(architecture: str, **more: object) -> ModelConfig:
         ),
         ("Cohere2Moe", SPARSE | {"first_k_dense_replace": -1}, "first_k_dense_replace must be a whole number"),
         ("Olmo", {"clip_qkv": -1.0}, "clip_qkv must be a number above 0"),
+        ("Gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is for embeddings"),
+        ("Gemma4", {"num_kv_shared_layers": 4}, "num_kv_shared_layers must be less than 4 layers"),
+        ("Gemma4", {"num_kv_shared_layers": 1}, "leaves no layer whose cache layer 3 reads"),
+        ("Gemma4", {"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config must say the same of each layer"),
+        ("Gemma4", {"per_layer_config": {"3": 8}}, "per_layer_config must have objects"),
+        (
+            "Gemma4",
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            "rope_type 'yarn' of full attention",
+        ),
+        (
+            "Gemma4",
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            "num_attention_heads 4 is not a multiple of num_global_key_value_heads 3",
+        ),
         ("Llama4", SPARSE | {"no_rope_layers": [1]}, "no_rope_layers must have 0 or 1 for each layer"),
         ("Llama4", SPARSE | {"moe_layers": 3}, "moe_layers must be a list of layers"),
         (
@@ -81,6 +101,31 @@ def test_phimoe_takes_the_factor_for_long_contexts() -> None:
     rope = read("Phimoe", num_local_experts=4, num_experts_per_tok=2, rope_scaling=scaling,
                 original_max_position_embeddings=64).rope  # fmt: skip
     assert (rope.kind, rope.attention_factor) == ("longrope", 1.3)
+
+
+def test_layers_of_gemma_4_share_the_last_cache_of_their_kind() -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    config = read("Gemma4", num_hidden_layers=5, layer_types=kinds, num_kv_shared_layers=2, global_head_dim=32)
+    assert config.shared_caches == {3: 2, 4: 1}
+    groups = caches(config, windows=True)
+    assert groups == (
+        CacheGroup(Paged(2, 32, 32), (1,)),
+        CacheGroup(Window(Paged(2, 256, 256), 512), (0, 2)),
+    )
+
+
+def test_keys_that_gemma_4_holds_and_does_not_use_are_left_out(reference: Any, drive: Any, tmp_path: Path) -> None:
+    model = reference("gemma4")
+    weights = load_file(model.path / "model.safetensors")
+    extra = {f"model.layers.5.self_attn.{part}_proj.weight": torch.zeros(64, 48) for part in "kv"}
+    save_file(weights | extra, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((model.path / "config.json").read_bytes())
+    assert drive(tmp_path).info.architecture == "Gemma4ForCausalLM"
+
+
+def test_heads_of_two_sizes_refuse_drafts(reference: Any, drive: Any) -> None:
+    with pytest.raises(ConfigError, match="heads of two sizes of Gemma4ForCausalLM is neither for speculative"):
+        drive(reference("gemma4").path, speculation=SpeculativeSettings("NGRAM"))
 
 
 @pytest.mark.parametrize(
