@@ -124,8 +124,8 @@ def slot_sampling(
     seed: the request's, given or drawn. The first choice samples with the seed itself, exactly as a request with
     ``n=1`` does; choice ``i`` with ``seed + i * step`` modulo 2**64 for a fixed odd step, so the choices of a request
     differ and each can be repeated. stop_ids: end-of-sequence and stop tokens, held back by min_tokens. bad_words:
-    their token sequences. grammar_start: SlotSampling's grammar_after and grammar_opens. prediction: its tokens, int32.
-    Raises :class:`InvalidRequest` when the bad words have too many tokens.
+    their token sequences. grammar_start: SlotSampling's reasoning_end_ids and reasoning_start_id. prediction: its
+    tokens, int32. Raises :class:`InvalidRequest` when the bad words have too many tokens.
     """
     total = sum(len(word) for word in bad_words)
     if total > limits.bad_words_tokens:
@@ -157,8 +157,8 @@ def slot_sampling(
         routed_experts=params.routed_experts,
         max_drafts=_max_drafts(params),
         grammar=params.grammar,
-        grammar_after=grammar_start[0],
-        grammar_opens=grammar_start[1],
+        reasoning_end_ids=grammar_start[0],
+        reasoning_start_id=grammar_start[1],
         prediction=prediction,
     )
 

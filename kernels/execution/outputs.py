@@ -263,7 +263,7 @@ class StepOutputs:
         elif result.accepted is not None:
             verified = speculator.early_drafts.take_accepted(result)
         else:
-            samples = Samples.of(step, self._slots.known)
+            samples = Samples.from_step(step, self._slots.known)
             allowed = self._allowed(samples.slots, samples.lengths, _trees(step, samples))
             if result.head is not None and len(samples.tokens) == len(hidden):
                 logits, *greedy = result.head

@@ -52,7 +52,7 @@ class WarmUp:
         for counts, pages in self._shapes():
             self.run(caches, slots, counts, len(counts), pages)
 
-    def of(self, model: Decoder) -> WarmUp:
+    def for_model(self, model: Decoder) -> WarmUp:
         """The warm-up of another model with the same settings."""
         return WarmUp(self._config, self._device, model, self._sampler, self._windows)
 

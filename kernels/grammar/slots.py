@@ -270,8 +270,8 @@ class _Text:
     def __init__(
         self, compiled: Future[Compiled], sampling: SlotSampling, eos: frozenset[int], position: int, words: int
     ) -> None:
-        self._compiled, self._after, self._eos = compiled, sampling.grammar_after, eos
-        self._opens, self._words = sampling.grammar_opens, words
+        self._compiled, self._after, self._eos = compiled, sampling.reasoning_end_ids, eos
+        self._opens, self._words = sampling.reasoning_start_id, words
         self._matcher: Matcher | None = None
         self._tail: tuple[int, ...] = ()
         self._ended = False

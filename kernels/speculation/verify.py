@@ -166,7 +166,7 @@ class Samples:
     verified: slice
 
     @classmethod
-    def of(cls, step: StepRows, known: Longs) -> Samples:
+    def from_step(cls, step: StepRows, known: Longs) -> Samples:
         """``known``: lengths by slot."""
         reached = step.starts + step.counts == known[step.slots]
         if step.verifies == len(step.rows):

@@ -32,7 +32,7 @@ class StepWrites:
     last: Longs
     pages: Ints
 
-    def of(self, slot: int, generation: int) -> list[int]:
+    def pages_of(self, slot: int, generation: int) -> list[int]:
         """Pages that this request writes to."""
         (rows,) = np.nonzero((self.slots == slot) & (self.generations == generation))
         return [page for row in rows for page in self.pages[row, self.first[row] : self.last[row] + 1].tolist()]

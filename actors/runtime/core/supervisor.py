@@ -81,15 +81,15 @@ class Unit:
     def __init__(self, system: "ActorSystem", members: "list[Cell]") -> None:
         self._system = system
         self.members = members  # in order of spawn
-        self._fallen: dict[Cell, tuple[BaseException, bool]] = {}  # (cause, whether it counts)
+        self._crashed: dict[Cell, tuple[BaseException, bool]] = {}  # (cause, whether it counts)
         self._restarts: deque[float] = deque()
         self._job: anyio.CancelScope | None = None
         self._round: anyio.CancelScope | None = None
         self.busy = False
 
-    def fell(self, cell: "Cell", cause: BaseException) -> None:
+    def on_crash(self, cell: "Cell", cause: BaseException) -> None:
         """Record a crash and start the recovery."""
-        self._fallen[cell] = (cause, cell.supervision.counts())
+        self._crashed[cell] = (cause, cell.supervision.counts())
         if self._round is not None:
             self._round.cancel()  # starting the others is pointless
         if not self.busy:
@@ -98,38 +98,38 @@ class Unit:
     def _begin(self) -> None:
         self.busy = True
         self._job = anyio.CancelScope()
-        self._system.start_task(self._recover, "restart " + " ".join(cell.name for cell in self._fallen), self._job)
+        self._system.start_task(self._recover, "restart " + " ".join(cell.name for cell in self._crashed), self._job)
 
     def abandon(self) -> None:
         """Cancel the recovery of crashed members."""
-        self._fallen.clear()
+        self._crashed.clear()
         if self._job is not None:
             self._job.cancel()
 
     def leave(self, cell: "Cell") -> None:
         """Remove a member that has stopped permanently."""
-        self._fallen.pop(cell, None)
+        self._crashed.pop(cell, None)
         if cell in self.members:
             self.members.remove(cell)
 
     async def _recover(self, job: anyio.CancelScope) -> None:
         with job:
-            while self._fallen:
+            while self._crashed:
                 await self._restart(job)
         # Not reached when the whole system is cancelled: then no actor restarts.
         self._job = None
         self.busy = False
-        if self._fallen and not self._system.stopping:  # one crashed after this job was cancelled
+        if self._crashed and not self._system.stopping:  # one crashed after this job was cancelled
             self._begin()
 
     async def _restart(self, job: anyio.CancelScope) -> None:
         system = self._system
         together = len(self.members) > 1
-        leader, (cause, counts) = next(iter(self._fallen.items()))
+        leader, (cause, counts) = next(iter(self._crashed.items()))
         history = self._restarts if together else leader.restarts
         delay = leader.supervision.admit(history, system.clock.monotonic(), system.random, counts=counts)
         if delay is None:
-            self._fallen.clear()
+            self._crashed.clear()
             system.escalate(leader, cause)
             return
         members = list(self.members)
@@ -138,7 +138,7 @@ class Unit:
                 member.solo.abandon()
             for member in reversed(members):
                 await member.halt()
-        self._fallen.clear()
+        self._crashed.clear()
         await system.clock.sleep(delay)
         try:
             with anyio.CancelScope() as self._round:
@@ -150,7 +150,7 @@ class Unit:
                     except (Exception, SystemExit) as error:
                         if member.stopping or member.closed:
                             continue  # it was stopping: continue without it
-                        self._fallen[member] = (error, member.supervision.counts())
+                        self._crashed[member] = (error, member.supervision.counts())
                         break
         finally:
             self._round = None

@@ -80,7 +80,7 @@ class ProcessIncarnation(Incarnation):
             finally:
                 self.cell.mailbox.on_work(None)
                 with anyio.CancelScope(shield=True):
-                    await self._see_off()
+                    await self._reap()
         finally:
             self.mark_ended()
 
@@ -164,7 +164,7 @@ class ProcessIncarnation(Incarnation):
         else:
             self._heartbeat_timer = self.cell.call_later(limit - silent, self._watch_heartbeat)
 
-    async def _see_off(self) -> None:
+    async def _reap(self) -> None:
         """Wait for the child's end or kill it; reap it and close its links."""
         if self._heartbeat_timer is not None:
             self._heartbeat_timer.cancel()

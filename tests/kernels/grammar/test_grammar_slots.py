@@ -203,7 +203,7 @@ def test_a_wrong_grammar_fails_at_the_admission_once_it_is_compiled() -> None:
 
 
 def test_a_thought_is_free_but_may_not_end_the_text() -> None:
-    slots = admitted("[ab]c", grammar_after=tuple(ids("cd")))
+    slots = admitted("[ab]c", reasoning_end_ids=tuple(ids("cd")))
     for length, sign in enumerate("dccd", 2):
         assert allowed(slots, length) == "abcd"
         slots.sampled([1], torch.tensor(ids(sign)))
@@ -211,7 +211,7 @@ def test_a_thought_is_free_but_may_not_end_the_text() -> None:
 
 
 def test_a_model_may_begin_with_a_thought_or_with_the_text() -> None:
-    marks = {"grammar_after": tuple(ids("d")), "grammar_opens": ids("c")[0]}
+    marks = {"reasoning_end_ids": tuple(ids("d")), "reasoning_start_id": ids("c")[0]}
     slots = admitted("[ab]c", **marks)
     assert allowed(slots, 2) == "abc"
     slots.sampled([1], torch.tensor(ids("c")))

@@ -55,7 +55,7 @@ def test_the_same_is_accepted(linear, nodes, depth, forced, shown, device):
         after[row, : counts[row]] = sampled[begin : begin + int(counts[row])]
     expected = walk(tree, torch.from_numpy(counts), after, depth, None, forced)
     draws = SampledTokens(sampled, broken)
-    verified = VerifyResult.from_samples(step, Samples.of(step, state.known), draws, expected, torch.from_numpy)
+    verified = VerifyResult.from_samples(step, Samples.from_step(step, state.known), draws, expected, torch.from_numpy)
 
     numbers = np.stack((step.slots, step.starts, step.counts, step.offsets), 1)
     own = torch.from_numpy(numbers).pin_memory() if shown and device.type == "cuda" else torch.from_numpy(numbers)

@@ -114,7 +114,7 @@ def test_linear_layers(device, dtype, biased, outputs, inputs, tokens):
 class Fusing(CudaLinear):
     """Makes the norm before it in two ways, by torch's operators."""
 
-    def behind(self, x, before):
+    def fused_with_norm(self, x, before):
         if len(x) > 1:
             return {}
 
