@@ -49,11 +49,11 @@ def argmax(logits: Tensor, rows: Tensor, block_max: Tensor) -> Tensor:
 
 
 def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The most likely token ids int64 [rows] of ``logits`` [rows, vocab], and which rows are broken: 0 in these."""
+    """The most likely token ids int64 [rows] of ``logits`` [rows, vocab], and which rows are not finite: 0 in these."""
     wide = logits.float()
     blocks = block_maxima(wide)
-    broken = ~blocks.amax(-1).isfinite()
-    return argmax(wide, torch.arange(len(wide)), blocks).masked_fill_(broken, 0), broken
+    nonfinite = ~blocks.amax(-1).isfinite()
+    return argmax(wide, torch.arange(len(wide)), blocks).masked_fill_(nonfinite, 0), nonfinite
 
 
 def select(logits: Tensor, rows: Tensor, block_max: Tensor, at_least: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -348,13 +348,13 @@ class EarlyDrafts:
         return VerifyResult.from_device(result.accepted)
 
     def arrival(self, accepted: Acceptance) -> PendingCopies:
-        """A function that waits for the last step's outcome, its tokens and which of these are broken."""
+        """A function that waits for the last step's outcome, its tokens and which of these are not finite."""
         begun = self._arrives if self._end else None
         fetched = begun or self._device.memory.fetch([accepted.packed], lasting=True)
 
         def arrives() -> list[Tensor]:
             here = accepted.on_host(fetched()[0])
-            return [here.outcome, here.tokens.reshape(-1), here.broken.reshape(-1)]
+            return [here.outcome, here.tokens.reshape(-1), here.nonfinite.reshape(-1)]
 
         return arrives
 

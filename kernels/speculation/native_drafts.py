@@ -249,7 +249,7 @@ class NativeChains(NativeDrafts):
         state, places = self._state, DraftCacheSlots(self._reached, self._first, *self._places.own)
         features = target.features if self._passes.seen.shape[1] else None
         return target.run.cycle(
-            *(self._passes, places, state.table, target.logits, target.tokens, target.broken, features),
+            *(self._passes, places, state.table, target.logits, target.tokens, target.nonfinite, features),
             *(self._max_drafts, state.max_length),
         )
 

@@ -329,7 +329,7 @@ class Speculator:
         verified: VerifyResult | None,
     ) -> PendingCopies | None:
         """Record a launched step; it is observed before the next one. Returns the copy that fetches outcome, tokens and
-        broken rows, if there is a single one."""
+        nonfinite rows, if there is a single one."""
         arrives = None
         if verified is not None and verified.accepted is not None:
             arrives = self.early_drafts.arrival(verified.accepted)

@@ -226,7 +226,7 @@ class Cycle(ctypes.Structure):
         ("ops", ctypes.c_void_p),
         ("count", ctypes.c_int64),
         ("argmax", ctypes.c_void_p),
-        ("broken", ctypes.c_void_p),
+        ("nonfinite", ctypes.c_void_p),
         ("draw", ctypes.c_void_p),
         ("max_drafts", ctypes.c_int64),
         ("max_length", ctypes.c_int64),
