@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from kernels.core.arrays import Longs
 from kernels.core.attention_rows import DecodeTokens, PromptTokens, StepTokens, TokenTable
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Acceptance, Draws, Masks
@@ -36,8 +37,6 @@ __all__ = [
     "VerifyHead",
     "VerifyOutputs",
 ]
-
-Longs = npt.NDArray[np.int64]
 
 
 class AcceptCall(Protocol):

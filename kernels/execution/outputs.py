@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.contract.step import RowError
 from kernels.contract.tasks import Classify, Embed, NextToken
+from kernels.core.arrays import Bools, Longs
 from kernels.devices.base import Device
 from kernels.devices.prepared import CapturedStepResult, PassResult
 from kernels.execution.pooled import activated, normalized
@@ -28,8 +29,6 @@ from kernels.state.step_rows import StepRows
 
 __all__ = ["StepOutputs"]
 
-Bools = npt.NDArray[np.bool_]
-Longs = npt.NDArray[np.int64]
 
 SCORE_ROWS = 64  # prompt positions whose logits exist at a time
 

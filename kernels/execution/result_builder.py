@@ -11,12 +11,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from kernels.contract.step import RowError, StepResult, StepTiming, TokenValues
+from kernels.core.arrays import Bools, Longs
 from kernels.sampling.sampler import SampledTokens
 
 __all__ = ["PromptScores", "ResultBuilder", "RowValues"]
-
-Bools = npt.NDArray[np.bool_]
-Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.contract.grammar import GrammarError, GrammarSettings
 from kernels.contract.step import Admission, SlotSampling
+from kernels.core.arrays import Longs
 from kernels.devices.cpu.host import usable_cores
 from kernels.devices.memory import DeviceMemory, PendingCopies
 from kernels.grammar.backend import Bits, Compiled, Matcher
@@ -22,7 +23,6 @@ from kernels.sampling.masks import RowMasks
 
 __all__ = ["NO_MASKS", "GrammarSlots", "StepMasks", "TextTree"]
 
-Longs = npt.NDArray[np.int64]
 KeptBits = Callable[[Longs], npt.NDArray[np.bool_]]
 
 _BITS: Bits = (1 << np.arange(32, dtype=np.int64)).astype(np.uint32).view(np.int32)

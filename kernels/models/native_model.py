@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.core.arrays import Bools, Longs
 from kernels.core.attention_rows import DecodeTokens
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Draw, Draws
@@ -18,9 +19,6 @@ from kernels.devices.prepared import NativePass
 from kernels.models.decoder import Decoder
 
 __all__ = ["NativeModel"]
-
-Bools = npt.NDArray[np.bool_]
-Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.core.arrays import Longs
 from kernels.core.attention_rows import DecodeTokens
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Draw, Draws
@@ -45,7 +46,6 @@ __all__ = [
 LONGEST = 128
 """Most tokens of prompts that use the attention of decodes, one query after another."""
 
-Longs = npt.NDArray[np.int64]
 Raw = npt.NDArray[np.int16]
 
 

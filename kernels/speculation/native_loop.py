@@ -10,11 +10,10 @@ import time
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kernels.contract.step import RowError, StepBatch
-from kernels.core.arrays import ragged
+from kernels.core.arrays import Ints, Longs, ragged
 from kernels.core.attention_rows import DecodeTokens
 from kernels.core.operators import Draws
 from kernels.devices.prepared import DraftCycle
@@ -27,9 +26,6 @@ from kernels.state.native_grammars import MaskedRows, NativeChainsResult, Native
 __all__ = ["NativeDraftLoop", "NativeDraftResult"]
 
 _ONE = np.ones(1, dtype=np.int32).tobytes()
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 class NativeDraftResult(NamedTuple):

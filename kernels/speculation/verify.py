@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels.contract.speculation import SpeculativeSettings
-from kernels.core.arrays import ragged
+from kernels.core.arrays import Longs, ragged
 from kernels.core.operators import Acceptance
 from kernels.core.tree import DraftTree, chain, unpack_bits
 from kernels.devices.base import Device
@@ -146,9 +146,6 @@ def path_history(tree: DraftTree, roots: Tensor, known: Tensor) -> Tensor:
     where = torch.where(tree.mask(), where, positions).clamp(max=positions)
     tokens = tree.tokens.to(known.dtype).unsqueeze(1).expand(rows, width, width)
     return history.scatter_(2, where, tokens)[..., :positions]
-
-
-Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

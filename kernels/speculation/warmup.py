@@ -23,6 +23,7 @@ from kernels.contract.config import RunnerConfig
 from kernels.contract.info import ModelInfo
 from kernels.contract.runner import RunningStep
 from kernels.contract.step import Admission, SlotSampling, StepBatch
+from kernels.core.arrays import Longs
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.tree import chain
@@ -195,8 +196,6 @@ _OBSERVED = (1, 7, _PROMPT, 64)
 _COMPILED_SIZES = (2, 4, 8, 16, 32, 64)  # tokens of a row; upper bounds of compiled sizes
 _COMPILED_ROWS = (1, 2, 8, 16)
 _COMPILED_LENGTHS = (64, 128, 256, 512, 1024, 2048)
-
-Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from kernels.core.arrays import Longs
 from kernels.core.attention_rows import TokenTable
 from kernels.core.operators import Draws
 from kernels.devices.cpu.native.library import Chain, Cycle, CycleOutput, Observation, Op, RowTokens, Table
@@ -25,8 +26,6 @@ from kernels.devices.prepared import (
 __all__ = ["cycle", "described", "observe", "verify"]
 
 _IDLE = 4
-
-Longs = npt.NDArray[np.int64]
 
 
 def described(table: TokenTable) -> Table:
