@@ -36,7 +36,7 @@ _CHOICE_STEP = 0xD1342543DE82EF95  # odd, so that choices of one seed never meet
 def validate(params: SamplingParams, *, vocab_size: int | None = None, limits: Limits = LIMITS) -> None:
     """Raise :class:`InvalidRequest` for the first field that is out of bounds: its name, its limit, the remedy.
 
-    Types are checked too: an embedding program may build a :class:`SamplingParams` of anything. Without `vocab_size`
+    Types are checked too: an embedding program may build a :class:`SamplingParams` of anything. Without ``vocab_size``
     token ids are only checked to be 32-bit and not negative.
     """
     _check_lengths(params)
@@ -93,7 +93,7 @@ def validate(params: SamplingParams, *, vocab_size: int | None = None, limits: L
 def resolve(params: SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:
     """Fill what the caller left out: from the model's generation_config.json, else with the neutral value.
 
-    `defaults` is that file's object. ``do_sample: false`` in it is temperature 0. A default that
+    ``defaults`` is that file's object. ``do_sample: false`` in it is temperature 0. A default that
     no request could carry is passed over.
     """
     filled: dict[str, Any] = {}
@@ -119,7 +119,7 @@ def slot_sampling(
     prediction: bytes = b"",
     limits: Limits = LIMITS,
 ) -> SlotSampling:
-    """What a worker's slot needs of validated and resolved `params`, for the choice number `index`.
+    """What a worker's slot needs of validated and resolved ``params``, for the choice number ``index``.
 
     seed: the request's, given or drawn. The first choice samples with the seed itself, exactly as a request with
     ``n=1`` does; choice ``i`` with ``seed + i * step`` modulo 2**64 for a fixed odd step, so the choices of a request

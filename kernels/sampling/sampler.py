@@ -204,7 +204,7 @@ class Sampler:
         self._plans: dict[tuple[int, ...], _Plan] = {}
 
     def admit(self, slot: int, sampling: SlotSampling, prompt_length: int) -> None:
-        """Set the parameters of a request's slot. Tokens of its history from `prompt_length` on count as output."""
+        """Set the parameters of a request's slot. Tokens of its history from ``prompt_length`` on count as output."""
         self._slots.put(slot, sampling, prompt_length, self.vocab_size)
         self._plans.clear()
 

@@ -118,7 +118,7 @@ class Cell:
             self.system.events.dead_letter(self.name, envelope, "full")
 
     async def wait_for_room(self, envelope: Envelope) -> None:
-        """Wait until a message from `tell` that waits for room is enqueued or has become a dead letter."""
+        """Wait until a message from ``tell`` that waits for room is enqueued or has become a dead letter."""
         accepted = self.loop.create_future()
         envelope.accepted = accepted
         timer = None

@@ -1,6 +1,6 @@
 """Supervision after a crash: restart the actor, restart its group, or escalate after too many restarts.
 
-The restart intensity is OTP's (supervisor, `intensity` and `period`); RESTART_GROUP is its one_for_all.
+The restart intensity is OTP's (supervisor, ``intensity`` and ``period``); RESTART_GROUP is its one_for_all.
 """
 
 import enum
@@ -27,8 +27,8 @@ class Strategy(enum.Enum):
 
 @dataclass(frozen=True)
 class Backoff:
-    """The delay before a restart, in seconds: `first`, times `factor` for each restart in the window, up to `max`, with
-    a relative `jitter` to both sides."""
+    """The delay before a restart, in seconds: ``first``, times ``factor`` for each restart in the window, up to
+    ``max``, with a relative ``jitter`` to both sides."""
 
     first: float = 0.1
     factor: float = 2.0
@@ -36,16 +36,16 @@ class Backoff:
     jitter: float = 0.1
 
     def delay(self, earlier: int, rng: random.Random) -> float:
-        """Seconds to wait after `earlier` restarts in the window."""
+        """Seconds to wait after ``earlier`` restarts in the window."""
         base = min(self.max, self.first * self.factor ** min(earlier, 64))
         return base * (1.0 + self.jitter * (2.0 * rng.random() - 1.0))
 
 
 @dataclass(frozen=True)
 class Supervision:
-    """How an actor is supervised: at most `max_restarts` within `within` seconds; one more crash escalates.
+    """How an actor is supervised: at most ``max_restarts`` within ``within`` seconds; one more crash escalates.
 
-    `counts` is called at each crash, synchronously, and returns whether the crash counts.
+    ``counts`` is called at each crash, synchronously, and returns whether the crash counts.
     """
 
     strategy: Strategy = Strategy.RESTART_ONE
@@ -59,8 +59,8 @@ class Supervision:
         return self.strategy is Strategy.RESTART_GROUP
 
     def admit(self, history: deque[float], now: float, rng: random.Random, *, counts: bool = True) -> float | None:
-        """Record a restart at `now`; returns the seconds to wait before it, or None after too many restarts. A restart
-        that does not count is admitted and not recorded."""
+        """Record a restart at ``now``; returns the seconds to wait before it, or None after too many restarts. A
+        restart that does not count is admitted and not recorded."""
         while history and history[0] <= now - self.within:
             history.popleft()
         if not counts and self.strategy is not Strategy.ESCALATE:

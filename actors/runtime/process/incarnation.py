@@ -35,9 +35,9 @@ _HEADROOM = 512
 class ProcessIncarnation(Incarnation):
     """One child process.
 
-    Messages stay in this mailbox until the child has room: at most `window` of each lane are in flight. A child handles
-    them in order, in its mailbox and in its thread. So when it dies, only the oldest of each lane in each of these can
-    have been begun; the others return to the mailbox, and every ask in flight fails with ActorDied.
+    Messages stay in this mailbox until the child has room: at most ``window`` of each lane are in flight. A child
+    handles them in order, in its mailbox and in its thread. So when it dies, only the oldest of each lane in each of
+    these can have been begun; the others return to the mailbox, and every ask in flight fails with ActorDied.
     """
 
     def __init__(
