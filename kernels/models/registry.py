@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kernels.weights.tensors import Tensors, TensorSpec
 
 __all__ = [
+    "BIDIRECTIONAL",
     "BUILT_IN",
     "GROUP",
     "HEADS",
@@ -168,6 +169,9 @@ BUILT_IN = (
 )
 _BY_ARCHITECTURE = {entry.architecture: entry for entry in BUILT_IN}
 
+BIDIRECTIONAL = ("Gemma3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Decoders that also embed with attention in both directions (``kernels.models.bidirectional``)."""
+
 HEADS = ("ForSequenceClassification", "ForRewardModel")
 """Endings of architectures that classify or reward."""
 
@@ -219,6 +223,8 @@ def _load(entry: Entry) -> Family:
 def base_architecture(name: str) -> str:
     """The generating form of an architecture that has a head of its own or none: ``Qwen3ForCausalLM`` of
     ``Qwen3Model``, ``Qwen3ForSequenceClassification`` and ``Qwen3ForRewardModel``."""
+    if name == "Gemma3TextModel":
+        return "Gemma3ForCausalLM"
     for suffix in (*HEADS, "Model"):
         if name.endswith(suffix):
             return f"{name.removesuffix(suffix)}ForCausalLM"
@@ -289,6 +295,10 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
         from kernels.models.fallback import model as fallback
 
         return fallback.build(config, builder)
+    if config.pooling is not None and config.pooling.encoder and find_encoder(config.architecture) is None:
+        from kernels.models import bidirectional
+
+        return bidirectional.build(config, builder)
     return find([config.architecture])[1].build(config, builder)
 
 
