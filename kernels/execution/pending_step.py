@@ -254,11 +254,11 @@ class PendingStep:
         loaded = context.loaded
         return RunningStep(finish, not device.traits.overlaps or loaded.group.size > 1 or bool(loaded.slots.bounded))
 
-    def complete_pass(self, found: PassResult) -> RunningStep:
-        """Read the results ``found`` of the model's pass, then ``complete``."""
+    def complete_pass(self, result: PassResult) -> RunningStep:
+        """Read the results ``result`` of the model's pass, then ``complete``."""
         loaded, builder = self._context.loaded, self.update()
         assert self.rows is not None
-        loaded.outputs.read(self.rows, found, builder)
+        loaded.outputs.read(self.rows, result, builder)
         running = self.complete()
         if loaded.speculator is not None:
             loaded.speculator.draft_early()

@@ -44,8 +44,8 @@ def config(raw: ConfigReader) -> ModelConfig:
     still = [layer for layer, window in enumerate(windows) if not window and (layer in sparse_layers or not forced)]
     return dataclasses.replace(
         plain,
-        pairs=True,
-        parallel=True,
+        rope_interleaved=True,
+        parallel_residual=True,
         ropes=dict.fromkeys(still, nothing),
         logit_scale=raw.number("logit_scale", 0.0625),
     )

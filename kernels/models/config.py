@@ -85,7 +85,7 @@ class ExpertsConfig:
     sigmoid of a logit of its own. ``result_scale``: of the sum of all experts. ``scores``, ``groups``, ``top_groups``,
     ``pair_sum``, ``scale`` and ``jitter``: as ``kernels.devices.experts.Routing``. ``corrected``: whether a correction
     is added to scores for the choice. ``alpha``, ``limit``: as ``ClampedGate`` there. ``packed``: whether they are
-    stored in MXFP4. ``activation``: silu | gelu_tanh, of gates. ``router_cap``: ``cap * tanh(x / cap)`` of the router's
+    stored in MXFP4. ``activation``: silu | gelu_tanh, of gates. ``router_softcap``: ``cap * tanh(x / cap)`` of the router's
     logits; 0: none. ``identities``: so many more experts return what they are given.
     """
 
@@ -109,7 +109,7 @@ class ExpertsConfig:
     limit: float = 0.0
     packed: bool = False
     activation: str = "silu"
-    router_cap: float = 0.0
+    router_softcap: float = 0.0
     identities: int = 0
 
 
@@ -127,14 +127,14 @@ class QueryGrowth:
 class IndexConfig:
     """The indexer of sparse attention (DeepSeek-AI, arXiv 2512.02556, section 2.1): ``heads`` of ``dim`` numbers score
     all tokens before a query, which attends to the ``chosen`` best. ``own``: layers that have one; each other layer
-    takes what the last of them before it chose. ``pairs``: as ``ModelConfig``, of the indexer's heads.
+    takes what the last of them before it chose. ``rope_interleaved``: as ``ModelConfig``, of the indexer's heads.
     """
 
     heads: int
     dim: int
     chosen: int
     own: frozenset[int]
-    pairs: bool = False
+    rope_interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,13 +177,13 @@ class ModelConfig:
     """A decoder's sizes. ``windows[layer]`` is the layer's sliding window in tokens, 0 for full attention, a negative
     one for attention in chunks: a query sees the tokens since the last multiple.
 
-    ``rope``: of all layers but those in ``ropes``, which have their own. ``pairs``: whether neighbors of a head rotate
-    against one another, in place of its halves. ``attention_scale``: of queries times keys; 0: ``head_dim ** -0.5``.
-    ``attention_cap``, ``logit_cap``: ``cap * tanh(x / cap)`` of these numbers; 0: none. ``sinks``: whether each head
-    attends to one more token, whose value is 0. ``embedding_scale``,
+    ``rope``: of all layers but those in ``ropes``, which have their own. ``rope_interleaved``: whether neighbors of a
+    head rotate against one another, in place of its halves. ``attention_scale``: of queries times keys; 0: ``head_dim
+    ** -0.5``. ``attention_softcap``, ``logit_softcap``: ``cap * tanh(x / cap)`` of these numbers; 0: none. ``sinks``:
+    whether each head attends to one more token, whose value is 0. ``embedding_scale``,
     ``residual_scale`` and ``logit_scale`` multiply embeddings, what a layer adds to the residual stream, and logits.
-    ``norm_offset``: what norms add to their weights. ``parallel``: attention and feed-forward layer are added
-    together. ``layer_norms``: norms subtract the mean. ``all_kv_heads``: the whole model's, on one of several
+    ``norm_offset``: what norms add to their weights. ``parallel_residual``: attention and feed-forward layer are added
+    together. ``layer_norms``: norms subtract the mean. ``global_kv_heads``: the whole model's, on one of several
     ranks; else 0. ``pooling``: of a model that generates no text, which has no output to the vocabulary.
     ``reward_head``: the module of a family's own head that rewards; "": see ``layers.classification``.
     ``query_growth``: of all queries; None: they do not grow. ``late_norms``: whether heads are normed after they are
@@ -218,19 +218,19 @@ class ModelConfig:
     dtype: str | None  # as stored; None when config.json does not say
     experts: ExpertsConfig | None = None
     ropes: Mapping[int, RopeConfig] = field(default_factory=dict)
-    pairs: bool = False
+    rope_interleaved: bool = False
     attention_scale: float = 0.0
-    attention_cap: float = 0.0
+    attention_softcap: float = 0.0
     sinks: bool = False
-    logit_cap: float = 0.0
+    logit_softcap: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     norm_offset: float = 0.0
     activation: str = "silu"
-    parallel: bool = False
+    parallel_residual: bool = False
     layer_norms: bool = False
-    all_kv_heads: int = 0
+    global_kv_heads: int = 0
     pooling: PoolingConfig | None = None
     reward_head: str = ""
     latent: LatentConfig | None = None
@@ -253,7 +253,7 @@ class ModelConfig:
     @property
     def eager_attention(self) -> str:
         """What attention has that no captured pass does, since a step's rows are read on the host; "": nothing."""
-        if self.attention_cap:
+        if self.attention_softcap:
             return "attn_logit_softcapping"
         if self.sinks or self.alibi:
             return "the sinks of attention" if self.sinks else "ALiBi"
@@ -262,7 +262,7 @@ class ModelConfig:
     @property
     def row_attention(self) -> bool:
         """Whether ``Attention.attend_rows`` computes it."""
-        return self.attention_cap > 0 or self.sinks or self.alibi or self.growth_length > 0
+        return self.attention_softcap > 0 or self.sinks or self.alibi or self.growth_length > 0
 
     @property
     def reads_rows(self) -> bool:
@@ -319,7 +319,7 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
         config,
         heads=config.heads // size,
         kv_heads=max(1, config.kv_heads // size),
-        all_kv_heads=config.kv_heads if size > 1 else 0,
+        global_kv_heads=config.kv_heads if size > 1 else 0,
         intermediate_size=config.intermediate_size // size,
         experts=experts,
         recurrence=None if config.recurrence is None else config.recurrence.divided(size),
@@ -424,10 +424,10 @@ class ConfigReader:
         )
 
     def latent_decoder(
-        self, *, experts: ExpertsConfig | None = None, eps: float = 1e-6, pairs: bool = True
+        self, *, experts: ExpertsConfig | None = None, eps: float = 1e-6, rope_interleaved: bool = True
     ) -> ModelConfig:
-        """The sizes of a decoder with latent attention. ``eps``: as ``decoder``. ``pairs``: as ``ModelConfig``, if
-        ``rope_interleave`` does not say it."""
+        """The sizes of a decoder with latent attention. ``eps``: as ``decoder``. ``rope_interleaved``: as
+        ``ModelConfig``, if ``rope_interleave`` does not say it."""
         raw, rank = self.raw, "q_lora_rank"
         latent = LatentConfig(
             0 if raw.get(rank) is None else self.size(rank),
@@ -454,12 +454,14 @@ class ConfigReader:
             plain,
             latent=latent,
             attention_scale=scale,
-            pairs=pairs if interleave is None else bool(interleave),
+            rope_interleaved=rope_interleaved if interleave is None else bool(interleave),
         )
 
-    def indexed_decoder(self, *, experts: ExpertsConfig, eps: float = 1e-6, index_pairs: bool = False) -> ModelConfig:
-        """``latent_decoder`` with an indexer. ``index_pairs``: ``IndexConfig.pairs``, if ``indexer_rope_interleave``
-        does not say it."""
+    def indexed_decoder(
+        self, *, experts: ExpertsConfig, eps: float = 1e-6, index_interleaved: bool = False
+    ) -> ModelConfig:
+        """``latent_decoder`` with an indexer. ``index_interleaved``: ``IndexConfig.rope_interleaved``, if
+        ``indexer_rope_interleave`` does not say it."""
         plain = self.latent_decoder(experts=experts, eps=eps)
         latent, interleave = plain.latent, self.raw.get("indexer_rope_interleave")
         assert latent is not None, "of every latent decoder"
@@ -468,7 +470,7 @@ class ConfigReader:
             self.size("index_head_dim"),
             self.size("index_topk"),
             self._indexed_layers(),
-            index_pairs if interleave is None else bool(interleave),
+            index_interleaved if interleave is None else bool(interleave),
         )
         if not latent.query_rank:
             raise ConfigError(f"config.json: {self.architecture} needs q_lora_rank, which its indexer reads")
@@ -637,13 +639,13 @@ def _number(raw: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def _factors(given: object, name: str, count: int) -> tuple[float, ...]:
+def _factors(value: object, name: str, count: int) -> tuple[float, ...]:
     """A factor for each pair of dimensions."""
-    if not isinstance(given, list) or len(given) != count:
+    if not isinstance(value, list) or len(value) != count:
         raise ConfigError(f"{name} needs {count} factors")
-    if not all(isinstance(one, int | float) and math.isfinite(one) and one > 0 for one in given):
+    if not all(isinstance(one, int | float) and math.isfinite(one) and one > 0 for one in value):
         raise ConfigError(f"{name} needs numbers above 0")
-    return tuple(map(float, given))
+    return tuple(map(float, value))
 
 
 def _rope(

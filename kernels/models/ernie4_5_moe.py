@@ -43,7 +43,7 @@ def config(raw: ConfigReader) -> ModelConfig:
         shared_bias=bias,
     )
     plain = raw.decoder(qkv_bias=bias, output_bias=bias, experts=experts, eps=1e-5, theta=500000.0, tied=True)
-    return dataclasses.replace(plain, pairs=True, mlp_bias=bias, head_bias=bias)
+    return dataclasses.replace(plain, rope_interleaved=True, mlp_bias=bias, head_bias=bias)
 
 
 def _layers(raw: ConfigReader) -> frozenset[int]:

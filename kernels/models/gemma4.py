@@ -71,7 +71,7 @@ class Gemma4Config(ModelConfig):
 
     @property
     def mixed(self) -> bool:
-        return (self.full_dim, self.full_kv_heads) != (self.head_dim, self.all_kv_heads or self.kv_heads)
+        return (self.full_dim, self.full_kv_heads) != (self.head_dim, self.global_kv_heads or self.kv_heads)
 
     def layer(self, index: int) -> ModelConfig:
         """The sizes of a layer, on this rank if the others are."""
@@ -109,7 +109,7 @@ def config(raw: ConfigReader) -> ModelConfig:
             "ropes": {layer: rope for layer, window in enumerate(windows) if not window},
             "embedding_scale": plain.hidden_size**0.5,
             "attention_scale": 1.0,
-            "logit_cap": raw.number("final_logit_softcapping", 0.0),
+            "logit_softcap": raw.number("final_logit_softcapping", 0.0),
             "shared_caches": _shared_caches(raw, windows),
         },
         full_dim=rope.head_dim,

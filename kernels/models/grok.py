@@ -56,7 +56,7 @@ def config(raw: ConfigReader) -> ModelConfig:
         inner,
         normalized=False,
         activation="gelu_tanh",
-        router_cap=raw.number("router_logit_softcapping", 30.0),
+        router_softcap=raw.number("router_logit_softcapping", 30.0),
     )
     hidden_act = {"hidden_act": "gelu_pytorch_tanh"}  # config.json says gelu
     plain = ConfigReader({**raw.raw, **hidden_act}, raw.architecture).decoder(
@@ -69,9 +69,9 @@ def config(raw: ConfigReader) -> ModelConfig:
     return GrokConfig(
         **fields
         | {
-            "attention_cap": raw.number("attn_logit_softcapping", 30.0),
+            "attention_softcap": raw.number("attn_logit_softcapping", 30.0),
             "growth_length": max(0, length),
-            "logit_cap": raw.number("final_logit_softcapping", 0.0),
+            "logit_softcap": raw.number("final_logit_softcapping", 0.0),
             "embedding_scale": raw.number("embedding_multiplier_scale", 1.0),
             "logit_scale": raw.number("output_multiplier_scale", 1.0),
         },

@@ -61,7 +61,11 @@ def config(raw: ConfigReader) -> ModelConfig:
     plain = inner.latent_decoder(experts=experts, eps=1e-5)
     delta, layers = _delta(inner)
     return dataclasses.replace(
-        plain, rope=dataclasses.replace(plain.rope, kind="none"), pairs=False, recurrence=delta, recurrent=layers
+        plain,
+        rope=dataclasses.replace(plain.rope, kind="none"),
+        rope_interleaved=False,
+        recurrence=delta,
+        recurrent=layers,
     )
 
 

@@ -53,7 +53,7 @@ def config(raw: ConfigReader) -> ModelConfig:
     if raw.flag("attn_temperature_tuning", True):
         growth = QueryGrowth(raw.number("attn_scale", 0.1), raw.size("floor_scale", 8192), 1)
     nothing = dataclasses.replace(plain.rope, kind="none")
-    return dataclasses.replace(plain, pairs=True, ropes=dict.fromkeys(still, nothing), query_growth=growth)
+    return dataclasses.replace(plain, rope_interleaved=True, ropes=dict.fromkeys(still, nothing), query_growth=growth)
 
 
 def _unrotated(raw: ConfigReader) -> list[int]:

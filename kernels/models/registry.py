@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kernels.weights.tensors import Tensors, TensorSpec
 
 __all__ = [
+    "BIDIRECTIONAL",
     "BUILT_IN",
     "GROUP",
     "HEADS",
@@ -173,6 +174,9 @@ BUILT_IN = (
 )
 _BY_ARCHITECTURE = {entry.architecture: entry for entry in BUILT_IN}
 
+BIDIRECTIONAL = ("Gemma3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Decoders that also embed with attention in both directions (``kernels.models.bidirectional``)."""
+
 HEADS = ("ForSequenceClassification", "ForRewardModel")
 """Endings of architectures that classify or reward."""
 
@@ -224,6 +228,8 @@ def _load(entry: Entry) -> Family:
 def base_architecture(name: str) -> str:
     """The generating form of an architecture that has a head of its own or none: ``Qwen3ForCausalLM`` of
     ``Qwen3Model``, ``Qwen3ForSequenceClassification`` and ``Qwen3ForRewardModel``."""
+    if name == "Gemma3TextModel":
+        return "Gemma3ForCausalLM"
     for suffix in (*HEADS, "Model"):
         if name.endswith(suffix):
             return f"{name.removesuffix(suffix)}ForCausalLM"
@@ -294,6 +300,10 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
         from kernels.models.fallback import model as fallback
 
         return fallback.build(config, builder)
+    if config.pooling is not None and config.pooling.encoder and find_encoder(config.architecture) is None:
+        from kernels.models import bidirectional
+
+        return bidirectional.build(config, builder)
     return find([config.architecture])[1].build(config, builder)
 
 
@@ -380,7 +390,7 @@ def families() -> tuple[Support, ...]:
 
 def _is_plain(config: ModelConfig) -> bool:
     scales = {config.embedding_scale, config.residual_scale, config.logit_scale}
-    capped = config.logit_cap > 0 or bool(config.eager_attention)
+    capped = config.logit_softcap > 0 or bool(config.eager_attention)
     routed = config.experts is not None and (config.experts.corrected or config.experts.scale != 1.0)
     plain = config.latent is None and not routed and not capped and not config.scaled_queries
     return config.activation == "silu" and scales == {1.0} and not config.layer_norms and plain

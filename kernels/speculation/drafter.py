@@ -184,7 +184,7 @@ class Drafter(ABC):
         seen = [0, *(wide + wide * wide * level if wide > 1 else level + 1 for level in range(self.depth))]
         return tuple([min(nodes, max_drafts) for nodes in seen])
 
-    def reach(self) -> int:
+    def early_positions(self) -> int:
         """The most positions after a step's root that ``draft_early`` writes to; 0: it cannot draft early."""
         return 0
 
@@ -204,7 +204,7 @@ class Drafter(ABC):
         return None
 
     @abstractmethod
-    def observe(self, seen: Observation) -> None:
+    def observe(self, observation: Observation) -> None:
         """Fill the draft's cache, and store the state that ``draft`` starts from, by slot."""
 
     @abstractmethod

@@ -177,12 +177,14 @@ class NativeDraftLoop:
         drafts = () if trees is None else trees.linear()
         return self._grammars.check_chains(self._masked, chains, self._target.logits, drafts)
 
-    def _show(self, batch: StepBatch, seen: NativeObservation, depths: bytes, continues: bool = False) -> None:
+    def _show(self, batch: StepBatch, observation: NativeObservation, depths: bytes, continues: bool = False) -> None:
         """Record accepted tokens for the drafter. ``continues``: as in ``Speculator.record_accepted``."""
-        self._speculator.record_accepted(seen, np.frombuffer(batch.generations, dtype=np.int32), continues)
+        self._speculator.record_accepted(observation, np.frombuffer(batch.generations, dtype=np.int32), continues)
         if self._records_acceptance:
             levels = np.frombuffer(depths, dtype=np.int32).tolist()
-            self._speculator.drafter.record_acceptance(seen.slots.tolist(), (seen.counts - 1).tolist(), levels)
+            self._speculator.drafter.record_acceptance(
+                observation.slots.tolist(), (observation.counts - 1).tolist(), levels
+            )
 
     def _draft(self, batch: StepBatch) -> NativeTrees | None:
         """The trees of all rows; only the root in rows that do not draft."""

@@ -121,12 +121,12 @@ class Speculator:
         ones = np.ones(len(slots), dtype=np.int64)
         self.record_accepted(NativeObservation(slots, self.slots.computed[slots] - 1, ones, None, ones), generations)
 
-    def record_accepted(self, seen: NativeObservation, generations: Ints, continues: bool = False) -> None:
+    def record_accepted(self, observation: NativeObservation, generations: Ints, continues: bool = False) -> None:
         """Record the accepted draft tokens of a step on the host, which are observed before the next step.
 
         ``continues``: whether the next step usually observes them itself (``can_continue``).
         """
-        self._accepted, self._continues = (seen, generations), continues
+        self._accepted, self._continues = (observation, generations), continues
 
     def can_continue(self, slots: Longs) -> bool:
         """Whether a step that observes by itself may continue without ``begin_step``.

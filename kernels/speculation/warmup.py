@@ -74,7 +74,9 @@ class _Stage:
         self._start, self._info, self._looks_up = start, info, drafter.needs_host_tokens
         self._draft_tokens, self._levels = drafter.max_nodes - 1, range(1, drafter.depth) if drafter.stepwise else ()
         # Positions that a request needs after its prompt.
-        self._behind = (_STEPS + len(self._levels)) * drafter.max_nodes + max(drafter.reach(), self._draft_tokens)
+        self._behind = (_STEPS + len(self._levels)) * drafter.max_nodes + max(
+            drafter.early_positions(), self._draft_tokens
+        )
         self._number, self._page = 0, 1
         self._running: deque[RunningStep] = deque()
         self._admitted: list[Admission] = []

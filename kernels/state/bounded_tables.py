@@ -52,7 +52,7 @@ class BoundedTable:
         """int32 [rows, columns]: the pages that rows of ``counts`` tokens from ``starts`` on read and write; the null
         page in all other columns."""
         size = self.group.page_tokens
-        first = np.maximum(starts - self.group.reach, 0) // size
+        first = np.maximum(starts - self.group.lookback, 0) // size
         last = (starts + counts - 1) // size
         columns = np.arange(int(last.max()) + 1)
         inside = (columns >= first[:, None]) & (columns <= last[:, None])

@@ -260,9 +260,9 @@ def native_attention(
 ) -> Tensor:
     """``paged_attention`` by native operators, whose plan it is."""
     out = native.empty_attention(queries)
-    step, held = step_of(plan.rows)
+    step, keep_alive = step_of(plan.rows)
     native.attention(queries, cache, step, plan.window, scale, out)
-    del held
+    del keep_alive
     return out
 
 

@@ -79,7 +79,7 @@ class SelfAttention:
     ) -> None:
         self.attention, self.rows, self.qkv, self.output = builder.ops.attention, builder.rows, qkv, output
         self.heads, self.total, self.dim = config.heads, config.heads + 2 * config.kv_heads, config.head_dim
-        self.window, self.norm, self.cap = window, norm, config.attention_cap
+        self.window, self.norm, self.cap = window, norm, config.attention_softcap
         self.scale = config.attention_scale or config.head_dim**-0.5
         refuse = builder.ops.elementwise.compose(lambda x: x, lambda x: x)
         self.sinks, self.weights, self.growth = sinks, weights, growth
@@ -95,7 +95,7 @@ class SelfAttention:
     ) -> Tensor:
         """As ``AttentionLayer``."""
         heads = self.qkv(x).view(-1, self.total, self.dim)
-        queries = self.attention.place_heads(heads, self.heads, self.norm, cos, sin, cache, batch.cache_index)
+        queries = self.attention.norm_rope_cache(heads, self.heads, self.norm, cos, sin, cache, batch.cache_index)
         if self._unrecorded is not None:
             queries = self._scaled(self._unrecorded(queries), batch.positions)
         if self._uncaptured is None:
@@ -213,10 +213,10 @@ class Block:
         attention: AttentionLayer,
         mlp: Linear,
         norms: Norms,
-        parallel: bool = False,
+        parallel_residual: bool = False,
     ) -> None:
         self.elementwise = builder.ops.elementwise
-        self.attention, self.mlp, self.norms, self.parallel = attention, mlp, norms, parallel
+        self.attention, self.mlp, self.norms, self.parallel_residual = attention, mlp, norms, parallel_residual
         factor = config.residual_scale
         self._scale = builder.ops.elementwise.compose(lambda x: x * factor, lambda x: x) if factor != 1.0 else None
 
@@ -247,7 +247,7 @@ class Block:
         result = self.attention(normed, cos, sin, cache, batch, wanted)
         if wanted is not None:
             normed, residual = normed.index_select(0, wanted), residual.index_select(0, wanted)
-        if self.parallel:
+        if self.parallel_residual:
             result = self.elementwise.add_pending(result, self.mlp(normed))
             return self._summand(result, None), residual
         result = self._summand(result, norms.after_attention)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.contract.caches import CacheGroup, Paged, Window
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Linear, Norm, PendingResidual
-from kernels.devices.attention import ProjectedHeads
+from kernels.devices.attention import QkvProjection
 from kernels.devices.linear import NormThenLinear, ResidualLinear
 from kernels.models.config import ModelConfig
 from kernels.models.layers.builder import LayerBuilder
@@ -76,7 +76,7 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
 
 def head_order(config: ModelConfig) -> list[int] | None:
     """The order of each head's numbers in which halves rotate against one another; None: as they are stored."""
-    return rotary_order(config.head_dim, config.rotary_dim, config.pairs)
+    return rotary_order(config.head_dim, config.rotary_dim, config.rope_interleaved)
 
 
 def projection(builder: LayerBuilder, config: ModelConfig, *modules: str) -> Linear:
@@ -141,19 +141,22 @@ class Attention:
         norms: Norm | None = None,
         scale: float = 0.0,
     ) -> None:
-        self._make_heads, self._attend = builder.ops.attention.make_heads, builder.ops.attention.attend
+        self._make_qkv_projection, self._attend = (
+            builder.ops.attention.make_qkv_projection,
+            builder.ops.attention.attend,
+        )
         self.heads, self.qkv, self.output, self.window, self.head_norms = heads, qkv, output, window, norms
         self.scale, self.rows = scale or heads.dim**-0.5, builder.rows
 
-    def after_norm(self, projection: NormThenLinear) -> ProjectedHeads[Any]:
+    def after_norm(self, projection: NormThenLinear) -> QkvProjection[Any]:
         """All from ``projection``, of ``qkv``, up to attention."""
         heads = self.heads
-        return self._make_heads(projection, heads.count, heads.kv_count, heads.dim, self.head_norms)
+        return self._make_qkv_projection(projection, heads.count, heads.kv_count, heads.dim, self.head_norms)
 
     def forward(
         self, queries: Tensor, residual: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None = None
     ) -> tuple[PendingResidual, Tensor]:
-        """Attention of the placed ``queries`` [tokens, heads, dim], projected into the ``residual`` stream, as
+        """Attention of the rotated ``queries`` [tokens, heads, dim], projected into the ``residual`` stream, as
         ``ResidualLinear`` returns it. ``wanted`` int64 [rows]: of these tokens alone."""
         result = self._attend(queries, cache, batch.plans[self.window], self.scale)
         if wanted is not None:

@@ -156,10 +156,10 @@ def _head_order(config: ModelConfig, before: int, heads: int) -> list[int]:
     """The order of the outputs of ``heads`` in which the halves of their rotated parts, which follow ``before`` others,
     rotate against one another."""
     rotated = _sizes(config).rope_dim
-    order = rotary_order(rotated, rotated, config.pairs) or range(rotated)
+    order = rotary_order(rotated, rotated, config.rope_interleaved) or range(rotated)
     head = [*range(before), *(before + place for place in order)]
     return [index * len(head) + place for index in range(heads) for place in head]
 
 
 def _ordered(builder: LayerBuilder, config: ModelConfig, order: Sequence[int], *modules: str) -> Linear:
-    return builder.ordered(order, *modules) if config.pairs else builder.linear(*modules)
+    return builder.ordered(order, *modules) if config.rope_interleaved else builder.linear(*modules)

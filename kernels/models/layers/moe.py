@@ -169,7 +169,7 @@ def _experts(
     correction: Tensor | None,
 ) -> Experts:
     """A device's kernels know SwiGLU's gates, and routers without caps, alone."""
-    layers, routing, cap = builder.ops.experts, _routing(config, correction), config.router_cap
+    layers, routing, cap = builder.ops.experts, _routing(config, correction), config.router_softcap
     if config.activation == "silu" and not cap and not config.identities:
         return layers.make(router, bias, experts, routing)
     linear = layers.make_router(router, bias, routing)

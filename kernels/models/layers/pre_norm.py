@@ -34,7 +34,7 @@ def tensors(config: ModelConfig, module: str, gguf: str = "", interleaved: bool 
 def norm_tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
     """The norms before attention and before the feed-forward layer, which is the same one where both are parallel."""
     yield from stream_norm(config, f"{module}.input_layernorm", f"{gguf}.attn_norm")
-    if not config.parallel:
+    if not config.parallel_residual:
         yield from stream_norm(config, f"{module}.post_attention_layernorm", f"{gguf}.ffn_norm")
 
 

@@ -82,17 +82,17 @@ def alibi_slopes(heads: int) -> list[float]:
     return first + [2.0 ** (-4 * head / power) for head in range(1, 2 * (heads - power), 2)]
 
 
-def rotary_order(head_dim: int, rotary_dim: int, pairs: bool) -> list[int] | None:
+def rotary_order(head_dim: int, rotary_dim: int, interleaved: bool) -> list[int] | None:
     """The order of a head's numbers in which number i rotates against number ``i + head_dim / 2``; None: as they are.
 
-    ``rotary_dim``: so many of them are rotated, the first ones. ``pairs``: each against its neighbor, else halves
+    ``rotary_dim``: so many of them are rotated, the first ones. ``interleaved``: each against its neighbor, else halves
     against one another. Queries and keys in the same order have the same products.
     """
-    if rotary_dim == head_dim and not pairs:
+    if rotary_dim == head_dim and not interleaved:
         return None
     rotated, others = list(range(rotary_dim)), list(range(rotary_dim, head_dim))
     half, rest = rotary_dim // 2, len(others) // 2
-    first, second = (rotated[::2], rotated[1::2]) if pairs else (rotated[:half], rotated[half:])
+    first, second = (rotated[::2], rotated[1::2]) if interleaved else (rotated[:half], rotated[half:])
     return [*first, *others[:rest], *second, *others[rest:]]
 
 

@@ -114,11 +114,11 @@ def _block(
     experts = config.experts
     norms = Norms(
         before_attention=_norm(config, builder, f"{name}.input_layernorm"),
-        before_mlp=None if config.parallel else _norm(config, builder, f"{name}.post_attention_layernorm"),
+        before_mlp=None if config.parallel_residual else _norm(config, builder, f"{name}.post_attention_layernorm"),
     )
     feed_forward: Linear
     if experts is not None and index in experts.layers:
         feed_forward = moe.SparseFeedForward(builder, experts, name, names)
     else:
         feed_forward = gated_mlp(builder, config, f"{name}.mlp")
-    return Block(builder, config, attention, feed_forward, norms, config.parallel)
+    return Block(builder, config, attention, feed_forward, norms, config.parallel_residual)

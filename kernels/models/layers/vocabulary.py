@@ -84,8 +84,8 @@ def _ends(
     """Embedding and output head, with the factors and the cap that the model has."""
     compose, mesh = builder.ops.elementwise.compose, builder.mesh
     lookup = _scaled(builder, config, lookup)
-    if (scale := config.logit_scale) != 1.0 or config.logit_cap:
-        cap, logits = config.logit_cap, linear
+    if (scale := config.logit_scale) != 1.0 or config.logit_softcap:
+        cap, logits = config.logit_softcap, linear
 
         def scaled(x: Tensor) -> Tensor:
             result = logits(x) * scale if scale != 1.0 else logits(x)

@@ -171,9 +171,9 @@ class StandaloneDrafter(Drafter):
     def admit(self, admission: Admission, tokens: Ints) -> None:
         self._filled[admission.slot] = admission.computed
 
-    def observe(self, seen: Observation) -> None:
-        known = np.minimum(seen.starts + seen.counts + 1, seen.capacity)
-        self._fill(seen.slots, known, seen.pages, seen.table)
+    def observe(self, observation: Observation) -> None:
+        known = np.minimum(observation.starts + observation.counts + 1, observation.capacity)
+        self._fill(observation.slots, known, observation.pages, observation.table)
 
     def draft(self, rows: DraftRows) -> Drafts:
         short = np.flatnonzero(self._filled[rows.slots] <= rows.roots)

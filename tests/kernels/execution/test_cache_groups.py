@@ -135,7 +135,7 @@ class Line:
             self.cache.check()
             if plan is None:
                 break
-            assert not plan.emissions
+            assert not plan.outputs
             assert plan.batch is not None
             self.sent.append(plan.batch)
         usage = self.cache.usage().bounded
@@ -146,10 +146,10 @@ class Line:
             return False
         result = self.runner.run(self.sent.pop(0))
         assert not result.failed
-        for emission in self.planner.finish_step(result, 0.0):
-            self.outputs[emission.sequence] += emission.tokens
-            self.cached[emission.sequence] = emission.cached_tokens
-            self.ends += [emission.sequence] * (emission.ended is not None)
+        for output in self.planner.finish_step(result, 0.0):
+            self.outputs[output.sequence] += output.tokens
+            self.cached[output.sequence] = output.cached_tokens
+            self.ends += [output.sequence] * (output.ended is not None)
         return True
 
     def play(self) -> None:

@@ -123,8 +123,8 @@ def test_old_keys_of_local_and_global_rotations_are_read():
 
 
 def test_caps_are_the_familys_unless_they_are_null():
-    assert (read("Gemma2").attention_cap, read("Gemma2").logit_cap) == (50.0, 30.0)
-    assert read("Gemma2", attn_logit_softcapping=None).attention_cap == 0
+    assert (read("Gemma2").attention_softcap, read("Gemma2").logit_softcap) == (50.0, 30.0)
+    assert read("Gemma2", attn_logit_softcapping=None).attention_softcap == 0
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "Gemma3"])
