@@ -85,8 +85,8 @@ class ExpertsConfig:
     sigmoid of a logit of its own. ``result_scale``: of the sum of all experts. ``scores``, ``groups``, ``top_groups``,
     ``pair_sum``, ``scale`` and ``jitter``: as ``kernels.devices.experts.Routing``. ``corrected``: whether a correction
     is added to scores for the choice. ``alpha``, ``limit``: as ``ClampedGate`` there. ``packed``: whether they are
-    stored in MXFP4. ``activation``: silu | gelu_tanh, of gates. ``router_softcap``: ``cap * tanh(x / cap)`` of the router's
-    logits; 0: none. ``identities``: so many more experts return what they are given.
+    stored in MXFP4. ``activation``: silu | gelu_tanh, of gates. ``router_softcap``: ``cap * tanh(x / cap)`` of the
+    router's logits; 0: none. ``identities``: so many more experts return what they are given.
     """
 
     layers: frozenset[int]
