@@ -12,7 +12,8 @@ Options: ``--only NAME[,NAME...]`` of checks, decode, offline, prefill, engine, 
 (or 30b, v2-lite, qwen3.5-9b);
 ``--only products`` times the products of few tokens, every way there is to make them, ``--only chain`` those of a
 layer as they follow one another, ``--only prompts`` the attention of prompts, ``--only latent`` that over latent
-vectors, and ``--only states`` decodes of gated delta nets; ``--only speculative`` says what drafting tokens ahead costs and gains (``device_speculative``);
+vectors, and ``--only states`` decodes of gated delta nets; ``--only speculative`` says what drafting tokens ahead costs
+and gains (``device_speculative``);
 ``--profile DIR`` writes tables of the device's time by kernel.
 ``--deterministic`` measures decode, offline and prefill with kernels whose results depend on no other rows
 (``--enable-deterministic-inference``). In parts: ``--tests WORD`` checks only files and tests with the word in their
