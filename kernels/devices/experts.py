@@ -220,7 +220,7 @@ class ExpertInputs:
     fake_quantizes: bool
 
     @classmethod
-    def of(cls, weights: Sequence[Projection]) -> ExpertInputs | None:
+    def from_weights(cls, weights: Sequence[Projection]) -> ExpertInputs | None:
         """None: nothing. ``weights``: of one kind."""
         quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
         groups = [weight for weight in quantized if isinstance(weight, GroupedWeight)]

@@ -267,7 +267,7 @@ def load_model(
         own_mask=device.sampling.mask,
     )
     scales = opened.cache.scales
-    sizes = GroupSizes.of(
+    sizes = GroupSizes.from_groups(
         opened.groups,
         lambda spec: token_bytes(device, spec, dtype, scales is not None),
         config.page_size,
@@ -445,7 +445,7 @@ def _step_memory(
 
     def passes() -> None:
         some, own = one_of_each_kind(model, caches)
-        others = warm_up.of(some)
+        others = warm_up.for_model(some)
         others.logits(own, *given)
         others.precompile_passes(own)
         captured = Passes(
