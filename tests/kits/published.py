@@ -107,8 +107,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def save_published(name: str, directory: Path, vocab_size: int = 0) -> Callable[[Tensor], Tensor]:
-    """Save the model ``name`` to ``directory``, with another ``vocab_size`` if it is given. -> what gives logits [n, vocab]
-    of tokens int64 [n]."""
+    """Save the model ``name`` to ``directory``, with another ``vocab_size`` if it is given. -> what gives logits [n,
+    vocab] of tokens int64 [n]."""
     from safetensors.torch import save_file
 
     from kernels.models.config_loader import parse_config
