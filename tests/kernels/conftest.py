@@ -21,6 +21,7 @@ from tests.kits.driver import (
     DEEPSEEK,
     DELTA,
     DENSE,
+    DIVIDED,
     EXPERTS,
     FALCON,
     FAMILIES,
@@ -28,6 +29,7 @@ from tests.kits.driver import (
     GRANITE_HYBRID,
     HYBRID,
     INDEXED,
+    KIMI_LINEAR,
     LATENT,
     LFM2_EXPERTS,
     NEMOTRON,
@@ -37,6 +39,7 @@ from tests.kits.driver import (
     VOCAB,
     Driver,
 )
+from tests.kits.published import PUBLISHED, save_published
 
 
 @pytest.fixture
@@ -79,10 +82,20 @@ DIVISIBLE |= {
     "parallel-deepseek-v3.2": ("DeepseekV32", INDEXED | {"vocab_size": 212}),
     "parallel-gpt-oss": ("GptOss", GPT_OSS | {"vocab_size": 212}),
     "parallel-minicpm3": ("MiniCPM3", DEEPSEEK | {"vocab_size": 212, "pad_token_id": 0}),
+    "parallel-qwen3-next": ("Qwen3Next", SHARED | DELTA | {"vocab_size": 212}),
 }
 
 DIVISIBLE |= {
     "parallel-qwen3-next": ("Qwen3Next", SHARED | DELTA | {"vocab_size": 212}),
+    "parallel-qwen3.5": ("Qwen3_5Text", DELTA | {"vocab_size": 212}),
+    "parallel-kimi-linear": ("KimiLinear", KIMI_LINEAR | {"vocab_size": 212}),
+    "parallel-olmo-hybrid": ("OlmoHybrid", {"num_hidden_layers": 4, "pad_token_id": 0, "vocab_size": 212}),
+}
+
+DIVISIBLE |= {
+    f"parallel-{name}": (family, options | {"vocab_size": 212})
+    for name, (family, options) in (DENSE | LATENT | ROUTED).items()
+    if name in DIVIDED
 }
 
 DIVISIBLE |= {
@@ -105,9 +118,13 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {  # whose sizes the CPU's nativ
 class Reference:
     """A transformers model and the directory it is saved in."""
 
+    model: Any
+    path: Path
+
     def __init__(self, name: str, directory: Path, **save: Any) -> None:
         import torch
         import transformers
+        from safetensors.torch import save_file
 
         family, options = (FAMILIES | DENSE | HYBRID | LATENT | ROUTED | SPARSE | DIVISIBLE | NATIVE)[name]
         torch.manual_seed(sum(name.encode()))
@@ -120,7 +137,12 @@ class Reference:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.3)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         model.save_pretrained(directory, **save)
+        if family in PUBLISHED:
+            tensors = PUBLISHED[family](model.config, model.state_dict())
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
         self.model, self.path = model, directory
 
     def logprobs(self, tokens: Sequence[int]) -> Any:
@@ -138,6 +160,21 @@ class Reference:
         return tokens
 
 
+class PublishedReference(Reference):
+    """A model of a family that transformers lacks, by a description in plain torch."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        sizes = {"vocab_size": 212} if name.startswith("parallel-") else {}
+        self.path, self.forward = directory, save_published(name.removeprefix("parallel-"), directory, sizes)
+
+    def logprobs(self, tokens: Sequence[int]) -> Any:
+        """float32 [tokens, vocab]"""
+        import torch
+
+        with torch.inference_mode():
+            return self.forward(torch.tensor(tokens)).log_softmax(-1)
+
+
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
     """A family's model by name, made once."""
@@ -145,7 +182,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 
     def get(name: str) -> Reference:
         if name not in made:
-            made[name] = Reference(name, tmp_path_factory.mktemp(name))
+            published = name.removeprefix("parallel-") in PUBLISHED
+            made[name] = (PublishedReference if published else Reference)(name, tmp_path_factory.mktemp(name))
         return made[name]
 
     return get
