@@ -556,6 +556,8 @@ NEMOTRON = {
     "topk_group": 2,
     "routed_scaling_factor": 1.75,
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
+}
+
 KIMI_LINEAR = {key: value for key, value in DEEPSEEK.items() if key != "n_routed_experts"} | {
     "num_local_experts": 8,
     "num_hidden_layers": 5,
