@@ -42,6 +42,7 @@ __all__ = [
     "find",
     "find_encoder",
     "find_gguf",
+    "is_decoder",
     "tensors",
 ]
 
@@ -108,6 +109,8 @@ BUILT_IN = (
     Entry("BailingMoeForCausalLM", "kernels.models.bailing_moe"),
     Entry("BailingMoeV2ForCausalLM", "kernels.models.bailing_moe"),
     *_encoders("Bert", "kernels.models.bert"),
+    Entry("ChatGLMForConditionalGeneration", "kernels.models.chatglm"),
+    Entry("ChatGLMModel", "kernels.models.chatglm"),
     Entry("Cohere2ForCausalLM", "kernels.models.cohere2"),
     Entry("Cohere2MoeForCausalLM", "kernels.models.cohere2_moe"),
     Entry("CohereForCausalLM", "kernels.models.cohere"),
@@ -176,6 +179,7 @@ BUILT_IN = (
     Entry("StableLmForCausalLM", "kernels.models.stablelm"),
     Entry("Starcoder2ForCausalLM", "kernels.models.starcoder2"),
     *_encoders("XLMRoberta", "kernels.models.bert", padded_positions=True),
+    Entry("XverseForCausalLM", "kernels.models.xverse"),
 )
 _BY_ARCHITECTURE = {entry.architecture: entry for entry in BUILT_IN}
 
@@ -245,6 +249,12 @@ def find_encoder(architecture: str) -> Entry | None:
     """The entry of an encoder; None for other architectures."""
     entry = _BY_ARCHITECTURE.get(architecture)
     return entry if entry is not None and entry.encoder else None
+
+
+def is_decoder(architecture: str) -> bool:
+    """Whether a decoder that generates text is built in under this very name."""
+    entry = _BY_ARCHITECTURE.get(architecture)
+    return entry is not None and not entry.encoder
 
 
 def find_gguf(name: str, experts: bool) -> Entry | None:

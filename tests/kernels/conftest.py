@@ -164,8 +164,8 @@ class PublishedReference(Reference):
     """A model of a family that transformers lacks, by a description in plain torch."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        sizes = {"vocab_size": 212} if name.startswith("parallel-") else {}
-        self.path, self.forward = directory, save_published(name.removeprefix("parallel-"), directory, sizes)
+        vocab, own = (212 if name.startswith("parallel-") else 0), name.removeprefix("parallel-")
+        self.path, self.forward = directory, save_published(own, directory, vocab)
 
     def logprobs(self, tokens: Sequence[int]) -> Any:
         """float32 [tokens, vocab]"""
