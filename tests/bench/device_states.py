@@ -63,7 +63,7 @@ def _layer_seconds(rows: int, own: bool) -> list[float]:
 
     def run() -> None:
         for cache in caches:
-            run_segments(delta, rule, convolution, inputs, cache, segments, out)
+            run_segments(delta, rule, convolution, inputs, cache, segments, out=out)
 
     return [each / LAYERS for each in _seconds(run)]
 

@@ -172,6 +172,7 @@ def run_segments(
     inputs: DeltaInputs,
     cache: StateCache,
     segments: tuple[StateSegments, ...],
+    *,
     out: Tensor,
 ) -> None:
     """Run the tokens of ``inputs`` on from their states in ``cache``; results go to ``out`` [tokens, heads,
@@ -228,7 +229,7 @@ class GatedDeltaNet:
         gates, dim = inputs.gates, self.sizes.value_dim
         out = x.new_empty(len(x), self.sizes.value_heads, dim)
         segments = batch.bounded[self.spec].segments
-        run_segments(self.sizes, self.rule, self.convolution, inputs, cache, segments, out)
+        run_segments(self.sizes, self.rule, self.convolution, inputs, cache, segments, out=out)
         if wanted is not None:
             out, gates = out.index_select(0, wanted), gates.index_select(0, wanted)
             if self.rows is not None:
