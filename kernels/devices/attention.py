@@ -14,7 +14,8 @@ from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm, PendingResidual
 from kernels.devices.cache import KvCaches
-from kernels.devices.latent_attention import LatentHeads, attend_latent_heads, write_latent
+from kernels.devices.latent_attention import LatentHeads, attend_latent_heads
+from kernels.devices.latent_cache import Vectors, write_latent
 from kernels.devices.linear import NormThenLinear
 from kernels.devices.row_attention import attend_rows
 from kernels.devices.sparse_attention import Chosen, attend_chosen, choose_tokens
@@ -86,7 +87,7 @@ class Attention(ABC, Generic[Cache, Plan]):
         return attend_rows(queries, partial(caches.gather, cache), rows, caches.page_size, window, scale, cap, sinks)
 
     def place_latent(
-        self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Tensor, index: Tensor
+        self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Vectors, index: Tensor
     ) -> Tensor:
         """Rotate the last numbers of ``queries`` [tokens, heads, plain_dim + rope_dim], maybe in place, and write
         ``vectors`` [tokens, rank + rope_dim], the first numbers normed and the last rotated, to ``index`` int64
@@ -103,7 +104,7 @@ class Attention(ABC, Generic[Cache, Plan]):
         return torch.cat((plain, turned[:, :-1]), 2)
 
     def attend_latent(
-        self, queries: Tensor, cache: Tensor, batch: ForwardBatch, heads: LatentHeads, scale: float
+        self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float
     ) -> Tensor:
         """Causal attention of ``queries`` [tokens, heads, plain_dim + rope_dim] over the latent vectors of their rows
         -> [tokens, heads, value_dim]. The vectors of the queries' own tokens are already in the cache.
@@ -115,7 +116,7 @@ class Attention(ABC, Generic[Cache, Plan]):
         return attend_latent_heads(queries, cache, batch.rows, heads, scale)
 
     def choose_tokens(
-        self, queries: Tensor, weights: Tensor, keys: Tensor, batch: ForwardBatch, most: int
+        self, queries: Tensor, weights: Tensor, keys: Vectors, batch: ForwardBatch, most: int
     ) -> Chosen | None:
         """The tokens that each query attends to, at most ``most``: as ``sparse_attention.choose_tokens``."""
         if batch.rows is None:
@@ -123,7 +124,7 @@ class Attention(ABC, Generic[Cache, Plan]):
         return choose_tokens(queries, weights, keys, batch.rows, most)
 
     def attend_chosen(
-        self, queries: Tensor, cache: Tensor, batch: ForwardBatch, heads: LatentHeads, scale: float, chosen: Chosen
+        self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float, chosen: Chosen
     ) -> Tensor:
         """As ``attend_latent``, over the ``chosen`` tokens alone."""
         assert batch.rows is not None, "they were chosen from rows on the host"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.core.batch import ForwardBatch
-from kernels.devices.latent_attention import write_latent
+from kernels.devices.latent_cache import Vectors, write_latent
 from kernels.devices.sparse_attention import Chosen
 from kernels.models.config import IndexConfig
 from kernels.models.layers.builder import LayerBuilder
@@ -53,7 +53,7 @@ class Indexer:
         self._rope = rope_dim
 
     def choose(
-        self, x: Tensor, compressed: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, batch: ForwardBatch
+        self, x: Tensor, compressed: Tensor, cos: Tensor, sin: Tensor, keys: Vectors, batch: ForwardBatch
     ) -> None:
         """Write the keys of ``x`` [tokens, hidden] to the cache ``keys`` [pages, page_size, dim], and choose the tokens
         that queries attend to. ``compressed``: [tokens, query_rank]."""
