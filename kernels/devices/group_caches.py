@@ -12,7 +12,6 @@ import torch
 from kernels.contract.caches import GroupPages, Latent, Paged, State
 from kernels.contract.errors import UnsupportedError
 from kernels.devices.base import Device
-from kernels.devices.latent_cache import make_latent_cache
 from kernels.devices.state_cache import make_states
 from kernels.weights.quantization.cache import LayerScales, narrow
 
@@ -39,8 +38,7 @@ def make_group(
     if isinstance(group.spec, Latent):
         _log_plain("latent vectors", device.name)
         given = group.spec, pages.num_pages, page_size, dtype, device.torch_device
-        kept, scale_dtype = device.cache.dtype, device.cache.scale_dtype
-        return [make_latent_cache(*given, kept, scale_dtype) for _ in group.layers]
+        return [device.cache.make_latent(*given) for _ in group.layers]
     paged = group.spec if isinstance(group.spec, Paged) else group.spec.paged
     own = None if scales is None else [scales[layer] for layer in group.layers]
     return device.cache.make(

@@ -17,6 +17,7 @@ __all__ = [
     "IndexedLatent",
     "LatentCache",
     "NarrowLatent",
+    "SplitLatent",
     "Vectors",
     "clear_latent",
     "make_latent",
@@ -65,7 +66,15 @@ class NarrowLatent:
         return wide.mul_(scales.repeat_interleave(sizes, 1, output_size=sum(self.parts))).to(self.dtype)
 
 
-Vectors: TypeAlias = Tensor | NarrowLatent
+@dataclass(frozen=True, eq=False)
+class SplitLatent:
+    """Vectors in two tensors: ``latent`` [pages, page_size, dim] and ``rotated`` [pages, page_size, rope_dim]."""
+
+    latent: Tensor
+    rotated: Tensor
+
+
+Vectors: TypeAlias = Tensor | NarrowLatent | SplitLatent
 """One vector of each token: [pages, page_size, width]."""
 
 
@@ -111,13 +120,17 @@ def make_latent_cache(
 
 def page_size_of(cache: Vectors) -> int:
     """Tokens of a page."""
-    return (cache if isinstance(cache, Tensor) else cache.values).shape[1]
+    return next(_tensors(cache)).shape[1]
 
 
 def write_latent(cache: Vectors, index: Tensor, vectors: Tensor) -> None:
     """Write ``vectors`` [tokens, width] to ``index`` int64 [tokens] (page * page_size + offset)."""
     if isinstance(cache, NarrowLatent):
         return cache.write(index, vectors)
+    if isinstance(cache, SplitLatent):
+        width = cache.latent.shape[2]
+        write_latent(cache.latent, index, vectors[:, :width])
+        return write_latent(cache.rotated, index, vectors[:, width:])
     cache.view(-1, cache.shape[-1]).index_copy_(0, index, vectors)
 
 
@@ -125,6 +138,8 @@ def read_latent(cache: Vectors, places: Tensor) -> Tensor:
     """The vectors [n, width] of ``places`` int64 [n] (page * page_size + offset)."""
     if isinstance(cache, NarrowLatent):
         return cache.read(places)
+    if isinstance(cache, SplitLatent):
+        return torch.cat((read_latent(cache.latent, places), read_latent(cache.rotated, places)), 1)
     return cache.view(-1, cache.shape[-1]).index_select(0, places)
 
 
@@ -145,9 +160,15 @@ def _parts(caches: Sequence[LatentCache]) -> Iterator[Tensor]:
     """The tensors of ``caches``, each [pages, page_size, n]."""
     for cache in caches:
         for vectors in (cache.vectors, cache.keys) if isinstance(cache, IndexedLatent) else (cache,):
-            if isinstance(vectors, Tensor):
-                yield vectors
-            else:
-                yield vectors.values
-                if vectors.scales is not None:
-                    yield vectors.scales
+            yield from _tensors(vectors)
+
+
+def _tensors(vectors: Vectors) -> Iterator[Tensor]:
+    if isinstance(vectors, Tensor):
+        yield vectors
+    elif isinstance(vectors, SplitLatent):
+        yield from (vectors.latent, vectors.rotated)
+    else:
+        yield vectors.values
+        if vectors.scales is not None:
+            yield vectors.scales
