@@ -26,7 +26,7 @@ _DEADLY = (
     "The model's worker died twice while it compiled this request's grammar, so it is not compiled again for some "
     "minutes. Change the grammar; report it if a simple one does this."
 )
-_REFUSED = 600.0
+_REFUSED_SECONDS = 600.0
 """Seconds for which a grammar at which two workers died is refused: memory may have been short then."""
 
 Key = tuple[int, int | None, Grammar]
@@ -77,7 +77,7 @@ class GrammarCompiles:
         return True
 
     async def _ask(self, grammar: Grammar, route: Route) -> bool:
-        if time.monotonic() - self._deadly.get(grammar, -_REFUSED) < _REFUSED:
+        if time.monotonic() - self._deadly.get(grammar, -_REFUSED_SECONDS) < _REFUSED_SECONDS:
             raise RequestFailed(_DEADLY)
         async with self._suspects:
             pass

@@ -1,7 +1,7 @@
 """Intake: admits requests, and releases them at their end.
 
-A request is checked and takes a ticket, without waiting. Then it is rendered and encoded by a tokenizer, measured,
-written into the journal and submitted to the scheduler. When its stream is over, the ticket is given back and
+A request is checked and takes a permit, without waiting. Then it is rendered and encoded by a tokenizer, measured,
+written into the journal and submitted to the scheduler. When its stream is over, the permit is released and
 what still runs of it is aborted.
 """
 
@@ -34,7 +34,7 @@ from actors.protocol.requests import (
     SamplingParams,
     Thought,
 )
-from actors.requests.admission import AdmissionControl, Ticket
+from actors.requests.admission import AdmissionControl, Permit
 from actors.requests.grammar_compiles import GrammarCompiles
 from actors.requests.router import Route, Router
 from actors.requests.sampling_rules import resolve, slot_sampling, validate
@@ -87,13 +87,13 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Request(msgspec.Struct, eq=False):
-    """A live request between its ticket and its end. Times are ``time.monotonic`` seconds."""
+    """A live request between its permit and its end. Times are ``time.monotonic`` seconds."""
 
     buffer: StreamBuffer
     timeline: RequestTimeline
     prompt: Prompt
     params: SamplingParams
-    ticket: Ticket
+    permit: Permit
     label: str | None
     priority: int
     salt: bytes
@@ -120,7 +120,7 @@ class Intake:
         timelines: Timelines,
         faults: FaultInjector | None = None,
     ) -> None:
-        self.tickets = AdmissionControl(
+        self.admission = AdmissionControl(
             max_sequences=arguments.max_running_requests + arguments.max_queued_requests,
             max_tokens=arguments.max_queued_tokens,
             tenants=max(1, len(arguments.api_keys)),
@@ -156,7 +156,7 @@ class Intake:
         options: RequestOptions,
         task: Task = GENERATE,
     ) -> RequestStream:
-        """Check what can be checked at once and take the ticket. The stream has the timeline's id."""
+        """Check what can be checked at once and take the permit. The stream has the timeline's id."""
         timeline.request |= _sampling_attributes(params)
         if timeline.content is not None:
             timeline.content.input = prompt
@@ -183,7 +183,9 @@ class Intake:
         deadline = None if timeout is None else now + timeout
         limit = self._arguments.request_waiting_timeout
         expected = min(params.max_tokens or params.default_max_tokens or 0, self._model.context_length)
-        ticket = self.tickets.issue(params.n, _ticket_tokens(_estimate(prompt), expected, params), now, options.tenant)
+        permit = self.admission.admit(
+            params.n, _permit_tokens(_estimate(prompt), expected, params), now, options.tenant
+        )
         admission = timeline.open_hop("admission")
         if admission is not None:
             timeline.finish(admission, now, choices=params.n, priority=options.priority)
@@ -199,7 +201,7 @@ class Intake:
             timeline=timeline,
             prompt=prompt,
             params=params,
-            ticket=ticket,
+            permit=permit,
             label=options.label,
             priority=options.priority,
             salt=salt,
@@ -253,9 +255,9 @@ class Intake:
                 f"n {params.n} times max_tokens {params.max_tokens} is more than {limit} tokens. Lower one of them.",
                 param="n",
             )
-        if params.n > self.tickets.max_choices:
+        if params.n > self.admission.max_choices:
             raise InvalidRequest(
-                f"n {params.n} is more than the {self.tickets.max_choices} that a client may have at a time. Lower it.",
+                f"n {params.n} is more than the {self.admission.max_choices} that one client may have. Lower it.",
                 param="n",
             )
         if options.label is not None and len(options.label) > LIMITS.request_id_chars:
@@ -338,11 +340,11 @@ class Intake:
             await self._faults.strike_async("admission")
         params, prompt, encoding = request.params, request.prompt, self.encoding
         if isinstance(prompt, (str, Chat)):
-            ids = await encoding.tokenize(prompt, request.timeline, request.ticket.tenant, request.max_tokens)
+            ids = await encoding.tokenize(prompt, request.timeline, request.permit.tenant, request.max_tokens)
         else:
             ids = list(prompt)[: request.max_tokens]
         route = self._router.choose()
-        tenant = request.ticket.tenant
+        tenant = request.permit.tenant
         while params.grammar is not None and await self._grammars.compile(params.grammar, route, tenant):
             route = self._router.choose()  # another may have less to do by now
         bad_words = [ids for word in params.bad_words for ids in await encoding.spellings(word)]
@@ -360,7 +362,7 @@ class Intake:
                 f"start {request.task.start} leaves no token to score in a prompt of {len(ids)}. Lower it.",
                 param="task",
             )
-        self.tickets.correct(request.ticket, _ticket_tokens(len(ids), max_tokens, params))
+        self.admission.resize(request.permit, _permit_tokens(len(ids), max_tokens, params))
         request.prompt_tokens = request.timeline.prompt_tokens = len(ids)
         request.route = route
         specs = self._write_down(request, route.journal, ids, max_tokens, tuple(bad_words), prediction)
@@ -470,7 +472,7 @@ class Intake:
                 start_by=request.start_by,
                 salt=request.salt,
                 task=request.task,
-                tenant=request.ticket.tenant,
+                tenant=request.permit.tenant,
             )
             for index in range(params.n)
         )
@@ -508,7 +510,7 @@ class Intake:
             request.timeline.mark("client_gone", now)
         elif isinstance(buffer.error, RequestTimeout):
             request.timeline.mark("deadline", now)
-        self.tickets.give_back(request.ticket, now)
+        self.admission.release(request.permit, now)
         self._count(request, reader_left=reader_left)
         if not self._requests:
             self.idle.set()
@@ -531,7 +533,7 @@ class Intake:
         chosen = [
             request
             for request in self._requests.values()
-            if (tenant is None or tenant == request.ticket.tenant)
+            if (tenant is None or tenant == request.permit.tenant)
             and (all_ or (request_id is not None and request_id in (request.buffer.request_id, request.label)))
         ]
         now = time.monotonic()
@@ -575,7 +577,7 @@ _PROMPT_END = 16
 def grammar_start(
     thought: Thought, prompt: Sequence[int], encode: Callable[[str], tuple[int, ...]]
 ) -> tuple[tuple[int, ...], int]:
-    """Where a grammar begins: SlotSampling's grammar_after and grammar_opens."""
+    """Where a grammar begins: SlotSampling's reasoning_end_ids and reasoning_start_id."""
     begin, end = encode(thought.begin), encode(thought.end)
     tail = tuple(prompt[-_PROMPT_END:])
     opened, closed = _last(tail, begin), _last(tail, end)
@@ -661,8 +663,8 @@ def _check_logprobs(prompt_tokens: int, max_tokens: int, params: SamplingParams)
         )
 
 
-def _ticket_tokens(prompt_tokens: int, max_tokens: int, params: SamplingParams) -> int:
-    """What a ticket counts: the prompt for each choice, and log-probabilities, as many of which count as a token as a
+def _permit_tokens(prompt_tokens: int, max_tokens: int, params: SamplingParams) -> int:
+    """What a permit counts: the prompt for each choice, and log-probabilities, as many of which count as a token as a
     token may have alternatives."""
     entries = min(_logprob_entries(prompt_tokens, max_tokens, params), LIMITS.logprob_entries)
     return params.n * prompt_tokens + -(-entries // LIMITS.logprobs)

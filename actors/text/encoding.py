@@ -19,7 +19,7 @@ __all__ = ["Encoding", "characters"]
 
 R = TypeVar("R")
 
-_TIMEOUT = 120.0  # seconds for a reply of a tokenizer
+_TIMEOUT_SECONDS = 120.0  # seconds for a reply of a tokenizer
 
 
 class Encoding:
@@ -128,16 +128,16 @@ class Encoding:
         ref = refs[next(self._turns) % len(refs)]
         try:
             try:
-                return await ref.ask(message, timeout=_TIMEOUT)
+                return await ref.ask(message, timeout=_TIMEOUT_SECONDS)
             except ActorDied:
                 # Another text may have killed it: retry once with the next incarnation.
-                return await ref.ask(message, timeout=_TIMEOUT)
+                return await ref.ask(message, timeout=_TIMEOUT_SECONDS)
         except ActorDied as error:
             if not ref.is_alive():
                 raise EngineFailed("The engine was stopped.") from error
             raise RequestFailed("The tokenizer failed on this request.") from error
         except AskTimeout as error:
-            raise RequestFailed(f"The tokenizer did not answer within {_TIMEOUT:g} s. Try again.") from error
+            raise RequestFailed(f"The tokenizer did not answer within {_TIMEOUT_SECONDS:g} s. Try again.") from error
 
 
 def characters(prompt: str | Chat) -> int:

@@ -23,7 +23,7 @@ MAX_RENDERERS = 4
 
 _PATIENCE_SECONDS = 60.0
 _START_TIMEOUT_SECONDS = 60.0
-_SILENCE = 60.0  # seconds without a heartbeat: it is stopped or swapped out, which no limit of CPU time ends
+_SILENCE_SECONDS = 60.0  # seconds without a heartbeat: it is stopped or swapped out, which no limit of CPU time ends
 
 
 class Rendering:
@@ -70,7 +70,7 @@ class Rendering:
                 supervision=Supervision(Strategy.RESTART_ONE, max_restarts=1_000_000, backoff=Backoff(0.02, max=1.0)),
                 start_timeout=_START_TIMEOUT_SECONDS,
                 stop_timeout=1.0,
-                heartbeat_timeout=_SILENCE,
+                heartbeat_timeout=_SILENCE_SECONDS,
                 capacity=8192,
                 window=1,  # a death loses one conversation only
                 wait=False,

@@ -74,7 +74,7 @@ class Service:
         self.responses: Responses  # set by the application
         self.sessions: Sessions  # set by the application
         self.batches: BatchRunner | None = None  # with --file-storage-path
-        self._text_tickets = AdmissionControl(
+        self._text_admission = AdmissionControl(
             max_sequences=LIMITS.text_requests, max_tokens=None, tenants=max(1, len(arguments.api_keys))
         )
         self._screen = FieldScreen(table.routes, engine.metrics.count_unknown_field)
@@ -269,14 +269,14 @@ class Service:
         Raises QueueFull.
         """
         try:
-            ticket = self._text_tickets.issue(1, 0, time.monotonic(), exchange.tenant)
+            permit = self._text_admission.admit(1, 0, time.monotonic(), exchange.tenant)
         except QueueFull:
-            count = self._text_tickets.sequences
+            count = self._text_admission.sequences
             raise QueueFull(f"{count} requests for the tokenizer are running. Try again.", retry_after=1.0) from None
         try:
             yield
         finally:
-            self._text_tickets.give_back(ticket, time.monotonic())
+            self._text_admission.release(permit, time.monotonic())
 
     async def abort(self, name: str, tenant: str) -> int:
         """Abort the requests with this id, the server's or the client's, and return their number.

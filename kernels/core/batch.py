@@ -72,4 +72,4 @@ class ForwardBatch:
         rows = self.bounded[spec]
         assert rows.cache_index is not None
         own = AttentionRows(rows.starts, rows.counts, rows.pages, 0)
-        return replace(self, cache_index=rows.cache_index, plans={spec.tokens: rows.plan}, rows=own)
+        return replace(self, cache_index=rows.cache_index, plans={spec.length: rows.plan}, rows=own)

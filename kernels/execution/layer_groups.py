@@ -37,7 +37,8 @@ class LayerGroups:
     """``groups`` with their pages on a device. ``page_size``: tokens of a main page.
 
     ``is_plain``: all groups share the main page table and its plans, and their steps need nothing from here.
-    ``caches``: of each of ``layers``; a tuple where it is in several groups, in their order; None where it is in none.
+    ``caches``: of each of ``layers``; a tuple where it is in several groups, in their order; None where it is in none;
+    ``shared``: that of another layer.
     Raises UnsupportedError.
     """
 
@@ -49,6 +50,8 @@ class LayerGroups:
         dtype: torch.dtype,
         scales: Sequence[LayerScales] | None = None,
         layers: int = 0,
+        *,
+        shared: Mapping[int, int] | None = None,
     ) -> None:
         self._device, self._page_size = device, page_size
         self.groups = groups
@@ -65,10 +68,12 @@ class LayerGroups:
             for layer, cache in zip(group.group.layers, made, strict=True):
                 by_layer[layer].append(cache)
         self.caches: list[Any] = [tuple(caches) if len(caches) > 1 else next(iter(caches), None) for caches in by_layer]
+        for layer, source in (shared or {}).items():
+            self.caches[layer] = self.caches[source]
 
     def windows(self, windows: frozenset[int]) -> frozenset[int]:
         """The ``windows`` of the model that need a plan over the main pages."""
-        own = {group.group.spec.tokens for group in self.bounded if isinstance(group.group.spec, Window)}
+        own = {group.group.spec.length for group in self.bounded if isinstance(group.group.spec, Window)}
         return (
             windows - own if any(isinstance(group.group.spec, self._planned) for group in self.groups) else frozenset()
         )
@@ -121,5 +126,5 @@ class LayerGroups:
         positions = np.arange(len(row)) + np.repeat(rows.starts - offsets, rows.counts)
         index = pages[row, positions // size] * np.int64(size) + positions % size
         own = AttentionRows(rows.starts, rows.counts, pages, rows.decodes)
-        plan = self._device.attention.plan(own, spec.tokens)
+        plan = self._device.attention.plan_layers(own, spec.length)
         return BoundedRows(rows.starts, rows.counts, pages, size, self._device.memory.put(index), plan)

@@ -28,6 +28,7 @@ from kernels.distributed.group import Group
 from kernels.execution.captures import Passes
 from kernels.execution.layer_groups import LayerGroups, check_groups
 from kernels.execution.outputs import StepOutputs
+from kernels.execution.pooled import DenseLayers
 from kernels.execution.warmup import WarmUp
 from kernels.grammar.slots import GrammarSlots
 from kernels.models.config import ModelConfig, local_config
@@ -192,12 +193,17 @@ def _open_groups(
     config: RunnerConfig, part: ModelConfig, cache: CacheChoice, context: int, device: Device
 ) -> tuple[CacheGroup, ...]:
     """The cache groups of a rank's layers. Raises ConfigError for options that only plain pages support."""
-    kept = sum(min(context, window or context) for window in part.windows)
+    kept = sum(min(context, abs(window) or context) for window in part.windows)
     plain_only = config.speculation is not None or cache.dtype is not None
     share = 1.0 if part.eager_attention else _WINDOW_SHARE  # of which nothing is captured anyway
     saves = kept < share * context * part.layers
     groups = caches(part, windows=config.window_pages and saves and not plain_only)
     check_groups(groups, part.layers)
+    chunk = -min(part.windows)
+    if chunk > 0 and chunk % config.page_size:
+        raise ConfigError(
+            f"attention_chunk_size {chunk} of {part.architecture} is not a multiple of --page-size {config.page_size}"
+        )
     if part.eager_attention and config.invariant:
         raise ConfigError(
             f"{part.eager_attention} of {part.architecture} has no attention whose results are independent of the "
@@ -262,7 +268,7 @@ def load_model(
         own_mask=device.sampling.mask,
     )
     scales = opened.cache.scales
-    sizes = GroupSizes.of(
+    sizes = GroupSizes.from_groups(
         opened.groups,
         lambda spec: token_bytes(device, spec, dtype, scales is not None),
         config.page_size,
@@ -306,7 +312,9 @@ def load_model(
         rows.open(pages, config.page_size)
     # The model's caches come last: a device plans attention for the heads of the last caches.
     draft_caches: list[Any] = drafter.make_caches(pages) if drafter is not None else []
-    groups = LayerGroups(device, sizes.with_pages(pages), config.page_size, dtype, scales, part.layers)
+    groups = LayerGroups(
+        device, sizes.with_pages(pages), config.page_size, dtype, scales, part.layers, shared=part.shared_caches
+    )
     windows = groups.windows(windows)
     slots = SlotTable(
         device,
@@ -327,7 +335,10 @@ def load_model(
         speculator.verifier.latent = part.latent is not None
         if isinstance(drafter, NgramDrafter) and grammars is not None:
             drafter.forced = grammars.forced
-    outputs = StepOutputs(device, model, sampler, slots, groups.caches, speculator=speculator, grammars=grammars)
+    dense = DenseLayers(config, part.pooling, device.torch_device)
+    outputs = StepOutputs(
+        device, model, sampler, slots, groups.caches, speculator=speculator, grammars=grammars, dense=dense
+    )
     clock.end("cache")
     progress("cache", 0.92)
     _make_warm_up(config, device, model, sampler, windows, groups).warm_up(groups.caches, slots)
@@ -409,7 +420,9 @@ def _step_memory(
         model.rows.open(pages, config.page_size)
     draft_caches = drafter.make_caches(1) if drafter is not None and device.traits.compiles else []
     null = tuple(msgspec.structs.replace(each, num_pages=1 if each.bounded else pages) for each in sizes.groups)
-    groups = LayerGroups(device, null, config.page_size, opened.dtype, opened.cache.scales, part.layers)
+    groups = LayerGroups(
+        device, null, config.page_size, opened.dtype, opened.cache.scales, part.layers, shared=part.shared_caches
+    )
     caches = groups.caches
     warm_up = _make_warm_up(config, device, model, sampler, groups.windows(frozenset(part.windows)), groups)
     # A row that verifies samples after each draft token.
@@ -433,7 +446,7 @@ def _step_memory(
 
     def passes() -> None:
         some, own = one_of_each_kind(model, caches)
-        others = warm_up.of(some)
+        others = warm_up.for_model(some)
         others.logits(own, *given)
         others.precompile_passes(own)
         captured = Passes(

@@ -73,8 +73,8 @@ def _ignored_here(part: dict[str, object], *, is_name: bool) -> Iterator[str]:
         yield "type beside an enum or const of another"
 
 
-def _kinds(given: object) -> set[str]:
-    kinds = {given} if isinstance(given, str) else {str(each) for each in given} if isinstance(given, list) else set()
+def _kinds(value: object) -> set[str]:
+    kinds = {value} if isinstance(value, str) else {str(each) for each in value} if isinstance(value, list) else set()
     return kinds | ({"integer"} if "number" in kinds else set())
 
 

@@ -18,7 +18,7 @@ from kernels.models.layers.builder import LayerBuilder, ModelBuilder
 from kernels.models.layers.gated_attention import GatedAttention
 from kernels.weights.tensors import TensorSpec
 
-__all__ = ["build", "caches", "config", "decoder", "tensors"]
+__all__ = ["build", "caches", "config", "decoder", "mixer", "mixer_tensors", "tensors"]
 
 
 def config(raw: ConfigReader) -> ModelConfig:
@@ -66,14 +66,22 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
 
 
 def _mixer_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
-    layer = f"model.layers.{index}"
+    return mixer_tensors(config, f"model.layers.{index}", index)
+
+
+def mixer_tensors(config: ModelConfig, layer: str, index: int) -> Iterator[TensorSpec]:
+    """What stands in the place of attention in ``layer``, the one of this number."""
     if index in config.recurrent:
         return delta_net.tensors(config, f"{layer}.linear_attn")
     return gated_attention.tensors(config, f"{layer}.self_attn", f"blk.{index}.attn")
 
 
 def _mixer(builder: LayerBuilder, config: ModelConfig, index: int) -> AttentionLayer:
-    layer = f"model.layers.{index}"
+    return mixer(builder, config, f"model.layers.{index}", index)
+
+
+def mixer(builder: LayerBuilder, config: ModelConfig, layer: str, index: int) -> AttentionLayer:
+    """The layer of ``mixer_tensors``."""
     if index in config.recurrent:
         return delta_net.layer(builder, config, f"{layer}.linear_attn")
     return GatedAttention(builder, config, f"{layer}.self_attn")

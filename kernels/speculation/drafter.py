@@ -25,6 +25,7 @@ from torch import Tensor
 from kernels.contract.config import RunnerConfig
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import Admission
+from kernels.core.arrays import Ints, Longs
 from kernels.core.tree import Drafts, DraftTree
 from kernels.devices.base import Device
 from kernels.devices.prepared import VerifyOutputs
@@ -36,9 +37,6 @@ from kernels.speculation.native_drafts import NativeDrafts
 from kernels.state.slots import SlotTable
 
 __all__ = ["AcceptedRows", "DraftRows", "Drafter", "DrafterContext", "Observation"]
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -184,7 +182,7 @@ class Drafter(ABC):
         seen = [0, *(wide + wide * wide * level if wide > 1 else level + 1 for level in range(self.depth))]
         return tuple([min(nodes, max_drafts) for nodes in seen])
 
-    def reach(self) -> int:
+    def early_positions(self) -> int:
         """The most positions after a step's root that ``draft_early`` writes to; 0: it cannot draft early."""
         return 0
 
@@ -204,7 +202,7 @@ class Drafter(ABC):
         return None
 
     @abstractmethod
-    def observe(self, seen: Observation) -> None:
+    def observe(self, observation: Observation) -> None:
         """Fill the draft's cache, and store the state that ``draft`` starts from, by slot."""
 
     @abstractmethod

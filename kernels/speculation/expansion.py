@@ -180,10 +180,10 @@ class Expansion:
         )
         return NativeChains.make(self._device, state, self._places, chain_model, rows, self.nodes)
 
-    def observe(self, seen: Observation, tokens: Tensor, states: Tensor) -> Tensor:
+    def observe(self, observation: Observation, tokens: Tensor, states: Tensor) -> Tensor:
         """Run ``tokens`` [tokens] at the observed positions -> output states [tokens, width]."""
-        attended = observed_rows(seen.starts, seen.counts, seen.pages)
-        batch = self._batch(tokens, seen.positions, seen.cache_index, attended, states)
+        attended = observed_rows(observation.starts, observation.counts, observation.pages)
+        batch = self._batch(tokens, observation.positions, observation.cache_index, attended, states)
         result = None if self._observing is None else self._observing.run(batch)
         return self._model.forward(batch, states, self.caches) if result is None else result
 

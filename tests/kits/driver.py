@@ -18,17 +18,24 @@ from kernels.execution.runner import ModelRunner
 
 __all__ = [
     "COMMON",
+    "CONVOLUTIONS",
     "DEEPSEEK",
     "DELTA",
     "DENSE",
+    "DIVIDED",
     "EXPERTS",
+    "FALCON",
     "FAMILIES",
     "GPT_OSS",
+    "GRANITE_HYBRID",
     "GREEDY",
     "HYBRID",
     "INDEXED",
+    "KIMI_LINEAR",
     "LATENT",
+    "LFM2_EXPERTS",
     "LLAMA3_ROPE",
+    "NEMOTRON",
     "ROUTED",
     "SHARED",
     "SPARSE",
@@ -218,6 +225,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 WINDOWED = {"num_hidden_layers": 4, "sliding_window": 21, "head_dim": 16}
 LAYERED_ROPE = {"full_attention": YARN_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+EQUAL_YARN = YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}
+GROWING_YARN = EQUAL_YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}
+NTK_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
 LAYER_TYPES = [*3 * ["sliding_attention"], "full_attention"]
 PADDED = {"pad_token_id": 0}
 
@@ -239,6 +249,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with norms, rotatio
         "Gemma3Text",
         PADDED | WINDOWED | {"rope_parameters": LAYERED_ROPE, "query_pre_attn_scalar": 24, "layer_types": LAYER_TYPES},
     ),
+    "gemma": ("Gemma", PADDED | {"head_dim": 16}),
     "glm": ("Glm", PADDED | {"head_dim": 16, "attention_bias": True}),
     "glm4": ("Glm4", PADDED | {"head_dim": 12}),
     "granite": (
@@ -251,7 +262,10 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with norms, rotatio
             "tie_word_embeddings": True,
         },
     ),
+    "hunyuan": ("HunYuanDenseV1", PADDED | {"head_dim": 16, "rope_parameters": NTK_ROPE}),
     "ministral": ("Ministral", WINDOWED),
+    "ministral3": ("Ministral3", PADDED | {"head_dim": 16, "rope_parameters": GROWING_YARN}),
+    "olmo": ("Olmo", PADDED | {"clip_qkv": 2.0}),
     "olmo3": ("Olmo3", PADDED | WINDOWED | {"rope_parameters": LAYERED_ROPE, "num_key_value_heads": 4}),
     "phi4-mini": ("Phi3", PADDED | {"head_dim": 16, "partial_rotary_factor": 0.75, "sliding_window": None}),
     "seed-oss": ("SeedOss", PADDED | {"head_dim": 16}),
@@ -266,8 +280,6 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with norms, rotatio
 }
 
 LATENT_YARN = YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.9}
-EQUAL_YARN = YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}
-GROWING_YARN = EQUAL_YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}
 DEEPSEEK = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,
@@ -289,12 +301,23 @@ DEEPSEEK = {
 INDEXED = DEEPSEEK | {"index_n_heads": 8, "index_head_dim": 12, "index_topk": 16}
 SHARED_INDEX = ["full", "shared", "full", "shared"]
 
+LONGCAT = DEEPSEEK | {
+    "num_layers": 2,
+    "ffn_hidden_size": 80,
+    "expert_ffn_hidden_size": 32,
+    "moe_topk": 3,
+    "zero_expert_num": 3,
+    "head_dim": 8,
+    "routed_scaling_factor": 2.0,
+}
+
 LATENT: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with latent attention
     "deepseek-v2": ("DeepseekV2", DEEPSEEK | {"topk_method": "group_limited_greedy", "rope_parameters": EQUAL_YARN}),
     "deepseek-v2-lite": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy"}),
     "deepseek-v3": ("DeepseekV3", DEEPSEEK | {"rope_parameters": LATENT_YARN, "attention_bias": True}),
     "kimi-k2": ("DeepseekV3", DEEPSEEK | {"n_group": 1, "topk_group": 1, "rope_interleave": False}),
     "glm4-moe-lite": ("Glm4MoeLite", DEEPSEEK | {"tie_word_embeddings": True}),
+    "longcat-flash": ("LongcatFlash", LONGCAT),
     "mistral4": (
         "Mistral4",
         DEEPSEEK | {"norm_topk_prob": True, "rope_parameters": GROWING_YARN, "n_group": 1, "topk_group": 1},
@@ -309,6 +332,16 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with latent attent
 
 SHARED = EXPERTS | {"shared_expert_intermediate_size": 96}
 
+DBRX = {
+    "d_model": 48,
+    "n_heads": 4,
+    "n_layers": 3,
+    "max_seq_len": 256,
+    "attn_config": {"clip_qkv": 2.0, "kv_n_heads": 2, "rope_theta": 500000.0},
+    "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 6, "moe_top_k": 2},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+
 GPT_OSS = {
     "num_hidden_layers": 4,
     "num_local_experts": 6,
@@ -317,6 +350,30 @@ GPT_OSS = {
     "sliding_window": 21,
     "rope_parameters": YARN_ROPE | {"truncate": False},
     "attn_implementation": "eager",  # which has sinks
+}
+
+GEMMA4 = PADDED | {
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 21,
+    "layer_types": ["sliding_attention", "full_attention"] + 2 * ["sliding_attention"] + 2 * ["full_attention"],
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+}
+
+LLAMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 6,
+    "attention_chunk_size": 32,
+    "no_rope_layer_interval": 3,
+    "floor_scale": 8,
+    "attn_scale": 0.4,
 }
 
 ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, gates or attention of their own
@@ -337,6 +394,45 @@ ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, ga
             "moe_num_shared_experts": 2,
         },
     ),
+    "cohere2-moe": (
+        "Cohere2Moe",
+        PADDED
+        | WINDOWED
+        | {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 32, "num_shared_experts": 2}
+        | {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 64, "sliding_window_pattern": 3},
+    ),
+    "cohere2-moe-sigmoid": (
+        "Cohere2Moe",
+        PADDED
+        | WINDOWED
+        | {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 32, "num_shared_experts": 1}
+        | {"expert_selection_fn": "sigmoid", "shared_expert_combination_strategy": "sum", "rms_norm_eps": 1e-5},
+    ),
+    "dbrx": ("Dbrx", DBRX),
+    "ernie4.5-moe-biased": (
+        "Ernie4_5_Moe",
+        PADDED | {"moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 32, "use_bias": True},
+    ),
+    "exaone-moe": (
+        "ExaoneMoe",
+        PADDED
+        | WINDOWED
+        | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+        | {"n_group": 4, "topk_group": 2, "sliding_window_pattern": 2},
+    ),
+    "gemma4": ("Gemma4Text", GEMMA4),
+    "gemma4-equal": (
+        "Gemma4Text",
+        GEMMA4
+        | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 9.0},
+    ),
+    "gemma4-moe": (
+        "Gemma4Text",
+        GEMMA4
+        | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
+    ),
     "glm4-moe": ("Glm4Moe", DEEPSEEK | {"num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True}),
     "gpt-oss": ("GptOss", GPT_OSS),
     "granite-moe": (
@@ -350,12 +446,53 @@ ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, ga
             "logits_scaling": 3.0,
         },
     ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1",
+        PADDED | {"head_dim": 16, "num_experts": 6, "moe_topk": 2, "intermediate_size": 32},
+    ),
+    "llama4": (
+        "Llama4Text",
+        LLAMA4 | {"rope_parameters": LLAMA3_ROPE, "interleave_moe_layer_step": 2},
+    ),
+    "llama4-full": (
+        "Llama4Text",
+        LLAMA4 | {"attention_chunk_size": None, "use_qk_norm": False, "num_experts_per_tok": 2},
+    ),
     "minimax-m2": (
         "MiniMaxM2",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 32},
     ),
     "olmoe": ("Olmoe", PADDED | {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32}),
+    "olmoe-clipped": (
+        "Olmoe",
+        PADDED | {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32, "clip_qkv": 0.9},
+    ),
+    "phimoe": (
+        "Phimoe",
+        {"num_local_experts": 6, "intermediate_size": 32, "router_jitter_noise": 0.2, "attention_bias": True}
+        | {"lm_head_bias": True},
+    ),
 }
+
+DIVIDED = (
+    "cohere2-moe",
+    "dbrx",
+    "ernie4.5-moe-biased",
+    "exaone-moe",
+    "gemma",
+    "gemma4",
+    "gemma4-equal",
+    "gemma4-moe",
+    "hunyuan",
+    "hunyuan-moe",
+    "llama4",
+    "longcat-flash",
+    "ministral3",
+    "olmo",
+    "olmoe-clipped",
+    "phimoe",
+)
+"""Families that also run on two ranks, with a vocabulary that is divided by two."""
 
 DELTA = {
     "head_dim": 16,
@@ -368,8 +505,97 @@ DELTA = {
 }
 """Three layers of gated delta nets before one of attention."""
 
+CONVOLUTIONS = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "pad_token_id": 0}
+LFM2_EXPERTS = {
+    "num_dense_layers": 1,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+}
+_NEMOTRON_3 = ["moe", "linear_attention", "moe", "full_attention"]
+GRANITE_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 64,
+    "num_experts_per_tok": 2,
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 3.0,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+}
+FALCON = {
+    "pad_token_id": 0,
+    "mamba_n_heads": 8,
+    "mamba_d_ssm": 48,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 10,
+    "lm_head_multiplier": 0.5,
+    "embedding_multiplier": 3.0,
+    "mlp_multipliers": [0.7, 0.6],
+    "key_multiplier": 0.4,
+    "attention_out_multiplier": 0.9,
+    "attention_in_multiplier": 1.2,
+    "ssm_multipliers": [0.6, 0.8, 1.3, 0.9, 1.1],
+    "ssm_in_multiplier": 0.8,
+    "ssm_out_multiplier": 0.5,
+}
+NEMOTRON = {
+    "pad_token_id": 0,
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "n_groups": 2,
+    "ssm_state_size": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 40,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.75,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
+}
+
+KIMI_LINEAR = {key: value for key, value in DEEPSEEK.items() if key != "n_routed_experts"} | {
+    "num_local_experts": 8,
+    "num_hidden_layers": 5,
+    "q_lora_rank": None,
+    "linear_head_dim": 12,
+    "linear_num_heads": 2,
+    "pad_token_id": 0,
+}
+
 HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some layers keep states
+    "falcon-h1": ("FalconH1", FALCON),
+    "falcon-h1-normed": (
+        "FalconH1",
+        FALCON | {"mamba_rms_norm": True, "projectors_bias": True, "mamba_proj_bias": True, "attention_bias": True},
+    ),
+    "granite-4": ("GraniteMoeHybrid", GRANITE_HYBRID | {"num_local_experts": 5}),
+    "granite-4-dense": (
+        "GraniteMoeHybrid",
+        GRANITE_HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 2},
+    ),
+    "lfm2": ("Lfm2", CONVOLUTIONS),
+    "lfm2-biased": ("Lfm2", CONVOLUTIONS | {"conv_bias": True, "block_auto_adjust_ff_dim": False}),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        CONVOLUTIONS | LFM2_EXPERTS,
+    ),
+    "nemotron-h": ("NemotronH", NEMOTRON),
+    "nemotron-3": ("NemotronH", NEMOTRON | {"moe_latent_size": 20, "layers_block_type": _NEMOTRON_3}),
     "qwen3-next": ("Qwen3Next", SHARED | DELTA | {"num_hidden_layers": 5}),
+    "qwen3.5": ("Qwen3_5Text", DELTA | {"tie_word_embeddings": True}),
+    "qwen3.5-moe": ("Qwen3_5MoeText", SHARED | DELTA | {"layer_types": [*2 * ["linear_attention", "full_attention"]]}),
+    "kimi-linear": ("KimiLinear", KIMI_LINEAR),
+    "olmo-hybrid": ("OlmoHybrid", {"num_hidden_layers": 4, "pad_token_id": 0, "rope_parameters": None}),
+    "olmo-hybrid-rotated": (
+        "OlmoHybrid",
+        {"num_hidden_layers": 4, "pad_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+        | {"linear_num_key_heads": 2, "linear_key_head_dim": 12, "linear_allow_neg_eigval": False},
+    ),
 }
 
 SPARSE: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models

@@ -79,7 +79,7 @@ class DraftLimits:
                 if pages > spare:
                     limit = max(min(limit, sequence.capacity - root - 1), 0)
                 elif pages > 0:
-                    step.grow(sequence, pages, page_size)
+                    step.request(sequence, pages, page_size)
                     spare -= pages
             accepts = min(limit, self._depth)
             sequence.max_extra += accepts

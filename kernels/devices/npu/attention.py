@@ -109,10 +109,15 @@ class NpuAttention(Attention[NpuCache, AttentionPlan]):
         scale: float,
         cap: float,
         sinks: Tensor | None = None,
+        *,
+        slopes: Tensor | None = None,
+        growth_length: int = 0,
     ) -> Tensor:
-        plan = self.plan(rows, window) if sinks is not None and not cap and isinstance(cache, LayerCache) else None
+        plain = not cap and slopes is None and not growth_length and isinstance(cache, LayerCache)
+        plan = self.plan(rows, window) if sinks is not None and plain else None
         if plan is None or sinks is None or not all(isinstance(part, FusedPart) for part in plan.parts):
-            return super().attend_rows(queries, cache, rows, window, scale, cap, sinks)
+            given = queries, cache, rows, window, scale, cap, sinks
+            return super().attend_rows(*given, slopes=slopes, growth_length=growth_length)
         assert isinstance(cache, LayerCache)
         result = [
             fused_attention(queries[part.begin : part.end], cache, part, scale, sinks)

@@ -9,7 +9,7 @@ Each key head serves ``value_heads / key_heads`` value heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,15 +19,15 @@ from torch import Tensor
 from kernels.contract.caches import State
 from kernels.contract.errors import ConfigError
 from kernels.core.batch import ForwardBatch
-from kernels.core.operators import Linear
-from kernels.devices.delta_rule import DeltaTokens, delta_rule
+from kernels.core.operators import Linear, Norm
+from kernels.devices.delta_rule import DeltaInputs, DeltaTokens, delta_rule
 from kernels.devices.state_cache import StateCache, advance_states
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.recurrent import CausalConvolution
 from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear, norm
 
-__all__ = ["DeltaConfig", "GatedDeltaNet", "l2_norm", "layer", "read", "sizes", "tensors"]
+__all__ = ["DeltaConfig", "GatedDeltaNet", "HeadDecay", "layer", "read", "sizes", "tensors"]
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,26 @@ def tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
 
 def layer(builder: LayerBuilder, config: ModelConfig, module: str) -> GatedDeltaNet:
     """The layer of ``tensors``."""
-    delta = sizes(config)
+    delta, source = sizes(config), builder.source
     if delta.grouped:
-        inputs = builder.ordered(_ungrouped(delta), f"{module}.in_proj_qkvz", f"{module}.in_proj_ba")
+        projection = builder.ordered(_ungrouped(delta), f"{module}.in_proj_qkvz", f"{module}.in_proj_ba")
     else:
-        inputs = builder.linear(*(f"{module}.in_proj_{part}" for part in ("qkv", "z", "b", "a")))
-    return GatedDeltaNet(builder, config, module, inputs)
+        projection = builder.linear(*(f"{module}.in_proj_{part}" for part in ("qkv", "z", "b", "a")))
+    heads = delta.value_heads
+    decay = HeadDecay(source.take([f"{module}.A_log"]), source.take([f"{module}.dt_bias"]))
+
+    def inputs(x: Tensor) -> DeltaInputs:
+        mixed, gates, b, a = projection(x).split((delta.channels, delta.values, heads, heads), 1)
+        return DeltaInputs(mixed, gates, torch.sigmoid(b.float()), decay(a))
+
+    return GatedDeltaNet(
+        builder,
+        delta,
+        inputs,
+        CausalConvolution(source.take([f"{module}.conv1d.weight"])),
+        builder.norm(f"{module}.norm", config.norm_eps),
+        builder.row_parallel(f"{module}.out_proj"),
+    )
 
 
 def _ungrouped(delta: DeltaConfig) -> list[int]:
@@ -135,23 +149,38 @@ def _ungrouped(delta: DeltaConfig) -> list[int]:
     return places
 
 
-def l2_norm(x: Tensor) -> Tensor:
+def _l2_norm(x: Tensor) -> Tensor:
     """``x`` divided by its length, over the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-class GatedDeltaNet:
-    """The layer of ``tensors``. ``inputs``: x -> queries, keys, values, gates, betas and decays of all heads."""
+class HeadDecay:
+    """``-exp(rate) * softplus(x + offset)`` of each head, both [heads]."""
 
-    def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str, inputs: Linear) -> None:
-        self.sizes = delta = sizes(config)
-        self.spec, self.rows, self.inputs = delta.state(), builder.rows, inputs
-        source = builder.source
-        self.convolution = CausalConvolution(source.take([f"{module}.conv1d.weight"]))
-        self.rates = -source.take([f"{module}.A_log"]).exp()
-        self.offsets = source.take([f"{module}.dt_bias"])
-        self.norm = builder.norm(f"{module}.norm", config.norm_eps)
-        self.output = builder.row_parallel(f"{module}.out_proj")
+    def __init__(self, rate: Tensor, offset: Tensor) -> None:
+        self._factor, self._offset = -rate.exp(), offset
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` [tokens, heads] -> float32 [tokens, heads, 1]"""
+        return (self._factor * F.softplus(x.float() + self._offset)).unsqueeze(-1)
+
+
+class GatedDeltaNet:
+    """A gated delta net of any family, made of its parts. ``gate``: the activation of the gates."""
+
+    def __init__(
+        self,
+        builder: LayerBuilder,
+        delta: DeltaConfig,
+        inputs: Callable[[Tensor], DeltaInputs],
+        convolution: CausalConvolution,
+        norm: Norm,
+        output: Linear,
+        *,
+        gate: Callable[[Tensor], Tensor] = F.silu,
+    ) -> None:
+        self.sizes, self.spec, self.rows, self.rule = delta, delta.state(), builder.rows, builder.ops.delta
+        self.inputs, self.convolution, self.norm, self.output, self.gate = inputs, convolution, norm, output, gate
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: StateCache, batch: ForwardBatch, wanted: Tensor | None
@@ -159,16 +188,15 @@ class GatedDeltaNet:
         """As ``AttentionLayer``."""
         delta = self.sizes
         heads, share = delta.value_heads, delta.value_heads // delta.key_heads
-        mixed, gates, b, a = self.inputs(x).split((delta.channels, delta.values, heads, heads), 1)
-        betas = torch.sigmoid(b.float())
-        decays = self.rates * F.softplus(a.float() + self.offsets)
+        inputs = self.inputs(x)
+        gates = inputs.gates
         out = x.new_empty(len(x), heads, delta.value_dim)
 
         def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
             shape, at = tokens.shape, tokens.flatten()
-            some, before = self.convolution(mixed.index_select(0, at).view(*shape, -1), states[0])
+            some, before = self.convolution(inputs.mixed.index_select(0, at).view(*shape, -1), states[0])
             q, k, v = some.split((delta.keys, delta.keys, delta.values), 2)
-            q, k = (l2_norm(part.unflatten(2, (delta.key_heads, -1))) for part in (q, k))
+            q, k = (_l2_norm(part.unflatten(2, (delta.key_heads, -1))) for part in (q, k))
             if share > 1:
                 q, k = (part.repeat_interleave(share, 2) for part in (q, k))
             found, memory = delta_rule(
@@ -176,18 +204,20 @@ class GatedDeltaNet:
                     q * delta.key_dim**-0.5,
                     k,
                     v.unflatten(2, (heads, -1)),
-                    decays.index_select(0, at).view(*shape, heads, 1),
-                    betas.index_select(0, at).view(*shape, heads),
+                    inputs.decays.index_select(0, at).view(*shape, heads, -1),
+                    inputs.betas.index_select(0, at).view(*shape, heads),
                 ),
                 states[1],
             )
             out.index_copy_(0, at, found.flatten(0, 1).to(out.dtype))
             return [before, memory]
 
-        advance_states(cache, batch.bounded[self.spec].segments, advance)
+        for segment in batch.bounded[self.spec].segments:
+            if not self.rule.step(inputs, self.convolution.weight, cache, segment, out, share):
+                advance_states(cache, (segment,), advance)
         if wanted is not None:
             out, gates = out.index_select(0, wanted), gates.index_select(0, wanted)
             if self.rows is not None:
                 self.rows.select(wanted)
         normed = self.norm(out.view(-1, delta.value_dim)).view(len(out), -1)
-        return self.output((normed.float() * F.silu(gates.float())).to(x.dtype))
+        return self.output((normed.float() * self.gate(gates.float())).to(x.dtype))

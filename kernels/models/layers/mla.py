@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kernels.contract.caches import CacheGroup
@@ -23,7 +22,7 @@ from kernels.devices.latent_attention import LatentHeads
 from kernels.models.config import LatentConfig, ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.indexer import Indexer
-from kernels.models.layers.rotary import rotary_order
+from kernels.models.layers.rotary import grow, rotary_order
 from kernels.weights.tensors import TensorSpec, by_inputs, by_outputs, linear, norm
 
 __all__ = ["LatentAttention", "attention", "caches", "tensors"]
@@ -103,6 +102,8 @@ class LatentAttention:
         else:
             both = _floats(builder, f"{module}.kv_b_proj").view(heads, -1, latent.rank)
             keys, values = both.split((latent.plain_dim, latent.value_dim), 1)
+        if latent.factor != 1.0:
+            keys, values = keys * latent.factor, values * latent.factor
         return LatentHeads(keys.contiguous(), values.transpose(1, 2).contiguous())
 
     def __call__(
@@ -120,10 +121,8 @@ class LatentAttention:
             queries = self.queries(compressed)
         queries = queries.view(len(x), self.heads, -1)
         queries = attention.place_latent(queries, vectors, self.norm, cos, sin, cache, batch.cache_index)
-        if self.growth[0]:
-            factor, length = self.growth
-            steps = torch.div(batch.positions, length, rounding_mode="floor").float()
-            queries = queries * (1.0 + factor * torch.log1p(steps)).to(queries.dtype).view(-1, 1, 1)
+        if self.growth is not None:
+            queries = grow(queries, batch.positions, self.growth)
         if indexer is None or indexer.chosen is None:
             result = attention.attend_latent(queries, cache, batch, self.expansion, self.scale).flatten(1)
         else:
@@ -158,10 +157,10 @@ def _head_order(config: ModelConfig, before: int, heads: int, pairs: bool = Fals
     rotate against one another, or with ``pairs`` neighbors."""
     rotated = _sizes(config).rope_dim
     if pairs:
-        half = rotated // 2
-        order = list(range(rotated)) if config.pairs else [place // 2 + half * (place % 2) for place in range(rotated)]
+        neighbors = [place // 2 + rotated // 2 * (place % 2) for place in range(rotated)]
+        order = list(range(rotated)) if config.rope_interleaved else neighbors
     else:
-        order = rotary_order(rotated, rotated, config.pairs) or list(range(rotated))
+        order = rotary_order(rotated, rotated, config.rope_interleaved) or list(range(rotated))
     head = [*range(before), *(before + place for place in order)]
     return [index * len(head) + place for index in range(heads) for place in head]
 

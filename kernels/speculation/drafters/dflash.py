@@ -210,9 +210,9 @@ class DflashDrafter(Drafter):
         )
         return NativeBlockDrafts.make(context.device, state, self._places, blocks)
 
-    def observe(self, seen: Observation) -> None:
-        assert seen.features is not None, "made from features"
-        self._model.observe(seen.features, seen.positions, seen.cache_index, self._caches)
+    def observe(self, observation: Observation) -> None:
+        assert observation.features is not None, "made from features"
+        self._model.observe(observation.features, observation.positions, observation.cache_index, self._caches)
 
     def draft(self, rows: DraftRows) -> Drafts:
         count, block, device = len(rows.slots), self._block, self._context.device

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.contract.step import Admission
+from kernels.core.arrays import Longs
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm, PendingResidual
 from kernels.core.tree import Drafts, DraftTree
@@ -39,9 +40,6 @@ from kernels.speculation.token_map import head_rows, read_token_map
 from kernels.state.slots import SlotTable
 
 __all__ = ["HeadDrafter", "HeadLayer", "HeadModel", "SharedEnds", "SparseHeadLayer", "open_checkpoint"]
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 def open_checkpoint(context: DrafterContext) -> DraftCheckpoint:
@@ -199,8 +197,8 @@ class HeadDrafter(Drafter):
         self._expansion.capture(agree)
         self._early = self._expansion.prepare_early(self._model, self._states, agree, ends)
 
-    def reach(self) -> int:
-        return 0 if self._early is None else self._early.reach
+    def early_positions(self) -> int:
+        return 0 if self._early is None else self._early.early_positions
 
     def draft_early(self, accepted: AcceptedRows) -> DraftTree | None:
         if self._early is None or not self._early.size(len(accepted.roots)):
@@ -220,11 +218,11 @@ class HeadDrafter(Drafter):
     def admit(self, admission: Admission, tokens: npt.NDArray[np.int32]) -> None:
         self._observed[admission.slot] = -1
 
-    def observe(self, seen: Observation) -> None:
-        assert seen.features is not None, "made from features"
-        self._observed[seen.slots] = seen.starts + seen.counts
-        states = self._expansion.observe(seen, seen.next_tokens, self._model.start(seen.features))
-        self._states.index_copy_(0, seen.device_slots, states.index_select(0, seen.last))
+    def observe(self, observation: Observation) -> None:
+        assert observation.features is not None, "made from features"
+        self._observed[observation.slots] = observation.starts + observation.counts
+        states = self._expansion.observe(observation, observation.next_tokens, self._model.start(observation.features))
+        self._states.index_copy_(0, observation.device_slots, states.index_select(0, observation.last))
 
     def draft(self, rows: DraftRows) -> Drafts:
         drafts = self._expansion.draft(rows, self._states.index_select(0, rows.device_slots))

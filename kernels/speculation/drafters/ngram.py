@@ -255,12 +255,12 @@ class NgramDrafter(Drafter):
         if sequence is not None:
             self._trie.close(sequence)
 
-    def observe(self, seen: Observation) -> None:
-        if seen.sampled is None:
+    def observe(self, observation: Observation) -> None:
+        if observation.sampled is None:
             raise ValueError("n-gram drafts need tokens on the host, but the observation has none")
-        ends = (seen.starts + seen.counts + 1).tolist()
+        ends = (observation.starts + observation.counts + 1).tolist()
         for slot, start, end, sampled in zip(
-            seen.slots.tolist(), seen.starts.tolist(), ends, seen.sampled, strict=True
+            observation.slots.tolist(), observation.starts.tolist(), ends, observation.sampled, strict=True
         ):
             # Prompt tokens that ran unobserved are added here.
             begin = max(self.extended(slot, start), start - MAX_ADDED_TOKENS)
@@ -349,10 +349,12 @@ class NativeNgrams(NativeDrafts):
     def __init__(self, drafter: NgramDrafter, state: SlotTable) -> None:
         self._drafter, self._state = drafter, state
 
-    def observe(self, seen: NativeObservation) -> bool:
+    def observe(self, observation: NativeObservation) -> bool:
         here = self._state.here
         assert here is not None
-        for slot, start, count in zip(seen.slots.tolist(), seen.starts.tolist(), seen.counts.tolist(), strict=True):
+        for slot, start, count in zip(
+            observation.slots.tolist(), observation.starts.tolist(), observation.counts.tolist(), strict=True
+        ):
             begin = max(
                 self._drafter.extended(slot, start), start - MAX_ADDED_TOKENS
             )  # tokens that ran unobserved are added here

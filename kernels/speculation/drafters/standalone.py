@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -20,6 +19,7 @@ from kernels.contract.caches import is_plain
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import same_tokens
 from kernels.contract.step import Admission
+from kernels.core.arrays import Ints, Longs
 from kernels.core.batch import ForwardBatch
 from kernels.core.tree import Drafts
 from kernels.distributed.group import Group
@@ -77,10 +77,6 @@ class PaddedEmbedding:
         whole = pad(result, (0, 0, 0, self._rows - len(result)))
         self._head = whole[: len(result)]
         return whole
-
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 class StandaloneModel:
@@ -171,9 +167,9 @@ class StandaloneDrafter(Drafter):
     def admit(self, admission: Admission, tokens: Ints) -> None:
         self._filled[admission.slot] = admission.computed
 
-    def observe(self, seen: Observation) -> None:
-        known = np.minimum(seen.starts + seen.counts + 1, seen.capacity)
-        self._fill(seen.slots, known, seen.pages, seen.table)
+    def observe(self, observation: Observation) -> None:
+        known = np.minimum(observation.starts + observation.counts + 1, observation.capacity)
+        self._fill(observation.slots, known, observation.pages, observation.table)
 
     def draft(self, rows: DraftRows) -> Drafts:
         short = np.flatnonzero(self._filled[rows.slots] <= rows.roots)

@@ -228,7 +228,7 @@ class NgramTrie:
             sequence.generation = self._young.number
 
 
-PATIENCE = 20.0
+PATIENCE_SECONDS = 20.0
 """Seconds that a start waits for the compiler, its own or that of another process."""
 MAX_NODES = 2**31 - 1
 """The most nodes of a generation, whose ids have 32 bits."""
@@ -344,7 +344,7 @@ def _library() -> _Library | None:
     path = built(SOURCE)
     if path is None:
         compiling = start_build(SOURCE)
-        latest = time.monotonic() + PATIENCE
+        latest = time.monotonic() + PATIENCE_SECONDS
         while compiling is not None and compiling.poll() is None:
             if time.monotonic() > latest:
                 return None

@@ -4,14 +4,19 @@ families with transformers, ``test_cache_groups`` shares their prefixes.
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from kernels.contract.caches import CacheGroup, Paged, State
+from kernels.contract.caches import CacheGroup, Latent, Paged, State
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.execution.layer_groups import check_groups
 from kernels.models.config_loader import parse_config, read_config
+from kernels.models.layers.delta_net import DeltaConfig
 from kernels.models.registry import caches
 from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.driver import COMMON, DELTA, SHARED
@@ -20,7 +25,9 @@ from tests.kits.parity import scored
 CONFIG = COMMON | SHARED | DELTA | {"architectures": ["Qwen3NextForCausalLM"]}
 
 
-@pytest.mark.parametrize("name", ["parallel-qwen3-next"])
+@pytest.mark.parametrize(
+    "name", ["parallel-qwen3-next", "parallel-qwen3.5", "parallel-kimi-linear", "parallel-olmo-hybrid"]
+)
 def test_two_ranks_compute_what_one_does(name, reference, prompts):
     model, (text,) = reference(name), prompts(23)
     first, second = run_ranks([{"model": str(model.path), "prompts": [text], "length": 32}])
@@ -31,6 +38,80 @@ def test_attention_keeps_tokens_and_delta_nets_keep_states(reference):
     config = read_config(reference("qwen3-next").path)
     states = State(((3, 2 * 2 * 12 + 4 * 10), (4, 12, 10)))
     assert caches(config) == (CacheGroup(Paged(2, 16, 16), (3,)), CacheGroup(states, (0, 1, 2, 4)))
+
+
+def test_latent_attention_stands_beside_states(reference):
+    config = read_config(reference("kimi-linear").path)
+    states = State(((3, 3 * 2 * 12), (2, 12, 12)))
+    assert caches(config) == (CacheGroup(Latent(24, 8), (4,)), CacheGroup(states, (0, 1, 2, 3)))
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
+def test_the_language_model_of_a_checkpoint_that_reads_images(name, reference, drive, prompts, tmp_path):
+    model, (prompt,) = reference(name), prompts(20)
+    raw = json.loads((model.path / "config.json").read_text())
+    tied = raw.pop("tie_word_embeddings")
+    (architecture,) = raw.pop("architectures")
+    outer = {
+        "architectures": [architecture.replace("ForCausalLM", "ForConditionalGeneration")],
+        "tie_word_embeddings": tied,
+        "text_config": raw,
+        "vision_config": {"hidden_size": 8},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    held = load_file(model.path / "model.safetensors")
+    held = {name.replace("model.", "model.language_model."): tensor for name, tensor in held.items()}
+    save_file(held | {"model.visual.blocks.0.norm1.weight": torch.ones(8)}, tmp_path / "model.safetensors")
+    driver = drive(tmp_path)
+    driver.admit(1, prompt)
+    assert driver.generate(1, 32) == model.greedy(prompt, 32)
+
+
+def test_kimis_published_keys_are_read():
+    published = {
+        "architectures": ["KimiLinearForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 72,
+        "kv_lora_rank": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "mla_use_nope": True,
+        "model_max_length": 4096,
+        "rms_norm_eps": 1e-5,
+        "linear_attn_config": {
+            "full_attn_layers": [4],
+            "kda_layers": [1, 2, 3, 5],
+            "head_dim": 8,
+            "num_heads": 4,
+            "short_conv_kernel_size": 3,
+        },
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "num_expert_group": 2,
+        "topk_group": 1,
+        "num_experts": 8,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 1,
+        "routed_scaling_factor": 2.446,
+    }
+    config = parse_config(published)
+    assert (config.recurrent, config.max_positions) == (frozenset((0, 1, 2, 4)), 4096)
+    assert config.recurrence == DeltaConfig(4, 4, 8, 8, 3)
+    experts = config.experts
+    assert experts is not None
+    assert (experts.layers, experts.chosen, experts.groups, experts.normalized) == ({1, 2, 3, 4}, 2, 2, True)
+    published["linear_attn_config"]["kda_layers"] = [1, 2, 3]
+    with pytest.raises(ConfigError, match="must name each layer once"):
+        parse_config(published)
 
 
 def test_quantized_projections_are_close(reference, drive, prompts):

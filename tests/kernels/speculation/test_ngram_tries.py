@@ -340,7 +340,7 @@ def test_a_compiler_of_another_process_is_not_waited_for_forever(monkeypatch, tm
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native_trie, "start_build", lambda source: Compiling())
-    monkeypatch.setattr(native_trie, "PATIENCE", 0.05)
+    monkeypatch.setattr(native_trie, "PATIENCE_SECONDS", 0.05)
     native_trie._library.cache_clear()
     try:
         assert type(make_trie(1000, BOTH_DEPTH)) is NgramTrie

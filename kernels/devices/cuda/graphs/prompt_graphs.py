@@ -89,7 +89,7 @@ class _Numbers:
     words: int
 
     @classmethod
-    def of(cls, size: Size) -> _Numbers:
+    def from_size(cls, size: Size) -> _Numbers:
         tokens, rows = size
         return cls(3 * tokens + rows, 2 * (3 * tokens + rows) + 4 * (-(-tokens // TILE) + min(rows, _CHUNKS)))
 
@@ -152,20 +152,24 @@ class PromptGraphs:
         taken = time.perf_counter() - begun
         _log.info("Steps with prompts: graphs of (tokens, rows) %s, captured in %.2f s.", self.sizes, taken)
 
-    def run(self, given: PromptTokens) -> CapturedStepResult | None:
+    def run(self, prompts: PromptTokens) -> CapturedStepResult | None:
         """Run the step; None if no graph fits it."""
-        count, tokens = len(given.slots), int(given.counts.sum())
-        if count - given.decodes > _CHUNKS or tokens - given.decodes > self._prompts:  # that many did not pay
+        count, tokens = len(prompts.slots), int(prompts.counts.sum())
+        if count - prompts.decodes > _CHUNKS or tokens - prompts.decodes > self._prompts:  # that many did not pay
             return None
         size = next((size for size in self.sizes if size[0] >= tokens and size[1] >= count), None)
         if size is None:
             return None
-        numbers = self._fill(given, size)
-        state = np.zeros((size[1], _HEADER + given.pages.shape[1]), dtype=np.int32)
+        numbers = self._fill(prompts, size)
+        state = np.zeros((size[1], _HEADER + prompts.pages.shape[1]), dtype=np.int32)
         state[:, 2] = state[:, _HEADER - 1] = 1
-        state[:count, 0], state[:count, 1], state[:count, 2] = given.slots, given.grows, given.starts + given.counts
-        state[: given.decodes, _HEADER - 1] = given.starts[: given.decodes] + 1
-        state[:count, _HEADER:] = given.pages
+        state[:count, 0], state[:count, 1], state[:count, 2] = (
+            prompts.slots,
+            prompts.grows,
+            prompts.starts + prompts.counts,
+        )
+        state[: prompts.decodes, _HEADER - 1] = prompts.starts[: prompts.decodes] + 1
+        state[:count, _HEADER:] = prompts.pages
         new = self._put(np.concatenate((numbers, state.ravel())))
         self._numbers[size].copy_(new[: len(numbers)])
         self._state[1 : 1 + size[1], : state.shape[1]].copy_(new[len(numbers) :].view(state.shape))
@@ -173,29 +177,29 @@ class PromptGraphs:
         replay()
         return CapturedStepResult(result.hidden[:count], result.logits[:count], result.argmax[:count])
 
-    def _fill(self, given: PromptTokens, size: Size) -> npt.NDArray[np.int32]:
+    def _fill(self, prompts: PromptTokens, size: Size) -> npt.NDArray[np.int32]:
         """The numbers of ``size``."""
-        tokens, layout = int(given.counts.sum()), _Numbers.of(size)
+        tokens, layout = int(prompts.counts.sum()), _Numbers.from_size(size)
         numbers = np.zeros(layout.words, dtype=np.int32)
         longs = numbers[: 2 * layout.longs].view(np.int64)
         slots, positions, index = longs[: 3 * size[0]].reshape(3, size[0])
-        row = np.repeat(np.arange(len(given.slots)), given.counts)
-        at = ragged(given.starts, given.counts)
-        slots[:tokens], positions[:tokens] = given.slots[row], at
-        index[:tokens] = given.pages[row, at // self._page_size] * np.int64(self._page_size) + at % self._page_size
+        row = np.repeat(np.arange(len(prompts.slots)), prompts.counts)
+        at = ragged(prompts.starts, prompts.counts)
+        slots[:tokens], positions[:tokens] = prompts.slots[row], at
+        index[:tokens] = prompts.pages[row, at // self._page_size] * np.int64(self._page_size) + at % self._page_size
         index[tokens:] = np.arange(size[0] - tokens) % self._page_size
-        offsets = np.cumsum(given.counts) - given.counts
-        longs[3 * size[0] : 3 * size[0] + len(given.slots)] = offsets + given.counts - 1
+        offsets = np.cumsum(prompts.counts) - prompts.counts
+        longs[3 * size[0] : 3 * size[0] + len(prompts.slots)] = offsets + prompts.counts - 1
         # Rows of prompts and the padding row, each of whose tiles starts at position 0.
-        some, stride = slice(given.decodes, None), self._state.shape[1]
+        some, stride = slice(prompts.decodes, None), self._state.shape[1]
         missing = size[0] - tokens
-        counts = np.append(given.counts[some], missing)
+        counts = np.append(prompts.counts[some], missing)
         each = -(-counts // TILE)
         begin = ragged(np.zeros(len(each), dtype=np.int64), each) * TILE
         of = np.repeat(np.arange(len(each)), each)
-        pages = np.append(1 + np.arange(given.decodes, len(given.slots)), 0) * stride + _HEADER
+        pages = np.append(1 + np.arange(prompts.decodes, len(prompts.slots)), 0) * stride + _HEADER
         first = np.append(offsets[some], tokens)
-        position = np.append(given.starts[some], 0)[of] + np.where(of < len(each) - 1, begin, 0)
+        position = np.append(prompts.starts[some], 0)[of] + np.where(of < len(each) - 1, begin, 0)
         tiles = np.stack((pages[of], first[of] + begin, np.minimum(counts[of] - begin, TILE), position), axis=1)
         numbers[2 * layout.longs :][: tiles.size] = tiles[np.argsort(-position, kind="stable")].ravel()
         return numbers
@@ -216,7 +220,7 @@ class PromptGraphs:
         ]
 
     def _run(self, size: Size) -> CapturedStepResult:
-        (tokens, rows), layout = size, _Numbers.of(size)
+        (tokens, rows), layout = size, _Numbers.from_size(size)
         numbers = self._numbers[size]
         longs = numbers[: 2 * layout.longs].view(torch.int64)
         slots, positions, index = longs[: 3 * tokens].view(3, tokens)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.devices.cuda.elementwise.activation import swiglu
-from kernels.devices.cuda.elementwise.heads import Placing
+from kernels.devices.cuda.elementwise.norm_rope_cache import RopeCacheEpilogue
 from kernels.devices.cuda.elementwise.norms import Before
 from kernels.devices.cuda.launch import attempted
 from kernels.devices.cuda.matmul import gemm_small_quantized, packing
@@ -121,7 +121,7 @@ class GroupedLinear:
         kind = f"{self._form.kind} gated" if self._gated else f"{self._form.kind}"
         return (kind, *self._shape, self._words, self._form.slots)
 
-    def behind(self, x: Tensor, before: Before) -> dict[str, Fused]:
+    def fused_with_norm(self, x: Tensor, before: Before) -> dict[str, Fused]:
         """See ``kernels.devices.cuda.matmul.norm_then_linear``."""
         if before.residual is None or self._order is not None or len(x) > 1 or not single_suits(self._form, x):
             return {}
@@ -129,15 +129,19 @@ class GroupedLinear:
 
         return gemv_quantized.fused(x, self._form, self.bias, self._gated, self._words, before)
 
-    def place(self, x: Tensor, before: Before, name: str, placing: Placing) -> tuple[Tensor, Tensor] | None:
-        """Implementation ``name`` of ``behind`` that also places the heads; returns the queries and the sum, or None if
-        it cannot."""
+    def project_heads(
+        self, x: Tensor, before: Before, name: str, epilogue: RopeCacheEpilogue
+    ) -> tuple[Tensor, Tensor] | None:
+        """Implementation ``name`` of ``fused_with_norm`` that also rotates the heads and writes the cache; returns the
+        queries and the sum, or None if it cannot."""
         from kernels.devices.cuda.matmul import gemv_quantized
 
         tiling = gemv_quantized.tilings(self._form, self._gated).get(name)
-        if tiling is None or not placing.suits(tiling.rows):
+        if tiling is None or not epilogue.suits(tiling.rows):
             return None
-        return attempted(gemv_quantized.multiply, x, self._form, self.bias, False, self._words, tiling, before, placing)
+        return attempted(
+            gemv_quantized.multiply, x, self._form, self.bias, False, self._words, tiling, before, epilogue
+        )
 
     def _wide(self, x: Tensor) -> Tensor:
         weight = self._room.room(*self._shape, x.dtype)
