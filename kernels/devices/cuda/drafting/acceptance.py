@@ -69,7 +69,7 @@ def accept_drafts_kernel(
     below = tl.load(depths + own, mask=run, other=0).to(tl.int32)
     after = tl.load(sampled + first + node, mask=run, other=0)
     fails = tl.load(nonfinite + first + node, mask=run, other=0).to(tl.int32)
-    reach = tl.max(below, 0)
+    max_depth = tl.max(below, 0)
     if forced:
         deepest = tl.where(run & (below <= depth), below * block + (block - 1 - node), -1)
         end = block - 1 - tl.max(deepest, 0) % block
@@ -102,7 +102,7 @@ def accept_drafts_kernel(
         tl.store(tokens + level, next_token)
         tl.store(table + slot * table_stride + start + 1 + level, next_token.to(tl.int32))
     tl.store(outcome, tl.where(wrong > 0, -accepted, accepted).to(tl.int64))
-    tl.store(outcome + 1, reach.to(tl.int64))
+    tl.store(outcome + 1, max_depth.to(tl.int64))
 
 
 def accept(
