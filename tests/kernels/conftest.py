@@ -40,6 +40,7 @@ from tests.kits.driver import (
     Driver,
 )
 from tests.kits.published import PUBLISHED, save_published
+from tests.kits.published_names import PUBLISHED_NAMES
 
 
 @pytest.fixture
@@ -156,8 +157,8 @@ class Reference:
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
         model.save_pretrained(directory, **save)
-        if family in PUBLISHED:
-            tensors = PUBLISHED[family](model.config, model.state_dict())
+        if family in PUBLISHED_NAMES:
+            tensors = PUBLISHED_NAMES[family](model.config, model.state_dict())
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
         self.model, self.path = model, directory
 
