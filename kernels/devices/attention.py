@@ -16,7 +16,7 @@ from kernels.core.operators import Norm, PendingResidual
 from kernels.devices.cache import KvCaches
 from kernels.devices.latent_attention import LatentHeads, attend_latent_heads, write_latent
 from kernels.devices.linear import NormThenLinear
-from kernels.devices.row_attention import attend_rows
+from kernels.devices.row_attention import CapAndSinks, attend_rows
 
 __all__ = ["Attention", "ProjectedHeads"]
 
@@ -30,12 +30,13 @@ class Attention(ABC, Generic[Cache, Plan]):
     """Attention of a step's tokens. A plan holds what varies from step to step (lengths, page tables). It is
     built once per step from host arrays and shared by all layers.
 
-    ``signed_sines``: whether ``rotate`` takes the sines of the first half negated. ``plans_latent``: whether
-    ``attend_latent`` reads the plan of all tokens instead of rows on the host.
+    ``signed_sines``: whether ``rotate`` takes the sines of the first half negated. ``plans_latent``, ``plans_caps``:
+    whether ``attend_latent``, or ``attend_capped``, reads the plan of all tokens instead of rows on the host.
     """
 
     signed_sines: bool = True
     plans_latent: bool = False
+    plans_caps: bool = False
 
     def __init__(self, caches: KvCaches[Cache]) -> None:
         self.caches = caches
@@ -83,6 +84,14 @@ class Attention(ABC, Generic[Cache, Plan]):
         captured."""
         caches = self.caches
         return attend_rows(queries, partial(caches.gather, cache), rows, caches.page_size, window, scale, cap, sinks)
+
+    def attend_capped(
+        self, queries: Tensor, cache: Cache, batch: ForwardBatch, window: int, scale: float, extra: CapAndSinks
+    ) -> Tensor:
+        """As ``attend``, with a cap of the scores or with sinks. Here by ``attend_rows`` (``plans_caps``)."""
+        if batch.rows is None:
+            raise ValueError("attention with caps or sinks reads rows on the host; a captured pass has none")
+        return self.attend_rows(queries, cache, batch.rows, window, scale, extra.cap, extra.sinks)
 
     def place_latent(
         self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Tensor, index: Tensor

@@ -34,7 +34,7 @@ def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[in
     Every rank of the group must call it. Call it again once the device has better operators.
     """
     loaded = context.loaded
-    if not loaded.groups.is_plain or loaded.model.reads_rows:  # captures read one page table only, on the device
+    if not loaded.groups.is_captured or loaded.model.reads_rows:  # captures read page tables on the device only
         return (NoRows(), EagerPass(context)), ()
     max_rows = loaded.config.max_slots - 1
     passes = Passes(
@@ -45,6 +45,7 @@ def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[in
         slots=loaded.slots,
         windows=loaded.windows,
         agree=loaded.agree,
+        bounded=loaded.groups.windowed,
     )
     steps = passes.capture_steps(max_rows) if loaded.speculator is None and loaded.group.size == 1 else None
     decodes = passes.capture_decodes(max_rows) if steps is None else None

@@ -35,7 +35,8 @@ def check_groups(groups: Sequence[CacheGroup], layers: int) -> None:
 class LayerGroups:
     """``groups`` with their pages on a device. ``page_size``: tokens of a main page.
 
-    ``is_plain``: all groups share the main page table and its plans, and their steps need nothing from here. Raises
+    ``is_plain``: all groups share the main page table and its plans, and their steps need nothing from here.
+    ``is_captured``: passes over them can be captured. ``windowed``: the specs of the bounded groups, then. Raises
     UnsupportedError.
     """
 
@@ -52,6 +53,9 @@ class LayerGroups:
         self.bounded = tuple(group for group in groups if group.bounded)
         self._planned = (Paged, Latent) if device.attention.plans_latent else (Paged,)
         self.is_plain = all(isinstance(group.group.spec, self._planned) for group in groups)
+        self.windowed = tuple(group.group.spec for group in self.bounded if isinstance(group.group.spec, Window))
+        held = (*self._planned, Window) if device.capture.holds_windows else self._planned
+        self.is_captured = all(isinstance(group.group.spec, held) for group in groups)
         by_layer: dict[int, Any] = {}
         self._group_caches: list[list[Any]] = []
         for group in groups:

@@ -202,7 +202,8 @@ def _open_groups(
     """The cache groups of a rank's layers. Raises ConfigError for options that only plain pages support."""
     kept = sum(min(context, window or context) for window in part.windows)
     plain_only = config.speculation is not None or cache.dtype is not None
-    share = 1.0 if part.eager_attention else _WINDOW_SHARE  # of which nothing is captured anyway
+    eager = part.eager_attention if not device.attention.plans_caps else ""
+    share = 1.0 if eager else _WINDOW_SHARE  # of which nothing is captured anyway
     saves = kept < share * context * part.layers
     groups = caches(part, windows=config.window_pages and saves and not plain_only)
     check_groups(groups, part.layers)
@@ -211,9 +212,9 @@ def _open_groups(
             f"{part.eager_attention} of {part.architecture} has no attention whose results are independent of the "
             "chunks of prompts; leave --enable-deterministic-inference out"
         )
-    if part.eager_attention and plain_only:
+    if eager and plain_only:
         raise ConfigError(
-            f"{part.eager_attention} of {part.architecture} is neither for speculative decoding nor for a cache in "
+            f"{eager} of {part.architecture} is neither for speculative decoding nor for a cache in "
             "fewer bits; leave --speculative-algorithm and --kv-cache-dtype out"
         )
     if part.latent is not None and config.invariant:
@@ -437,7 +438,14 @@ def _step_memory(
         others.logits(own, *given)
         others.precompile_passes(own)
         captured = Passes(
-            config, device, some, own, slots=make_slots(), windows=part.windows, agree=lambda could: could
+            config,
+            device,
+            some,
+            own,
+            slots=make_slots(),
+            windows=groups.windows(frozenset(part.windows)),
+            agree=lambda could: could,
+            bounded=groups.windowed,
         )
         rows = config.max_slots - 1
         if drafter is None:
@@ -451,7 +459,7 @@ def _step_memory(
             precompile_drafts(config, drafter, target)
 
     # Several ranks would deadlock in passes that only some of them can run.
-    if group.size == 1 and groups.is_plain and not model.reads_rows:
+    if group.size == 1 and groups.is_captured and not model.reads_rows:
         device.capture.precompile(passes)
     draft_caches.clear()  # the drafter holds the same list
     return device.memory.measure_step(largest)

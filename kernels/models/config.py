@@ -178,7 +178,8 @@ class ModelConfig:
 
     @property
     def eager_attention(self) -> str:
-        """What attention has that only plain torch does, which reads a step's rows on the host; "": nothing."""
+        """What attention has that devices without a kernel for it do in plain torch, reading a step's rows on the host
+        (``Attention.plans_caps``); "": nothing."""
         if self.attention_cap:
             return "attn_logit_softcapping"
         return "the sinks of attention" if self.sinks else ""

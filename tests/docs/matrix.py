@@ -88,9 +88,9 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[str]:
     """What a device does for a family, by the letters of ``FEATURES``. Every device has linear layers of floats, and a
-    cache whose tokens can be moved, which is all that the verification of draft tokens needs. Capped attention reads a
-    plain cache and the host's rows; a CPU's programs have the operators of plain families alone."""
-    paged = not (family.eager or family.latent)
+    cache whose tokens can be moved, which is all that the verification of draft tokens needs. Capped attention in
+    plain torch reads a plain cache and the host's rows; a CPU's programs have the operators of plain families alone."""
+    paged = not ((family.eager and not features.plans_caps) or family.latent)
     yield "F"
     if family.quantizable:
         yield "Q"

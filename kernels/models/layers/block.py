@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Linear, Norm, PendingResidual
 from kernels.devices.linear import norm_of_sum
+from kernels.devices.row_attention import CapAndSinks
 from kernels.models.config import ModelConfig
 from kernels.models.layers import gqa
 from kernels.models.layers.builder import LayerBuilder
@@ -59,7 +60,7 @@ class AttentionLayer(Protocol):
 
 class SelfAttention:
     """Attention of normed tokens, projected back. ``qkv``: the heads of queries, keys and values. ``norm``: of query
-    and key heads. ``sinks`` float32 [heads]: as ``Attention.attend_rows``."""
+    and key heads. ``sinks`` float32 [heads]: as ``CapAndSinks``."""
 
     def __init__(
         self,
@@ -74,11 +75,11 @@ class SelfAttention:
     ) -> None:
         self.attention, self.rows, self.qkv, self.output = builder.ops.attention, builder.rows, qkv, output
         self.heads, self.total, self.dim = config.heads, config.heads + 2 * config.kv_heads, config.head_dim
-        self.window, self.norm, self.cap = window, norm, config.attention_cap
+        self.window, self.norm = window, norm
         self.scale = config.attention_scale or config.head_dim**-0.5
         refuse = builder.ops.elementwise.compose(lambda x: x, lambda x: x)
-        self.sinks = sinks
-        self._uncaptured = refuse if config.eager_attention else None  # it reads the host's rows
+        self.extra = CapAndSinks(config.attention_cap, sinks) if config.eager_attention else None
+        self._uncaptured = refuse if not self.attention.plans_caps else None  # it reads the host's rows
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
@@ -86,12 +87,12 @@ class SelfAttention:
         """As ``AttentionLayer``."""
         heads = self.qkv(x).view(-1, self.total, self.dim)
         queries = self.attention.place_heads(heads, self.heads, self.norm, cos, sin, cache, batch.cache_index)
-        if self._uncaptured is None:
+        if self.extra is None:
             result = self.attention.attend(queries, cache, batch.plans[self.window], self.scale)
         else:
-            queries, rows = self._uncaptured(queries), batch.rows
-            assert rows is not None, "such attention is part of no captured pass"
-            result = self.attention.attend_rows(queries, cache, rows, self.window, self.scale, self.cap, self.sinks)
+            if self._uncaptured is not None:
+                queries = self._uncaptured(queries)
+            result = self.attention.attend_capped(queries, cache, batch, self.window, self.scale, self.extra)
         if wanted is not None:
             result = result.index_select(0, wanted)
             if self.rows is not None:
