@@ -11,17 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.caching import PrefixCache
-from actors.protocol import SequenceSpec
-from actors.scheduling import Planner, PlannerConfig
-from actors.scheduling.testing import drive
 from kernels.contract.caches import PageRun, State, Window
-from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
-from kernels.contract.step import Admission, SlotSampling, StepBatch
+from kernels.contract.step import Admission, StepBatch
 from kernels.devices import group_caches
-from kernels.execution.runner import ModelRunner
 from tests.kits.mixed_caches import install, make_mixed_model
 from tests.kits.planned_runner import GREEDY, PAGE, Line, make_runner, pack
 
