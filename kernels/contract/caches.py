@@ -61,10 +61,12 @@ class Paged(msgspec.Struct, frozen=True, tag="paged"):
 
 class Latent(msgspec.Struct, frozen=True, tag="latent"):
     """One vector [dim + rope_dim] of every token, in each layer: what all heads' keys and values are made from, and the
-    part of the key that carries the position."""
+    part of the key that carries the position. ``index_dim``: numbers of one more key, by which an indexer chooses the
+    tokens that are attended to (DeepSeek-AI, arXiv 2512.02556, section 2.1); 0: all are."""
 
     dim: int
     rope_dim: int
+    index_dim: int = 0
 
     @property
     def reach(self) -> int | None:
@@ -73,7 +75,7 @@ class Latent(msgspec.Struct, frozen=True, tag="latent"):
 
     def token_bytes(self, number_bytes: int, scale_bytes: int = 0) -> int:
         """Bytes of one token in one layer. ``scale_bytes``: of the vector's scale."""
-        return (self.dim + self.rope_dim) * number_bytes + scale_bytes
+        return (self.dim + self.rope_dim + self.index_dim) * number_bytes + scale_bytes
 
 
 class Window(msgspec.Struct, frozen=True, tag="window"):

@@ -16,7 +16,12 @@ from kernels.core.operators import Norm, PendingResidual
 from kernels.devices.cache import KvCaches
 from kernels.devices.latent_attention import LatentHeads, attend_latent_heads, write_latent
 from kernels.devices.linear import NormThenLinear
+<<<<<<< HEAD
 from kernels.devices.row_attention import CapAndSinks, attend_rows
+=======
+from kernels.devices.row_attention import attend_rows
+from kernels.devices.sparse_attention import Chosen, attend_chosen, choose_tokens
+>>>>>>> main
 
 __all__ = ["Attention", "ProjectedHeads"]
 
@@ -121,6 +126,22 @@ class Attention(ABC, Generic[Cache, Plan]):
         if batch.rows is None:
             raise ValueError("attention over latent vectors reads rows on the host; a captured pass has none")
         return attend_latent_heads(queries, cache, batch.rows, heads, scale)
+
+    def choose_tokens(
+        self, queries: Tensor, weights: Tensor, keys: Tensor, batch: ForwardBatch, most: int
+    ) -> Chosen | None:
+        """The tokens that each query attends to, at most ``most``: as ``sparse_attention.choose_tokens``."""
+        if batch.rows is None:
+            raise ValueError("an indexer reads rows on the host; a captured pass has none")
+        return choose_tokens(queries, weights, keys, batch.rows, most)
+
+    def attend_chosen(
+        self, queries: Tensor, cache: Tensor, batch: ForwardBatch, heads: LatentHeads, scale: float, chosen: Chosen
+    ) -> Tensor:
+        """As ``attend_latent``, over the ``chosen`` tokens alone."""
+        assert batch.rows is not None, "they were chosen from rows on the host"
+        absorbed = torch.cat(heads.absorb(queries), 2)
+        return heads.expand(attend_chosen(absorbed, cache, batch.rows, heads.rank, scale, chosen))
 
     def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``scale`` times cos and sin of ``positions`` int64 [tokens] times ``frequencies`` float32 [dim], each

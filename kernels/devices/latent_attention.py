@@ -6,7 +6,6 @@ its first numbers are what ``LatentHeads`` makes them from, its last ones are th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,16 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kernels.core.attention_rows import AttentionRows
 
-__all__ = ["LatentHeads", "attend_latent", "attend_latent_heads", "clear_latent", "make_latent", "write_latent"]
+__all__ = [
+    "LatentHeads",
+    "attend_latent",
+    "attend_latent_heads",
+    "attend_row",
+    "make_latent",
+    "row_pages",
+    "row_vectors",
+    "write_latent",
+]
 
 _EXPANDED = 256
 """Queries of a row from which on making keys and values of all tokens costs less than it saves (decision 0062). A query
@@ -54,12 +62,6 @@ def make_latent(pages: int, page_size: int, width: int, dtype: torch.dtype, devi
     return torch.zeros(pages, page_size, width, dtype=dtype, device=device)
 
 
-def clear_latent(caches: Sequence[Tensor], pages: Sequence[int]) -> None:
-    """Zero these pages of ``caches``."""
-    for cache in caches:
-        cache[list(pages)] = 0
-
-
 def write_latent(cache: Tensor, index: Tensor, vectors: Tensor) -> None:
     """Write ``vectors`` [tokens, width] to ``index`` int64 [tokens] (page * page_size + offset)."""
     cache.view(-1, cache.shape[-1]).index_copy_(0, index, vectors)
@@ -84,7 +86,7 @@ def attend_latent_heads(
     for row in range(few, len(rows.counts)):
         start, count = int(rows.starts[row]), int(rows.counts[row])
         here = slice(tokens, tokens + count)
-        _attend_expanded(queries[here], _vectors(cache, rows, row), heads, start, scale, out[here])
+        _attend_expanded(queries[here], row_vectors(cache, rows, row), heads, start, scale, out[here])
         tokens += count
     return out
 
@@ -98,18 +100,25 @@ def attend_latent(queries: Tensor, cache: Tensor, rows: AttentionRows, dim: int,
     out = queries.new_empty(*queries.shape[:2], dim)
     begin = 0
     for row, (start, count) in enumerate(zip(rows.starts.tolist(), rows.counts.tolist(), strict=True)):
-        vectors = _vectors(cache, rows, row)
-        for low in range(0, count, _QUERIES):
-            high = min(low + _QUERIES, count)
-            keys = vectors[: start + high]
-            here = slice(begin + low, begin + high)
-            # One product for all heads, which share the vectors: a product for each takes a hundred times as long in
-            # bfloat16 on a CPU.
-            scores = torch.mm(queries[here].flatten(0, 1), keys.t()).view(high - low, -1, start + high)
-            weights = _weights(scores, start + low, scale)
-            torch.mm(weights.flatten(0, 1), keys[:, :dim], out=out[here].flatten(0, 1))
+        attend_row(queries, row_vectors(cache, rows, row), start, count, dim, scale, out, begin)
         begin += count
     return out
+
+
+def attend_row(
+    queries: Tensor, vectors: Tensor, start: int, count: int, dim: int, scale: float, out: Tensor, begin: int
+) -> None:
+    """``attend_latent`` of one row's ``queries[begin : begin + count]`` over its ``vectors`` [start + count, width], to
+    the same places of ``out``."""
+    for low in range(0, count, _QUERIES):
+        high = min(low + _QUERIES, count)
+        keys = vectors[: start + high]
+        here = slice(begin + low, begin + high)
+        # One product for all heads, which share the vectors: a product for each takes a hundred times as long in
+        # bfloat16 on a CPU.
+        scores = torch.mm(queries[here].flatten(0, 1), keys.t()).view(high - low, -1, start + high)
+        weights = _weights(scores, start + low, scale)
+        torch.mm(weights.flatten(0, 1), keys[:, :dim], out=out[here].flatten(0, 1))
 
 
 def _attend_expanded(
@@ -142,12 +151,18 @@ def _attend_expanded(
             out[low:high, some] = result[0, ..., :value_dim].transpose(0, 1)
 
 
-def _vectors(cache: Tensor, rows: AttentionRows, row: int) -> Tensor:
+def row_vectors(cache: Tensor, rows: AttentionRows, row: int) -> Tensor:
     """The vectors [tokens, width] that a row sees, its own tokens' among them."""
     page_size, end = cache.shape[1], int(rows.starts[row] + rows.counts[row])
-    pages = torch.from_numpy(rows.pages[row, : -(-end // page_size)]).to(cache.device, torch.int64)
+    pages = row_pages(cache, rows, row)
     places = (pages.unsqueeze(1) * page_size + torch.arange(page_size, device=cache.device)).flatten()[:end]
     return cache.view(-1, cache.shape[-1]).index_select(0, places)
+
+
+def row_pages(cache: Tensor, rows: AttentionRows, row: int) -> Tensor:
+    """The pages int64 [pages] of ``cache`` that hold the tokens which a row sees."""
+    count = -(-int(rows.starts[row] + rows.counts[row]) // cache.shape[1])
+    return torch.from_numpy(rows.pages[row, :count]).to(cache.device, torch.int64)
 
 
 def _weights(scores: Tensor, first: int, scale: float) -> Tensor:

@@ -16,7 +16,7 @@ from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import BoundedRows, ForwardBatch
 from kernels.devices.base import Device
 from kernels.devices.group_caches import make_group
-from kernels.devices.latent_attention import clear_latent
+from kernels.devices.latent_cache import clear_latent
 from kernels.state.bounded_tables import BoundedTable
 from kernels.weights.quantization.cache import LayerScales
 

@@ -23,7 +23,7 @@ from kernels.contract.speculation import SpeculativeSettings
 from kernels.core.layer_context import LayerContext, RowAdapters
 from kernels.devices.base import Device
 from kernels.devices.group_caches import token_bytes
-from kernels.devices.latent_attention import clear_latent
+from kernels.devices.latent_cache import clear_latent
 from kernels.devices.memory import MemoryUsage
 from kernels.distributed.group import Group
 from kernels.execution.captures import Passes

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kernels.contract.caches import Latent
 from kernels.contract.errors import ConfigError
 from kernels.contract.limits import MAX_EXPERTS, MAX_EXPERTS_OF_MODEL, MAX_LAYERS, MAX_SIZE
 from kernels.contract.pooling import PoolingConfig
@@ -22,6 +23,7 @@ __all__ = [
     "MXFP4_BLOCK",
     "ConfigReader",
     "ExpertsConfig",
+    "IndexConfig",
     "LatentConfig",
     "ModelConfig",
     "RopeConfig",
@@ -100,11 +102,26 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class IndexConfig:
+    """The indexer of sparse attention (DeepSeek-AI, arXiv 2512.02556, section 2.1): ``heads`` of ``dim`` numbers score
+    all tokens before a query, which attends to the ``chosen`` best. ``own``: layers that have one; each other layer
+    takes what the last of them before it chose. ``pairs``: as ``ModelConfig``, of the indexer's heads.
+    """
+
+    heads: int
+    dim: int
+    chosen: int
+    own: frozenset[int]
+    pairs: bool = False
+
+
+@dataclass(frozen=True)
 class LatentConfig:
     """Multi-head latent attention (MLA, DeepSeek-AI, arXiv 2405.04434, section 2.1). ``rank``: numbers of the vector
     that keys and values of all heads are made from; ``query_rank``: of the one that queries are, 0: there is none.
     ``plain_dim``, ``rope_dim``: numbers of a query and key head without and with a position. ``value_dim``: of a value.
-    ``apart``: whether weights of keys and of values are stored apart, as in newer GGUF files.
+    ``apart``: whether weights of keys and of values are stored apart, as in newer GGUF files. ``index``: of sparse
+    attention; None: all tokens are attended to.
     """
 
     query_rank: int
@@ -113,6 +130,11 @@ class LatentConfig:
     rope_dim: int
     value_dim: int
     apart: bool = False
+    index: IndexConfig | None = None
+
+    def spec(self, indexed: bool = True) -> Latent:
+        """What a layer caches. ``indexed``: whether it has an indexer, if the model has any."""
+        return Latent(self.rank, self.rope_dim, self.index.dim if indexed and self.index is not None else 0)
 
 
 @dataclass(frozen=True)
@@ -183,6 +205,11 @@ class ModelConfig:
         if self.attention_cap:
             return "attn_logit_softcapping"
         return "the sinks of attention" if self.sinks else ""
+
+    @property
+    def indexed(self) -> bool:
+        """Whether attention reads a step's rows on the host on every device, so that no pass is captured."""
+        return self.latent is not None and self.latent.index is not None
 
     @property
     def rotary_dim(self) -> int:
@@ -365,6 +392,43 @@ class ConfigReader:
             attention_scale=scale,
             pairs=pairs if interleave is None else bool(interleave),
         )
+
+    def indexed_decoder(self, *, experts: ExpertsConfig, eps: float = 1e-6, index_pairs: bool = False) -> ModelConfig:
+        """``latent_decoder`` with an indexer. ``index_pairs``: ``IndexConfig.pairs``, if ``indexer_rope_interleave``
+        does not say it."""
+        plain = self.latent_decoder(experts=experts, eps=eps)
+        latent, interleave = plain.latent, self.raw.get("indexer_rope_interleave")
+        assert latent is not None, "of every latent decoder"
+        index = IndexConfig(
+            self.size("index_n_heads"),
+            self.size("index_head_dim"),
+            self.size("index_topk"),
+            self._indexed_layers(),
+            index_pairs if interleave is None else bool(interleave),
+        )
+        if not latent.query_rank:
+            raise ConfigError(f"config.json: {self.architecture} needs q_lora_rank, which its indexer reads")
+        if index.dim < latent.rope_dim:
+            raise ConfigError(
+                f"config.json: index_head_dim {index.dim} is less than qk_rope_head_dim {latent.rope_dim}, the part of "
+                "it that is rotated"
+            )
+        return dataclasses.replace(plain, latent=dataclasses.replace(latent, index=index))
+
+    def _indexed_layers(self) -> frozenset[int]:
+        """The layers with an indexer of their own: those of ``indexer_types`` or ``index_topk_pattern``, or every
+        ``index_topk_freq``-th from ``index_skip_topk_offset`` on."""
+        layers = self.layers
+        kinds = self.raw.get("indexer_types") or self.raw.get("index_topk_pattern")
+        if kinds is None:
+            every, offset = self.size("index_topk_freq", 1), self.size("index_skip_topk_offset", 2)
+            return frozenset(layer for layer in range(layers) if max(layer - offset + 1, 0) % every == 0)
+        known = {"full": True, "F": True, "shared": False, "S": False}
+        if not isinstance(kinds, list | str) or len(kinds) != layers or not all(kind in known for kind in kinds):
+            raise ConfigError("config.json: indexer_types must say full or shared for each layer")
+        if not known[kinds[0]]:
+            raise ConfigError("config.json: indexer_types must begin with full: no layer is before it")
+        return frozenset(layer for layer, kind in enumerate(kinds) if known[kind])
 
     def local_rope(self, head_dim: int, theta: float) -> RopeConfig:
         """The rotation of layers with a window: ``rope_parameters.sliding_attention``, or ``rope_local_base_freq``."""

@@ -15,14 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.contract.caches import Latent
 from kernels.contract.errors import ConfigError
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.tree import MOST_NODES, Drafts, Growth, chain
 from kernels.devices.capture import CaptureRequest
 from kernels.devices.draft_kernels import TreeShape
-from kernels.devices.latent_attention import make_latent
+from kernels.devices.latent_cache import make_latent_cache
 from kernels.devices.prepared import CapturedPasses, VerifyOutputs
 from kernels.models.config import ModelConfig
 from kernels.speculation.draft_sampler import DraftPlaces, DraftSampler
@@ -88,7 +87,7 @@ class Expansion:
         """Bytes of a token."""
         config, dtype = self._model.config, self._context.dtype
         if (latent := config.latent) is not None:
-            return config.layers * Latent(latent.rank, latent.rope_dim).token_bytes(dtype.itemsize)
+            return config.layers * latent.spec().token_bytes(dtype.itemsize)
         return config.layers * self._device.cache.token_bytes(config.kv_heads, config.head_dim, dtype)
 
     @property
@@ -102,8 +101,7 @@ class Expansion:
         pages, page_size = self._places.cache_pages(pages), context.config.page_size
         if (latent := config.latent) is not None:
             place = context.dtype, self._device.torch_device
-            width = latent.rank + latent.rope_dim
-            self.caches = [make_latent(pages, page_size, width, *place) for _ in range(config.layers)]
+            self.caches = [make_latent_cache(latent.spec(), pages, page_size, *place) for _ in range(config.layers)]
             return self.caches
         self.caches = self._device.cache.make(
             config.layers, pages, page_size, config.kv_heads, config.head_dim, context.dtype

@@ -22,6 +22,7 @@ from tests.kits.driver import (
     EXPERTS,
     FAMILIES,
     GPT_OSS,
+    INDEXED,
     LATENT,
     ROUTED,
     SHARED,
@@ -68,6 +69,7 @@ DIVISIBLE |= {
 
 DIVISIBLE |= {
     "parallel-deepseek-v3": ("DeepseekV3", DEEPSEEK | {"vocab_size": 212}),
+    "parallel-deepseek-v3.2": ("DeepseekV32", INDEXED | {"vocab_size": 212}),
     "parallel-gpt-oss": ("GptOss", GPT_OSS | {"vocab_size": 212}),
     "parallel-minicpm3": ("MiniCPM3", DEEPSEEK | {"vocab_size": 212, "pad_token_id": 0}),
 }

@@ -23,6 +23,7 @@ __all__ = [
     "FAMILIES",
     "GPT_OSS",
     "GREEDY",
+    "INDEXED",
     "LATENT",
     "LLAMA3_ROPE",
     "ROUTED",
@@ -260,6 +261,9 @@ DEEPSEEK = {
     "num_nextn_predict_layers": 0,
 }
 
+INDEXED = DEEPSEEK | {"index_n_heads": 8, "index_head_dim": 12, "index_topk": 16}
+SHARED_INDEX = ["full", "shared", "full", "shared"]
+
 LATENT: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with latent attention
     "deepseek-v2": ("DeepseekV2", DEEPSEEK | {"topk_method": "group_limited_greedy", "rope_parameters": EQUAL_YARN}),
     "deepseek-v2-lite": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy"}),
@@ -269,6 +273,11 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with latent attent
     "mistral4": (
         "Mistral4",
         DEEPSEEK | {"norm_topk_prob": True, "rope_parameters": GROWING_YARN, "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek-v3.2": ("DeepseekV32", INDEXED | {"rope_parameters": LATENT_YARN, "norm_topk_prob": True}),
+    "glm5": (
+        "GlmMoeDsa",
+        INDEXED | {"n_group": 1, "topk_group": 1, "num_hidden_layers": 4, "indexer_types": SHARED_INDEX},
     ),
     "minicpm3": ("MiniCPM3", DEEPSEEK | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32, "pad_token_id": 0}),
 }

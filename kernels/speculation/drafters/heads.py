@@ -27,6 +27,7 @@ from kernels.distributed.group import Group
 from kernels.models.config import ModelConfig
 from kernels.models.layers import block, gqa, mla, mlp, moe
 from kernels.models.layers.block import AttentionLayer
+from kernels.models.layers.indexer import Indexer
 from kernels.models.layers.rotary import RotaryEmbedding
 from kernels.models.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from kernels.speculation.drafter import AcceptedRows, Drafter, DrafterContext, DraftRows, Observation
@@ -112,11 +113,12 @@ class SparseHeadLayer:
 
     def __init__(self, weights: DraftWeights, prefix: str, context: DrafterContext) -> None:
         config, builder, name = weights.local, weights.builder, f"{prefix}.self_attn"
-        self.attention: AttentionLayer = (
-            block.attention(builder, config, name, config.windows[0])
-            if config.latent is None
-            else mla.attention(builder, config, name, 0)
-        )
+        self.attention: AttentionLayer
+        if (latent := config.latent) is None:
+            self.attention = block.attention(builder, config, name, config.windows[0])
+        else:
+            indexer = Indexer(builder, latent.index, name, latent.rope_dim) if latent.index is not None else None
+            self.attention = mla.attention(builder, config, name, 0, indexer)
         norm_weight = weights.take([f"{prefix}.post_attention_layernorm.weight"])
         self.norm = context.device.elementwise.make_norm(norm_weight, config.norm_eps)
         assert config.experts is not None

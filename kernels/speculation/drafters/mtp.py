@@ -241,8 +241,9 @@ class MtpModel:
             )
         prefixes = prefixes[:count]
         architecture = context.full_config.architecture
-        experts = {"first_k_dense_replace": 0, "mlp_layer_types": None}  # a head has them as the last layers do
-        whole = checkpoint.config(architecture, 1, prefixes[0], layer_types=None, sliding_window=None, **experts)
+        # A head has experts as the last layers do, and an indexer of its own.
+        own = {"first_k_dense_replace": 0, "mlp_layer_types": None, "indexer_types": None, "index_topk_pattern": None}
+        whole = checkpoint.config(architecture, 1, prefixes[0], layer_types=None, sliding_window=None, **own)
         if whole.latent is not None and count > 1:
             raise ConfigError("several heads with latent attention are not run: leave --enable-multi-layer-eagle out")
         need_same_hidden_size(checkpoint, whole, context.full_config)

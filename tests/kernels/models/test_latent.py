@@ -48,7 +48,7 @@ def test_expanded_and_latent_rows_share_a_step(reference, drive, prompts, monkey
         assert driver.generate(slot, len(text) + 4) == model.greedy(text, len(text) + 4)
 
 
-@pytest.mark.parametrize("name", ["parallel-deepseek-v3", "parallel-minicpm3"])
+@pytest.mark.parametrize("name", ["parallel-deepseek-v3", "parallel-deepseek-v3.2", "parallel-minicpm3"])
 def test_two_ranks_compute_what_one_does(name, reference, prompts):
     model, (text,) = reference(name), prompts(23)
     first, second = run_ranks([{"model": str(model.path), "prompts": [text], "length": 32}])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32DecoderLayer
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
 
 from kernels.contract.errors import ConfigError
@@ -19,6 +20,7 @@ from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 
 LAYERS = {"deepseek-v3": DeepseekV3DecoderLayer, "glm4-moe": Glm4MoeDecoderLayer}
+DRAFTED = LAYERS | {"deepseek-v3.2": DeepseekV32DecoderLayer}
 SETTINGS = SpeculativeSettings("MTP", num_steps=3, topk=1, num_draft_tokens=4)
 
 
@@ -31,7 +33,7 @@ def with_head(model, name, path):
     shutil.copytree(model.path, path)
     config, hidden = model.model.config, model.model.config.hidden_size
     torch.manual_seed(5)
-    layer = LAYERS[name](config, config.num_hidden_layers - 1).eval()
+    layer = DRAFTED[name](config, config.num_hidden_layers - 1).eval()
     for parameter in layer.parameters():
         parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
     layer.mlp.gate.e_score_correction_bias.normal_(0.0, 0.3)
@@ -76,7 +78,7 @@ def test_a_head_is_transformers_layer(name, reference, drive, tmp_path):
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", DRAFTED)
 def test_drafting_changes_no_token(name, reference, drive, prompts, tmp_path):
     model, texts = reference(name), prompts(20, 150, seed=3)
     with_head(model, name, tmp_path / "model")
