@@ -16,12 +16,8 @@ from kernels.core.operators import Norm, PendingResidual
 from kernels.devices.cache import KvCaches
 from kernels.devices.latent_attention import LatentHeads, attend_latent_heads, write_latent
 from kernels.devices.linear import NormThenLinear
-<<<<<<< HEAD
 from kernels.devices.row_attention import CapAndSinks, attend_rows
-=======
-from kernels.devices.row_attention import attend_rows
 from kernels.devices.sparse_attention import Chosen, attend_chosen, choose_tokens
->>>>>>> main
 
 __all__ = ["Attention", "ProjectedHeads"]
 
