@@ -23,7 +23,7 @@ P = TypeVar("P")
 _QUIET_ROUNDS = 20
 """Turns of the event loop without progress after which the system counts as idle."""
 
-_MOST_YIELDS = 3
+_MAX_YIELDS = 3
 """Most times that an actor yields before it takes a message."""
 
 
@@ -134,7 +134,7 @@ class TestKit:
 
     async def _pause(self) -> None:
         self._activity += 1
-        for _ in range(self._random.randrange(_MOST_YIELDS + 1)):
+        for _ in range(self._random.randrange(_MAX_YIELDS + 1)):
             await asyncio.sleep(0)
 
     def _on_event(self, event: Event) -> None:

@@ -19,7 +19,7 @@ from kernels.devices.linear import NormThenLinear
 from kernels.devices.row_attention import CapAndSinks, attend_rows
 from kernels.devices.sparse_attention import Chosen, attend_chosen, choose_tokens
 
-__all__ = ["Attention", "ProjectedHeads"]
+__all__ = ["Attention", "QkvProjection"]
 
 Cache = TypeVar("Cache")
 """One layer's keys and values, as the device keeps them."""
@@ -45,6 +45,12 @@ class Attention(ABC, Generic[Cache, Plan]):
     @abstractmethod
     def plan(self, rows: AttentionRows, window: int) -> Plan:
         """The plan of a step. ``window``: tokens that a query sees, 0 for all."""
+
+    def plan_layers(self, rows: AttentionRows, window: int) -> Plan:
+        """``plan`` of layers whose ``window`` may be negative: queries see the tokens since its last multiple."""
+        if window >= 0:
+            return self.plan(rows, window)
+        return self.plan(rows.in_chunks(-window, self.caches.page_size), 0)
 
     def plan_draft(
         self, starts: Tensor, pages: Tensor, tokens: int, bits: Tensor | None, roots: Tensor | None, window: int
@@ -153,7 +159,7 @@ class Attention(ABC, Generic[Cache, Plan]):
         swapped = x.unflatten(-1, (2, -1)).flip(-2).view(x.shape)
         torch.addcmul(x * cos, swapped, sin, out=out)
 
-    def place_heads(
+    def norm_rope_cache(
         self, qkv: Tensor, heads: int, norm: Norm | None, cos: Tensor, sin: Tensor, cache: Cache, index: Tensor
     ) -> Tensor:
         """Norm and rotate the queries and keys of ``qkv`` [tokens, heads + 2 * kv_heads, dim], in place, and write keys
@@ -166,16 +172,17 @@ class Attention(ABC, Generic[Cache, Plan]):
         self.caches.write(cache, index, qkv[:, heads:])
         return qkv[:, :heads]
 
-    def make_heads(
+    def make_qkv_projection(
         self, projection: NormThenLinear, heads: int, kv_heads: int, dim: int, norm: Norm | None
-    ) -> ProjectedHeads[Cache]:
-        """A layer's ``projection`` and the placing of its heads; one kernel if the device has one for both."""
-        return ProjectedHeads(self, projection, heads, kv_heads, dim, norm)
+    ) -> QkvProjection[Cache]:
+        """A layer's ``projection`` and then ``norm_rope_cache``; one kernel if the device has one for both."""
+        return QkvProjection(self, projection, heads, kv_heads, dim, norm)
 
 
-class ProjectedHeads(Generic[Cache]):
-    """A layer's projection of the normed stream, whose heads are placed: see ``Attention.place_heads``. ``norm``: of
-    the queries and keys, or none.
+class QkvProjection(Generic[Cache]):
+    """A layer's projection of the normed stream to queries, keys and values, then ``Attention.norm_rope_cache``.
+
+    ``norm``: of the queries and keys, or none.
     """
 
     def __init__(
@@ -189,7 +196,7 @@ class ProjectedHeads(Generic[Cache]):
     ) -> None:
         self.attention, self.projection = attention, projection
         self.heads, self.kv_heads, self.dim, self.norm = heads, kv_heads, dim, norm
-        self._place_heads = attention.place_heads
+        self._norm_rope_cache = attention.norm_rope_cache
 
     def __call__(
         self, x: PendingResidual, residual: Tensor, cos: Tensor, sin: Tensor, cache: Cache, index: Tensor
@@ -198,4 +205,4 @@ class ProjectedHeads(Generic[Cache]):
         both inputs."""
         projected, total = self.projection.add(x, residual)
         qkv = projected.view(-1, self.heads + 2 * self.kv_heads, self.dim)
-        return self._place_heads(qkv, self.heads, self.norm, cos, sin, cache, index), total
+        return self._norm_rope_cache(qkv, self.heads, self.norm, cos, sin, cache, index), total

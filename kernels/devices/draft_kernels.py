@@ -88,7 +88,7 @@ class DraftKernels(ABC):
         [rows, count], the best first; of equals the lowest id first."""
 
     @abstractmethod
-    def make_tree_builder(self, shape: TreeShape, given: AcceptedTokens) -> TreeBuilder | None:
+    def make_tree_builder(self, shape: TreeShape, accepted: AcceptedTokens) -> TreeBuilder | None:
         """Kernels for the steps between the passes that grow a tree; None if there are none for this ``shape``."""
 
     @abstractmethod

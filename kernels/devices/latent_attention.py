@@ -6,7 +6,7 @@ its first numbers are what ``LatentHeads`` makes them from, its last ones are th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ __all__ = [
     "attend_latent",
     "attend_latent_heads",
     "attend_row",
+    "hidden_tokens",
     "make_latent",
     "row_pages",
     "row_vectors",
@@ -80,7 +81,7 @@ def attend_latent_heads(
     tokens = int(rows.counts[:few].sum())
     out = queries.new_empty(*queries.shape[:2], heads.values.shape[2])
     if tokens:
-        first = AttentionRows(rows.starts[:few], rows.counts[:few], rows.pages[:few], rows.decodes)
+        first = replace(rows, starts=rows.starts[:few], counts=rows.counts[:few], pages=rows.pages[:few])
         absorbed = torch.cat(heads.absorb(queries[:tokens]), 2)
         out[:tokens] = heads.expand(attend_latent(absorbed, cache, first, heads.rank, scale))
     for row in range(few, len(rows.counts)):
@@ -99,26 +100,41 @@ def attend_latent(queries: Tensor, cache: Tensor, rows: AttentionRows, dim: int,
     """
     out = queries.new_empty(*queries.shape[:2], dim)
     begin = 0
-    for row, (start, count) in enumerate(zip(rows.starts.tolist(), rows.counts.tolist(), strict=True)):
-        attend_row(queries, row_vectors(cache, rows, row), start, count, dim, scale, out, begin)
+    for row, count in enumerate(rows.counts.tolist()):
+        here = slice(begin, begin + count)
+        attend_row(queries[here], row_vectors(cache, rows, row), rows, row, dim, scale, out[here])
         begin += count
     return out
 
 
 def attend_row(
-    queries: Tensor, vectors: Tensor, start: int, count: int, dim: int, scale: float, out: Tensor, begin: int
+    queries: Tensor, vectors: Tensor, rows: AttentionRows, row: int, dim: int, scale: float, out: Tensor
 ) -> None:
-    """``attend_latent`` of one row's ``queries[begin : begin + count]`` over its ``vectors`` [start + count, width], to
-    the same places of ``out``."""
-    for low in range(0, count, _QUERIES):
-        high = min(low + _QUERIES, count)
-        keys = vectors[: start + high]
-        here = slice(begin + low, begin + high)
+    """``attend_latent`` of one row's ``queries`` [count, heads, width] over its ``vectors`` [start + count, width], to
+    ``out`` [count, heads, dim]."""
+    for low in range(0, len(queries), _QUERIES):
+        high = min(low + _QUERIES, len(queries))
+        hidden = hidden_tokens(rows, row, low, high, vectors.device)
+        keys = vectors[: hidden.shape[1]]
         # One product for all heads, which share the vectors: a product for each takes a hundred times as long in
         # bfloat16 on a CPU.
-        scores = torch.mm(queries[here].flatten(0, 1), keys.t()).view(high - low, -1, start + high)
-        weights = _weights(scores, start + low, scale)
-        torch.mm(weights.flatten(0, 1), keys[:, :dim], out=out[here].flatten(0, 1))
+        scores = torch.mm(queries[low:high].flatten(0, 1), keys.t()).view(high - low, -1, len(keys))
+        wide = (scores.float() * scale).masked_fill_(hidden.unsqueeze(1), -torch.inf)
+        weights = wide.softmax(-1).to(scores.dtype)
+        torch.mm(weights.flatten(0, 1), keys[:, :dim], out=out[low:high].flatten(0, 1))
+
+
+def hidden_tokens(rows: AttentionRows, row: int, low: int, high: int, device: torch.device) -> Tensor:
+    """The tokens that queries ``low .. high`` of a row do not see, bool [queries, tokens]. Of no further tokens
+    any of them sees one."""
+    start, draft = int(rows.starts[row]), row - rows.decodes
+    if rows.tree is None or not 0 <= draft < rows.verifies:
+        tokens = torch.arange(start + high, device=device)
+        return tokens > tokens[start + low :].unsqueeze(1)
+    root = start if rows.roots is None else int(rows.roots[draft])
+    after = torch.arange(start + int(rows.counts[row]), device=device) - root
+    seen = rows.tree[draft, low:high].unsqueeze(1) >> after.clamp(0, 63) & 1
+    return (after >= 0) & (seen == 0)
 
 
 def _attend_expanded(
@@ -163,12 +179,3 @@ def row_pages(cache: Tensor, rows: AttentionRows, row: int) -> Tensor:
     """The pages int64 [pages] of ``cache`` that hold the tokens which a row sees."""
     count = -(-int(rows.starts[row] + rows.counts[row]) // cache.shape[1])
     return torch.from_numpy(rows.pages[row, :count]).to(cache.device, torch.int64)
-
-
-def _weights(scores: Tensor, first: int, scale: float) -> Tensor:
-    """The weights of ``scores`` [queries, heads, tokens], whose queries stand at ``first ..``, in the same dtype."""
-    wide = scores.float() * scale
-    if len(scores) > 1:
-        tokens = torch.arange(scores.shape[2], device=scores.device)
-        wide.masked_fill_(tokens > tokens[first : first + len(scores)].view(-1, 1, 1), -torch.inf)
-    return wide.softmax(-1).to(scores.dtype)

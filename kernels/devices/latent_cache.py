@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.contract.caches import Latent
 from kernels.devices.latent_attention import make_latent
 
-__all__ = ["IndexedLatent", "LatentCache", "clear_latent", "make_latent_cache"]
+__all__ = ["IndexedLatent", "LatentCache", "clear_latent", "make_latent_cache", "move_latent"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +40,17 @@ def make_latent_cache(
 
 def clear_latent(caches: Sequence[LatentCache], pages: Sequence[int]) -> None:
     """Zero these pages of ``caches``."""
+    for part in _parts(caches):
+        part[list(pages)] = 0
+
+
+def move_latent(caches: Sequence[LatentCache], source: Tensor, target: Tensor) -> None:
+    """As ``KvCaches.move``."""
+    for part in _parts(caches):
+        tokens = part.view(-1, part.shape[-1])
+        tokens.index_copy_(0, target, tokens.index_select(0, source))
+
+
+def _parts(caches: Sequence[LatentCache]) -> Iterator[Tensor]:
     for cache in caches:
-        for part in (cache.vectors, cache.keys) if isinstance(cache, IndexedLatent) else (cache,):
-            part[list(pages)] = 0
+        yield from (cache.vectors, cache.keys) if isinstance(cache, IndexedLatent) else (cache,)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
-from kernels.devices.latent_attention import attend_row, row_pages, row_vectors
+from kernels.devices.latent_attention import attend_row, hidden_tokens, row_pages, row_vectors
 
 __all__ = ["Chosen", "attend_chosen", "choose_tokens"]
 
@@ -33,21 +33,21 @@ def choose_tokens(queries: Tensor, weights: Tensor, keys: Tensor, rows: Attentio
         return None
     result: Chosen = []
     begin = 0
-    for row, (start, count) in enumerate(zip(rows.starts.tolist(), rows.counts.tolist(), strict=True)):
-        end = start + count
+    for row, (end, count) in enumerate(zip(ends.tolist(), rows.counts.tolist(), strict=True)):
         if end <= most:
             result.append(None)
             begin += count
             continue
         held, best = row_vectors(keys, rows, row).float().t(), []
-        positions = torch.arange(end, device=queries.device)
         step = max(1, _NUMBERS // (end * queries.shape[1]))
         for low in range(0, count, step):
             high = min(low + step, count)
             here = slice(begin + low, begin + high)
             scores = torch.mm(queries[here].float().flatten(0, 1), held).relu_().view(high - low, -1, end)
             total = torch.bmm(weights[here].unsqueeze(1), scores).squeeze(1)
-            total.masked_fill_(positions > positions[start + low : start + high].unsqueeze(1), -torch.inf)
+            hidden = hidden_tokens(rows, row, low, high, queries.device)
+            total[:, : hidden.shape[1]].masked_fill_(hidden, -torch.inf)
+            total[:, hidden.shape[1] :] = -torch.inf
             found = total.topk(most, 1)
             best.append(found.indices.masked_fill_(found.values == -torch.inf, -1))
         result.append(torch.cat(best))
@@ -64,21 +64,20 @@ def attend_chosen(
     flat, page_size, width = cache.view(-1, cache.shape[-1]), cache.shape[1], cache.shape[2]
     begin = 0
     for row, count in enumerate(rows.counts.tolist()):
-        best = chosen[row]
+        own, best = slice(begin, begin + count), chosen[row]
+        begin += count
         if best is None:
-            attend_row(queries, row_vectors(cache, rows, row), int(rows.starts[row]), count, dim, scale, out, begin)
-            begin += count
+            attend_row(queries[own], row_vectors(cache, rows, row), rows, row, dim, scale, out[own])
             continue
         pages = row_pages(cache, rows, row)
         step = max(1, _NUMBERS // (best.shape[1] * (width + queries.shape[1])))
-        for low in range(0, count, step):
-            high = min(low + step, count)
-            here, some = slice(begin + low, begin + high), best[low:high]
+        for low in range(own.start, own.stop, step):
+            here = slice(low, min(low + step, own.stop))
+            some = best[low - own.start : here.stop - own.start]
             at = some.clamp(min=0)
             places = pages[torch.div(at, page_size, rounding_mode="floor")] * page_size + at % page_size
-            vectors = flat.index_select(0, places.flatten()).view(high - low, -1, width)
+            vectors = flat.index_select(0, places.flatten()).view(len(some), -1, width)
             scores = torch.bmm(queries[here], vectors.transpose(1, 2)).float().mul_(scale)
             shares = scores.masked_fill_((some < 0).unsqueeze(1), -torch.inf).softmax(-1).to(vectors.dtype)
             torch.bmm(shares, vectors[..., :dim], out=out[here])
-        begin += count
     return out

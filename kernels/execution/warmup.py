@@ -86,7 +86,7 @@ class WarmUp:
         places = np.arange(tokens) % ((int(pages.max()) + 1) * self._config.page_size)
         decodes = len(counts) if tokens == len(counts) else 0
         rows = AttentionRows(np.zeros_like(counts), counts, pages, decodes)
-        plans = {window: device.attention.plan(rows, window) for window in self._windows}
+        plans = {window: device.attention.plan_layers(rows, window) for window in self._windows}
         batch = ForwardBatch(ids, positions, device.memory.put(places), plans, rows=rows)
         if self._groups is not None:
             batch = self._groups.place_null(batch, rows)

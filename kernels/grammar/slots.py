@@ -35,7 +35,7 @@ _TEXT_SECONDS, _TOKEN_SECONDS = 1.0, 0.005
 """Processor time that one text may take, while others wait, and how much more for each of its tokens. Not every library
 has a limit of its own."""
 
-_QUICK = 0.001
+_FREE_SECONDS = 0.001
 """Seconds that a text may take in a step without being charged for them."""
 
 
@@ -288,7 +288,7 @@ class _Text:
         """Count the time since ``started``, at most the thread's own since ``begun``. Raises GrammarError where the
         text has taken too much."""
         seconds = time.perf_counter() - started
-        if seconds > _QUICK:
+        if seconds > _FREE_SECONDS:
             self._spent += min(seconds, time.thread_time() - begun)
         if self._spent > _TEXT_SECONDS + _TOKEN_SECONDS * (self.position - self._begin):
             raise GrammarError("it takes too long to follow; simplify it")

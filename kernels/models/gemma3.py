@@ -40,8 +40,8 @@ def config(raw: ConfigReader) -> ModelConfig:
         ropes={layer: local for layer, window in enumerate(windows) if window},
         embedding_scale=plain.hidden_size**0.5,
         attention_scale=raw.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        attention_cap=raw.number("attn_logit_softcapping", 0.0),
-        logit_cap=raw.number("final_logit_softcapping", 0.0),
+        attention_softcap=raw.number("attn_logit_softcapping", 0.0),
+        logit_softcap=raw.number("final_logit_softcapping", 0.0),
         norm_offset=1.0,
     )
 

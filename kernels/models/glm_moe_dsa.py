@@ -15,4 +15,4 @@ tensors, caches, build = deepseek_v32.tensors, deepseek_v32.caches, deepseek_v32
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
     experts = raw.deepseek_experts(raw.later_layers(3), "sigmoid", pair_sum=True)
-    return raw.indexed_decoder(experts=experts, eps=1e-5, index_pairs=True)
+    return raw.indexed_decoder(experts=experts, eps=1e-5, index_interleaved=True)

@@ -51,19 +51,19 @@ class NativeModel:
         greedy = device.sampling.greedy
         if greedy is None:
             return None
-        kept: list[Tensor] = []
+        tensors: list[Tensor] = []
 
         def whole(batch: ForwardBatch) -> Tensor:
             result = model.forward(batch, caches, capture)
             hidden, features = model.split(result) if capture else (result, result)
             logits = model.logits(hidden)
-            kept.extend((features, logits, *greedy(logits)))
+            tensors.extend((features, logits, *greedy(logits)))
             return result
 
         run = device.capture.native_pass(whole, windows, tokens)
-        if run is None or kept[0].dtype != torch.bfloat16:
+        if run is None or tensors[0].dtype != torch.bfloat16:
             return None
-        features, logits, argmax, broken = kept
+        features, logits, argmax, broken = tensors
         bits: npt.NDArray[np.int16] = features.view(torch.int16).numpy()
         return cls(run, bits, logits, argmax.numpy(), broken.numpy(), device.sampling.draw)
 

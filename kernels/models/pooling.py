@@ -28,7 +28,7 @@ _MODES: Mapping[str, Literal["cls", "mean", "last"]] = {
 }
 """Modes of sentence-transformers that are run."""
 
-_MOST_LABELS = 65_536
+_MAX_LABELS = 65_536
 
 
 def read_pooling(directory: Path, config: Mapping[str, Any], is_embedding: bool = False) -> PoolingConfig | None:
@@ -77,7 +77,7 @@ def read_pooling(directory: Path, config: Mapping[str, Any], is_embedding: bool 
         mode=mode,
         normalize="Normalize" in modules or not modules,
         encoder=encoder,
-        most_tokens=min(limits, default=0),
+        max_tokens=min(limits, default=0),
         prompts=prompts,
         default_prompt=default,
         lowercase=transformer.get("do_lower_case") is True,
@@ -121,7 +121,7 @@ def _classifier(name: str, config: Mapping[str, Any], encoder: Entry | None) -> 
         encoder=encoder is not None,
         labels=labels,
         activation=activation,
-        most_tokens=0 if encoder is None else _positions(encoder, config),
+        max_tokens=0 if encoder is None else _positions(encoder, config),
     )
 
 
@@ -149,8 +149,8 @@ def _labels(config: Mapping[str, Any], default: int) -> tuple[str, ...]:
         except ValueError:
             raise ConfigError("config.json: the keys of id2label must be numbers") from None
     count = config.get("num_labels", default)
-    if type(count) is not int or not 0 < count <= _MOST_LABELS:
-        raise ConfigError(f"config.json: num_labels must be 1 to {_MOST_LABELS}, and is {count!r}")
+    if type(count) is not int or not 0 < count <= _MAX_LABELS:
+        raise ConfigError(f"config.json: num_labels must be 1 to {_MAX_LABELS}, and is {count!r}")
     return tuple(f"LABEL_{number}" for number in range(count))
 
 

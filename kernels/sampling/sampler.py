@@ -30,7 +30,7 @@ __all__ = ["Noise", "SampledTokens", "Sampler"]
 
 _GREEDY_BELOW = 1e-5  # temperatures below are greedy
 _FEW_LOGITS = 1 << 14  # up to here processing all rows is faster than selecting some; the result is the same
-_MOST_K = 1024
+_MAX_K = 1024
 _PLANS = 8
 _GREEDY = SlotSampling(temperature=0.0)
 _SCORE_CHUNK = 1 << 24  # logits scored at once
@@ -155,7 +155,7 @@ class _Plan:
         self.largest_k = int(top_k.max(initial=0))
         # Whether a device's own kernel for top-k and top-p can run.
         cut_k = top_k[restricted]
-        self.plain_k = bool((cut_k == 0).all() or (cut_k.min() > 0 and cut_k.max() <= _MOST_K))
+        self.plain_k = bool((cut_k == 0).all() or (cut_k.min() > 0 and cut_k.max() <= _MAX_K))
         self.judged = put(judged) if len(judged) else None
         self.judged_p = put(top_p)
 
@@ -163,7 +163,7 @@ class _Plan:
         scored = np.flatnonzero(logprobs >= 0)
         self.scored = put(scored) if len(scored) else None
         self.top_counts = torch.from_numpy(logprobs.clip(min=0))
-        self.most = int(logprobs.max(initial=0))
+        self.max_logprobs = int(logprobs.max(initial=0))
         unedited = bool(state.unedited[at].all())
         self.plain = unedited and not len(sampled)
         self.masked = bool(state.masked[at].any())
@@ -194,7 +194,7 @@ class Sampler:
         own_mask: MaskLogits | None = None,
     ) -> None:
         self._apart = apart
-        self._most_plans = _PLANS + max_slots if apart else _PLANS
+        self._max_plans = _PLANS + max_slots if apart else _PLANS
         self._own_top_k_top_p, self._own_greedy, self._own_draw = own_top_k_top_p, own_greedy, own_draw
         self._own_mask = own_mask
         self._put = put or (lambda array: torch.from_numpy(array).to(self.device))
@@ -390,7 +390,7 @@ class Sampler:
     def _plan(self, slots: tuple[int, ...]) -> _Plan:
         plan = self._plans.get(slots)
         if plan is None:
-            if len(self._plans) >= self._most_plans:
+            if len(self._plans) >= self._max_plans:
                 self._plans.clear()
             plan = self._plans[slots] = _Plan(self._slots, slots, self._put, self.device.type == "cpu")
         return plan
@@ -420,9 +420,9 @@ class Sampler:
             else:
                 floor[some], floor_id[some] = cut(logits, rows[some], blocks[some], *wanted)
         if plan.log_min_p is not None:
-            least = row_max + plan.temperature * plan.log_min_p
-            floor_id = torch.where(least > floor, vocab, floor_id)
-            floor = torch.maximum(least, floor)
+            min_logit = row_max + plan.temperature * plan.log_min_p
+            floor_id = torch.where(min_logit > floor, vocab, floor_id)
+            floor = torch.maximum(min_logit, floor)
         keys = keys_at(plan.keys, positions)
         if logits.device.type != "cpu":
             return race_over_all(logits, rows, row_max, keys, plan.temperature, floor, floor_id)
@@ -468,9 +468,9 @@ class Sampler:
         normalizer = log_normalizer(raw, some, row_max[some])
         logprobs = torch.full_like(row_max, torch.nan)
         logprobs[some] = raw[some, tokens[some]] - normalizer
-        if plan.most == 0:
+        if plan.max_logprobs == 0:
             return SampledTokens(tokens, broken, logprobs, top_counts=plan.top_counts)
-        values, ids = top(raw, some, blocks[some], plan.most)
+        values, ids = top(raw, some, blocks[some], plan.max_logprobs)
         top_ids = torch.zeros((len(raw), ids.shape[1]), dtype=torch.int64, device=raw.device)
         top_logprobs = torch.full(top_ids.shape, torch.nan, device=raw.device)
         top_ids[some], top_logprobs[some] = ids, values - normalizer[:, None]

@@ -68,7 +68,7 @@ class NativeDraftLoop:
         self._device, self._state, self._sampler = speculator.device, speculator.slots, speculator.sampler
         self._max_rows, self._steps = max_rows, speculator.settings.num_steps
         drafter = speculator.drafter
-        self._depth, self._most, self._linear = drafter.depth, drafter.most_nodes - 1, not drafter.branches
+        self._depth, self._max_drafts, self._linear = drafter.depth, drafter.max_nodes - 1, not drafter.branches
         self._verify = target.run.verify(self._state.table, target.logits, target.tokens, target.broken)
         self._cycle = drafts.cycle(target)
         self._rows: tuple[bytes, bytes] | None = None  # slots and generations of the bound rows
@@ -126,7 +126,7 @@ class NativeDraftLoop:
         state, slots = self._state, self._slots
         self._known = known = state.known[slots]
         self._room = room = state.page_count[slots] * state.page_size
-        fits = (state.computed[slots] + 1 == known) & (known <= room) & (known < state.longest)
+        fits = (state.computed[slots] + 1 == known) & (known <= room) & (known < state.max_length)
         return bool(fits.all())
 
     def check_over(self) -> bool:
@@ -177,12 +177,14 @@ class NativeDraftLoop:
         drafts = () if trees is None else trees.linear()
         return self._grammars.check_chains(self._masked, chains, self._target.logits, drafts)
 
-    def _show(self, batch: StepBatch, seen: NativeObservation, depths: bytes, continues: bool = False) -> None:
+    def _show(self, batch: StepBatch, observation: NativeObservation, depths: bytes, continues: bool = False) -> None:
         """Record accepted tokens for the drafter. ``continues``: as in ``Speculator.record_accepted``."""
-        self._speculator.record_accepted(seen, np.frombuffer(batch.generations, dtype=np.int32), continues)
+        self._speculator.record_accepted(observation, np.frombuffer(batch.generations, dtype=np.int32), continues)
         if self._records_acceptance:
             levels = np.frombuffer(depths, dtype=np.int32).tolist()
-            self._speculator.drafter.record_acceptance(seen.slots.tolist(), (seen.counts - 1).tolist(), levels)
+            self._speculator.drafter.record_acceptance(
+                observation.slots.tolist(), (observation.counts - 1).tolist(), levels
+            )
 
     def _draft(self, batch: StepBatch) -> NativeTrees | None:
         """The trees of all rows; only the root in rows that do not draft."""
@@ -190,7 +192,9 @@ class NativeDraftLoop:
         assert state.here is not None
         known, capacity, left = self._known, self._room, self._left - 1
         limits = np.minimum(np.frombuffer(batch.draft_limits, dtype=np.int32), capacity - known)
-        limits = np.minimum(limits, np.minimum(left, self._most) if self._linear else np.where(left > 0, self._most, 0))
+        limits = np.minimum(
+            limits, np.minimum(left, self._max_drafts) if self._linear else np.where(left > 0, self._max_drafts, 0)
+        )
         some = np.flatnonzero(limits > 0)
         roots = known - 1
         if not len(some):

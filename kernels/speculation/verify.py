@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ from kernels.core.arrays import ragged
 from kernels.core.operators import Acceptance
 from kernels.core.tree import DraftTree, chain, unpack_bits
 from kernels.devices.base import Device
+from kernels.devices.latent_cache import move_latent
 from kernels.sampling.masks import RowMasks
 from kernels.sampling.sampler import SampledTokens, Sampler
 from kernels.state.slots import SlotTable
@@ -211,34 +213,34 @@ class VerifyResult:
         step: StepRows,
         samples: Samples,
         sampled: SampledTokens,
-        found: AcceptedPath,
+        path: AcceptedPath,
         put: Callable[[Longs], Tensor],
     ) -> VerifyResult:
-        """The result of a step. ``found``: the accepted paths. ``put``: copies an array to the device."""
+        """The result of a step. ``path``: the accepted paths. ``put``: copies an array to the device."""
         assert step.drafts is not None
         part = samples.verified
         counts = step.counts[step.verifying]
-        levels = found.path.shape[1]
+        levels = path.path.shape[1]
         begins = put(part.start + np.cumsum(counts) - counts)
-        passed = (begins.unsqueeze(1) + found.path).reshape(-1)
+        passed = (begins.unsqueeze(1) + path.path).reshape(-1)
         total = len(samples.slots)
         device = passed.device
         entries = torch.cat(
             (torch.arange(part.start, device=device), passed, torch.arange(part.stop, total, device=device))
         )
-        tokens = torch.cat((sampled.tokens[: part.start], found.tokens.reshape(-1), sampled.tokens[part.stop :]))
+        tokens = torch.cat((sampled.tokens[: part.start], path.tokens.reshape(-1), sampled.tokens[part.stop :]))
         broken = sampled.broken.index_select(0, entries)
         own = broken[part.start : part.start + passed.numel()].view(-1, levels)
-        counted = torch.arange(levels, device=device) < found.counts.unsqueeze(1)
+        counted = torch.arange(levels, device=device) < path.counts.unsqueeze(1)
         unsound = (own & counted).any(1)
         depths = step.drafts.tree.depths
         run = torch.arange(depths.shape[1], device=device) < put(counts).unsqueeze(1)
         reach = depths.masked_fill(~run, 0).amax(1)
         outcome = torch.cat(
             (
-                torch.where(unsound, -found.counts, found.counts).unsqueeze(1),
+                torch.where(unsound, -path.counts, path.counts).unsqueeze(1),
                 reach.unsqueeze(1),
-                found.path,
+                path.path,
             ),
             1,
         )
@@ -294,9 +296,12 @@ class VerifyResult:
         return cls(chosen, index // levels, index % levels, outcome)
 
     @classmethod
-    def from_device(cls, found: Acceptance) -> VerifyResult:
+    def from_device(cls, acceptance: Acceptance) -> VerifyResult:
         """For rows that all verified and were accepted by the device: entries are [rows, levels]."""
-        return replace(cls.from_outcome(SampledTokens(found.tokens, found.broken), found.outcome), accepted=found)
+        return replace(
+            cls.from_outcome(SampledTokens(acceptance.tokens, acceptance.broken), acceptance.outcome),
+            accepted=acceptance,
+        )
 
 
 class Verifier:
@@ -309,6 +314,8 @@ class Verifier:
         self._depth = depth
         self._lenient = settings.accept_threshold_single < 1 or settings.accept_threshold_acc < 1
         self._here = device.torch_device.type == "cpu"
+        self.latent = False
+        """Whether the target's caches hold latent vectors."""
         self._accepted: Tensor | None = None  # the rows of ``Drafting.accept`` in this step
         self._emitted = 0.0  # rounding remainder of settings.fixed_acceptance
 
@@ -479,7 +486,7 @@ class Verifier:
             warm.index_select(0, first),
         )
 
-    def _append(self, step: StepRows, samples: Samples, sampled: SampledTokens, found: AcceptedPath) -> None:
+    def _append(self, step: StepRows, samples: Samples, sampled: SampledTokens, path: AcceptedPath) -> None:
         """Append the sampled tokens to the table. In rows that verified the host counts them in ``begin_step``."""
         state, put, part = self._slots, self._device.memory.put, samples.verified
         if part.start > 0 or part.stop < len(samples.slots):
@@ -487,14 +494,14 @@ class Verifier:
             slots = samples.slots[index]
             tokens = sampled.tokens.index_select(0, put(index))
             state.append(slots, put(slots), put(samples.lengths[index]), tokens)
-        state.write(step.slots[step.verifying], step.starts[step.verifying] + 1, found.tokens)
+        state.write(step.slots[step.verifying], step.starts[step.verifying] + 1, path.tokens)
 
-    def move(self, step: StepRows, cache_index: Tensor, outcome: Tensor, caches: Sequence[object]) -> None:
+    def move(self, step: StepRows, cache_index: Tensor, outcome: Tensor, caches: Sequence[Any]) -> None:
         """Move the keys and values of accepted nodes to consecutive positions."""
         assert step.drafts is not None
         if step.drafts.tree.linear:
             return
-        rows, drafting = self._accepted, self._device.drafting
+        rows, drafting = self._accepted, None if self.latent else self._device.drafting
         if rows is not None and drafting is not None and drafting.move_accepted(caches, cache_index, rows, outcome):
             return
         counts, path = outcome[:, :1].abs(), outcome[:, 2:]
@@ -503,7 +510,10 @@ class Verifier:
         inside = levels < counts
         source = cache_index[(begins + torch.where(inside, path, 0)).reshape(-1)]
         target = cache_index[(begins + torch.where(inside, levels, 0)).reshape(-1)]
-        self._device.cache.move_all(caches, source, target, path.shape[1])
+        if self.latent:
+            move_latent(caches, source, target)
+        else:
+            self._device.cache.move_all(caches, source, target, path.shape[1])
 
 
 def _places(counts: Longs, width: int) -> Longs:

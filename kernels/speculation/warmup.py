@@ -50,12 +50,12 @@ def warm_up_drafts(start: Start, info: ModelInfo, drafter: Drafter, max_slots: i
     """Run warm-up steps with ``start`` (``ModelRunner.start``). They use free slots and pages and release them.
     ``info``: the runner's description."""
     stage = _Stage(start, info, drafter)
-    each = max(_SHORT, drafter.most_nodes)
+    each = max(_SHORT, drafter.max_nodes)
     most = min(max_slots - 1, max_step_tokens // each, stage.room(_SHORT))
     for rows in (rows for rows in _ROWS if rows <= most):
         stage.alike(rows)
     if most > 1:
-        for draft_tokens in {1, drafter.most_nodes - 1}:
+        for draft_tokens in {1, drafter.max_nodes - 1}:
             stage.beside(min(most, _BESIDE), draft_tokens)
     if most > 0:
         longest = min(max_step_tokens, stage.longest)
@@ -72,9 +72,11 @@ class _Stage:
 
     def __init__(self, start: Start, info: ModelInfo, drafter: Drafter) -> None:
         self._start, self._info, self._looks_up = start, info, drafter.needs_host_tokens
-        self._draft_tokens, self._levels = drafter.most_nodes - 1, range(1, drafter.depth) if drafter.stepwise else ()
+        self._draft_tokens, self._levels = drafter.max_nodes - 1, range(1, drafter.depth) if drafter.stepwise else ()
         # Positions that a request needs after its prompt.
-        self._behind = (_STEPS + len(self._levels)) * drafter.most_nodes + max(drafter.reach(), self._draft_tokens)
+        self._behind = (_STEPS + len(self._levels)) * drafter.max_nodes + max(
+            drafter.early_positions(), self._draft_tokens
+        )
         self._number, self._page = 0, 1
         self._running: deque[RunningStep] = deque()
         self._admitted: list[Admission] = []
@@ -213,7 +215,7 @@ class TargetParts:
 def precompile_drafts(config: RunnerConfig, drafter: Drafter, target: TargetParts) -> None:
     """Run passes that verify and observe, with ``drafter`` over the first page of its own caches."""
     passes = _Passes(config.page_size, drafter, target)
-    most, longest = drafter.most_nodes, config.max_step_tokens
+    most, longest = drafter.max_nodes, config.max_step_tokens
     for nodes in sorted({min(most, size) for size in _COMPILED_SIZES}):
         result = passes.verify(nodes)
     # The split of sequences depends on their lengths and number, no longer on the tokens that each verifies.

@@ -151,6 +151,7 @@ class TensorSpec:
 
     ``name``: its Hugging Face name, which ends in ``.weight`` or ``.bias``. ``split``: how ranks divide it; None: each
     rank has all of it. ``gguf``: None where GGUF files have no such tensor. ``aliases``: other names in safetensors.
+    ``unread``: tensors that safetensors may hold beside it and that are not read.
     """
 
     name: str
@@ -160,6 +161,7 @@ class TensorSpec:
     gguf: GgufPlace | None = None
     aliases: tuple[str, ...] = ()
     stacked: StackedExpert | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:

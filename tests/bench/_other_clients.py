@@ -32,7 +32,7 @@ def _root(url: str) -> str:
 def anthropic_ways(url: str, model: str) -> Iterator[Way]:
     from anthropic import Anthropic
 
-    from tests.bench.clients import MOST_TOKENS, PATIENCE, PERSON, TOOL, WEATHER, Person, need, user
+    from tests.bench.clients import MAX_TOKENS, PATIENCE, PERSON, TOOL, WEATHER, Person, need, user
 
     client = Anthropic(base_url=_root(url), api_key="none", max_retries=0, timeout=PATIENCE)
     function = TOOL["function"]
@@ -42,7 +42,7 @@ def anthropic_ways(url: str, model: str) -> Iterator[Way]:
         "description": function["description"],
         "input_schema": function["parameters"],
     }
-    options: Any = {"model": model, "max_tokens": MOST_TOKENS}
+    options: Any = {"model": model, "max_tokens": MAX_TOKENS}
 
     def called(text: str, choice: Any) -> object:
         answer = client.messages.create(**options, messages=user(text), tools=[tool], tool_choice=choice)
@@ -71,10 +71,10 @@ def anthropic_ways(url: str, model: str) -> Iterator[Way]:
 def ollama_ways(url: str, model: str) -> Iterator[Way]:
     import ollama
 
-    from tests.bench.clients import MOST_TOKENS, PERSON, TOOL, WEATHER, Person, user
+    from tests.bench.clients import MAX_TOKENS, PERSON, TOOL, WEATHER, Person, user
 
     client = ollama.Client(host=_root(url))
-    options: Any = {"num_predict": MOST_TOKENS}
+    options: Any = {"num_predict": MAX_TOKENS}
 
     def formed(form: Any) -> object:
         return client.chat(model, user(PERSON), format=form, options=options).message.content
@@ -152,12 +152,12 @@ def litellm_other_ways(url: str, model: str) -> Iterator[Way]:
     """litellm over completions, responses, and Anthropic's and Ollama's APIs."""
     import litellm
 
-    from tests.bench.clients import MOST_TOKENS, TOOL, WEATHER, need, user
+    from tests.bench.clients import MAX_TOKENS, TOOL, WEATHER, need, user
 
     ours: Any = {"model": f"openai/{model}", "api_base": url, "api_key": "none"}
 
     def respond() -> object:
-        answer: Any = litellm.responses(**ours, input="Hello!", max_output_tokens=MOST_TOKENS)
+        answer: Any = litellm.responses(**ours, input="Hello!", max_output_tokens=MAX_TOKENS)
         return need(answer.output[-1].content[0].text, str)
 
     def complete_text() -> object:
@@ -166,7 +166,7 @@ def litellm_other_ways(url: str, model: str) -> Iterator[Way]:
         return need(answer.choices[0].text, str)
 
     def stream() -> object:
-        parts: Any = litellm.completion(**ours, messages=user("Hello!"), stream=True, max_tokens=MOST_TOKENS)
+        parts: Any = litellm.completion(**ours, messages=user("Hello!"), stream=True, max_tokens=MAX_TOKENS)
         return "".join(part.choices[0].delta.content or "" for part in parts)
 
     yield "a stream", stream
@@ -175,7 +175,7 @@ def litellm_other_ways(url: str, model: str) -> Iterator[Way]:
 
     for provider, base in (("anthropic", _root(url)), ("ollama_chat", _root(url))):
         options: dict[str, Any] = {
-            "model": f"{provider}/{model}", "api_base": base, "api_key": "none", "max_tokens": MOST_TOKENS,
+            "model": f"{provider}/{model}", "api_base": base, "api_key": "none", "max_tokens": MAX_TOKENS,
         }  # fmt: skip
 
         def complete(options: dict[str, Any] = options) -> object:

@@ -36,7 +36,7 @@ import psutil
 import uvloop
 
 from actors.caching import PrefixCache
-from actors.protocol import CacheUpdate, Commit, Grow, OpenSequence, PeekPrefixes, Step
+from actors.protocol import AllocatePages, CacheUpdate, CommitTokens, OpenSequence, PeekPrefixes, Step
 from kernels.contract.step import StepBatch, StepResult
 from tests.bench import hop, planner
 from tests.bench._costless import CONTEXT
@@ -194,8 +194,8 @@ def _cache_times(size: int) -> list[float]:
     rng = np.random.default_rng(0)
     known, *unknown = (rng.integers(0, 30_000, LONG + 1, dtype=np.int32).tobytes() for _ in range(10))
     prefixes.open(OpenSequence(sequence=0, tokens=known))
-    prefixes.turn(CacheUpdate(grows=(Grow(0, pages),)))
-    prefixes.turn(CacheUpdate(commits=(Commit(0, b"", LONG),)))
+    prefixes.update(CacheUpdate(allocations=(AllocatePages(0, pages),)))
+    prefixes.update(CacheUpdate(commits=(CommitTokens(0, b"", LONG),)))
     measured: dict[str, list[float]] = {}
 
     def time_of(name: str, call: Callable[[], Any]) -> None:
@@ -206,15 +206,15 @@ def _cache_times(size: int) -> list[float]:
     for number in range(1, 10):
         time_of("lock", lambda number=number: prefixes.open(OpenSequence(sequence=number, tokens=known)))
         time_of("look", lambda: prefixes.peek(PeekPrefixes(tokens=(known,), salts=(b"",))))
-        prefixes.turn(CacheUpdate(closes=(number,)))
+        prefixes.update(CacheUpdate(closed=(number,)))
         tokens = unknown[number - 1]
         time_of("miss", lambda tokens=tokens: prefixes.open(OpenSequence(sequence=100, tokens=tokens)))
-        time_of("chunk", lambda: prefixes.turn(CacheUpdate(grows=(Grow(100, 2048 // size),))))
-        prefixes.turn(CacheUpdate(closes=(100,)))
+        time_of("chunk", lambda: prefixes.update(CacheUpdate(allocations=(AllocatePages(100, 2048 // size),))))
+        prefixes.update(CacheUpdate(closed=(100,)))
         prefixes.open(OpenSequence(sequence=100, tokens=tokens))
-        time_of("all", lambda: prefixes.turn(CacheUpdate(grows=(Grow(100, pages),))))
-        prefixes.turn(CacheUpdate(commits=(Commit(100, b"", LONG),)))
-        time_of("close", lambda: prefixes.turn(CacheUpdate(closes=(100,))))
+        time_of("all", lambda: prefixes.update(CacheUpdate(allocations=(AllocatePages(100, pages),))))
+        prefixes.update(CacheUpdate(commits=(CommitTokens(100, b"", LONG),)))
+        time_of("close", lambda: prefixes.update(CacheUpdate(closed=(100,))))
     return [statistics.median(times) for times in measured.values()]
 
 

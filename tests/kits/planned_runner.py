@@ -27,7 +27,13 @@ def pack(values: Sequence[int]) -> bytes:
 
 
 def make_runner(model: Path, **options: Any) -> tuple[ModelRunner, Any]:
-    defaults = {"dtype": "float32", "max_total_tokens": 1024, "max_slots": 9, "threads": 1, "page_size": PAGE}
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "max_total_tokens": 1024,
+        "max_slots": 9,
+        "threads": 1,
+        "page_size": PAGE,
+    }
     runner = ModelRunner(RunnerConfig(model_path=str(model), **(defaults | {"max_step_tokens": 256} | options)))
     return runner, runner.load()
 
@@ -35,7 +41,7 @@ def make_runner(model: Path, **options: Any) -> tuple[ModelRunner, Any]:
 class Line:
     """Planner and prefix cache before a runner.
 
-    ``outputs``: the tokens of each request; ``cached``: of its prompt; ``most_used``: pages of each bounded group.
+    ``outputs``: the tokens of each request; ``cached``: of its prompt; ``max_used``: pages of each bounded group.
     """
 
     def __init__(self, model: Path, runner: dict[str, Any] | None = None, **config: Any) -> None:
@@ -45,7 +51,7 @@ class Line:
         self.outputs: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
         self.ends: list[int] = []
-        self.most_used: list[int] = []
+        self.max_used: list[int] = []
         self.start_worker()
 
     def start_worker(self) -> None:
@@ -67,21 +73,21 @@ class Line:
             self.cache.check()
             if plan is None:
                 break
-            assert not plan.emissions
+            assert not plan.outputs
             assert plan.batch is not None
             self.sent.append(plan.batch)
         usage = self.cache.usage().bounded
-        self.most_used = [
-            max(pair) for pair in zip(self.most_used or [0] * len(usage), (g.used for g in usage), strict=True)
+        self.max_used = [
+            max(pair) for pair in zip(self.max_used or [0] * len(usage), (g.used for g in usage), strict=True)
         ]
         if not self.sent:
             return False
         result = self.runner.run(self.sent.pop(0))
         assert not result.failed
-        for emission in self.planner.finish_step(result, 0.0):
-            self.outputs[emission.sequence] += emission.tokens
-            self.cached[emission.sequence] = emission.cached_tokens
-            self.ends += [emission.sequence] * (emission.ended is not None)
+        for output in self.planner.finish_step(result, 0.0):
+            self.outputs[output.sequence] += output.tokens
+            self.cached[output.sequence] = output.cached_tokens
+            self.ends += [output.sequence] * (output.ended is not None)
         return True
 
     def play(self) -> None:

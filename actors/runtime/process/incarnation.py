@@ -21,7 +21,7 @@ from actors.runtime.process.wire import Death, LogLine, pack_header, unpack_erro
 
 __all__ = ["ProcessIncarnation"]
 
-_KILL_AFTER = 1.0
+_KILL_AFTER_SECONDS = 1.0
 """Seconds between the end of a child's link and SIGKILL."""
 
 _STANDBY_PATIENCE_SECONDS = 10.0
@@ -174,7 +174,7 @@ class ProcessIncarnation(Incarnation):
         gone = self._gone
         if not gone:
             child.kill()
-        with anyio.move_on_after(_KILL_AFTER):
+        with anyio.move_on_after(_KILL_AFTER_SECONDS):
             await self._until(lambda: child.exited)
         if not child.exited:
             child.kill()

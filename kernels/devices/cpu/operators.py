@@ -26,7 +26,7 @@ __all__ = ["Cache8bit", "Native", "NativeWeight"]
 
 _EMBED, _ANGLES, _NORM = range(3)
 _ROTARY, _WRITE, _ATTENTION, _SILU, _EXPERTS, _GREEDY, _ADD = range(4, 11)
-_WRITE_8BIT, _FAKE_QUANTIZE, _PLACE, _DRAW = range(14, 18)
+_WRITE_8BIT, _FAKE_QUANTIZE, _NORM_ROPE_CACHE, _DRAW = range(14, 18)
 _CACHE_TYPES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
 _HEAD_DIMS = (32, 64, 96, 128, 256)
 
@@ -130,9 +130,9 @@ class Native(OperatorRunner):
         """As ``linear``, with a weight in blocks; ``gated``: in those of one type."""
         return self._multiply(x, weight.outputs // 2 if gated else weight.outputs, products(weight, bias, gated))
 
-    def _multiply(self, x: Tensor, width: int, found: MatmulOps) -> Tensor:
+    def _multiply(self, x: Tensor, width: int, ops: MatmulOps) -> Tensor:
         out = self._empty(len(x), width)
-        for op, first, kept in found:
+        for op, first, kept in ops:
             op.a, op.stride_a = x.data_ptr(), x.stride(0)
             op.out, op.stride_out = out[:, first:].data_ptr(), width
             op.invariant = self.batch_invariant
@@ -229,10 +229,10 @@ class Native(OperatorRunner):
         self._call(_of(op, cache), Step(len(keys_values), index=index.data_ptr()), *_held(cache))
 
     @staticmethod
-    def fits_place(dim: int) -> bool:
+    def fits_norm_rope_cache(dim: int) -> bool:
         return dim in _HEAD_DIMS
 
-    def place(
+    def norm_rope_cache(
         self,
         qkv: Tensor,
         heads: int,
@@ -251,7 +251,7 @@ class Native(OperatorRunner):
         kv_heads = (every - heads) // 2
         weight, eps = norm or (None, 0.0)
         op = Op(
-            kind=_PLACE,
+            kind=_NORM_ROPE_CACHE,
             a=qkv.data_ptr(),
             b=cos.data_ptr(),
             c=sin.data_ptr(),

@@ -114,7 +114,7 @@ class NativeDecode:
         return RunningStep(lambda: result, True, self._context.idle_work if skipped_drafts else None)
 
     def advance(self) -> bytes | None:
-        """Run the rows that were checked last: see ``Advance``."""
+        """Run the rows that were checked last: see ``DecodeCall``."""
         state = self._state
         if state.stops and state.may_be_over(self._slots) and not state.left(self._slots).any():
             return b""

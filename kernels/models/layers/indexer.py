@@ -48,7 +48,7 @@ class Indexer:
         self._norm = builder.layer_norm(f"{name}.k_norm", eps=_EPS)
         self._weights = builder.linear(f"{name}.weights_proj")
         self._scale = (index.heads * index.dim) ** -0.5
-        order = rotary_order(rope_dim, rope_dim, index.pairs)
+        order = rotary_order(rope_dim, rope_dim, index.rope_interleaved)
         self._order = None if order is None else torch.tensor(order, device=builder.ops.torch_device)
         self._rope = rope_dim
 

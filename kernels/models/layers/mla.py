@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kernels.contract.caches import CacheGroup
@@ -23,7 +22,7 @@ from kernels.devices.latent_attention import LatentHeads
 from kernels.models.config import LatentConfig, ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.indexer import Indexer
-from kernels.models.layers.rotary import rotary_order
+from kernels.models.layers.rotary import grow, rotary_order
 from kernels.weights.tensors import TensorSpec, by_inputs, by_outputs, linear, norm
 
 __all__ = ["LatentAttention", "attention", "caches", "tensors"]
@@ -120,10 +119,8 @@ class LatentAttention:
             queries = self.queries(compressed)
         queries = queries.view(len(x), self.heads, -1)
         queries = attention.place_latent(queries, vectors, self.norm, cos, sin, cache, batch.cache_index)
-        if self.growth[0]:
-            factor, length = self.growth
-            steps = torch.div(batch.positions, length, rounding_mode="floor").float()
-            queries = queries * (1.0 + factor * torch.log1p(steps)).to(queries.dtype).view(-1, 1, 1)
+        if self.growth is not None:
+            queries = grow(queries, batch.positions, self.growth)
         if indexer is None or indexer.chosen is None:
             result = attention.attend_latent(queries, cache, batch, self.expansion, self.scale).flatten(1)
         else:
@@ -157,10 +154,10 @@ def _head_order(config: ModelConfig, before: int, heads: int) -> list[int]:
     """The order of the outputs of ``heads`` in which the halves of their rotated parts, which follow ``before`` others,
     rotate against one another."""
     rotated = _sizes(config).rope_dim
-    order = rotary_order(rotated, rotated, config.pairs) or range(rotated)
+    order = rotary_order(rotated, rotated, config.rope_interleaved) or range(rotated)
     head = [*range(before), *(before + place for place in order)]
     return [index * len(head) + place for index in range(heads) for place in head]
 
 
 def _ordered(builder: LayerBuilder, config: ModelConfig, order: Sequence[int], *modules: str) -> Linear:
-    return builder.ordered(order, *modules) if config.pairs else builder.linear(*modules)
+    return builder.ordered(order, *modules) if config.rope_interleaved else builder.linear(*modules)

@@ -23,7 +23,8 @@ __all__ = ["DEEPSEEK", "QWEN", "ExpertNames", "SparseFeedForward", "tensors"]
 class ExpertNames:
     """A checkpoint's names of a layer's expert block and of an expert's projections; and in the block of the expert
     that all tokens take, of the router, and of the correction of its scores, "": there is none. ``boxed``: it is
-    one row of a matrix. ``both``, ``down_of_all``: the tensors of all experts, in a layer."""
+    one row of a matrix. ``both``, ``down_of_all``: the tensors of all experts, in a layer. ``shared_parts``: gate, up
+    and down of the expert that all tokens take, where they are named otherwise."""
 
     block: str
     gate: str
@@ -35,6 +36,12 @@ class ExpertNames:
     boxed: bool = False
     both: str = "mlp.experts.gate_up_proj"
     down_of_all: str = "mlp.experts.down_proj"
+    shared_parts: tuple[str, str, str] | None = None
+
+    @property
+    def shared_projections(self) -> tuple[str, str, str]:
+        """Gate, up and down of the expert that all tokens take."""
+        return self.shared_parts or (self.gate, self.up, self.down)
 
 
 QWEN = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
@@ -74,11 +81,12 @@ def tensors(
             weight = f"{block}.experts.{expert}.{name}.weight"
             yield TensorSpec(weight, shape, role, split, apart, (), stacked)
     if config.shared:
-        name, width = f"{block}.{names.shared}", config.shared
-        outputs, inputs = by_outputs((width, width)), by_inputs(width, width)
-        yield from linear(f"{name}.{names.gate}", (width, hidden), outputs, f"{gguf}.ffn_gate_shexp")
-        yield from linear(f"{name}.{names.up}", (width, hidden), outputs, f"{gguf}.ffn_up_shexp")
-        yield from linear(f"{name}.{names.down}", (hidden, width), inputs, f"{gguf}.ffn_down_shexp", role=Role.DOWN)
+        name, width, bias = f"{block}.{names.shared}", config.shared, config.shared_bias
+        outputs, inputs, place = by_outputs((width, width)), by_inputs(width, width), f"{gguf}.ffn_down_shexp"
+        gate, up, last = names.shared_projections
+        yield from linear(f"{name}.{gate}", (width, hidden), outputs, f"{gguf}.ffn_gate_shexp", bias=bias)
+        yield from linear(f"{name}.{up}", (width, hidden), outputs, f"{gguf}.ffn_up_shexp", bias=bias)
+        yield from linear(f"{name}.{last}", (hidden, width), inputs, place, bias=bias, role=Role.DOWN)
         if config.weighted:
             yield from linear(f"{name}_gate", (1, hidden), None, f"{gguf}.ffn_gate_inp_shexp", role=Role.ROUTER)
 
@@ -89,8 +97,8 @@ class SharedExpert:
 
     def __init__(self, builder: LayerBuilder, names: ExpertNames, module: str, weighted: bool) -> None:
         self._elementwise = builder.ops.elementwise
-        self.gate_up = builder.gated(f"{module}.{names.gate}", f"{module}.{names.up}")
-        down = f"{module}.{names.down}"
+        *gates, down = (f"{module}.{name}" for name in names.shared_projections)
+        self.gate_up = builder.gated(*gates)
         builder.refuse_adapters((down,))
         self.down = builder.ops.linear.make_projection(builder.source.projection([down]), builder.row_bias(down))
         self.weight: Linear | None = None
@@ -113,7 +121,8 @@ class SparseFeedForward:
 
     def __init__(self, builder: LayerBuilder, config: ExpertsConfig, layer: str, names: ExpertNames = QWEN) -> None:
         block, source = f"{layer}.{names.block}", builder.source
-        self.group, self._routes = builder.mesh, builder.routes
+        self.group, self._routes, factor = builder.mesh, builder.routes, config.result_scale
+        self._scaled = builder.ops.elementwise.compose(lambda x: x * factor, lambda x: x) if factor != 1.0 else None
         experts = []
         for expert in range(config.count):
             name = f"{block}.experts.{expert}"
@@ -138,6 +147,8 @@ class SparseFeedForward:
         out = self.experts(x)
         if self.shared is not None:
             out = self.shared.add(x, out)
+        if self._scaled is not None:
+            out = self._scaled(out)
         return out if self.group.size == 1 else self.group.all_reduce(out)
 
 
@@ -151,4 +162,5 @@ def _routing(config: ExpertsConfig, correction: Tensor | None) -> Routing:
         config.pair_sum,
         config.scale,
         correction,
+        config.jitter,
     )

@@ -20,8 +20,11 @@ __all__ = ["VocabularyEmbedding", "VocabularyHead", "tensors", "vocabulary"]
 def tensors(config: ModelConfig, embed: str = "model.embed_tokens", head: str = "lm_head") -> Iterator[TensorSpec]:
     """The table of embeddings, and the output where it has a weight of its own."""
     yield embedding(embed, config.vocab_size, config.hidden_size, "token_embd")
+    weight = output(head, config.vocab_size, config.hidden_size, "output")
     if not config.tied_embeddings:
-        yield output(head, config.vocab_size, config.hidden_size, "output")
+        yield weight
+    if config.head_bias:
+        yield weight.bias()
 
 
 def vocabulary(
@@ -38,7 +41,9 @@ def vocabulary(
     if config.tied_embeddings and builder.fp32_head:
         floats = builder.source.take([f"{embed}.weight"])
         linear = ops.linear.make_float_head(floats, True)
-        return _ends(builder, config, ops.linear.make_lookup(floats), linear, len(floats))
+        return _ends(
+            builder, config, ops.linear.make_lookup(floats), _biased(builder, config, linear, head), len(floats)
+        )
     table = builder.source.table(embed)
     if config.tied_embeddings:
         lookup, linear = ops.linear.make_tied(table)
@@ -47,7 +52,13 @@ def vocabulary(
         weight = builder.source.projection([head])
         layers = ops.linear
         linear = layers.make_float_head(weight, False) if builder.fp32_head else layers.make_projection(weight, None)
-    return _ends(builder, config, lookup, linear, table.shape[0])
+    return _ends(builder, config, lookup, _biased(builder, config, linear, head), table.shape[0])
+
+
+def _biased(builder: ModelBuilder, config: ModelConfig, linear: Linear, head: str) -> Linear:
+    """``linear`` with the output's bias, if the model has one."""
+    bias = builder.source.biases([head]) if config.head_bias else None
+    return linear if bias is None else builder.ops.elementwise.compose(lambda x: linear(x) + bias, lambda x: x)
 
 
 def _ends(
@@ -56,8 +67,8 @@ def _ends(
     """Embedding and output head, with the factors and the cap that the model has."""
     compose, mesh = builder.ops.elementwise.compose, builder.mesh
     lookup = _scaled(builder, config, lookup)
-    if (scale := config.logit_scale) != 1.0 or config.logit_cap:
-        cap, logits = config.logit_cap, linear
+    if (scale := config.logit_scale) != 1.0 or config.logit_softcap:
+        cap, logits = config.logit_softcap, linear
 
         def scaled(x: Tensor) -> Tensor:
             result = logits(x) * scale if scale != 1.0 else logits(x)

@@ -183,7 +183,7 @@ class HeadDrafter(Drafter):
         self._expansion = Expansion(context, model)
         self.parameters, self.weight_bytes = model.weights.parameters, model.weights.weight_bytes
         self.cache_bytes = self._expansion.cache_bytes
-        self.depth, self.most_nodes = context.settings.num_steps, context.settings.num_draft_tokens
+        self.depth, self.max_nodes = context.settings.num_steps, context.settings.num_draft_tokens
         shape = (context.config.max_slots, model.width)
         self._states = torch.zeros(shape, dtype=context.dtype, device=context.device.torch_device)
         self.spare_bytes = self._expansion.spare_bytes
@@ -199,8 +199,8 @@ class HeadDrafter(Drafter):
         self._expansion.capture(agree)
         self._early = self._expansion.prepare_early(self._model, self._states, agree, ends)
 
-    def reach(self) -> int:
-        return 0 if self._early is None else self._early.reach
+    def early_positions(self) -> int:
+        return 0 if self._early is None else self._early.early_positions
 
     def draft_early(self, accepted: AcceptedRows) -> DraftTree | None:
         if self._early is None or not self._early.size(len(accepted.roots)):
@@ -220,11 +220,11 @@ class HeadDrafter(Drafter):
     def admit(self, admission: Admission, tokens: npt.NDArray[np.int32]) -> None:
         self._observed[admission.slot] = -1
 
-    def observe(self, seen: Observation) -> None:
-        assert seen.features is not None, "made from features"
-        self._observed[seen.slots] = seen.starts + seen.counts
-        states = self._expansion.observe(seen, seen.next_tokens, self._model.start(seen.features))
-        self._states.index_copy_(0, seen.device_slots, states.index_select(0, seen.last))
+    def observe(self, observation: Observation) -> None:
+        assert observation.features is not None, "made from features"
+        self._observed[observation.slots] = observation.starts + observation.counts
+        states = self._expansion.observe(observation, observation.next_tokens, self._model.start(observation.features))
+        self._states.index_copy_(0, observation.device_slots, states.index_select(0, observation.last))
 
     def draft(self, rows: DraftRows) -> Drafts:
         drafts = self._expansion.draft(rows, self._states.index_select(0, rows.device_slots))

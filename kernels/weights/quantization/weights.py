@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.weights.tensors import Part
 
 __all__ = [
-    "FP8_MOST",
+    "FP8_MAX",
     "Activation",
     "Fp8Weight",
     "GroupedWeight",
@@ -34,7 +34,7 @@ __all__ = [
     "within",
 ]
 
-FP8_MOST = 448.0
+FP8_MAX = 448.0
 """The largest e4m3 number."""
 
 
@@ -276,8 +276,8 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
 def quantize_fp8(weight: Tensor) -> Fp8Weight:
     """Quantize ``weight`` [outputs, inputs] to e4m3, with a scale for each output."""
     wide = weight.float()
-    scales = wide.abs().amax(1).div_(FP8_MOST).clamp_(min=torch.finfo(torch.float32).tiny)
-    held = (wide / scales[:, None]).clamp_(-FP8_MOST, FP8_MOST)
+    scales = wide.abs().amax(1).div_(FP8_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
+    held = (wide / scales[:, None]).clamp_(-FP8_MAX, FP8_MAX)
     host = held.cpu() if held.device.type == "npu" else held  # which has no cast to it
     return Fp8Weight(host.to(torch.float8_e4m3fn).to(held.device), scales)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels.contract.step import SlotSampling
-from tests.kits.driver import DENSE, LATENT, ROUTED
+from tests.kits.driver import DENSE, HYBRID, LATENT, ROUTED
 
 FAMILIES = [
     "llama2",
@@ -30,6 +30,7 @@ FAMILIES = [
     "qwen3-moe-some",
     "qwen3-moe-step",
     *DENSE,
+    *HYBRID,
     *LATENT,
     *ROUTED,
 ]

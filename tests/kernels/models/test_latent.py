@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from kernels.contract.caches import CacheGroup, Latent
 from kernels.contract.errors import ConfigError
-from kernels.contract.speculation import SpeculativeSettings
 from kernels.devices import latent_attention
 from kernels.models.config_loader import parse_config, read_config
 from kernels.models.registry import caches
@@ -108,7 +107,6 @@ def test_fp8_in_blocks_is_what_its_floats_are(block, ranks, reference, drive, pr
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"speculation": SpeculativeSettings("NGRAM")}, "leave --speculative-algorithm out"),
         ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype is for keys and values"),
         ({"invariant": True}, "leave --enable-deterministic-inference out"),
     ],

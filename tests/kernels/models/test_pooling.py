@@ -104,7 +104,7 @@ def test_an_encoder_that_counts_from_zero_needs_no_padding_token(tmp_path):
 def test_the_most_tokens_are_those_of_the_transformer_module(tmp_path, name):
     (tmp_path / f"sentence_{name}_config.json").write_text('{"max_seq_length": 33, "do_lower_case": true}')
     found = read_pooling(tmp_path, {"architectures": ["BertModel"]})
-    assert (found.most_tokens, found.lowercase) == (33, True)
+    assert (found.max_tokens, found.lowercase) == (33, True)
 
 
 @pytest.mark.parametrize("family", sorted(ENCODER))

@@ -141,9 +141,12 @@ def tandem(drive, layout, monkeypatch):
             assert (left - (self._speculator.drafter.depth + 1) > 1).all()
             followed.append(ints(batch.slots))
             held, pages = passes[-1]
-            starts, reach = held.rows[: len(found.slots), 1].numpy(), self._speculator.drafter.reach()
+            starts, early_positions = (
+                held.rows[: len(found.slots), 1].numpy(),
+                self._speculator.drafter.early_positions(),
+            )
             last = starts + held.tokens - 1
-            for row, end in enumerate(np.maximum(last, starts + reach).tolist()):
+            for row, end in enumerate(np.maximum(last, starts + early_positions).tolist()):
                 assert (pages[row, : end // PAGE + 1] > 0).all()
         return found
 
@@ -278,7 +281,7 @@ def test_every_possible_acceptance_has_room(length, more, follows, tandem):
         made.decode((1, 1), count=2)
         made.wait()
         drafter = made.runner._loaded.speculator.drafter
-        assert drafter.reach() == {4: 14, 2: 6}[drafter.depth]
+        assert drafter.early_positions() == {4: 14, 2: 6}[drafter.depth]
         assert tandem.followed == [[1]] * follows
 
 

@@ -121,15 +121,15 @@ class Traffic:
 
     def send(self, plan):
         if plan is not None:
-            self.hear(plan.emissions)
+            self.hear(plan.outputs)
             if plan.batch is not None:
                 self.running.append(self.runner.start(plan.batch))
 
-    def hear(self, emissions):
-        for emission in emissions:
-            self.outputs.setdefault(emission.sequence, []).extend(emission.tokens)
-            if emission.ended is not None:
-                self.ends[emission.sequence] = emission.ended.reason
+    def hear(self, outputs):
+        for output in outputs:
+            self.outputs.setdefault(output.sequence, []).extend(output.tokens)
+            if output.ended is not None:
+                self.ends[output.sequence] = output.ended.reason
 
 
 @pytest.mark.parametrize("faulty", [False, True])

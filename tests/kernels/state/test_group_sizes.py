@@ -55,6 +55,6 @@ def test_snapshots_weigh_no_more_than_the_other_groups() -> None:
 def test_as_many_pages_as_fit_a_budget(groups: tuple[CacheGroup, ...]) -> None:
     found = sizes(*groups)
     for budget in (0, 10_000, 1_000_000, 30_000_000):
-        pages = found.most_pages(budget, 5000)
+        pages = found.max_pages(budget, 5000)
         assert pages == 0 or found.bytes(pages) <= budget
         assert pages == 5000 or found.bytes(max(pages, 1) + 1) > budget

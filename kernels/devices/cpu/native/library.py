@@ -166,7 +166,7 @@ class Table(ctypes.Structure):
         ("columns", ctypes.c_int64),
         ("page_size", ctypes.c_int64),
         ("stops", ctypes.c_void_p),
-        ("most_stops", ctypes.c_int64),
+        ("max_stops", ctypes.c_int64),
         ("stops_from", ctypes.c_void_p),
     )
 
@@ -228,12 +228,12 @@ class Cycle(ctypes.Structure):
         ("argmax", ctypes.c_void_p),
         ("broken", ctypes.c_void_p),
         ("draw", ctypes.c_void_p),
-        ("most", ctypes.c_int64),
-        ("longest", ctypes.c_int64),
+        ("max_drafts", ctypes.c_int64),
+        ("max_length", ctypes.c_int64),
         ("observing", ctypes.c_void_p),
         ("observing_count", ctypes.c_int64),
         ("seen", Observation),
-        ("most_seen", ctypes.c_int64),
+        ("max_observed", ctypes.c_int64),
     )
 
 

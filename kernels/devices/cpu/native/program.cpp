@@ -118,7 +118,7 @@ void rotary(const Op& op, const Step&, int64_t row) {
         }
 }
 
-void place(const Op& op, const Step& step, int64_t row) {
+void norm_rope_cache(const Op& op, const Step& step, int64_t row) {
     const int64_t dim = op.i0, half = dim / 2, heads = op.i1, kv_heads = op.i2;
     const Cache8bit kept(op, op.out, dim, kv_heads);
     bf16 *x = at<bf16>(op.a, row, op.stride_a), *cached = at<bf16>(op.out, step.index[row], 2 * kv_heads * dim);
@@ -188,20 +188,20 @@ bool argmax_of(const Op& op, int64_t row, int64_t& id, float& top) {
     const bf16* logits = at<bf16>(op.a, row, op.stride_a);
     const Ints sixteen = splat(16);
     const Floats none = splat(-INFINITY);
-    Floats most = none;
+    Floats largest_value = none;
     Ints ids = lane_numbers(), best = ids;
     Mask broken = 0;
     for (int64_t i = 0; i < op.i0; i += 16) {
         const Mask here = first_lanes(op.i0 - i);
         const Floats value = select(here, load(logits + i, here), none);
-        const Mask more = value > most;
+        const Mask more = value > largest_value;
         broken |= static_cast<Mask>(~(value < splat(INFINITY)));
-        most = select(more, value, most);
+        largest_value = select(more, value, largest_value);
         best = select(more, ids, best);
         ids = ids + sixteen;
     }
-    top = max_all(most);
-    const Mask winners = most == splat(top);
+    top = max_all(largest_value);
+    const Mask winners = largest_value == splat(top);
     const bool failed = broken || top == -INFINITY;
     id = failed ? 0 : min_all(select(winners, best, splat(INT32_MAX)));
     return failed;
@@ -250,13 +250,13 @@ int64_t invariant_rows(const Op& op) {
 }
 
 void run(Engine& engine, const Op& op, const Step& step) {
-    if (const int64_t most = op.invariant ? invariant_rows(op) : 0; most && step.rows > most) {
+    if (const int64_t max_rows = op.invariant ? invariant_rows(op) : 0; max_rows && step.rows > max_rows) {
         Op part = op;
-        Step some = step;
-        for (int64_t row = 0; row < step.rows; row += most) {
+        Step part_step = step;
+        for (int64_t row = 0; row < step.rows; row += max_rows) {
             part.a = at<bf16>(op.a, row, op.stride_a), part.out = at<bf16>(op.out, row, op.stride_out);
-            some.rows = std::min(most, step.rows - row);
-            run(engine, part, some);
+            part_step.rows = std::min(max_rows, step.rows - row);
+            run(engine, part, part_step);
         }
         return;
     }
@@ -289,7 +289,7 @@ void run(Engine& engine, const Op& op, const Step& step) {
         case NORM: rows.call = norm; break;
         case ROTARY: rows.call = rotary; break;
         case WRITE: rows.call = write; break;
-        case PLACE: rows.call = place; break;
+        case NORM_ROPE_CACHE: rows.call = norm_rope_cache; break;
         case WRITE_8BIT: rows.call = write_8bit; break;
         case SILU: rows.call = silu_and_mul; break;
         case FAKE_QUANTIZE: rows.call = fake_quantize; break;

@@ -28,8 +28,8 @@ class CudaDraftKernels(DraftKernels):
     def candidates(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return candidates(logits, count)
 
-    def make_tree_builder(self, shape: TreeShape, given: AcceptedTokens) -> TreeBuilder | None:
-        return CudaTreeBuilder(shape, given) if CudaTreeBuilder.fits(shape) else None
+    def make_tree_builder(self, shape: TreeShape, accepted: AcceptedTokens) -> TreeBuilder | None:
+        return CudaTreeBuilder(shape, accepted) if CudaTreeBuilder.fits(shape) else None
 
     def accept(
         self, tree: DraftTree, rows: Tensor, sampled: Tensor, broken: Tensor, depth: int, forced: int, table: Tensor

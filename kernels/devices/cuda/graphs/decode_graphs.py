@@ -137,9 +137,9 @@ class DecodeGraphs:
         """
         assert plan.rows is not None
         rows = plan.rows
-        count, most = len(rows.starts), int(rows.counts.max())
+        count, max_count = len(rows.starts), int(rows.counts.max())
         size = next((size for size in self.sizes if size >= count), 0)
-        if not size or (size > count and not self._padded) or most > self._tokens:
+        if not size or (size > count and not self._padded) or max_count > self._tokens:
             return None
         if (rows.decodes if self._header == 1 else rows.decodes + rows.verifies) < count:
             return None
@@ -264,7 +264,7 @@ class DecodeGraphs:
         assert decodes is not None, "speculation is without bounded groups"
         bounded: dict[CacheSpec, BoundedRows] = {}
         for spec, index, pages in zip(self._bounded, self._index, self._pages, strict=True):
-            plan = AttentionPlan(replace(decodes, own_pages=pages[:size]), None, spec.tokens)
+            plan = AttentionPlan(replace(decodes, own_pages=pages[:size]), None, spec.length)
             bounded[spec] = BoundedRows.captured(self._page_size, index[:size], plan)
         return replace(batch, bounded=bounded)
 

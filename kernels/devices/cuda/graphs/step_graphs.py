@@ -276,7 +276,7 @@ class StepGraphs:
         plans = {window: AttentionPlan(decodes, None, window) for window in self._windows}
         bounded: dict[CacheSpec, BoundedRows] = {}
         for group, spec in enumerate(self._bounded):
-            plan = AttentionPlan(replace(decodes, own_pages=self._pages[group, :size]), None, spec.tokens)
+            plan = AttentionPlan(replace(decodes, own_pages=self._pages[group, :size]), None, spec.length)
             bounded[spec] = BoundedRows.captured(self._page_size, index[1 + group], plan)
         hidden, logits = self._forward(ForwardBatch(tokens, positions, index[0], plans, bounded=bounded), None)
         result = torch.empty(size, dtype=torch.int32, device=state.device)

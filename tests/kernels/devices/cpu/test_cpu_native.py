@@ -205,9 +205,9 @@ def test_heads_are_placed_as_by_one_operator_after_another(dim, normed, platform
     index = torch.randperm(8 * 16, generator=generator)[:20]
     norm = platform.elementwise.make_norm(torch.randn(7, dim, generator=generator), 0.1) if normed else None
     expected, found = platform.cache.make(2, 8, 16, 2, dim, BF16)
-    apart = Attention.place_heads(platform.attention, qkv.clone(), 5, norm, cos, sin, expected, index)
+    apart = Attention.norm_rope_cache(platform.attention, qkv.clone(), 5, norm, cos, sin, expected, index)
     monkeypatch.delattr(Native, "rotary")
-    queries = platform.attention.place_heads(qkv, 5, norm, cos, sin, found, index)
+    queries = platform.attention.norm_rope_cache(qkv, 5, norm, cos, sin, found, index)
     assert torch.equal(queries, apart)
     assert torch.equal(found, expected)
     assert found.count_nonzero() > 0

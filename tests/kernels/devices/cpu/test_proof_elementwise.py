@@ -98,7 +98,7 @@ def test_heads_are_normed_and_rotated_as_in_float64(
     values = qkv[:, heads + kv_heads :].clone()
 
     def place(qkv: Tensor, at: slice = slice(None)) -> Tensor:
-        return device.attention.place_heads(qkv.clone(), heads, norm, cos[at], sin[at], cache, index[at])
+        return device.attention.norm_rope_cache(qkv.clone(), heads, norm, cos[at], sin[at], cache, index[at])
 
     found = place(qkv)
     assert_near(found, exact[:, :heads], noise[:, :heads])

@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 
+from kernels.devices.cuda.moe import experts
 from kernels.devices.cuda.moe.experts import CudaExperts
 from kernels.devices.experts import ClampedGate, ExpertsInTurn, ExpertWeights, Routing
 from kernels.weights.quantization.mxfp4 import Mxfp4Weight
@@ -162,6 +163,18 @@ def test_experts_with_biases_and_clamped_gates(kind, biases, tokens, device):
     onto = router.to(device)
     found = CudaExperts(lambda x: x @ onto.t(), given, Routing(2, True), gate)(x.to(device)).cpu()
     expected = ExpertsInTurn(lambda x: x @ router.t(), functions, Routing(2, True))(x)
+    assert (found - expected).float().norm() <= 5e-3 * expected.float().norm()
+
+
+@pytest.mark.parametrize("kind", ["floats", "fp8", "4 bits"])
+@pytest.mark.parametrize("mean_pairs", [8, 20, 40, 100, 200])
+def test_every_tile_multiplies_the_same(kind, mean_pairs, device, monkeypatch):
+    router, given, _ = layers(kind, torch.float16, device)
+    onto, x = router.to(device), torch.randn(mean_pairs * 5 // 2, HIDDEN, dtype=torch.float16, device=device)
+    layer = CudaExperts(lambda x: x @ onto.t(), given, Routing(2, True))
+    found = layer(x)
+    monkeypatch.setattr(experts, "has_large_shared_memory", lambda device: False)
+    expected = layer(x)
     assert (found - expected).float().norm() <= 5e-3 * expected.float().norm()
 
 
