@@ -296,9 +296,10 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
 class Support:
     """What a family supports. ``gguf``: its name in GGUF files; "": none. ``experts``: layers of experts. ``windows``:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
-    ``eager``: attention is what plain torch does on some devices, or on all; ``capped``: its scores are capped, or heads
-    have sinks. ``latent``: keys and values are latent vectors; ``indexed``: of which an indexer chooses some. ``states``: layers keep states of
-    sequences. ``plain``: the layers have Llama's operators alone, which native code has.
+    ``eager``: attention that some devices, or all, run in plain torch; ``capped``: since scores are capped, or heads
+    have sinks. ``latent``: keys and values are latent vectors; ``indexed``: of which an indexer chooses some.
+    ``states``: layers keep states of sequences. ``plain``: the layers have Llama's operators alone, which native code
+    has.
     """
 
     architecture: str
