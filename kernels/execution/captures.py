@@ -23,7 +23,7 @@ __all__ = ["Passes"]
 
 class Passes:
     """Captures passes of ``model`` over ``caches``, with the tables of ``slots``. ``agree``, ``bounded``: see
-    ``CaptureRequest``."""
+    ``CaptureRequest``. ``moves``: whether passes that verify trees can move what they accept in ``caches``."""
 
     def __init__(
         self,
@@ -36,8 +36,10 @@ class Passes:
         windows: Iterable[int],
         agree: Callable[[bool], bool],
         bounded: Sequence[Window] = (),
+        moves: bool = True,
     ) -> None:
         self._config, self._device, self._agree, self._bounded = config, device, agree, bounded
+        self._moves = moves
         self._model, self._caches, self._slots, self._windows = model, caches, slots, sorted(windows)
 
     def capture_decodes(self, rows: int, tokens: int = 1, tree: bool = False, depth: int = 0) -> CapturedPasses | None:
@@ -61,7 +63,7 @@ class Passes:
 
         if speculation is not None and tokens > 1 and greedy is not None and self._config.tp_size == 1:
             forced = int(speculation.fixed_acceptance)
-            known = drafting is not None and forced == speculation.fixed_acceptance
+            known = drafting is not None and forced == speculation.fixed_acceptance and (self._moves or not tree)
             head = VerifyHead(find, accept if known else None, lambda result: model.split(result)[1])
         request = CaptureRequest(
             forward=lambda batch: model.forward(batch, self._caches),

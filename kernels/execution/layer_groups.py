@@ -38,6 +38,7 @@ class LayerGroups:
 
     ``is_plain``: all groups share the main page table and its plans, and their steps need nothing from here.
     ``is_captured``: passes over them can be captured; ``windowed``: the specs of the bounded groups, then.
+    ``has_latent``: some keep latent vectors.
     ``caches``: of each of ``layers``; a tuple where it is in several groups, in their order; None where it is in none;
     ``shared``: that of another layer.
     Raises UnsupportedError.
@@ -59,6 +60,7 @@ class LayerGroups:
         self.bounded = tuple(group for group in groups if group.bounded)
         self._planned = (Paged, Latent) if device.attention.plans_latent else (Paged,)
         self.is_plain = all(isinstance(group.group.spec, self._planned) for group in groups)
+        self.has_latent = any(isinstance(group.group.spec, Latent) for group in groups)
         self.windowed = tuple(group.group.spec for group in self.bounded if isinstance(group.group.spec, Window))
         captured = (*self._planned, Window) if device.capture.holds_windows else self._planned
         self.is_captured = all(isinstance(group.group.spec, captured) for group in groups)

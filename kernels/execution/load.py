@@ -227,8 +227,7 @@ def _open_groups(
     if is_plain(groups):
         return groups
     kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))
-    # Where passes over latent vectors are captured, none verifies draft tokens.
-    if config.speculation is not None and (part.latent is None or device.attention.plans_latent):
+    if config.speculation is not None and part.latent is None:
         raise ConfigError(
             f"speculative decoding needs keys and values of all tokens in every layer, and the layers of "
             f"{part.architecture} keep: {kinds}; leave --speculative-algorithm out"
@@ -454,6 +453,7 @@ def _step_memory(
             windows=groups.windows(frozenset(part.windows)),
             agree=lambda could: could,
             bounded=groups.windowed,
+            moves=part.latent is None,
         )
         rows = config.max_slots - 1
         if drafter is None:

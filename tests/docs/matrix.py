@@ -99,7 +99,7 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
         yield "K"
     if paged and any(name.startswith("fp8") for name in features.cache_dtypes):
         yield "E"
-    if paged or (family.latent and not family.states and not features.plans_latent):
+    if paged or (family.latent and not family.states):
         yield "S"
     if features.collectives:
         yield "T"
