@@ -14,6 +14,6 @@ from tests.kits.tiny_architectures import save_tiny
 def test_logits_and_tokens_are_transformers(kind, tmp_path):
     """Partial rotation, caps, windows and experts."""
     model = save_tiny(kind, tmp_path)
-    driver = drive_code(tmp_path, device="cuda")
+    driver = drive_code(tmp_path, device="cuda", page_size=16)
     assert driver.info.device.startswith("cuda")
     assert greatest_difference(model, driver) < 1e-3
