@@ -24,7 +24,7 @@ from kernels.devices.row_attention import CapAndSinks
 from kernels.models.config import ModelConfig, QueryGrowth
 from kernels.models.layers import gqa
 from kernels.models.layers.builder import LayerBuilder
-from kernels.models.layers.rotary import grow
+from kernels.models.layers.rotary import alibi_slopes, grow
 
 __all__ = [
     "AttentionLayer",
@@ -85,9 +85,14 @@ class SelfAttention:
         refuse = builder.ops.elementwise.compose(lambda x: x, lambda x: x)
         self.extra = CapAndSinks(config.attention_softcap, sinks)
         self.weights, self.growth = weights, growth
+        self.slopes, self.growth_length = None, config.growth_length
+        if config.alibi:
+            slopes = alibi_slopes(config.heads * builder.mesh.size)[builder.mesh.rank * config.heads :][: config.heads]
+            self.slopes = torch.tensor(slopes, device=builder.ops.torch_device)
         self._unrecorded = None if weights is None and growth is None else refuse  # programs scale no queries
         # What reads the host's rows is not captured.
-        self._uncaptured = refuse if plain or (config.row_attention and not self.attention.plans_caps) else None
+        eager = plain or (config.row_attention and config.eager_with(self.attention.plans_caps))
+        self._uncaptured = refuse if eager else None
         self._capped = config.row_attention
 
     def __call__(
@@ -101,7 +106,17 @@ class SelfAttention:
         if self._uncaptured is not None:
             queries, rows, extra = self._uncaptured(queries), batch.rows, self.extra
             assert rows is not None, "such attention is part of no captured pass"
-            result = self.attention.attend_rows(queries, cache, rows, self.window, self.scale, extra.cap, extra.sinks)
+            result = self.attention.attend_rows(
+                queries,
+                cache,
+                rows,
+                self.window,
+                self.scale,
+                extra.cap,
+                extra.sinks,
+                slopes=self.slopes,
+                growth_length=self.growth_length,
+            )
         elif not self._capped:
             result = self.attention.attend(queries, cache, batch.plans[self.window], self.scale)
         else:

@@ -90,7 +90,7 @@ class _Numbers:
     words: int
 
     @classmethod
-    def of(cls, size: Size, tables: int) -> _Numbers:
+    def from_size(cls, size: Size, tables: int) -> _Numbers:
         tokens, rows = size
         longs = (2 + tables) * tokens + rows
         return cls(longs, 2 * longs + 4 * (-(-tokens // TILE) + min(rows, _CHUNKS)))
@@ -183,7 +183,7 @@ class PromptGraphs:
 
     def _fill(self, prompts: PromptTokens, size: Size) -> npt.NDArray[np.int32]:
         """The numbers of ``size``."""
-        tokens, layout = int(prompts.counts.sum()), _Numbers.of(size, self._tables)
+        tokens, layout = int(prompts.counts.sum()), _Numbers.from_size(size, self._tables)
         numbers = np.zeros(layout.words, dtype=np.int32)
         longs = numbers[: 2 * layout.longs].view(np.int64)
         firsts = (2 + self._tables) * size[0]
@@ -226,7 +226,7 @@ class PromptGraphs:
         ]
 
     def _run(self, size: Size) -> CapturedStepResult:
-        (tokens, rows), layout = size, _Numbers.of(size, self._tables)
+        (tokens, rows), layout = size, _Numbers.from_size(size, self._tables)
         numbers = self._numbers[size]
         longs = numbers[: 2 * layout.longs].view(torch.int64)
         firsts = (2 + self._tables) * tokens
