@@ -356,6 +356,7 @@ _EXAMPLE = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
+    "attn_temperature_len": 32,
 }
 """A small model with everything that a family may have."""
 
