@@ -14,7 +14,7 @@ from kernels.devices.features import DeviceFeatures
 from kernels.devices.npu.features import FEATURES as NPU
 from kernels.models.registry import BUILT_IN, Support, families
 from tests.kits.device_features import features_of
-from tests.kits.driver import DENSE, FAMILIES, HYBRID, LATENT, ROUTED, SPARSE
+from tests.kits.driver import FAMILIES, HYBRID, LATENT, SPARSE
 from tests.kits.fallback import RUNS, TABLE
 
 __all__ = ["architectures", "code", "code_architectures", "matrix"]
@@ -33,8 +33,6 @@ COMPARED = frozenset(
     f"{family.removesuffix('Text')}ForCausalLM" for family, _ in (FAMILIES | HYBRID | LATENT | SPARSE).values()
 )
 """Families whose answers tests compare with transformers' on every device."""
-ON_GPUS = frozenset(f"{family}ForCausalLM" for family, _ in (DENSE | ROUTED).values())
-"""Other families whose answers a test compares on an NVIDIA GPU (``test_cuda_platform``)."""
 
 
 def matrix() -> str:
@@ -78,17 +76,12 @@ def _families() -> Iterator[tuple[str, str, tuple[str, ...]]]:
         architecture = family.architecture
         if architecture not in built_in:
             continue
-        name = architecture.replace("ForConditionalGeneration", "ForCausalLM")
+        note = "" if architecture.replace("ForConditionalGeneration", "ForCausalLM") in COMPARED else "²"
         does = [
-            " ".join(_letters(family, features, device == "CPU")) + ("" if _is_compared(name, device) else "²")
+            " ".join(_letters(family, features, device == "CPU")) + ("" if device == "CPU" else note)
             for device, features in DEVICES.items()
         ]
         yield _name(built_in[architecture].module), architecture, (*does, "yes" if family.gguf else "no")
-
-
-def _is_compared(architecture: str, device: str) -> bool:
-    """Whether a test compares the answers on the device with transformers'."""
-    return device == "CPU" or architecture in COMPARED or (device == "NVIDIA GPU" and architecture in ON_GPUS)
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
