@@ -58,7 +58,8 @@ class LayerGroups:
         self._device, self._page_size = device, page_size
         self.groups = groups
         self.bounded = tuple(group for group in groups if group.bounded)
-        self._planned = (Paged, Latent) if device.attention.plans_latent else (Paged,)
+        planned = device.attention.plans_latent and device.cache.dtype is None  # kernels read no narrow vectors
+        self._planned = (Paged, Latent) if planned else (Paged,)
         self.is_plain = all(isinstance(group.group.spec, self._planned) for group in groups)
         self.has_latent = any(isinstance(group.group.spec, Latent) for group in groups)
         self.windowed = tuple(group.group.spec for group in self.bounded if isinstance(group.group.spec, Window))

@@ -237,16 +237,16 @@ class StepGraphs:
         state[count:, 2] = 1  # padding rows attend to a token of the null page
         state[:count, 0], state[:count, 1], state[:count, 2] = given.slots, given.grows, given.lengths
         state[:count, _HEADER:] = given.pages
-        self._bring(state)
+        self._stage(state)
         if given.bounded:
-            self._bring_pages(given, size)
+            self._stage_pages(given, size)
         self._arrivals.clear()
         step = self._steps[size]
         step.replay()
         arrives, result = self._arrivals.follow(count), step.found
         return CapturedStepResult(result.hidden[:count], result.logits[:count], result.argmax[:count], arrives)
 
-    def _bring(self, state: npt.NDArray[np.int32]) -> None:
+    def _stage(self, state: npt.NDArray[np.int32]) -> None:
         """``state`` to the device, unless it is what the step before has left there: most steps are of the rows of the
         one before, and of no page more."""
         rows, columns = state.shape
@@ -256,7 +256,7 @@ class StepGraphs:
             held[:] = state
         held[:, 2] += held[:, 1]
 
-    def _bring_pages(self, given: StepTokens, size: int) -> None:
+    def _stage_pages(self, given: StepTokens, size: int) -> None:
         """The pages of other tables to the device, unless it has them."""
         columns = given.pages.shape[1]
         pages = np.zeros((len(given.bounded), size, columns), dtype=np.int32)
