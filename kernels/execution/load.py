@@ -215,6 +215,11 @@ def _open_groups(
             f"{eager} of {part.architecture} is neither for speculative decoding nor for a cache in "
             "fewer bits; leave --speculative-algorithm and --kv-cache-dtype out"
         )
+    if part.row_attention and any(layer.offsets is not None for layer in cache.scales or ()):
+        raise ConfigError(
+            f"{part.eager_attention} of {part.architecture} is not for a cache whose static scales have offsets: leave "
+            "--kv-cache-dtype out, or scale tokens dynamically"
+        )
     if part.latent is not None and config.invariant:
         raise ConfigError(
             f"latent attention of {part.architecture} has no form whose results are independent of the chunks of "

@@ -55,11 +55,6 @@ class _Tile:
     stages: int = 3
 
 
-_SINGLE_PAIRS = 8
-"""Pairs up to which each is multiplied by itself, if weights are of 4 bits and a scale for few inputs: taking them
-apart costs more than reading them, and the matrix unit has no use for so few pairs."""
-_SINGLE_ROWS, _SINGLE_BLOCK, _SINGLE_STAGES = 16, 512, 3
-
 # By the mean pairs of an expert from which they are the fastest (H100, 128 experts of 2048 by 768 and 64 of 2048 by
 # 1408). A weight is read once for each block of pairs.
 _SMALL_TILES = ((32, _Tile(64)), (0, _Tile(16)))
@@ -192,50 +187,6 @@ def moe_gemm_kernel(
     tl.store(place, total.to(out.dtype.element_ty), mask=here[None, :] & (output < outputs)[:, None])
 
 
-@triton.jit
-def moe_gemv_mxfp4_kernel(
-    x,
-    weight,
-    scales,
-    biases,
-    experts,
-    out,
-    outputs,
-    each: tl.constexpr,
-    inputs: tl.constexpr,
-    rows: tl.constexpr,
-    block: tl.constexpr,
-    stages: tl.constexpr,
-    biased: tl.constexpr,
-):
-    """As ``moe_gemm_kernel`` with ``micro``, a program for ``rows`` outputs of one pair, whose expert is one of
-    ``experts`` [pairs]. Bytes are not taken apart: one sum is of the even inputs, one of the odd. Inputs are times 2 **
-    80, since weights are e2m1 numbers times 2 ** -126, whose products would be subnormal."""
-    pair = tl.program_id(1).to(tl.int64)
-    output = tl.program_id(0) * rows + tl.arange(0, rows)
-    row = tl.load(experts + pair).to(tl.int64) * outputs + tl.minimum(output, outputs - 1)
-    total = tl.zeros([rows, block // 32], tl.float32)
-    for begin in tl.range(0, inputs, block, num_stages=stages):
-        byte = begin // 2 + tl.arange(0, block // 2)
-        there = byte < inputs // 2
-        two = tl.load(weight + row[:, None] * (inputs // 2) + byte[None, :], mask=there[None, :], other=0).to(tl.int32)
-        own = x + (pair // each) * inputs + 2 * byte
-        even = tl.load(own, mask=there, other=0.0).to(tl.float32) * 1.2089258196146292e24
-        odd = tl.load(own + 1, mask=there, other=0.0).to(tl.float32) * 1.2089258196146292e24
-        low = (((two & 7) << 22) | ((two & 8) << 28)).to(tl.float32, bitcast=True)
-        high = (((two & 112) << 18) | ((two & 128) << 24)).to(tl.float32, bitcast=True)
-        sums = tl.sum(tl.reshape(low * even[None, :] + high * odd[None, :], (rows, block // 32, 16)), 2)
-        part = begin // 32 + tl.arange(0, block // 32)
-        power = tl.load(
-            scales + row[:, None] * (inputs // 32) + part[None, :], mask=(part < inputs // 32)[None, :], other=0
-        )
-        total += sums * ((power.to(tl.int32) + 46) << 23).to(tl.float32, bitcast=True)
-    result = tl.sum(total, 1)
-    if biased:
-        result += tl.load(biases + row).to(tl.float32)
-    tl.store(out + pair * outputs + output, result.to(out.dtype.element_ty), mask=output < outputs)
-
-
 @dataclass(frozen=True)
 class _Stack:
     """The weights of all experts. ``values`` [experts, outputs, inputs] in floats, int8, fp8, or uint8 with two 4-bit
@@ -337,25 +288,6 @@ class CudaExperts(StackedExperts[_Stack]):
     def _product(self, x: Tensor, weight: _Stack, bias: Tensor | None, routed: RoutedPairs, each: int) -> Tensor:
         values, scales, order, counts = weight.values, weight.scales, routed.order, routed.counts
         pairs, outputs, inputs = len(order), values.shape[1], x.shape[1]
-        if weight.micro and pairs <= _SINGLE_PAIRS:
-            out = x.new_empty((pairs, outputs))
-            moe_gemv_mxfp4_kernel[(triton.cdiv(outputs, _SINGLE_ROWS), pairs)](
-                x,
-                values,
-                scales,
-                x if bias is None else bias,
-                routed.experts,
-                out,
-                outputs,
-                each,
-                inputs,
-                _SINGLE_ROWS,
-                _SINGLE_BLOCK,
-                _SINGLE_STAGES,
-                bias is not None,
-                num_warps=4,
-            )
-            return out
         large = x.element_size() <= 2 and has_large_shared_memory(x.device)
         tile = _choose_tile(pairs / self.count, weight.group > 0, large)
         out = x.new_empty((pairs, outputs))
