@@ -147,6 +147,7 @@ BUILT_IN = (
     Entry("LlamaForCausalLM", "kernels.models.llama", gguf="llama", gguf_window="ignored"),
     Entry("LongcatFlashForCausalLM", "kernels.models.longcat_flash"),
     Entry("MiMoForCausalLM", "kernels.models.mimo"),
+    Entry("MiMoV2FlashForCausalLM", "kernels.models.mimo_v2_flash"),
     Entry("MiniCPM3ForCausalLM", "kernels.models.minicpm3"),
     Entry("MiniMaxM2ForCausalLM", "kernels.models.minimax_m2"),
     Entry("Ministral3ForCausalLM", "kernels.models.ministral3"),

@@ -96,9 +96,10 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
     yield "F"
     if family.quantizable:
         yield "Q"
-    if paged and "int8" in features.cache_dtypes:
+    narrow = paged or (family.latent and not family.states)
+    if narrow and "int8" in features.cache_dtypes:
         yield "K"
-    if paged and any(name.startswith("fp8") for name in features.cache_dtypes):
+    if narrow and any(name.startswith("fp8") for name in features.cache_dtypes):
         yield "E"
     if paged or (family.latent and not family.states and not features.plans_latent):
         yield "S"
