@@ -230,7 +230,8 @@ class Row:
     @property
     def unit(self) -> str:
         known = PEER.get((self.model, self.point))
-        return known[2] if known else "ms" if self.point.endswith("p50") else "tokens/s"
+        takes = self.point.startswith("decode") or self.point.endswith("p50")
+        return known[2] if known else "ms" if takes else "tokens/s"
 
     def line(self) -> str:
         peer, goal, _ = PEER.get((self.model, self.point), (0.0, 0.0, ""))
