@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.contract.step import RowError
 from kernels.contract.tasks import Classify, Embed, NextToken
+from kernels.core.arrays import Bools, Longs
 from kernels.devices.base import Device
 from kernels.devices.prepared import CapturedStepResult, PassResult
 from kernels.execution.pooled import DenseLayers, activated, normalized
@@ -28,8 +29,6 @@ from kernels.state.step_rows import StepRows
 
 __all__ = ["StepOutputs"]
 
-Bools = npt.NDArray[np.bool_]
-Longs = npt.NDArray[np.int64]
 
 SCORE_ROWS = 64  # prompt positions whose logits exist at a time
 
@@ -266,7 +265,7 @@ class StepOutputs:
         elif result.accepted is not None:
             verified = speculator.early_drafts.take_accepted(result)
         else:
-            samples = Samples.of(step, self._slots.known)
+            samples = Samples.from_step(step, self._slots.known)
             allowed = self._allowed(samples.slots, samples.lengths, _trees(step, samples))
             if result.head is not None and len(samples.tokens) == len(hidden):
                 logits, *greedy = result.head

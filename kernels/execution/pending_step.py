@@ -113,7 +113,7 @@ class PendingStep:
         if self._builder is None:
             context, batch = self._context, self.batch
             context.bind_thread()
-            context.slot_updates.drop_broken()
+            context.slot_updates.drop_nonfinite()
             builder = ResultBuilder(unpack_ints(batch.slots), unpack_ints(batch.generations))
             context.slot_updates.update(batch, builder.failed, self._granted)
             self._builder = builder
@@ -131,7 +131,7 @@ class PendingStep:
     def _prepare(self) -> None:
         context, batch, speculator = self._context, self.batch, self._context.loaded.speculator
         context.bind_thread()
-        context.slot_updates.drop_broken()
+        context.slot_updates.drop_nonfinite()
         rows = len(batch.slots)
         if not rows == len(batch.generations) == len(batch.counts):
             raise ValueError("slots, generations and counts of a step must have one entry for each row")
@@ -249,8 +249,8 @@ class PendingStep:
                     device.bind_thread()
                 return self._finish(fetched, builder, writes, started)
 
-        # All ranks must drop a broken row before the same step. A page of a bounded group may get a new owner before it
-        # is cleared: no step may use it by then.
+        # All ranks must drop a nonfinite row before the same step. A page of a bounded group may get a new owner before
+        # it is cleared: no step may use it by then.
         loaded = context.loaded
         return RunningStep(finish, not device.traits.overlaps or loaded.group.size > 1 or bool(loaded.slots.bounded))
 
@@ -278,7 +278,7 @@ class PendingStep:
             total=ended - max(self.begun, context.ended),
         )
         context.ended = ended
-        result, broken = builder.pack(self.batch.number, host, timing)
+        result, nonfinite = builder.pack(self.batch.number, host, timing)
         if writes is not None:
-            context.in_flight_writes.finish(writes, broken)
+            context.in_flight_writes.finish(writes, nonfinite)
         return result

@@ -5,8 +5,8 @@ Text Degeneration", 2020: the smallest set of most likely tokens whose probabili
 here: it only needs the row's maximum (Nguyen et al., "Turning Up the Heat", 2024).
 
 With top-k, or on an accelerator, the kept tokens are sorted and the last one is the ``cut``. On a CPU, top-p alone
-would sort the whole vocabulary; there the race runs first, and ``outside`` checks whether its winner lies outside the
-nucleus. If not, it is also the winner of the nucleus.
+would sort the whole vocabulary; there the Gumbel-max argmax runs first, and ``outside`` checks whether its winner lies
+outside the nucleus. If not, it is also the winner of the nucleus.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def cut(
     top_p: Tensor,
     largest_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """Value float32 [n] and id int64 [n] of the last token kept by top-k and top-p in the `rows` of `logits`.
+    """Value float32 [n] and id int64 [n] of the last token kept by top-k and top-p in the ``rows`` of ``logits``.
 
     block_max float32 [n, blocks], row_max and temperature float32 [n], top_k int64 [n] (0: all), top_p [n], in the
     ``accumulator``'s dtype.
-    `largest_k`: top_k's maximum, known on the host. A row whose maximum is not finite gets an arbitrary cut.
+    ``largest_k``: top_k's maximum, known on the host. A row whose maximum is not finite gets an arbitrary cut.
     """
     if logits.device.type != "cpu" or largest_k == 0:
         values, ids = logits[rows].float().sort(dim=1, descending=True, stable=True)
@@ -65,7 +65,7 @@ def outside(
     top_p: Tensor,
     tokens: Tensor,
 ) -> Tensor:
-    """Whether each of `tokens` int64 [n] lies outside its row's nucleus: the tokens before it have probability p or
+    """Whether each of ``tokens`` int64 [n] lies outside its row's nucleus: the tokens before it have probability p or
     more. bool [n].
 
     Shapes as in ``cut``. Waits for the device. False in rows whose maximum is not finite.

@@ -18,19 +18,24 @@ from kernels.execution.runner import ModelRunner
 
 __all__ = [
     "COMMON",
+    "CONVOLUTIONS",
     "DEEPSEEK",
     "DELTA",
     "DENSE",
     "DIVIDED",
     "EXPERTS",
+    "FALCON",
     "FAMILIES",
     "GPT_OSS",
+    "GRANITE_HYBRID",
     "GREEDY",
     "HYBRID",
     "INDEXED",
     "KIMI_LINEAR",
     "LATENT",
+    "LFM2_EXPERTS",
     "LLAMA3_ROPE",
+    "NEMOTRON",
     "ROUTED",
     "SHARED",
     "SPARSE",
@@ -223,6 +228,10 @@ LAYERED_ROPE = {"full_attention": YARN_ROPE, "sliding_attention": {"rope_type": 
 EQUAL_YARN = YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}
 GROWING_YARN = EQUAL_YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}
 NTK_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
+PARTIAL_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.334},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.334},
+}
 LAYER_TYPES = [*3 * ["sliding_attention"], "full_attention"]
 PADDED = {"pad_token_id": 0}
 
@@ -296,12 +305,23 @@ DEEPSEEK = {
 INDEXED = DEEPSEEK | {"index_n_heads": 8, "index_head_dim": 12, "index_topk": 16}
 SHARED_INDEX = ["full", "shared", "full", "shared"]
 
+LONGCAT = DEEPSEEK | {
+    "num_layers": 2,
+    "ffn_hidden_size": 80,
+    "expert_ffn_hidden_size": 32,
+    "moe_topk": 3,
+    "zero_expert_num": 3,
+    "head_dim": 8,
+    "routed_scaling_factor": 2.0,
+}
+
 LATENT: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with latent attention
     "deepseek-v2": ("DeepseekV2", DEEPSEEK | {"topk_method": "group_limited_greedy", "rope_parameters": EQUAL_YARN}),
     "deepseek-v2-lite": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy"}),
     "deepseek-v3": ("DeepseekV3", DEEPSEEK | {"rope_parameters": LATENT_YARN, "attention_bias": True}),
     "kimi-k2": ("DeepseekV3", DEEPSEEK | {"n_group": 1, "topk_group": 1, "rope_interleave": False}),
     "glm4-moe-lite": ("Glm4MoeLite", DEEPSEEK | {"tie_word_embeddings": True}),
+    "longcat-flash": ("LongcatFlash", LONGCAT),
     "mistral4": (
         "Mistral4",
         DEEPSEEK | {"norm_topk_prob": True, "rope_parameters": GROWING_YARN, "n_group": 1, "topk_group": 1},
@@ -442,6 +462,13 @@ ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, ga
         "Llama4Text",
         LLAMA4 | {"attention_chunk_size": None, "use_qk_norm": False, "num_experts_per_tok": 2},
     ),
+    "mimo-v2-flash": (
+        "MiMoV2Flash",
+        {"num_hidden_layers": 4, "head_dim": 24, "v_head_dim": 10, "num_key_value_heads": 1, "sliding_window": 21}
+        | {"layer_types": ["full_attention", *2 * ["sliding_attention"], "full_attention"]}
+        | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
+        | {"rope_parameters": PARTIAL_ROPE, "attn_implementation": "eager"},  # which has sinks
+    ),
     "minimax-m2": (
         "MiniMaxM2",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 32},
@@ -470,6 +497,8 @@ DIVIDED = (
     "hunyuan",
     "hunyuan-moe",
     "llama4",
+    "longcat-flash",
+    "mimo-v2-flash",
     "ministral3",
     "olmo",
     "olmoe-clipped",
@@ -488,6 +517,59 @@ DELTA = {
 }
 """Three layers of gated delta nets before one of attention."""
 
+CONVOLUTIONS = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "pad_token_id": 0}
+LFM2_EXPERTS = {
+    "num_dense_layers": 1,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+}
+_NEMOTRON_3 = ["moe", "linear_attention", "moe", "full_attention"]
+GRANITE_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 64,
+    "num_experts_per_tok": 2,
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 3.0,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+}
+FALCON = {
+    "pad_token_id": 0,
+    "mamba_n_heads": 8,
+    "mamba_d_ssm": 48,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 10,
+    "lm_head_multiplier": 0.5,
+    "embedding_multiplier": 3.0,
+    "mlp_multipliers": [0.7, 0.6],
+    "key_multiplier": 0.4,
+    "attention_out_multiplier": 0.9,
+    "attention_in_multiplier": 1.2,
+    "ssm_multipliers": [0.6, 0.8, 1.3, 0.9, 1.1],
+    "ssm_in_multiplier": 0.8,
+    "ssm_out_multiplier": 0.5,
+}
+NEMOTRON = {
+    "pad_token_id": 0,
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "n_groups": 2,
+    "ssm_state_size": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 40,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.75,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
+}
+
 KIMI_LINEAR = {key: value for key, value in DEEPSEEK.items() if key != "n_routed_experts"} | {
     "num_local_experts": 8,
     "num_hidden_layers": 5,
@@ -498,6 +580,24 @@ KIMI_LINEAR = {key: value for key, value in DEEPSEEK.items() if key != "n_routed
 }
 
 HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some layers keep states
+    "falcon-h1": ("FalconH1", FALCON),
+    "falcon-h1-normed": (
+        "FalconH1",
+        FALCON | {"mamba_rms_norm": True, "projectors_bias": True, "mamba_proj_bias": True, "attention_bias": True},
+    ),
+    "granite-4": ("GraniteMoeHybrid", GRANITE_HYBRID | {"num_local_experts": 5}),
+    "granite-4-dense": (
+        "GraniteMoeHybrid",
+        GRANITE_HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 2},
+    ),
+    "lfm2": ("Lfm2", CONVOLUTIONS),
+    "lfm2-biased": ("Lfm2", CONVOLUTIONS | {"conv_bias": True, "block_auto_adjust_ff_dim": False}),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        CONVOLUTIONS | LFM2_EXPERTS,
+    ),
+    "nemotron-h": ("NemotronH", NEMOTRON),
+    "nemotron-3": ("NemotronH", NEMOTRON | {"moe_latent_size": 20, "layers_block_type": _NEMOTRON_3}),
     "qwen3-next": ("Qwen3Next", SHARED | DELTA | {"num_hidden_layers": 5}),
     "qwen3.5": ("Qwen3_5Text", DELTA | {"tie_word_embeddings": True}),
     "qwen3.5-moe": ("Qwen3_5MoeText", SHARED | DELTA | {"layer_types": [*2 * ["linear_attention", "full_attention"]]}),

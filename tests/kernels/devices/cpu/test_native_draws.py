@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels.contract.step import SlotSampling
-from kernels.core.noise import clocks, keys_at
+from kernels.core.noise import exponential_noise, keys_at
 from kernels.core.operators import DRAWS
 from kernels.devices.cpu.device import CpuDevice
 from kernels.sampling.masks import RowMasks
@@ -59,7 +59,7 @@ def test_draws_are_the_samplers(kind, vocab, platform):
         own.admit(slot, how, 1)
     found = native.sample(logits, slots, positions, history)
     expected = own.sample(logits.float(), slots, positions, history)
-    assert found.broken.tolist() == expected.broken.tolist() == [slot in (5, 6, 7) for slot in range(ROWS)]
+    assert found.nonfinite.tolist() == expected.nonfinite.tolist() == [slot in (5, 6, 7) for slot in range(ROWS)]
     assert found.tokens.tolist() == expected.tokens.tolist()
 
 
@@ -77,8 +77,8 @@ def test_masked_draws_are_the_samplers(kind, vocab, platform):
     masks = RowMasks(np.arange(ROWS), bits, torch.from_numpy)
     expected = sampler.sample(logits.float(), slots, positions, history, masks=masks)
     draws = sampler.draws(tuple(range(ROWS)), greedy=True)
-    tokens, broken = platform.sampling.draw(logits, draws, positions, None, vocab, bits)
-    assert not broken.any()
+    tokens, nonfinite = platform.sampling.draw(logits, draws, positions, None, vocab, bits)
+    assert not nonfinite.any()
     assert tokens.tolist() == expected.tokens.tolist()
 
 
@@ -92,5 +92,5 @@ def test_a_reduced_vocabulary_uses_the_noise_of_the_original_tokens(platform):
     positions = torch.arange(ROWS) + 3
     found = platform.sampling.draw(logits, sampler.draws(slots), positions, ids, 4096)
     keys = keys_at(sampler.noise(slots).keys, positions)
-    scores = logits.float() / 0.8 - clocks(keys[:, None], ids.to(torch.int32)).log()
+    scores = logits.float() / 0.8 - exponential_noise(keys[:, None], ids.to(torch.int32)).log()
     assert found[0].tolist() == scores.argmax(-1).tolist()
