@@ -297,4 +297,4 @@ def test_what_the_device_does_not_take():
     with pytest.raises(ConstraintError, match="active_num: 7 is not simulated: 8 is"):
         torch_npu.npu_moe_init_routing_v2(x, experts, active_num=7, expert_num=3)
     with pytest.raises(ConstraintError, match="k: must be 1 to 3, is 4"):
-        torch_npu.npu_moe_gating_top_k_softmax(torch.ones(2, 3).npu(), None, 4)
+        torch_npu.npu_moe_gating_top_k_softmax_v2(torch.ones(2, 3).npu(), k=4)
