@@ -12,7 +12,7 @@ __all__ = [
     "DetokenizerProtocol",
     "Emit",
     "Ended",
-    "Fence",
+    "FlushOutputs",
     "SequenceOutput",
     "TokenScores",
 ]
@@ -64,6 +64,6 @@ class Emit(Message[DetokenizerProtocol, None], frozen=True):
     outputs: tuple[SequenceOutput, ...]
 
 
-class Fence(Message[DetokenizerProtocol, None], frozen=True):
+class FlushOutputs(Message[DetokenizerProtocol, None], frozen=True):
     """A barrier: answered when every earlier Emit has reached the journal. A restarted scheduler sends it before it
     reads the journal."""

@@ -577,7 +577,7 @@ _PROMPT_END = 16
 def grammar_start(
     thought: Thought, prompt: Sequence[int], encode: Callable[[str], tuple[int, ...]]
 ) -> tuple[tuple[int, ...], int]:
-    """Where a grammar begins: SlotSampling's grammar_after and grammar_opens."""
+    """Where a grammar begins: SlotSampling's reasoning_end_ids and reasoning_start_id."""
     begin, end = encode(thought.begin), encode(thought.end)
     tail = tuple(prompt[-_PROMPT_END:])
     opened, closed = _last(tail, begin), _last(tail, end)

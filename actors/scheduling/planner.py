@@ -323,7 +323,7 @@ class Planner:
                 continue
             if suspected:
                 ran.append((sequence, row < flight.decodes))
-            if prompts is not None and (part := prompts.of(row)) is not None:
+            if prompts is not None and (part := prompts.for_row(row)) is not None:
                 sequence.prompt_parts.append(part)
             if row in states:
                 sequence.states += states[row]

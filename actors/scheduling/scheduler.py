@@ -21,9 +21,9 @@ from actors.protocol import (
     DetokenizerProtocol,
     Emit,
     Ended,
-    Fence,
     Flush,
     FlushCache,
+    FlushOutputs,
     GrammarCompiled,
     OpenSequence,
     Pause,
@@ -128,7 +128,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._board.attribute_death = None
         if self.context.incarnation > 0:
             # Outputs of the last incarnation must be in the journal before the journal is read.
-            await self._detokenizer.ask(Fence(), timeout=_CACHE_TIMEOUT_SECONDS)
+            await self._detokenizer.ask(FlushOutputs(), timeout=_CACHE_TIMEOUT_SECONDS)
         now = self.context.clock.monotonic()
         entries = list(self._journal.live())
         if entries:

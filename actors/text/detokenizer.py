@@ -15,7 +15,7 @@ from actors.protocol import (
     DetokenizerProtocol,
     Emit,
     Ended,
-    Fence,
+    FlushOutputs,
     SchedulerProtocol,
     SequenceOutput,
     TextStopped,
@@ -80,7 +80,7 @@ class Detokenizer(Actor[DetokenizerProtocol]):
                 self._scheduler().offer(TextStopped(sequences=tuple(surplus)))
 
     @handles
-    def fence(self, message: Fence) -> None:
+    def flush(self, message: FlushOutputs) -> None:
         """Reply when every earlier Emit has been handled."""
 
     def _text(self, entry: JournalEntry) -> IncrementalText | None:

@@ -84,12 +84,26 @@ class Attention(ABC, Generic[Cache, Plan]):
         scale: float,
         cap: float,
         sinks: Tensor | None = None,
+        *,
+        slopes: Tensor | None = None,
+        growth_length: int = 0,
     ) -> Tensor:
         """As ``attend``, with scores of ``cap * tanh(score / cap)`` if ``cap`` is above 0, and with ``sinks`` float32
-        [heads], the scores of one more token whose value is 0. It reads ``rows`` on the host: no pass with it is
-        captured."""
+        [heads], the scores of one more token whose value is 0. ``slopes``, ``growth_length``: as
+        ``kernels.devices.row_attention``. It reads ``rows`` on the host: no pass with it is captured."""
         caches = self.caches
-        return attend_rows(queries, partial(caches.gather, cache), rows, caches.page_size, window, scale, cap, sinks)
+        return attend_rows(
+            queries,
+            partial(caches.gather, cache),
+            rows,
+            caches.page_size,
+            window,
+            scale,
+            cap,
+            sinks,
+            slopes=slopes,
+            growth_length=growth_length,
+        )
 
     def place_latent(
         self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Tensor, index: Tensor

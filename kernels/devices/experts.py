@@ -184,6 +184,10 @@ class ExpertsInTurn:
         return out.to(x.dtype)
 
 
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
 class StackedExperts(ABC, Generic[_Stack]):
     """[tokens, hidden] -> [tokens, hidden]. ``router``: to a logit for each expert. ``gate_up``, ``down``: of all."""
 
@@ -216,7 +220,7 @@ class ExpertInputs:
     fake_quantizes: bool
 
     @classmethod
-    def of(cls, weights: Sequence[Projection]) -> ExpertInputs | None:
+    def from_weights(cls, weights: Sequence[Projection]) -> ExpertInputs | None:
         """None: nothing. ``weights``: of one kind."""
         quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
         groups = [weight for weight in quantized if isinstance(weight, GroupedWeight)]
@@ -326,8 +330,11 @@ class ExpertLayers:
         routing: Routing,
         reason: str,
         gate: Linear | None = None,
+        *,
+        identities: int = 0,
     ) -> Experts:
-        """The same by ``ExpertsInTurn``. ``reason``: for the log."""
+        """The same by ``ExpertsInTurn``. ``reason``: for the log. ``identities``: so many more experts return what they
+        are given; a negative number: nothing, since another rank does."""
         self.reads_back = True
         self.fallbacks.log(
             "experts are run one by one (%s): the host reads back which are chosen, so decodes are not captured", reason
@@ -339,6 +346,7 @@ class ExpertLayers:
             )
             for expert in experts
         ]
+        made += [(_same, _same if identities > 0 else torch.zeros_like)] * abs(identities)
         return ExpertsInTurn(router, made, routing)
 
     def make_gated(self, expert: ExpertWeights, gate: Linear | None) -> Linear:

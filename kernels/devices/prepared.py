@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from kernels.core.arrays import Longs
 from kernels.core.attention_rows import DecodeTokens, PromptTokens, StepTokens, TokenTable
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Acceptance, Draws, Masks
@@ -37,15 +38,15 @@ __all__ = [
     "VerifyOutputs",
 ]
 
-Longs = npt.NDArray[np.int64]
-
 
 class AcceptCall(Protocol):
     """Acceptance on the device."""
 
-    def __call__(self, trees: DraftTree, rows: Tensor, nodes: Tensor, argmax: Tensor, broken: Tensor, /) -> Acceptance:
+    def __call__(
+        self, trees: DraftTree, rows: Tensor, nodes: Tensor, argmax: Tensor, nonfinite: Tensor, /
+    ) -> Acceptance:
         """``rows``: as ``DraftKernels.accept`` takes them. ``nodes`` int64 [tokens]: slots of the nodes' keys and
-        values. ``argmax`` and ``broken``: the results of ``Greedy``. The accepted keys and values are in place
+        values. ``argmax`` and ``nonfinite``: the results of ``Greedy``. The accepted keys and values are in place
         afterwards."""
         ...
 
@@ -133,8 +134,8 @@ class StepForward(Protocol):
 class CapturedStepResult:
     """Results of a step: ``hidden`` [rows, hidden] and ``logits`` [rows, vocab] of each row's last token.
 
-    ``argmax`` int32 [rows]: each row's next token, or -1 if its logits are broken. For rows that grow it, or 0, is in
-    the table of tokens. ``arrives``: waits for a copy of ``argmax`` that the step itself brings to the host.
+    ``argmax`` int32 [rows]: each row's next token, or -1 if its logits are not finite. For rows that grow it, or 0, is
+    in the table of tokens. ``arrives``: waits for a copy of ``argmax`` that the step itself brings to the host.
     """
 
     hidden: Tensor
@@ -164,7 +165,7 @@ class DecodeCall(Protocol):
         sampled; None: greedily. ``masks`` need draws.
 
         Returns the tokens int32 [rows]; no bytes if all sequences have ended; None if a row has no decode to run or its
-        logits are broken: state is unchanged, and the caller may try the next executor.
+        logits are not finite: state is unchanged, and the caller may try the next executor.
         """
         ...
 
@@ -189,8 +190,8 @@ class VerifyChains(Protocol):
         """Verify the first ``counts`` of ``tokens`` int64 [rows, n] of each of ``slots``, from the root at position
         ``roots`` on. The tokens that follow, sampled by ``draws`` [tokens] or greedily, are appended to the table.
 
-        Returns how many each row gained, int64 [rows]; None if logits are broken: state is unchanged, and the caller
-        may try the next executor.
+        Returns how many each row gained, int64 [rows]; None if logits are not finite: state is unchanged, and the
+        caller may try the next executor.
         """
         ...
 
@@ -205,7 +206,7 @@ class PrefillCall(Protocol):
         token. The tokens that follow, sampled by ``draws`` [rows] or greedily, are appended to the table. ``masks``
         need draws.
 
-        Returns these int32 [rows]; None if logits are broken: state is unchanged, and the caller may try the next
+        Returns these int32 [rows]; None if logits are not finite: state is unchanged, and the caller may try the next
         executor.
         """
         ...
@@ -286,8 +287,8 @@ class DraftCycle(Protocol):
         tokens. Accepted tokens are appended to the table. ``observe``: the draft first observes what the previous
         cycle of the same slots accepted; that cycle also knows what is left, so that ``left`` is None.
 
-        Returns None if a row does not allow this or logits are broken: state is unchanged, and the caller may try the
-        next executor. Also returns whether the draft has observed.
+        Returns None if a row does not allow this or logits are not finite: state is unchanged, and the caller may try
+        the next executor. Also returns whether the draft has observed.
         """
         ...
 
@@ -298,9 +299,9 @@ class NativePass(Protocol):
     def __call__(self, rows: DecodeTokens) -> None: ...
 
     def advance(
-        self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]
+        self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], nonfinite: npt.NDArray[np.bool_]
     ) -> DecodeCall:
-        """Whole decode steps by this pass. ``logits`` [tokens, vocab], ``argmax``, ``broken``: results of it.
+        """Whole decode steps by this pass. ``logits`` [tokens, vocab], ``argmax``, ``nonfinite``: results of it.
 
         ``table``: of the sequences; its arrays stay where they are.
         """
@@ -321,7 +322,7 @@ class NativePass(Protocol):
         table: TokenTable,
         logits: Tensor,
         argmax: Longs,
-        broken: npt.NDArray[np.bool_],
+        nonfinite: npt.NDArray[np.bool_],
         features: npt.NDArray[np.int16] | None,
         max_drafts: int,
         max_length: int,
@@ -331,7 +332,9 @@ class NativePass(Protocol):
         of a row. ``max_length``: tokens at which a sequence has no room for more."""
         ...
 
-    def verify(self, table: TokenTable, logits: Tensor, argmax: Longs, broken: npt.NDArray[np.bool_]) -> VerifyChains:
+    def verify(
+        self, table: TokenTable, logits: Tensor, argmax: Longs, nonfinite: npt.NDArray[np.bool_]
+    ) -> VerifyChains:
         """This pass is the model's, with results as in ``advance``."""
         ...
 
@@ -342,8 +345,8 @@ class NativePass(Protocol):
         hidden: Tensor,
         last: Tensor,
         output: PassLogits,
-        broken: npt.NDArray[np.bool_],
+        nonfinite: npt.NDArray[np.bool_],
     ) -> PrefillCall:
         """This pass is the model's and writes ``hidden`` [tokens, n]; the rows of the sequences' last tokens are copied
-        to ``last`` [rows, n], from which ``head`` makes ``output`` and ``broken``, as in ``advance``."""
+        to ``last`` [rows, n], from which ``head`` makes ``output`` and ``nonfinite``, as in ``advance``."""
         ...

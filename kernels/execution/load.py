@@ -28,6 +28,7 @@ from kernels.distributed.group import Group
 from kernels.execution.captures import Passes
 from kernels.execution.layer_groups import LayerGroups, check_groups
 from kernels.execution.outputs import StepOutputs
+from kernels.execution.pooled import DenseLayers
 from kernels.execution.warmup import WarmUp
 from kernels.grammar.slots import GrammarSlots
 from kernels.models.config import ModelConfig, local_config
@@ -266,7 +267,7 @@ def load_model(
         own_mask=device.sampling.mask,
     )
     scales = opened.cache.scales
-    sizes = GroupSizes.of(
+    sizes = GroupSizes.from_groups(
         opened.groups,
         lambda spec: token_bytes(device, spec, dtype, scales is not None),
         config.page_size,
@@ -333,7 +334,10 @@ def load_model(
         speculator.verifier.latent = part.latent is not None
         if isinstance(drafter, NgramDrafter) and grammars is not None:
             drafter.forced = grammars.forced
-    outputs = StepOutputs(device, model, sampler, slots, groups.caches, speculator=speculator, grammars=grammars)
+    dense = DenseLayers(config, part.pooling, device.torch_device)
+    outputs = StepOutputs(
+        device, model, sampler, slots, groups.caches, speculator=speculator, grammars=grammars, dense=dense
+    )
     clock.end("cache")
     progress("cache", 0.92)
     _make_warm_up(config, device, model, sampler, windows, groups).warm_up(groups.caches, slots)
@@ -441,7 +445,7 @@ def _step_memory(
 
     def passes() -> None:
         some, own = one_of_each_kind(model, caches)
-        others = warm_up.of(some)
+        others = warm_up.for_model(some)
         others.logits(own, *given)
         others.precompile_passes(own)
         captured = Passes(

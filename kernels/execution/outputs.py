@@ -13,9 +13,10 @@ from torch import Tensor
 
 from kernels.contract.step import RowError
 from kernels.contract.tasks import Classify, Embed, NextToken
+from kernels.core.arrays import Bools, Longs
 from kernels.devices.base import Device
 from kernels.devices.prepared import CapturedStepResult, PassResult
-from kernels.execution.pooled import activated, normalized
+from kernels.execution.pooled import DenseLayers, activated, normalized
 from kernels.execution.result_builder import PromptScores, ResultBuilder, RowValues
 from kernels.grammar.slots import NO_MASKS, GrammarSlots, StepMasks, TextTree
 from kernels.models.decoder import Decoder
@@ -28,15 +29,13 @@ from kernels.state.step_rows import StepRows
 
 __all__ = ["StepOutputs"]
 
-Bools = npt.NDArray[np.bool_]
-Longs = npt.NDArray[np.int64]
 
 SCORE_ROWS = 64  # prompt positions whose logits exist at a time
 
 
 class StepOutputs:
     """Computes the outputs of one runner's steps. ``caches``: the model's, in which accepted draft tokens are moved.
-    ``grammars``: of the slots; None: requests have none."""
+    ``grammars``: of the slots; None: requests have none. ``dense``: what embeddings pass behind the pooling."""
 
     def __init__(
         self,
@@ -48,7 +47,9 @@ class StepOutputs:
         *,
         speculator: Speculator | None,
         grammars: GrammarSlots | None = None,
+        dense: DenseLayers | None = None,
     ) -> None:
+        self._dense = dense
         self._device = device
         self._model = model
         self._sampler = sampler
@@ -169,7 +170,8 @@ class StepOutputs:
         classes = [(row, task) for row, task in of.items() if isinstance(task, Classify)]
         if embeds:
             group = [row for row, _ in embeds]
-            vectors = normalized(states(group), [task.normalize for _, task in embeds], put)
+            embedded = states(group) if self._dense is None else self._dense(states(group))
+            vectors = normalized(embedded, [task.normalize for _, task in embeds], put)
             builder.add_vectors(step.rows[group], vectors)
         if classes and model.classifier is not None and model.pooling is not None:
             group = [row for row, _ in classes]
@@ -263,7 +265,7 @@ class StepOutputs:
         elif result.accepted is not None:
             verified = speculator.early_drafts.take_accepted(result)
         else:
-            samples = Samples.of(step, self._slots.known)
+            samples = Samples.from_step(step, self._slots.known)
             allowed = self._allowed(samples.slots, samples.lengths, _trees(step, samples))
             if result.head is not None and len(samples.tokens) == len(hidden):
                 logits, *greedy = result.head

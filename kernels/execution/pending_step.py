@@ -249,8 +249,8 @@ class PendingStep:
                     device.bind_thread()
                 return self._finish(fetched, builder, writes, started)
 
-        # All ranks must drop a broken row before the same step. A page of a bounded group may get a new owner before it
-        # is cleared: no step may use it by then.
+        # All ranks must drop a nonfinite row before the same step. A page of a bounded group may get a new owner before
+        # it is cleared: no step may use it by then.
         loaded = context.loaded
         return RunningStep(finish, not device.traits.overlaps or loaded.group.size > 1 or bool(loaded.slots.bounded))
 
@@ -278,7 +278,7 @@ class PendingStep:
             total=ended - max(self.begun, context.ended),
         )
         context.ended = ended
-        result, broken = builder.pack(self.batch.number, host, timing)
+        result, nonfinite = builder.pack(self.batch.number, host, timing)
         if writes is not None:
-            context.in_flight_writes.finish(writes, broken)
+            context.in_flight_writes.finish(writes, nonfinite)
         return result

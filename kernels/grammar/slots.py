@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.contract.grammar import GrammarError, GrammarSettings
 from kernels.contract.step import Admission, SlotSampling
+from kernels.core.arrays import Longs
 from kernels.devices.cpu.host import usable_cores
 from kernels.devices.memory import DeviceMemory, PendingCopies
 from kernels.grammar.backend import Bits, Compiled, Matcher
@@ -22,7 +23,6 @@ from kernels.sampling.masks import RowMasks
 
 __all__ = ["NO_MASKS", "GrammarSlots", "StepMasks", "TextTree"]
 
-Longs = npt.NDArray[np.int64]
 KeptBits = Callable[[Longs], npt.NDArray[np.bool_]]
 
 _BITS: Bits = (1 << np.arange(32, dtype=np.int64)).astype(np.uint32).view(np.int32)
@@ -270,8 +270,8 @@ class _Text:
     def __init__(
         self, compiled: Future[Compiled], sampling: SlotSampling, eos: frozenset[int], position: int, words: int
     ) -> None:
-        self._compiled, self._after, self._eos = compiled, sampling.grammar_after, eos
-        self._opens, self._words = sampling.grammar_opens, words
+        self._compiled, self._after, self._eos = compiled, sampling.reasoning_end_ids, eos
+        self._opens, self._words = sampling.reasoning_start_id, words
         self._matcher: Matcher | None = None
         self._tail: tuple[int, ...] = ()
         self._ended = False

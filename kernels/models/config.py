@@ -85,7 +85,8 @@ class ExpertsConfig:
     sigmoid of a logit of its own. ``result_scale``: of the sum of all experts. ``scores``, ``groups``, ``top_groups``,
     ``pair_sum``, ``scale`` and ``jitter``: as ``kernels.devices.experts.Routing``. ``corrected``: whether a correction
     is added to scores for the choice. ``alpha``, ``limit``: as ``ClampedGate`` there. ``packed``: whether they are
-    stored in MXFP4.
+    stored in MXFP4. ``activation``: silu | gelu_tanh, of gates. ``router_softcap``: ``cap * tanh(x / cap)`` of the
+    router's logits; 0: none. ``identities``: so many more experts return what they are given.
     """
 
     layers: frozenset[int]
@@ -107,6 +108,9 @@ class ExpertsConfig:
     alpha: float = 1.0
     limit: float = 0.0
     packed: bool = False
+    activation: str = "silu"
+    router_softcap: float = 0.0
+    identities: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ class LatentConfig:
     that keys and values of all heads are made from; ``query_rank``: of the one that queries are, 0: there is none.
     ``plain_dim``, ``rope_dim``: numbers of a query and key head without and with a position. ``value_dim``: of a value.
     ``apart``: whether weights of keys and of values are stored apart, as in newer GGUF files. ``index``: of sparse
-    attention; None: all tokens are attended to.
+    attention; None: all tokens are attended to. ``factor``: of the vector.
     """
 
     query_rank: int
@@ -149,6 +153,7 @@ class LatentConfig:
     value_dim: int
     apart: bool = False
     index: IndexConfig | None = None
+    factor: float = 1.0
 
     def spec(self, indexed: bool = True) -> Latent:
         """What a layer caches. ``indexed``: whether it has an indexer, if the model has any."""
@@ -183,6 +188,8 @@ class ModelConfig:
     ``reward_head``: the module of a family's own head that rewards; "": see ``layers.classification``.
     ``query_growth``: of all queries; None: they do not grow. ``late_norms``: whether heads are normed after they are
     rotated. ``qkv_clip``: queries, keys and values are clamped to it when they are projected; 0: they are not.
+    ``alibi``, ``growth_length``: whether ``Attention.attend_rows`` has ``slopes``, and its ``growth_length``.
+    ``head_norm``: what of the output to the vocabulary has a length of one, its rows | columns; "": nothing.
     ``norm_bias``, ``head_bias``: whether norms of the residual stream, and the output to the vocabulary, have biases.
     ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``.
     ``recurrence``: of layers that keep states, ``recurrent`` says which these are.
@@ -230,6 +237,9 @@ class ModelConfig:
     query_growth: QueryGrowth | None = None
     qkv_clip: float = 0.0
     late_norms: bool = False
+    alibi: bool = False
+    growth_length: int = 0
+    head_norm: str = ""
     norm_bias: bool = False
     head_bias: bool = False
     recurrence: Recurrence | None = None
@@ -245,14 +255,14 @@ class ModelConfig:
         """What attention has that no captured pass does, since a step's rows are read on the host; "": nothing."""
         if self.attention_softcap:
             return "attn_logit_softcapping"
-        if self.sinks:
-            return "the sinks of attention"
+        if self.sinks or self.alibi:
+            return "the sinks of attention" if self.sinks else "ALiBi"
         return "attention in chunks" if min(self.windows) < 0 else ""
 
     @property
     def row_attention(self) -> bool:
         """Whether ``Attention.attend_rows`` computes it."""
-        return self.attention_softcap > 0 or self.sinks
+        return self.attention_softcap > 0 or self.sinks or self.alibi or self.growth_length > 0
 
     @property
     def reads_rows(self) -> bool:

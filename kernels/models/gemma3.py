@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Iterator
 
 from kernels.contract.caches import CacheGroup
-from kernels.contract.errors import ConfigError
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, mlp, vocabulary
@@ -21,8 +20,6 @@ __all__ = ["build", "caches", "config", "tensors"]
 
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
-    if raw.flag("use_bidirectional_attention"):
-        raise ConfigError("use_bidirectional_attention is for embeddings; use a model that generates text")
     bias, windows = raw.flag("attention_bias"), raw.patterned_windows(6)
     plain = raw.decoder(
         qkv_bias=bias,

@@ -31,6 +31,7 @@ from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, mlp, vocabulary
 from kernels.models.layers.block import AttentionLayer, SelfAttention, gated_mlp
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
+from kernels.models.layers.moe import gelu_and_mul
 from kernels.models.layers.vocabulary import VocabularyEmbedding
 from kernels.weights.tensors import Role, Split, TensorSpec, embedding, linear, norm
 
@@ -424,7 +425,7 @@ class _ExpertsBeside:
         ]
         layers, routing = builder.ops.experts, Routing(sizes.chosen, normalized=True)
         made = layers.make_router((router.float() * scale).to(router.dtype), None, routing)
-        return layers.make_in_turn(made, experts, routing, "their gates are GELU's", _gelu_and_mul)
+        return layers.make_in_turn(made, experts, routing, "their gates are GELU's", gelu_and_mul)
 
     def __call__(self, result: Tensor, residual: Tensor) -> Tensor:
         """``result`` [tokens, hidden]: the feed-forward layer's."""
@@ -434,8 +435,3 @@ class _ExpertsBeside:
         chosen = self.experts(normed)
         chosen = chosen if self.group.size == 1 else self.group.all_reduce(chosen)
         return self.after_mlp(result) + self.after(chosen)
-
-
-def _gelu_and_mul(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh") * up

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kernels.weights.tensors import Tensors, TensorSpec
 
 __all__ = [
+    "BIDIRECTIONAL",
     "BUILT_IN",
     "GROUP",
     "HEADS",
@@ -103,6 +104,9 @@ BUILT_IN = (
     Entry("AfmoeForCausalLM", "kernels.models.afmoe"),
     Entry("ApertusForCausalLM", "kernels.models.apertus"),
     Entry("ArceeForCausalLM", "kernels.models.arcee"),
+    Entry("BaichuanForCausalLM", "kernels.models.baichuan"),
+    Entry("BailingMoeForCausalLM", "kernels.models.bailing_moe"),
+    Entry("BailingMoeV2ForCausalLM", "kernels.models.bailing_moe"),
     *_encoders("Bert", "kernels.models.bert"),
     Entry("Cohere2ForCausalLM", "kernels.models.cohere2"),
     Entry("Cohere2MoeForCausalLM", "kernels.models.cohere2_moe"),
@@ -127,12 +131,14 @@ BUILT_IN = (
     Entry("GptOssForCausalLM", "kernels.models.gpt_oss"),
     Entry("GraniteForCausalLM", "kernels.models.granite"),
     Entry("GraniteMoeForCausalLM", "kernels.models.granite_moe"),
+    Entry("Grok1ForCausalLM", "kernels.models.grok"),
     Entry("HunYuanDenseV1ForCausalLM", "kernels.models.hunyuan"),
     Entry("HunYuanMoEV1ForCausalLM", "kernels.models.hunyuan_moe"),
     Entry("InternLM2ForCausalLM", "kernels.models.internlm2"),
     Entry("KimiLinearForCausalLM", "kernels.models.kimi_linear"),
     Entry("Llama4ForCausalLM", "kernels.models.llama4"),
     Entry("LlamaForCausalLM", "kernels.models.llama", gguf="llama", gguf_window="ignored"),
+    Entry("LongcatFlashForCausalLM", "kernels.models.longcat_flash"),
     Entry("MiMoForCausalLM", "kernels.models.mimo"),
     Entry("MiniCPM3ForCausalLM", "kernels.models.minicpm3"),
     Entry("MiniMaxM2ForCausalLM", "kernels.models.minimax_m2"),
@@ -167,6 +173,9 @@ BUILT_IN = (
     *_encoders("XLMRoberta", "kernels.models.bert", padded_positions=True),
 )
 _BY_ARCHITECTURE = {entry.architecture: entry for entry in BUILT_IN}
+
+BIDIRECTIONAL = ("Gemma3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Decoders that also embed with attention in both directions (``kernels.models.bidirectional``)."""
 
 HEADS = ("ForSequenceClassification", "ForRewardModel")
 """Endings of architectures that classify or reward."""
@@ -219,6 +228,8 @@ def _load(entry: Entry) -> Family:
 def base_architecture(name: str) -> str:
     """The generating form of an architecture that has a head of its own or none: ``Qwen3ForCausalLM`` of
     ``Qwen3Model``, ``Qwen3ForSequenceClassification`` and ``Qwen3ForRewardModel``."""
+    if name == "Gemma3TextModel":
+        return "Gemma3ForCausalLM"
     for suffix in (*HEADS, "Model"):
         if name.endswith(suffix):
             return f"{name.removesuffix(suffix)}ForCausalLM"
@@ -289,6 +300,10 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
         from kernels.models.fallback import model as fallback
 
         return fallback.build(config, builder)
+    if config.pooling is not None and config.pooling.encoder and find_encoder(config.architecture) is None:
+        from kernels.models import bidirectional
+
+        return bidirectional.build(config, builder)
     return find([config.architecture])[1].build(config, builder)
 
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.core.arrays import Ints, Longs
 from kernels.core.noise import clocks, keys_at
 from kernels.core.operators import Candidates, Greedy
 from kernels.devices.base import Device
@@ -80,9 +80,6 @@ def _add_gumbel_noise(values: Tensor, total: Tensor, ids: Tensor, noise: Noise, 
     noisy = scaled - clocks(keys.unsqueeze(1), ids.to(torch.int32)).log()
     return torch.where(sampled, noisy.log_softmax(-1), values - total)
 
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 _GIVEN = 2  # fewest places in a row's own pages: of its root and of one draft token
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from kernels.contract.config import RunnerConfig
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import Admission
+from kernels.core.arrays import Ints, Longs
 from kernels.core.tree import Drafts, DraftTree
 from kernels.devices.base import Device
 from kernels.devices.prepared import VerifyOutputs
@@ -36,9 +37,6 @@ from kernels.speculation.native_drafts import NativeDrafts
 from kernels.state.slots import SlotTable
 
 __all__ = ["AcceptedRows", "DraftRows", "Drafter", "DrafterContext", "Observation"]
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import StepBatch
+from kernels.core.arrays import Ints, Longs
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Acceptance
 from kernels.core.tree import Drafts, DraftTree, Growth, Level, chain
@@ -142,9 +142,6 @@ _ROWS = (1, 2, 4, 8, 16)
 
 _Passes = dict[int, tuple[Callable[[], None], list[DraftTree]]]
 """Passes by number of rows: the function that runs one, and the trees that it writes."""
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 class EarlyDraftModel(Protocol):
@@ -348,13 +345,13 @@ class EarlyDrafts:
         return VerifyResult.from_device(result.accepted)
 
     def arrival(self, accepted: Acceptance) -> PendingCopies:
-        """A function that waits for the last step's outcome, its tokens and which of these are broken."""
+        """A function that waits for the last step's outcome, its tokens and which of these are not finite."""
         begun = self._arrives if self._end else None
         fetched = begun or self._device.memory.fetch([accepted.packed], lasting=True)
 
         def arrives() -> list[Tensor]:
             here = accepted.on_host(fetched()[0])
-            return [here.outcome, here.tokens.reshape(-1), here.broken.reshape(-1)]
+            return [here.outcome, here.tokens.reshape(-1), here.nonfinite.reshape(-1)]
 
         return arrives
 

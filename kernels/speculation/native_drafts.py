@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.core.arrays import Longs
 from kernels.core.attention_rows import DecodeTokens
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Draw, Draws
@@ -45,7 +46,6 @@ __all__ = [
 LONGEST = 128
 """Most tokens of prompts that use the attention of decodes, one query after another."""
 
-Longs = npt.NDArray[np.int64]
 Raw = npt.NDArray[np.int16]
 
 
@@ -249,7 +249,7 @@ class NativeChains(NativeDrafts):
         state, places = self._state, DraftCacheSlots(self._reached, self._first, *self._places.own)
         features = target.features if self._passes.seen.shape[1] else None
         return target.run.cycle(
-            *(self._passes, places, state.table, target.logits, target.tokens, target.broken, features),
+            *(self._passes, places, state.table, target.logits, target.tokens, target.nonfinite, features),
             *(self._max_drafts, state.max_length),
         )
 

@@ -10,11 +10,10 @@ import time
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kernels.contract.step import RowError, StepBatch
-from kernels.core.arrays import ragged
+from kernels.core.arrays import Ints, Longs, ragged
 from kernels.core.attention_rows import DecodeTokens
 from kernels.core.operators import Draws
 from kernels.devices.prepared import DraftCycle
@@ -27,9 +26,6 @@ from kernels.state.native_grammars import MaskedRows, NativeChainsResult, Native
 __all__ = ["NativeDraftLoop", "NativeDraftResult"]
 
 _ONE = np.ones(1, dtype=np.int32).tobytes()
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 class NativeDraftResult(NamedTuple):
@@ -69,7 +65,7 @@ class NativeDraftLoop:
         self._max_rows, self._steps = max_rows, speculator.settings.num_steps
         drafter = speculator.drafter
         self._depth, self._max_drafts, self._linear = drafter.depth, drafter.max_nodes - 1, not drafter.branches
-        self._verify = target.run.verify(self._state.table, target.logits, target.tokens, target.broken)
+        self._verify = target.run.verify(self._state.table, target.logits, target.tokens, target.nonfinite)
         self._cycle = drafts.cycle(target)
         self._rows: tuple[bytes, bytes] | None = None  # slots and generations of the bound rows
         self._slots: Longs = np.zeros(0, dtype=np.int64)
@@ -257,8 +253,8 @@ class NativeDraftLoop:
         lengths = roots + counts
         pages = state.pages[slots, : int(lengths.max() - 1) // state.page_size + 1]
         tokens = DecodeTokens(ids, positions, index, pages, lengths, offsets, trees.bits)
-        sampled, broken = self._target.next(tokens, draws, positions + 1)
-        if broken.any():
+        sampled, nonfinite = self._target.next(tokens, draws, positions + 1)
+        if nonfinite.any():
             return None
         after = np.zeros((rows, width), dtype=np.int64)
         after[run] = sampled

@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.core.arrays import ragged
+from kernels.core.arrays import Bools, Ints, Longs, ragged
 from kernels.devices.base import Device
 from kernels.devices.memory import PendingCopies
 from kernels.speculation.drafter import Drafter, Observation
@@ -28,9 +27,6 @@ MAX_SLOT_BYTES = 1 << 20
 """The most bytes of features that are kept for one slot."""
 MIN_TOKENS, MAX_TOKENS = 64, 256
 """The most tokens that are kept for one slot: with large features, and with none."""
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 def max_backlog(width: int) -> int:
@@ -147,8 +143,6 @@ SHORT = 16
 """The most tokens of an observed row that does not count as a prompt."""
 MAX_PENDING = 16
 """The most decodes of a slot that wait to be observed together, on accelerators."""
-
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import Admission
-from kernels.core.arrays import ragged
+from kernels.core.arrays import Ints, Longs, ragged
 from kernels.core.tree import Drafts
 from kernels.devices.base import Device
 from kernels.devices.memory import PendingCopies
@@ -30,9 +30,6 @@ from kernels.state.slots import SlotTable
 from kernels.state.step_rows import PrefilledRows, StepRows
 
 __all__ = ["Speculator"]
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 class Speculator:
@@ -329,7 +326,7 @@ class Speculator:
         verified: VerifyResult | None,
     ) -> PendingCopies | None:
         """Record a launched step; it is observed before the next one. Returns the copy that fetches outcome, tokens and
-        broken rows, if there is a single one."""
+        nonfinite rows, if there is a single one."""
         arrives = None
         if verified is not None and verified.accepted is not None:
             arrives = self.early_drafts.arrival(verified.accepted)

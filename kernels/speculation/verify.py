@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels.contract.speculation import SpeculativeSettings
-from kernels.core.arrays import ragged
+from kernels.core.arrays import Longs, ragged
 from kernels.core.operators import Acceptance
 from kernels.core.tree import DraftTree, chain, unpack_bits
 from kernels.devices.base import Device
@@ -148,9 +148,6 @@ def path_history(tree: DraftTree, roots: Tensor, known: Tensor) -> Tensor:
     return history.scatter_(2, where, tokens)[..., :positions]
 
 
-Longs = npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True)
 class Samples:
     """The samples of a step, row after row: one in a row without draft tokens, else one after each of its tokens.
@@ -166,7 +163,7 @@ class Samples:
     verified: slice
 
     @classmethod
-    def of(cls, step: StepRows, known: Longs) -> Samples:
+    def from_step(cls, step: StepRows, known: Longs) -> Samples:
         """``known``: lengths by slot."""
         reached = step.starts + step.counts == known[step.slots]
         if step.verifies == len(step.rows):
@@ -229,8 +226,8 @@ class VerifyResult:
             (torch.arange(part.start, device=device), passed, torch.arange(part.stop, total, device=device))
         )
         tokens = torch.cat((sampled.tokens[: part.start], path.tokens.reshape(-1), sampled.tokens[part.stop :]))
-        broken = sampled.broken.index_select(0, entries)
-        own = broken[part.start : part.start + passed.numel()].view(-1, levels)
+        nonfinite = sampled.nonfinite.index_select(0, entries)
+        own = nonfinite[part.start : part.start + passed.numel()].view(-1, levels)
         counted = torch.arange(levels, device=device) < path.counts.unsqueeze(1)
         unsound = (own & counted).any(1)
         depths = step.drafts.tree.depths
@@ -260,7 +257,7 @@ class VerifyResult:
         chosen = replace(
             sampled,
             tokens=tokens,
-            broken=broken,
+            nonfinite=nonfinite,
             logprobs=None if sampled.logprobs is None else sampled.logprobs.index_select(0, entries),
             top_ids=None if sampled.top_ids is None else sampled.top_ids.index_select(0, entries),
             top_logprobs=None if sampled.top_logprobs is None else sampled.top_logprobs.index_select(0, entries),
@@ -276,8 +273,8 @@ class VerifyResult:
         counts, path, accepted = step.counts, found.path.numpy(), found.counts.numpy()
         rows, levels = path.shape
         passed = (step.offsets[:, None] + path).reshape(-1)
-        broken = sampled.broken.numpy()[passed]
-        own = broken.reshape(rows, levels) & (np.arange(levels) < accepted[:, None])
+        nonfinite = sampled.nonfinite.numpy()[passed]
+        own = nonfinite.reshape(rows, levels) & (np.arange(levels) < accepted[:, None])
         depths = step.drafts.tree.depths.numpy()
         run = np.arange(depths.shape[1]) < counts[:, None]
         outcome = np.empty((rows, levels + 2), dtype=np.int64)
@@ -285,7 +282,7 @@ class VerifyResult:
         outcome[:, 1] = np.where(run, depths, 0).max(1)
         outcome[:, 2:] = path
         return cls.from_outcome(
-            SampledTokens(found.tokens.reshape(-1), torch.from_numpy(broken)), torch.from_numpy(outcome)
+            SampledTokens(found.tokens.reshape(-1), torch.from_numpy(nonfinite)), torch.from_numpy(outcome)
         )
 
     @classmethod
@@ -299,7 +296,7 @@ class VerifyResult:
     def from_device(cls, acceptance: Acceptance) -> VerifyResult:
         """For rows that all verified and were accepted by the device: entries are [rows, levels]."""
         return replace(
-            cls.from_outcome(SampledTokens(acceptance.tokens, acceptance.broken), acceptance.outcome),
+            cls.from_outcome(SampledTokens(acceptance.tokens, acceptance.nonfinite), acceptance.outcome),
             accepted=acceptance,
         )
 
@@ -329,9 +326,9 @@ class Verifier:
             return
         device = self._device.torch_device
         tree = chain(torch.zeros((1, nodes), dtype=torch.int64, device=device))
-        sampled, broken = (torch.zeros(nodes, dtype=dtype, device=device) for dtype in (torch.int64, torch.bool))
+        sampled, nonfinite = (torch.zeros(nodes, dtype=dtype, device=device) for dtype in (torch.int64, torch.bool))
         rows = self._device.memory.put_pinned(np.array([[0, 0, 1, 0]], dtype=np.int64))  # only a root, in slot 0
-        result = drafting.accept(tree, rows, sampled, broken, min(self._depth, nodes - 1), 0, table)
+        result = drafting.accept(tree, rows, sampled, nonfinite, min(self._depth, nodes - 1), 0, table)
         if result is not None:
             drafting.move_accepted(caches, sampled, result.rows, result.outcome)
 
@@ -426,7 +423,7 @@ class Verifier:
             return None
         numbers = np.stack((step.slots, step.starts, step.counts, step.offsets), 1)
         rows, table = self._device.memory.put_pinned(numbers), self._slots.tokens
-        result = drafting.accept(step.drafts.tree, rows, sampled.tokens, sampled.broken, depth, forced, table)
+        result = drafting.accept(step.drafts.tree, rows, sampled.tokens, sampled.nonfinite, depth, forced, table)
         if result is None:
             return None
         self._accepted = result.rows

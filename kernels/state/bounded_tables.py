@@ -6,12 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.contract.caches import GroupPages, PageRun
+from kernels.core.arrays import Ints, Longs
 from kernels.state.slot_error import SlotError
 
 __all__ = ["BoundedTable"]
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 class BoundedTable:

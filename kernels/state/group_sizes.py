@@ -51,7 +51,7 @@ class GroupSizes:
     context: int
 
     @classmethod
-    def of(
+    def from_groups(
         cls,
         groups: Sequence[CacheGroup],
         token_bytes: GroupBytes,

@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.contract.caches import GroupPages
 from kernels.contract.step import Admission
 from kernels.contract.tasks import Classify, Embed, NextToken
+from kernels.core.arrays import Ints, Longs
 from kernels.core.attention_rows import TokenTable
 from kernels.devices.base import Device
 from kernels.state.bounded_tables import BoundedTable
@@ -25,9 +26,6 @@ _STOPS = 8
 
 SLACK = 2
 """Positions by which a sequence may exceed its context, in steps sent before its end was known."""
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 class SlotTable:

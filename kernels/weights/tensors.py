@@ -69,7 +69,7 @@ class Part:
         """The part's shape."""
         return (*whole[: self.dimension], self.end - self.begin, *whole[self.dimension + 1 :])
 
-    def of(self, whole: Tensor) -> Tensor:
+    def narrow(self, whole: Tensor) -> Tensor:
         """A view of the part."""
         return whole.narrow(self.dimension, self.begin, self.end - self.begin)
 

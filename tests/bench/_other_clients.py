@@ -7,16 +7,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import app.understudy
+from tests.kits.real_server import running
+from tests.kits.tiny_encoder import make_tiny_encoder
 
 __all__ = [
     "anthropic_ways",
     "guidellm_ways",
     "langchain_anthropic_ways",
     "langchain_ollama_ways",
+    "litellm_encoder_ways",
     "litellm_other_ways",
     "lm_eval_ways",
     "ollama_ways",
@@ -193,6 +197,47 @@ def litellm_other_ways(url: str, model: str) -> Iterator[Way]:
         yield f"{provider}, text", complete
         yield f"{provider}, tools", called
         yield f"{provider}, a stream", streamed
+
+
+@contextmanager
+def _encoder(labels: int) -> Iterator[str]:
+    """The URL of a server of a tiny encoder with random weights: it embeds, or with ``labels`` it scores pairs."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_tiny_encoder(Path(folder) / "encoder", labels=labels)
+        with running(Path(folder) / "log", str(Path(folder) / "encoder"), "--served-model-name", "encoder") as server:
+            yield server.url
+
+
+def litellm_encoder_ways(url: str, model: str) -> Iterator[Way]:
+    """litellm over the APIs of models that generate no text."""
+    import litellm
+
+    from tests.bench.clients import need_equal
+
+    texts = ["one two three", "the lazy dog"]
+
+    def embed(provider: str, path: str, **options: Any) -> object:
+        with _encoder(0) as base:
+            answer: Any = litellm.embedding(
+                f"{provider}/encoder", texts, api_base=f"{base}{path}", api_key="none", **options
+            )
+        return need_equal([len(item["embedding"]) for item in answer.data], [options.get("dimensions", 32)] * 2)
+
+    def rerank(provider: str, path: str) -> object:
+        with _encoder(1) as base:
+            answer: Any = litellm.rerank(
+                f"{provider}/encoder", "the capital", texts, api_base=f"{base}{path}", api_key="none", top_n=2
+            )
+        return need_equal({item["index"] for item in answer.results}, {0, 1})
+
+    yield "embedding", lambda: embed("openai", "/v1")
+    yield "embedding, hosted_vllm", lambda: embed("hosted_vllm", "/v1")
+    yield "embedding, ollama", lambda: embed("ollama", "")
+    yield "embedding, jina_ai", lambda: embed("jina_ai", "/v1/embeddings")
+    yield "rerank, hosted_vllm", lambda: rerank("hosted_vllm", "")
+    yield "rerank, jina_ai", lambda: rerank("jina_ai", "/v1/rerank")
+    yield "rerank, cohere", lambda: rerank("cohere", "")
+    yield "rerank, infinity", lambda: rerank("infinity", "")
 
 
 CAPITALS = ({"question": "The capital of France is", "choices": ["Paris", "Rome"], "answer": 0},

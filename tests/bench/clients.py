@@ -32,6 +32,7 @@ from tests.bench._other_clients import (
     guidellm_ways,
     langchain_anthropic_ways,
     langchain_ollama_ways,
+    litellm_encoder_ways,
     litellm_other_ways,
     lm_eval_ways,
     ollama_ways,
@@ -401,7 +402,9 @@ PACKAGES: dict[str, Callable[[str, str], Iterator[Way]]] = {
     "instructor": instructor_ways,
     "pydantic-ai-slim": pydantic_ai_ways,
     "langchain-openai": langchain_ways,
-    "litellm": lambda url, model: chain(litellm_ways(url, model), litellm_other_ways(url, model)),
+    "litellm": lambda url, model: chain(
+        litellm_ways(url, model), litellm_other_ways(url, model), litellm_encoder_ways(url, model)
+    ),
     "llama-index-llms-openai-like": llama_index_ways,
     "openai-agents": agents_ways,
     "anthropic": anthropic_ways,

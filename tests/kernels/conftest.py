@@ -34,7 +34,7 @@ from tests.kits.driver import (
     VOCAB,
     Driver,
 )
-from tests.kits.published import PUBLISHED
+from tests.kits.published import PUBLISHED, save_published
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ DIVISIBLE |= {
 
 DIVISIBLE |= {
     f"parallel-{name}": (family, options | {"vocab_size": 212})
-    for name, (family, options) in (DENSE | ROUTED).items()
+    for name, (family, options) in (DENSE | LATENT | ROUTED).items()
     if name in DIVIDED
 }
 
@@ -105,6 +105,9 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {  # whose sizes the CPU's nativ
 
 class Reference:
     """A transformers model and the directory it is saved in."""
+
+    model: Any
+    path: Path
 
     def __init__(self, name: str, directory: Path, **save: Any) -> None:
         import torch
@@ -145,6 +148,21 @@ class Reference:
         return tokens
 
 
+class PublishedReference(Reference):
+    """A model of a family that transformers lacks, by a description in plain torch."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        sizes = {"vocab_size": 212} if name.startswith("parallel-") else {}
+        self.path, self.forward = directory, save_published(name.removeprefix("parallel-"), directory, sizes)
+
+    def logprobs(self, tokens: Sequence[int]) -> Any:
+        """float32 [tokens, vocab]"""
+        import torch
+
+        with torch.inference_mode():
+            return self.forward(torch.tensor(tokens)).log_softmax(-1)
+
+
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
     """A family's model by name, made once."""
@@ -152,7 +170,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 
     def get(name: str) -> Reference:
         if name not in made:
-            made[name] = Reference(name, tmp_path_factory.mktemp(name))
+            published = name.removeprefix("parallel-") in PUBLISHED
+            made[name] = (PublishedReference if published else Reference)(name, tmp_path_factory.mktemp(name))
         return made[name]
 
     return get

@@ -296,12 +296,23 @@ DEEPSEEK = {
 INDEXED = DEEPSEEK | {"index_n_heads": 8, "index_head_dim": 12, "index_topk": 16}
 SHARED_INDEX = ["full", "shared", "full", "shared"]
 
+LONGCAT = DEEPSEEK | {
+    "num_layers": 2,
+    "ffn_hidden_size": 80,
+    "expert_ffn_hidden_size": 32,
+    "moe_topk": 3,
+    "zero_expert_num": 3,
+    "head_dim": 8,
+    "routed_scaling_factor": 2.0,
+}
+
 LATENT: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with latent attention
     "deepseek-v2": ("DeepseekV2", DEEPSEEK | {"topk_method": "group_limited_greedy", "rope_parameters": EQUAL_YARN}),
     "deepseek-v2-lite": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy"}),
     "deepseek-v3": ("DeepseekV3", DEEPSEEK | {"rope_parameters": LATENT_YARN, "attention_bias": True}),
     "kimi-k2": ("DeepseekV3", DEEPSEEK | {"n_group": 1, "topk_group": 1, "rope_interleave": False}),
     "glm4-moe-lite": ("Glm4MoeLite", DEEPSEEK | {"tie_word_embeddings": True}),
+    "longcat-flash": ("LongcatFlash", LONGCAT),
     "mistral4": (
         "Mistral4",
         DEEPSEEK | {"norm_topk_prob": True, "rope_parameters": GROWING_YARN, "n_group": 1, "topk_group": 1},
@@ -470,6 +481,7 @@ DIVIDED = (
     "hunyuan",
     "hunyuan-moe",
     "llama4",
+    "longcat-flash",
     "ministral3",
     "olmo",
     "olmoe-clipped",

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from kernels.core.arrays import Longs
 from kernels.core.attention_rows import TokenTable
 from kernels.core.operators import Draws
 from kernels.devices.cpu.native.library import Chain, Cycle, CycleOutput, Observation, Op, RowTokens, Table
@@ -25,8 +26,6 @@ from kernels.devices.prepared import (
 __all__ = ["cycle", "described", "observe", "verify"]
 
 _IDLE = 4
-
-Longs = npt.NDArray[np.int64]
 
 
 def described(table: TokenTable) -> Table:
@@ -85,7 +84,7 @@ def cycle(
     table: TokenTable,
     logits: Tensor,
     argmax: Longs,
-    broken: npt.NDArray[np.bool_],
+    nonfinite: npt.NDArray[np.bool_],
     features: npt.NDArray[np.int16] | None,
     max_drafts: int,
     max_length: int,
@@ -125,7 +124,7 @@ def cycle(
         ctypes.addressof(model.ops),
         model.count,
         argmax.ctypes.data,
-        broken.ctypes.data,
+        nonfinite.ctypes.data,
         ctypes.addressof(draws[2]),
         max_drafts,
         max_length,
@@ -144,7 +143,21 @@ def cycle(
     call = native.library.cycle
     before = (native.address, ctypes.byref(settings), ctypes.byref(where))
     keep_alive: tuple[object, ...]
-    keep_alive = (model, observing, head, then, draft, places, table, logits, argmax, broken, features, chosen, unsound)
+    keep_alive = (
+        model,
+        observing,
+        head,
+        then,
+        draft,
+        places,
+        table,
+        logits,
+        argmax,
+        nonfinite,
+        features,
+        chosen,
+        unsound,
+    )
     keep_alive += (drawn, unfit, draws, ended)
     into = ctypes.byref(output)
     last, at = np.zeros(0, dtype=np.int64), 0
@@ -183,16 +196,16 @@ def cycle(
 
 
 def verify(
-    program: Program, table: TokenTable, logits: Tensor, argmax: Longs, broken: npt.NDArray[np.bool_]
+    program: Program, table: TokenTable, logits: Tensor, argmax: Longs, nonfinite: npt.NDArray[np.bool_]
 ) -> VerifyChains:
     """See ``NativePass.verify``."""
     native, where, rows = program.native, described(table), RowTokens()
     drawn, unsound = np.zeros(len(argmax), dtype=np.int64), np.zeros(len(argmax), dtype=np.bool_)
     draw = native.drawing(logits, drawn, unsound)
     before = (native.address, program.ops, program.count, ctypes.byref(where), ctypes.byref(rows))
-    results, drawing = (argmax.ctypes.data, broken.ctypes.data), ctypes.byref(draw)
+    results, drawing = (argmax.ctypes.data, nonfinite.ctypes.data), ctypes.byref(draw)
     call = native.library.verify
-    keep_alive = (program, table, where, logits, argmax, broken, drawn, unsound)
+    keep_alive = (program, table, where, logits, argmax, nonfinite, drawn, unsound)
 
     def run(slots: Longs, roots: Longs, counts: Longs, tokens: Longs, draws: Draws | None) -> Longs | None:
         assert keep_alive

@@ -40,7 +40,7 @@ class CpuPass:
         self._program.run_decodes(rows)
 
     def advance(
-        self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]
+        self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], nonfinite: npt.NDArray[np.bool_]
     ) -> DecodeCall:
         program = self._program
         native, result = program.native, np.zeros(len(argmax), dtype=np.int32)
@@ -49,9 +49,9 @@ class CpuPass:
         described = chains.described(table)
         run = native.library.advance
         before = (native.address, program.ops, program.count, ctypes.byref(described))
-        results = (argmax.ctypes.data, broken.ctypes.data)
+        results = (argmax.ctypes.data, nonfinite.ctypes.data)
         where, drawing = result.ctypes.data, ctypes.byref(draw)
-        keep_alive = (program, table, logits, argmax, broken, drawn, unsound)
+        keep_alive = (program, table, logits, argmax, nonfinite, drawn, unsound)
 
         def advance(slots: npt.NDArray[np.int64], draws: Draws | None, masks: Masks | None) -> bytes | None:
             assert keep_alive
@@ -76,7 +76,7 @@ class CpuPass:
         table: TokenTable,
         logits: Tensor,
         argmax: npt.NDArray[np.int64],
-        broken: npt.NDArray[np.bool_],
+        nonfinite: npt.NDArray[np.bool_],
         features: npt.NDArray[np.int16] | None,
         max_drafts: int,
         max_length: int,
@@ -85,12 +85,12 @@ class CpuPass:
         assert isinstance(draft.head, CpuPass)
         assert isinstance(draft.then, CpuPass)
         passes = (self._program, draft.observe._program, draft.head._program, draft.then._program)
-        return chains.cycle(*passes, draft, places, table, logits, argmax, broken, features, max_drafts, max_length)
+        return chains.cycle(*passes, draft, places, table, logits, argmax, nonfinite, features, max_drafts, max_length)
 
     def verify(
-        self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]
+        self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], nonfinite: npt.NDArray[np.bool_]
     ) -> VerifyChains:
-        return chains.verify(self._program, table, logits, argmax, broken)
+        return chains.verify(self._program, table, logits, argmax, nonfinite)
 
     def prefill(
         self,
@@ -99,7 +99,7 @@ class CpuPass:
         hidden: Tensor,
         last: Tensor,
         output: PassLogits,
-        broken: npt.NDArray[np.bool_],
+        nonfinite: npt.NDArray[np.bool_],
     ) -> PrefillCall:
         assert isinstance(head, CpuPass)
         model, then = self._program, head._program
@@ -112,8 +112,8 @@ class CpuPass:
         )
         call = native.library.prefill
         before = (native.address, model.ops, model.count, *map(ctypes.byref, (where, rows, ending)))
-        results, drawing = (output.tokens.data_ptr(), broken.ctypes.data), ctypes.byref(draw)
-        keep_alive = (model, then, table, where, hidden, last, output, broken, drawn, unsound)
+        results, drawing = (output.tokens.data_ptr(), nonfinite.ctypes.data), ctypes.byref(draw)
+        keep_alive = (model, then, table, where, hidden, last, output, nonfinite, drawn, unsound)
 
         def prefill(
             slots: npt.NDArray[np.int64],

@@ -318,17 +318,17 @@ class Native(OperatorRunner):
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The most likely ids int64 [rows] of ``logits`` [rows, vocab], and whether a row's are not to be used."""
-        tokens, broken = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
+        tokens, nonfinite = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
         op = Op(
             kind=_GREEDY,
             a=logits.data_ptr(),
-            b=broken.data_ptr(),
+            b=nonfinite.data_ptr(),
             out=tokens.data_ptr(),
             stride_a=logits.stride(0),
             i0=logits.shape[1],
         )
-        self._call(op, Step(len(logits)), tokens, broken)
-        return tokens, broken
+        self._call(op, Step(len(logits)), tokens, nonfinite)
+        return tokens, nonfinite
 
     def draw(
         self,
@@ -340,18 +340,18 @@ class Native(OperatorRunner):
         masks: Masks | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The same, sampled as ``draws`` [rows] say; see ``kernels.core.operators.Draw``. Never recorded."""
-        tokens, broken = np.empty(len(logits), dtype=np.int64), np.empty(len(logits), dtype=np.bool_)
-        op = self.drawing(logits, tokens, broken)
+        tokens, nonfinite = np.empty(len(logits), dtype=np.int64), np.empty(len(logits), dtype=np.bool_)
+        op = self.drawing(logits, tokens, nonfinite)
         op.b, op.c, op.i1 = draws.ctypes.data, None if ids is None else ids.data_ptr(), vocab
         op.i2 = 0 if masks is None else masks.ctypes.data
         step = Step(len(logits))
         step.positions = positions.data_ptr()
         self.library.run(self._engine, ctypes.byref(op), 1, step)
-        return torch.from_numpy(tokens), torch.from_numpy(broken)
+        return torch.from_numpy(tokens), torch.from_numpy(nonfinite)
 
-    def drawing(self, logits: Tensor, tokens: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]) -> Op:
-        """To draw of ``logits`` [rows, vocab] to ``tokens`` and ``broken`` [rows], but for how, which is its ``b``, and
-        the address of masks, its ``i2``."""
+    def drawing(self, logits: Tensor, tokens: npt.NDArray[np.int64], nonfinite: npt.NDArray[np.bool_]) -> Op:
+        """To draw of ``logits`` [rows, vocab] to ``tokens`` and ``nonfinite`` [rows], but for how, which is its ``b``,
+        and the address of masks, its ``i2``."""
         return Op(
             kind=_DRAW,
             a=logits.data_ptr(),
@@ -360,7 +360,7 @@ class Native(OperatorRunner):
             i0=logits.shape[1],
             i1=logits.shape[1],
             i3=-(-logits.shape[1] // 32),
-            i4=broken.ctypes.data,
+            i4=nonfinite.ctypes.data,
         )
 
     def empty_attention(self, queries: Tensor) -> Tensor:

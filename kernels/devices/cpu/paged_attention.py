@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.core.arrays import Longs
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.tree import MAX_NODES, chain_bits, unpack_bits, within_window
 from kernels.devices.cpu.operators import Cache8bit, Native
 from kernels.devices.cpu.program import step_of
-
-Longs = npt.NDArray[np.int64]
 
 __all__ = [
     "SHORT",

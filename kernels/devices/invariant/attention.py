@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.core.arrays import Longs
 from kernels.core.attention_rows import AttentionRows
 from kernels.devices.invariant.elementwise import by_lines, pairwise_sum
 from kernels.devices.invariant.matmul import rows_alike
@@ -33,8 +34,6 @@ Read = Callable[[Tensor], Tensor]
 """Places in the cache int64 [n] -> their keys and values [n, 2, kv_heads, dim], floats of any size."""
 Put = Callable[[npt.NDArray[np.int64] | npt.NDArray[np.bool_]], Tensor]
 """How an array gets to the device."""
-
-Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class NpuExperts(StackedExperts[_Stack]):
         return None
 
     def stack(self, weights: Sequence[Projection]) -> _Stack:
-        before = ExpertInputs.of(weights)
+        before = ExpertInputs.from_weights(weights)
         floats = [weight for weight in weights if isinstance(weight, Tensor)]
         if floats:
             return _Stack(self._tiles(torch.stack([weight.t() for weight in floats])))

@@ -23,7 +23,7 @@ from kernels.devices.linear import norm_of_sum
 from kernels.models.config import ModelConfig, QueryGrowth
 from kernels.models.layers import gqa
 from kernels.models.layers.builder import LayerBuilder
-from kernels.models.layers.rotary import grow
+from kernels.models.layers.rotary import alibi_slopes, grow
 
 __all__ = [
     "AttentionLayer",
@@ -83,6 +83,10 @@ class SelfAttention:
         self.scale = config.attention_scale or config.head_dim**-0.5
         refuse = builder.ops.elementwise.compose(lambda x: x, lambda x: x)
         self.sinks, self.weights, self.growth = sinks, weights, growth
+        self.slopes, self.growth_length = None, config.growth_length
+        if config.alibi:
+            slopes = alibi_slopes(config.heads * builder.mesh.size)[builder.mesh.rank * config.heads :][: config.heads]
+            self.slopes = torch.tensor(slopes, device=builder.ops.torch_device)
         self._unrecorded = None if weights is None and growth is None else refuse  # programs scale no queries
         self._uncaptured = refuse if plain or config.row_attention else None  # it reads the host's rows
 
@@ -99,7 +103,17 @@ class SelfAttention:
         else:
             queries, rows = self._uncaptured(queries), batch.rows
             assert rows is not None, "such attention is part of no captured pass"
-            result = self.attention.attend_rows(queries, cache, rows, self.window, self.scale, self.cap, self.sinks)
+            result = self.attention.attend_rows(
+                queries,
+                cache,
+                rows,
+                self.window,
+                self.scale,
+                self.cap,
+                self.sinks,
+                slopes=self.slopes,
+                growth_length=self.growth_length,
+            )
         if wanted is not None:
             result = result.index_select(0, wanted)
             if self.rows is not None:

@@ -102,6 +102,8 @@ class LatentAttention:
         else:
             both = _floats(builder, f"{module}.kv_b_proj").view(heads, -1, latent.rank)
             keys, values = both.split((latent.plain_dim, latent.value_dim), 1)
+        if latent.factor != 1.0:
+            keys, values = keys * latent.factor, values * latent.factor
         return LatentHeads(keys.contiguous(), values.transpose(1, 2).contiguous())
 
     def __call__(

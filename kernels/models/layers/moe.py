@@ -5,18 +5,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.core.operators import Linear
-from kernels.devices.experts import ExpertWeights, Routing
+from kernels.devices.experts import Experts, ExpertWeights, Routing
 from kernels.models.config import ExpertsConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.weights.tensors import GgufPlace, Role, StackedExpert, TensorSpec, by_inputs, by_outputs, linear
 
-__all__ = ["DEEPSEEK", "QWEN", "ExpertNames", "SparseFeedForward", "tensors"]
+__all__ = ["DEEPSEEK", "QWEN", "ExpertNames", "SparseFeedForward", "gelu_and_mul", "tensors"]
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,17 @@ def tensors(
     """
     block, stored = f"{layer}.{names.block}", f"{layer}.mlp"
     (router,) = linear(
-        f"{block}.{names.router}", (config.count, hidden), None, f"{gguf}.ffn_gate_inp", role=Role.ROUTER
+        f"{block}.{names.router}",
+        (config.count + config.identities, hidden),
+        None,
+        f"{gguf}.ffn_gate_inp",
+        role=Role.ROUTER,
     )
     yield router if block == stored else dataclasses.replace(router, aliases=(f"{stored}.gate.weight",))
     if names.correction:
         corrected = GgufPlace(f"{gguf}.exp_probs_b.bias")
-        shape = (1, config.count) if names.boxed else (config.count,)
+        count = config.count + config.identities
+        shape = (1, count) if names.boxed else (count,)
         other = () if block == stored else (f"{stored}.{names.correction}",)
         yield TensorSpec(f"{block}.{names.correction}", shape, Role.WIDE, None, corrected, other)
     inner, count = config.inner, config.count
@@ -136,7 +143,7 @@ class SparseFeedForward:
         router = f"{block}.{names.router}"
         weight, bias = source.take([f"{router}.weight"]), source.biases([router])
         correction = source.take([f"{block}.{names.correction}"]) if names.correction else None
-        self.experts = builder.ops.experts.make(weight, bias, experts, _routing(config, correction))
+        self.experts = _experts(builder, config, weight, bias, experts, correction=correction)
         self.shared: SharedExpert | None = None
         if config.shared:
             self.shared = SharedExpert(builder, names, f"{block}.{names.shared}", config.weighted)
@@ -150,6 +157,39 @@ class SparseFeedForward:
         if self._scaled is not None:
             out = self._scaled(out)
         return out if self.group.size == 1 else self.group.all_reduce(out)
+
+
+def _experts(
+    builder: LayerBuilder,
+    config: ExpertsConfig,
+    router: Tensor,
+    bias: Tensor | None,
+    experts: Sequence[ExpertWeights],
+    *,
+    correction: Tensor | None,
+) -> Experts:
+    """A device's kernels know SwiGLU's gates, and routers without caps, alone."""
+    layers, routing, cap = builder.ops.experts, _routing(config, correction), config.router_softcap
+    if config.activation == "silu" and not cap and not config.identities:
+        return layers.make(router, bias, experts, routing)
+    linear = layers.make_router(router, bias, routing)
+    capped = (
+        builder.ops.elementwise.compose(lambda x: torch.tanh(linear(x) / cap) * cap, lambda x: x) if cap else linear
+    )
+    return layers.make_in_turn(
+        capped,
+        experts,
+        routing,
+        "they have other gates, routers or neighbors than kernels know",
+        None if config.activation == "silu" else gelu_and_mul,
+        identities=config.identities if builder.mesh.rank == 0 else -config.identities,
+    )
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """``gelu(gate) * up`` of gate | up [tokens, 2 * n], by the approximation by tanh."""
+    gate, up = x.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def _routing(config: ExpertsConfig, correction: Tensor | None) -> Routing:

@@ -11,7 +11,7 @@ from kernels.core.operators import Linear
 from kernels.devices.base import Device
 from kernels.models.config import QueryGrowth, RopeConfig
 
-__all__ = ["RotaryEmbedding", "grow", "inverse_frequencies", "rotary_order"]
+__all__ = ["RotaryEmbedding", "alibi_slopes", "grow", "inverse_frequencies", "rotary_order"]
 
 
 class RotaryEmbedding:
@@ -72,6 +72,14 @@ def grow(queries: Tensor, positions: Tensor, growth: QueryGrowth) -> Tensor:
     """``queries`` [tokens, heads, dim] at ``positions`` int64 [tokens], grown."""
     steps = torch.div(positions + growth.shift, growth.tokens, rounding_mode="floor").float()
     return queries * (1.0 + growth.factor * torch.log1p(steps)).to(queries.dtype).view(-1, 1, 1)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Of each head: powers of ``2 ** (-8 / n)``, for n the greatest power of two up to ``heads``; those of more heads
+    lie between these (Press et al., arXiv 2108.12409)."""
+    power = 1 << (heads.bit_length() - 1)
+    first = [2.0 ** (-8 * head / power) for head in range(1, power + 1)]
+    return first + [2.0 ** (-4 * head / power) for head in range(1, 2 * (heads - power), 2)]
 
 
 def rotary_order(head_dim: int, rotary_dim: int, interleaved: bool) -> list[int] | None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.contract.errors import ConfigError
 from kernels.core.operators import Linear, Lookup
 from kernels.devices.linear import TableLookup
 from kernels.distributed.group import Group
 from kernels.models.config import ModelConfig
 from kernels.models.layers.builder import ModelBuilder
+from kernels.weights.quantization.weights import Projection
 from kernels.weights.tensors import TensorSpec, embedding, output
 
 __all__ = ["VocabularyEmbedding", "VocabularyHead", "tensors", "vocabulary"]
@@ -49,10 +52,24 @@ def vocabulary(
         lookup, linear = ops.linear.make_tied(table)
     else:
         lookup = ops.linear.make_lookup(table)
-        weight = builder.source.projection([head])
+        weight = _normed(builder, config, builder.source.projection([head]))
         layers = ops.linear
         linear = layers.make_float_head(weight, False) if builder.fp32_head else layers.make_projection(weight, None)
     return _ends(builder, config, lookup, _biased(builder, config, linear, head), table.shape[0])
+
+
+def _normed(builder: ModelBuilder, config: ModelConfig, weight: Projection) -> Projection:
+    """The weight of the output, whose rows or columns have a length of one where the model asks for it."""
+    if not config.head_norm:
+        return weight
+    if not isinstance(weight, Tensor):
+        raise ConfigError(f"the output of {config.architecture} is normed when it is loaded; leave it unquantized")
+    wide = weight.float()
+    if config.head_norm == "rows":
+        return F.normalize(wide).to(weight.dtype)
+    squares = wide.square().sum(0, keepdim=True)
+    length = (squares if builder.mesh.size == 1 else builder.mesh.all_reduce(squares)).sqrt()
+    return (wide / length.clamp(min=1e-7)).to(weight.dtype)
 
 
 def _biased(builder: ModelBuilder, config: ModelConfig, linear: Linear, head: str) -> Linear:

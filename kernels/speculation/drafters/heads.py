@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.contract.step import Admission
+from kernels.core.arrays import Longs
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm, PendingResidual
 from kernels.core.tree import Drafts, DraftTree
@@ -39,9 +40,6 @@ from kernels.speculation.token_map import head_rows, read_token_map
 from kernels.state.slots import SlotTable
 
 __all__ = ["HeadDrafter", "HeadLayer", "HeadModel", "SharedEnds", "SparseHeadLayer", "open_checkpoint"]
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 def open_checkpoint(context: DrafterContext) -> DraftCheckpoint:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from kernels.contract.errors import ConfigError, LoadError
 from kernels.contract.step import Admission
+from kernels.core.arrays import Ints, Longs
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.tree import Drafts, DraftTree, chain
@@ -46,9 +47,6 @@ from kernels.state.slots import SlotTable
 from kernels.weights.tensors import Tensors, TensorSpec
 
 __all__ = ["DEEPSEEK", "MIMO", "Layout", "MtpDrafter", "MtpModel", "MultiHeads"]
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 class MultiHeads(Drafter):

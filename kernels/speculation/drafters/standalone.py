@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -20,6 +19,7 @@ from kernels.contract.caches import is_plain
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import same_tokens
 from kernels.contract.step import Admission
+from kernels.core.arrays import Ints, Longs
 from kernels.core.batch import ForwardBatch
 from kernels.core.tree import Drafts
 from kernels.distributed.group import Group
@@ -77,10 +77,6 @@ class PaddedEmbedding:
         whole = pad(result, (0, 0, 0, self._rows - len(result)))
         self._head = whole[: len(result)]
         return whole
-
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 class StandaloneModel:

@@ -20,8 +20,8 @@ from actors.protocol import (
     CompileGrammar,
     DetokenizerProtocol,
     Emit,
-    Fence,
     Flush,
+    FlushOutputs,
     OpenSequence,
     PrefixMatch,
     ResetCache,
@@ -97,7 +97,7 @@ class Last(CacheManager):
 
 
 class Drain(Actor[DetokenizerProtocol]):
-    def __init__(self, reported: list[SequenceOutput], fences: list[Fence], fenced: list[asyncio.Event]) -> None:
+    def __init__(self, reported: list[SequenceOutput], fences: list[FlushOutputs], fenced: list[asyncio.Event]) -> None:
         self._reported = reported
         self._fences = fences
         self._fenced = fenced
@@ -107,7 +107,7 @@ class Drain(Actor[DetokenizerProtocol]):
         self._reported.extend(message.outputs)
 
     @handles
-    async def fence(self, message: Fence) -> None:
+    async def flush(self, message: FlushOutputs) -> None:
         self._fences.append(message)
         for event in self._fenced:
             await event.wait()
@@ -123,7 +123,7 @@ class Rig:
     messages: list[Step]  # of the steps
     compiles: list[tuple[Grammar, Deferred[str]]]
     reported: list[SequenceOutput]
-    fences: list[Fence]
+    fences: list[FlushOutputs]
     fenced: list[asyncio.Event]  # what a fence waits for
 
     def ready(self, epoch: int) -> None:
@@ -167,7 +167,7 @@ async def rigged(cache_of: Callable[[HealthBoard], CacheManager] = CacheManager)
     messages: list[Step] = []
     compiles: list[tuple[Grammar, Deferred[str]]] = []
     reported: list[SequenceOutput] = []
-    fences: list[Fence] = []
+    fences: list[FlushOutputs] = []
     fenced: list[asyncio.Event] = []
     async with ActorSystem() as system:
         cache = await system.spawn(lambda: cache_of(board), name="cache")

@@ -9,6 +9,7 @@ import pytest
 
 from kernels.contract.step import SlotSampling
 from tests.kits.driver import DENSE, HYBRID, LATENT, ROUTED
+from tests.kits.published import PUBLISHED
 
 FAMILIES = [
     "llama2",
@@ -32,6 +33,7 @@ FAMILIES = [
     *DENSE,
     *HYBRID,
     *LATENT,
+    *PUBLISHED,
     *ROUTED,
 ]
 VOCAB = 211

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,10 @@ from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.models.config import ModelConfig, QueryGrowth
 from kernels.models.config_loader import parse_config
+from kernels.models.layers import vocabulary
+from kernels.models.layers.rotary import alibi_slopes
 from kernels.models.registry import caches
-from tests.kits.driver import COMMON, DBRX
+from tests.kits.driver import COMMON, DBRX, LONGCAT
 
 SPARSE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -27,6 +31,10 @@ def read(architecture: str, **more: object) -> ModelConfig:
 @pytest.mark.parametrize(
     ("architecture", "more", "says"),
     [
+        ("BailingMoe", SPARSE | {"score_function": "best"}, "score_function must be softmax or sigmoid"),
+        ("Grok1", SPARSE | {"rope_type": "yarn"}, "rope_type 'yarn' is not supported; Grok 2 is run with original"),
+        ("Grok1", SPARSE | {"attn_temperature_len": 1}, "attn_temperature_len must be more than 1 token or -1"),
+        ("LongcatFlash", LONGCAT | {"router_bias": True}, "router_bias is not supported"),
         ("Gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is for embeddings"),
         ("Phimoe", {"num_local_experts": 1, "num_experts_per_tok": 1}, "num_local_experts 1 is less than the 2"),
         ("HunYuanMoEV1", {"num_experts": 4, "moe_topk": [1, 2, 1, 1]}, "moe_topk must be the same in all layers"),
@@ -88,6 +96,36 @@ def test_sizes_that_hunyuan_lists_for_each_layer_are_read() -> None:
 def test_alpha_of_hunyuan_stretches_the_base() -> None:
     config = read("HunYuanDenseV1", head_dim=16, rope_scaling={"type": "dynamic", "alpha": 50.0})
     assert config.rope.theta == pytest.approx(10000.0 * 50.0 ** (16 / 14))
+
+
+def test_models_of_baichuan_differ_by_keys_and_sizes() -> None:
+    first, second = read("Baichuan", vocab_size=64000), read("Baichuan", max_position_embeddings=None)
+    assert (first.alibi, first.rope.kind, first.head_norm) == (False, "default", "")
+    assert (second.alibi, second.rope.kind, second.head_norm, second.max_positions) == (True, "none", "rows", 4096)
+
+
+@pytest.mark.parametrize("heads", [4, 6, 40])
+def test_slopes_of_heads_are_those_of_the_paper(heads: int) -> None:
+    slopes = alibi_slopes(heads)
+    power = 2 ** int(math.log2(heads))
+    assert slopes[:power] == pytest.approx([2 ** (-8 * head / power) for head in range(1, power + 1)])
+    between = [2 ** (-8 * head / (2 * power)) for head in range(1, 2 * power + 1)][::2]
+    assert slopes[power:] == pytest.approx(between[: heads - power])
+
+
+def test_a_normed_output_is_not_quantized() -> None:
+    source = SimpleNamespace(table=lambda name: torch.zeros(4, 2), projection=lambda names: (torch.zeros(4, 2),))
+    ops = SimpleNamespace(linear=SimpleNamespace(make_lookup=lambda table: table))
+    builder: Any = SimpleNamespace(source=source, ops=ops, fp32_head=False)
+    with pytest.raises(ConfigError, match="is normed when it is loaded; leave it unquantized"):
+        vocabulary.vocabulary(builder, read("Baichuan"))
+
+
+def test_longcat_takes_other_names_of_sizes() -> None:
+    config = read("LongcatFlash", **{key: value for key, value in LONGCAT.items() if key != "num_layers"})
+    assert config.layers == 4
+    assert config.experts is not None
+    assert (config.experts.layers, config.experts.identities) == ({0, 2}, 3)
 
 
 def test_ministral_3_grows_queries_if_nothing_is_said_of_rotation() -> None:

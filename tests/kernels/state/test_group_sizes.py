@@ -14,7 +14,7 @@ STATE = CacheGroup(State(((8, 8),)), (4,))
 
 
 def sizes(*groups: CacheGroup, slots: int = 4, context: int = 4096) -> GroupSizes:
-    return GroupSizes.of(groups, lambda spec: spec.token_bytes(2), 16, slots, 128, context)
+    return GroupSizes.from_groups(groups, lambda spec: spec.token_bytes(2), 16, slots, 128, context)
 
 
 def test_groups_that_keep_all_tokens_have_the_main_pages() -> None:

@@ -72,9 +72,9 @@ inline StepStatus prepare(const SlotTable& table, const int64_t* slots, int64_t 
 
 // Each row knows one token more: `argmax`, as `result`. NON_FINITE, and nothing is kept, when one is not to be used.
 inline StepStatus keep(const SlotTable& table, const int64_t* slots, int64_t rows, const int64_t* argmax,
-                     const uint8_t* broken, int32_t* result) {
+                     const uint8_t* nonfinite, int32_t* result) {
     for (int64_t row = 0; row < rows; row++)
-        if (broken[row]) return NON_FINITE;
+        if (nonfinite[row]) return NON_FINITE;
     for (int64_t row = 0; row < rows; row++) {
         const int64_t slot = slots[row], length = table.known[slot];
         result[row] = static_cast<int32_t>(argmax[row]);

@@ -15,7 +15,7 @@ namespace troupe {
 
 // `Cycle` of library.py mirrors this. `reached` [slot]: filled places of the draft's cache. The first draft token takes the place
 // `first` after the root's. Where a sequence has no page, its slot has `spare` pages of its own from page `begin`. The model's `ops`
-// write `argmax` and `broken` [tokens], and `draw` samples. A row verifies up to `max_drafts` draft tokens, and sequences are shorter than
+// write `argmax` and `nonfinite` [tokens], and `draw` samples. A row verifies up to `max_drafts` draft tokens, and sequences are shorter than
 // `max_length`. `observing` observes up to `max_observed` tokens as `seen` describes, except for their places.
 struct Cycle {
     Chain chain;
@@ -24,7 +24,7 @@ struct Cycle {
     const Op* ops;
     int64_t count;
     const int64_t* argmax;
-    const uint8_t* broken;
+    const uint8_t* nonfinite;
     const Op* draw;
     int64_t max_drafts, max_length;
     Ops observing;
@@ -147,7 +147,7 @@ StepStatus cycle(const Running& running, StepMemory& memory, const Cycle& cycle,
     const RowTokens verified = {rows, slots, result.roots, counts.data()};
     const int64_t* said = verify(running, memory, Ops{cycle.ops, cycle.count}, table, verified, tokens.data(), stride,
                                  cycle.argmax, how ? &draw : nullptr);
-    const StepStatus kept = accept(table, verified, said, cycle.broken, memory, result.accepted);
+    const StepStatus kept = accept(table, verified, said, cycle.nonfinite, memory, result.accepted);
     if (kept != DONE) return kept;
     result.over = true;
     for (int64_t row = 0, at = 0; row < rows; row++) {

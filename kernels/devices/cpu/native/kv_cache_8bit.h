@@ -65,11 +65,11 @@ struct Cache8bit {
         }
         for (int64_t i = 0; i < dim; i += 16) {
             Floats value = load(x + i);
-            const Mask broken = bits_of(abs(value)) > splat(0x7f7fffff);  // infinities and NaNs, which no scale expresses
+            const Mask nonfinite = bits_of(abs(value)) > splat(0x7f7fffff);  // infinities and NaNs, which no scale expresses
             value = value / load(fixed + head * dim + i);
             if (offsets) value = value + load(offsets + head * dim + i);
-            const Ints code = quantize_8bit(select(broken, splat(NAN), value), kind);
-            store_bytes(out + i, kind == INT8 ? select(broken, splat(NONE), code) : code);
+            const Ints code = quantize_8bit(select(nonfinite, splat(NAN), value), kind);
+            store_bytes(out + i, kind == INT8 ? select(nonfinite, splat(NONE), code) : code);
         }
     }
 

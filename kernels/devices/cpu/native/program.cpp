@@ -190,19 +190,19 @@ bool argmax_of(const Op& op, int64_t row, int64_t& id, float& top) {
     const Floats none = splat(-INFINITY);
     Floats largest_value = none;
     Ints ids = lane_numbers(), best = ids;
-    Mask broken = 0;
+    Mask nonfinite = 0;
     for (int64_t i = 0; i < op.i0; i += 16) {
         const Mask here = first_lanes(op.i0 - i);
         const Floats value = select(here, load(logits + i, here), none);
         const Mask more = value > largest_value;
-        broken |= static_cast<Mask>(~(value < splat(INFINITY)));
+        nonfinite |= static_cast<Mask>(~(value < splat(INFINITY)));
         largest_value = select(more, value, largest_value);
         best = select(more, ids, best);
         ids = ids + sixteen;
     }
     top = max_all(largest_value);
     const Mask winners = largest_value == splat(top);
-    const bool failed = broken || top == -INFINITY;
+    const bool failed = nonfinite || top == -INFINITY;
     id = failed ? 0 : min_all(select(winners, best, splat(INT32_MAX)));
     return failed;
 }
@@ -420,9 +420,9 @@ int troupe_run(void* engine, const Op* ops, int64_t count, const Step* step) try
 }
 
 // One token more of each of the slots, by a program that leaves the most likely in `argmax`, and whether one is not to be
-// used in `broken`; `draw` (or null): a DRAW that finds others. -> an StepStatus.
+// used in `nonfinite`; `draw` (or null): a DRAW that finds others. -> an StepStatus.
 int64_t troupe_advance(void* engine, const Op* ops, int64_t count, const SlotTable* table, const int64_t* slots, int64_t rows,
-                       const int64_t* argmax, const uint8_t* broken, const Op* draw, int32_t* result) try {
+                       const int64_t* argmax, const uint8_t* nonfinite, const Op* draw, int32_t* result) try {
     const Running running(engine);
     Step step;
     const StepStatus prepared = prepare(*table, slots, rows, running.on.memory, step);
@@ -433,7 +433,7 @@ int64_t troupe_advance(void* engine, const Op* ops, int64_t count, const SlotTab
         running(Ops{draw, 1}, step);
         argmax = static_cast<const int64_t*>(draw->out);
     }
-    return keep(*table, slots, rows, argmax, broken, result);
+    return keep(*table, slots, rows, argmax, nonfinite, result);
 } catch (const std::exception&) {  // of memory: the step is left to others, who say so
     return NOT_APPLICABLE;
 }
@@ -461,21 +461,21 @@ int64_t troupe_cycle(void* engine, const Cycle* settings, const SlotTable* table
 
 // ... The model verifies chains, tokens [rows, stride] with the roots first. -> an StepStatus.
 int64_t troupe_verify(void* engine, const Op* ops, int64_t count, const SlotTable* table, const RowTokens* rows,
-                      const int64_t* tokens, int64_t stride, const int64_t* argmax, const uint8_t* broken, const Op* draw,
+                      const int64_t* tokens, int64_t stride, const int64_t* argmax, const uint8_t* nonfinite, const Op* draw,
                       int64_t* accepted) try {
     const Running running(engine);
     StepMemory& memory = running.on.memory;
     argmax = verify(running, memory, Ops{ops, count}, *table, *rows, tokens, stride, argmax, draw);
-    return accept(*table, *rows, argmax, broken, memory, accepted);
+    return accept(*table, *rows, argmax, nonfinite, memory, accepted);
 } catch (const std::exception&) {
     return NOT_APPLICABLE;
 }
 
 // Sequences are run up to their last known tokens: see short_prefill.h. -> an StepStatus.
 int64_t troupe_prefill(void* engine, const Op* ops, int64_t count, const SlotTable* table, const RowTokens* rows,
-                     const Head* head, const int64_t* argmax, const uint8_t* broken, const Op* draw, int32_t* result) try {
+                     const Head* head, const int64_t* argmax, const uint8_t* nonfinite, const Op* draw, int32_t* result) try {
     const Running running(engine);
-    return run_prefill(running, running.on.memory, Ops{ops, count}, *table, *rows, *head, argmax, broken, draw, result);
+    return run_prefill(running, running.on.memory, Ops{ops, count}, *table, *rows, *head, argmax, nonfinite, draw, result);
 } catch (const std::exception&) {
     return NOT_APPLICABLE;
 }

@@ -32,9 +32,9 @@ class CudaDraftKernels(DraftKernels):
         return CudaTreeBuilder(shape, accepted) if CudaTreeBuilder.fits(shape) else None
 
     def accept(
-        self, tree: DraftTree, rows: Tensor, sampled: Tensor, broken: Tensor, depth: int, forced: int, table: Tensor
+        self, tree: DraftTree, rows: Tensor, sampled: Tensor, nonfinite: Tensor, depth: int, forced: int, table: Tensor
     ) -> Acceptance | None:
-        return accept(tree, rows, sampled, broken, depth, forced, table)
+        return accept(tree, rows, sampled, nonfinite, depth, forced, table)
 
     def move_accepted(self, caches: Sequence[CudaCache], index: Tensor, rows: Tensor, outcome: Tensor) -> bool:
         move_accepted(caches, index, rows, outcome, self._pointers_of)

@@ -198,8 +198,8 @@ class DecodeGraphs:
             if result.accepted is not None:
                 return PassResult(result.result[:whole], index[:whole], None, result.accepted.first_rows(count), size)
             assert result.head is not None
-            logits, argmax, broken = result.head
-            head = logits[:whole], argmax[:whole], broken[:whole]
+            logits, argmax, nonfinite = result.head
+            head = logits[:whole], argmax[:whole], nonfinite[:whole]
             return PassResult(result.result[:whole], index[:whole], head)
         replay, hidden = self._graphs[size]
         replay()

@@ -89,7 +89,7 @@ class _Numbers:
     words: int
 
     @classmethod
-    def of(cls, size: Size) -> _Numbers:
+    def from_size(cls, size: Size) -> _Numbers:
         tokens, rows = size
         return cls(3 * tokens + rows, 2 * (3 * tokens + rows) + 4 * (-(-tokens // TILE) + min(rows, _CHUNKS)))
 
@@ -179,7 +179,7 @@ class PromptGraphs:
 
     def _fill(self, prompts: PromptTokens, size: Size) -> npt.NDArray[np.int32]:
         """The numbers of ``size``."""
-        tokens, layout = int(prompts.counts.sum()), _Numbers.of(size)
+        tokens, layout = int(prompts.counts.sum()), _Numbers.from_size(size)
         numbers = np.zeros(layout.words, dtype=np.int32)
         longs = numbers[: 2 * layout.longs].view(np.int64)
         slots, positions, index = longs[: 3 * size[0]].reshape(3, size[0])
@@ -220,7 +220,7 @@ class PromptGraphs:
         ]
 
     def _run(self, size: Size) -> CapturedStepResult:
-        (tokens, rows), layout = size, _Numbers.of(size)
+        (tokens, rows), layout = size, _Numbers.from_size(size)
         numbers = self._numbers[size]
         longs = numbers[: 2 * layout.longs].view(torch.int64)
         slots, positions, index = longs[: 3 * tokens].view(3, tokens)

@@ -240,7 +240,7 @@ class EightBitLinear:
         """See ``kernels.devices.cuda.matmul.norm_then_linear``."""
         return (f"{self._kind} gated" if self._gated else f"{self._kind}", *self.weight.shape)
 
-    def behind(self, x: Tensor, before: Before) -> dict[str, Fused]:
+    def fused_with_norm(self, x: Tensor, before: Before) -> dict[str, Fused]:
         """See ``kernels.devices.cuda.matmul.norm_then_linear``."""
         if before.residual is None or self._form is None or len(x) > 1 or not single_suits(self._form, x):
             return {}

@@ -121,7 +121,7 @@ class GroupedLinear:
         kind = f"{self._form.kind} gated" if self._gated else f"{self._form.kind}"
         return (kind, *self._shape, self._words, self._form.slots)
 
-    def behind(self, x: Tensor, before: Before) -> dict[str, Fused]:
+    def fused_with_norm(self, x: Tensor, before: Before) -> dict[str, Fused]:
         """See ``kernels.devices.cuda.matmul.norm_then_linear``."""
         if before.residual is None or self._order is not None or len(x) > 1 or not single_suits(self._form, x):
             return {}
@@ -132,8 +132,8 @@ class GroupedLinear:
     def project_heads(
         self, x: Tensor, before: Before, name: str, epilogue: RopeCacheEpilogue
     ) -> tuple[Tensor, Tensor] | None:
-        """Implementation ``name`` of ``behind`` that also rotates the heads and writes the cache; returns the queries
-        and the sum, or None if it cannot."""
+        """Implementation ``name`` of ``fused_with_norm`` that also rotates the heads and writes the cache; returns the
+        queries and the sum, or None if it cannot."""
         from kernels.devices.cuda.matmul import gemv_quantized
 
         tiling = gemv_quantized.tilings(self._form, self._gated).get(name)

@@ -296,7 +296,7 @@ class CudaLinear:
         """See ``kernels.devices.cuda.matmul.norm_then_linear``."""
         return [CudaLinear(self.weight.clone(), self.bias, None, self._gated) for _ in range(spare(self.weight))]
 
-    def behind(self, x: Tensor, before: Before) -> dict[str, Fused]:
+    def fused_with_norm(self, x: Tensor, before: Before) -> dict[str, Fused]:
         """See ``kernels.devices.cuda.matmul.norm_then_linear``: without an addition to the stream."""
         if before.residual is not None or not one_token(x, self.weight):
             return {}

@@ -199,7 +199,7 @@ class CudaExperts(StackedExperts[_Stack]):
         floats = [weight for weight in weights if isinstance(weight, Tensor)]
         if floats:
             return _Stack(torch.stack(floats))
-        before = ExpertInputs.of(weights)
+        before = ExpertInputs.from_weights(weights)
         grouped = [weight for weight in weights if isinstance(weight, GroupedWeight)]
         if grouped:
             zeros = [weight.zeros for weight in grouped if weight.zeros is not None]

@@ -61,7 +61,7 @@ def _choose(
     expert = tl.arange(0, block)
     there = expert < count
     logit = tl.load(logits + token * stride + expert, mask=there, other=-float("inf")).to(tl.float32)
-    broken = tl.max((logit != logit).to(tl.int32), 0) > 0
+    nonfinite = tl.max((logit != logit).to(tl.int32), 0) > 0
     logit = tl.where(logit != logit, -float("inf"), logit)
     if sigmoid:
         scores = 1.0 / (1.0 + tl.exp(-logit))
@@ -100,7 +100,7 @@ def _choose(
         left = left & (expert != top)
     if normalized:
         weight = weight / (tl.sum(weight, 0) + epsilon)
-    weight = tl.where(broken, float("nan"), weight * scale)
+    weight = tl.where(nonfinite, float("nan"), weight * scale)
     tl.store(weights + token * chosen + place, weight, mask=place < chosen)
     tl.store(chosen_experts + token * chosen + place, result, mask=place < chosen)
 

@@ -260,9 +260,9 @@ def test_greedy(vocab, platform, plain, generator):
     logits[3] = logits[3].round()  # of equal ones the first
     logits[4, 7], logits[5, 200], logits[6] = torch.nan, torch.inf, -torch.inf
     logits[7, :-1] = -torch.inf
-    tokens, broken = platform.sampling.greedy(logits)
+    tokens, nonfinite = platform.sampling.greedy(logits)
     expected, expected_broken = plain.sampling.greedy(logits.float())
     assert torch.equal(tokens, expected)
-    assert broken.tolist() == expected_broken.tolist() == [row in (4, 5, 6) for row in range(40)]
+    assert nonfinite.tolist() == expected_broken.tolist() == [row in (4, 5, 6) for row in range(40)]
     assert tokens[3] == int((logits[3] == logits[3].max()).nonzero()[0])
     assert tokens[7] == vocab - 1

@@ -125,8 +125,8 @@ def test_heads_are_rounded_as_they_are_placed(device, dtype, tokens, name, fixed
     assert near_enough > 0.9 if loses_carries else near_enough == 1
     assert torch.equal(moved[:, :heads].cpu(), qkv[:, :heads])
     if scales is not None:
-        for broken in (torch.nan, torch.inf):
-            qkv[1, heads, 5] = broken
+        for nonfinite in (torch.nan, torch.inf):
+            qkv[1, heads, 5] = nonfinite
             norm_rope_cache(
                 qkv.to(device), heads, kv_heads, None, 0.0, ones.to(device), zeros.to(device), cache, index.to(device)
             )

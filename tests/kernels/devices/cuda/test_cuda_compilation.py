@@ -133,7 +133,7 @@ def products(dtype):
     CudaLinear(empty(6144, 1024, dtype=dtype), empty(6144, dtype=dtype), gated=True)(empty(1, 1024, dtype=dtype))
     for outputs, inputs, gated in ((28672, 4096, True), (6144, 4096, False), (6144, 1024, True), (4096, 1024, False)):
         x, linear = empty(1, inputs, dtype=dtype), CudaLinear(empty(outputs, inputs, dtype=dtype), None, gated=gated)
-        linear.behind(x, Before(None, x, 1e-5))["within"]()
+        linear.fused_with_norm(x, Before(None, x, 1e-5))["within"]()
     for outputs, inputs in ((4096, 4096), (4096, 14336), (1024, 3072)):
         x, linear = empty(1, inputs, dtype=dtype), CudaLinear(empty(outputs, inputs, dtype=dtype), None)
         linear.into(x, empty(1, outputs, dtype=dtype), None)

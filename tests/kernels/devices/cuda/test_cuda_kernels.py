@@ -114,7 +114,7 @@ def test_linear_layers(device, dtype, biased, outputs, inputs, tokens):
 class Fusing(CudaLinear):
     """Makes the norm before it in two ways, by torch's operators."""
 
-    def behind(self, x, before):
+    def fused_with_norm(self, x, before):
         if len(x) > 1:
             return {}
 
@@ -388,9 +388,9 @@ def test_the_argmax_and_rows_that_fail(device, dtype):
     logits[3, 7] = torch.inf
     logits[4] = -torch.inf
     logits[5, 1:] = -torch.inf
-    tokens, broken = greedy_tokens(logits)
+    tokens, nonfinite = greedy_tokens(logits)
     assert tokens.tolist() == [17, 9000, 0, 0, 0, 0]
-    assert broken.tolist() == [False, False, True, True, True, False]
+    assert nonfinite.tolist() == [False, False, True, True, True, False]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
