@@ -20,6 +20,22 @@ EXPERTS = json.dumps(
     }
 )
 """Makes the included model one of experts, with weights that are made up."""
+GROUPED = json.dumps(
+    {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "partial_rotary_factor": 0.5,
+        "moe_intermediate_size": 64,
+    }
+)
+"""The same with a sigmoid, a bias and groups of experts."""
 
 
 def models(scratch: Path) -> dict[str, RunnerConfig]:
@@ -39,6 +55,7 @@ def models(scratch: Path) -> dict[str, RunnerConfig]:
         "words": {"model_path": str(_quantized(scratch / "words"))},
         "mxfp8": {"model_path": str(_mxfp8(scratch))},
         "experts": {"config_overrides": EXPERTS, "load_format": "dummy"},
+        "experts in groups": {"config_overrides": GROUPED, "load_format": "dummy"},
         "experts in int8": {"config_overrides": EXPERTS, "load_format": "dummy", "quantization": "int8"},
         "plain": {},
     }

@@ -33,7 +33,8 @@ USES = {
     "npu_add_rms_norm_dynamic_quant": "the same, with the tokens quantized to int8 for the next projection",
     "npu_add_rms_norm_quant": "the same, quantized with a static scale",
     "npu_add_rms_norm_dynamic_mx_quant": "the same, quantized to MXFP8",
-    "npu_rotary_mul": "rotary position embedding of queries and keys",
+    "npu_apply_rotary_pos_emb": "rotary position embedding of queries and keys",
+    "npu_rotary_mul": "the same where the former does not apply: other head dims, parts of heads, A5",
     "npu_swiglu": "activation of the feed-forward layers",
     "npu_scatter_pa_kv_cache": "keys and values into the pages of the cache",
     "npu_format_cast": "16-bit weights into the cube unit's tiles, at load",
@@ -43,9 +44,12 @@ USES = {
     "npu_quantize": "quantizes tokens with a static scale, for static W8A8 checkpoints",
     "npu_convert_weight_to_int4pack": "weights of 4 bits in the device's packing, at load",
     "npu_weight_quant_batchmatmul": "products of 4-bit and 8-bit weights in groups with float inputs",
-    "npu_moe_gating_top_k_softmax": "selects the experts of a token and their weights",
+    "npu_moe_gating_top_k_softmax_v2": "selects the experts of a token and their weights",
+    "npu_moe_gating_top_k": "the same by a sigmoid with a bias, in groups of experts",
     "npu_moe_init_routing_v2": "sorts tokens by expert, quantized to int8 for int8 experts",
     "npu_grouped_matmul": "products of all experts in one call",
+    "npu_grouped_matmul_swiglu_quant_v2": "int8 experts' first product, their activation and its quantization",
+    "npu_moe_finalize_routing": "sums the results of a token's experts by their weights",
     "npu_top_k_top_p": "top-k and top-p (--sampling-backend ascend, the default where there is a kernel)",
 }
 """Where an operator is used, in words; one that is called and missing here ends the program."""

@@ -88,7 +88,7 @@ class NpuExperts(StackedExperts[_Stack]):
             and torch_npu.get_npu_format(gate_up.values) == FRACTAL_NZ
         )
         """Whether one operator multiplies with gate and up, activates and quantizes."""
-        if self._fused:
+        if self._fused and gate_up.scales is not None:
             self.gate_up = dataclasses.replace(gate_up, scales=gate_up.scales.float())
 
     @staticmethod

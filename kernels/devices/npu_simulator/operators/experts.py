@@ -63,9 +63,9 @@ def npu_moe_gating_top_k_softmax_v2(
 
 
 def biased_gating_rules(x: Tensor, k: int, **options: Any) -> None:
-    """Vendor and facts: at most 2,048 experts in groups of more than two, of which k or more remain; a bias of x's dtype.
-    Simulated is the sigmoid, whose weights are always divided by their sum, with a bias: the documents of A2 and A3
-    have no other."""
+    """Vendor and facts: at most 2,048 experts in groups of more than two, of which k or more remain; a bias of x's
+    dtype. Simulated is the sigmoid, whose weights are always divided by their sum, with a bias: the documents of A2 and
+    A3 have no other."""
     name = "npu_moe_gating_top_k"
     dtypes(name, _FLOATS, x=x)
     require(x.dim() == 2, name, "x", f"must be [tokens, experts], has shape {tuple(x.shape)}")
@@ -341,7 +341,7 @@ def npu_grouped_matmul_swiglu_quant_v2(
     group_list: Tensor,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The grouped product of gate | up, silu(gate) * up, and its tokens in int8 [M, N] with their scales float32 [M]."""
+    """The grouped product of gate | up, then silu(gate) * up: its tokens in int8 [M, N], their scales float32 [M]."""
     both = torch.zeros(len(x), weight[0].shape[2])
     begin = 0
     for expert, count in enumerate(group_list.tolist()):
