@@ -56,7 +56,8 @@ class LayerGroups:
         self._device, self._page_size = device, page_size
         self.groups = groups
         self.bounded = tuple(group for group in groups if group.bounded)
-        self._planned = (Paged, Latent) if device.attention.plans_latent else (Paged,)
+        planned = device.attention.plans_latent and device.cache.dtype is None  # kernels read no narrow vectors
+        self._planned = (Paged, Latent) if planned else (Paged,)
         self.is_plain = all(isinstance(group.group.spec, self._planned) for group in groups)
         held = [layer for group in groups for layer in group.group.layers]
         by_layer: list[list[Any]] = [[] for _ in range(max(layers, 1 + max(held)))]

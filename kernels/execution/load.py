@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from kernels.contract.caches import CacheGroup, is_plain
+from kernels.contract.caches import CacheGroup, Latent, Paged, is_plain
 from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import ConfigError
 from kernels.contract.info import ModelInfo
@@ -228,12 +228,13 @@ def _open_groups(
         return groups
     kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))
     # Where passes over latent vectors are captured, none verifies draft tokens.
-    if config.speculation is not None and (part.latent is None or device.attention.plans_latent):
+    states = part.latent is None or part.recurrence is not None
+    if config.speculation is not None and (states or device.attention.plans_latent):
         raise ConfigError(
             f"speculative decoding needs keys and values of all tokens in every layer, and the layers of "
             f"{part.architecture} keep: {kinds}; leave --speculative-algorithm out"
         )
-    if cache.dtype is not None:
+    if cache.dtype is not None and not all(isinstance(group.spec, Paged | Latent) for group in groups):
         raise ConfigError(
             f"--kv-cache-dtype is for keys and values of all tokens in every layer, and the layers of "
             f"{part.architecture} keep: {kinds}; leave it out"

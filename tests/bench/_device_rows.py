@@ -69,6 +69,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
+    "qwen3.5-9b": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    },
     "v2-lite": {
         "architectures": ["DeepseekV2ForCausalLM"],
         "hidden_size": 2048,
@@ -112,6 +131,7 @@ MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
 }
 
 # vLLM 0.24.0 (the better of its medians), the goal, and the unit.

@@ -14,7 +14,7 @@ from kernels.devices.features import DeviceFeatures
 from kernels.devices.npu.features import FEATURES as NPU
 from kernels.models.registry import BUILT_IN, Support, families
 from tests.kits.device_features import features_of
-from tests.kits.driver import FAMILIES, LATENT, SPARSE
+from tests.kits.driver import FAMILIES, HYBRID, LATENT, SPARSE
 from tests.kits.fallback import RUNS, TABLE
 
 __all__ = ["architectures", "code", "code_architectures", "matrix"]
@@ -29,7 +29,9 @@ FEATURES: Mapping[str, str] = {
     "T": "tensor parallelism",
     "G": "decode steps captured into graphs, or on a CPU into programs of native operators",
 }
-COMPARED = frozenset(f"{family}ForCausalLM" for family, _ in (FAMILIES | LATENT | SPARSE).values())
+COMPARED = frozenset(
+    f"{family.removesuffix('Text')}ForCausalLM" for family, _ in (FAMILIES | HYBRID | LATENT | SPARSE).values()
+)
 """Families whose answers tests compare with transformers' on every device."""
 
 
@@ -74,7 +76,7 @@ def _families() -> Iterator[tuple[str, str, tuple[str, ...]]]:
         architecture = family.architecture
         if architecture not in built_in:
             continue
-        note = "" if architecture in COMPARED else "²"
+        note = "" if architecture.replace("ForConditionalGeneration", "ForCausalLM") in COMPARED else "²"
         does = [
             " ".join(_letters(family, features, device == "CPU")) + ("" if device == "CPU" else note)
             for device, features in DEVICES.items()
@@ -94,9 +96,10 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
     yield "F"
     if family.quantizable:
         yield "Q"
-    if paged and "int8" in features.cache_dtypes:
+    narrow = paged or (family.latent and not family.states)
+    if narrow and "int8" in features.cache_dtypes:
         yield "K"
-    if paged and any(name.startswith("fp8") for name in features.cache_dtypes):
+    if narrow and any(name.startswith("fp8") for name in features.cache_dtypes):
         yield "E"
     if paged or (family.latent and not family.states and not features.plans_latent):
         yield "S"

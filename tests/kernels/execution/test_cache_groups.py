@@ -226,6 +226,17 @@ def test_sequences_wait_for_room_in_a_window_group(tmp_path: Path) -> None:
     assert [line.outputs[number] for number in range(4)] == [uncached.says(prompt, 4) for prompt in batch]
 
 
+def test_sequences_wait_for_room_for_their_states(tmp_path: Path) -> None:
+    batch, model = prompts(60, 61, 62, 63), make_mixed_model(tmp_path / "model", KINDS["latent-state"])
+    line, uncached = Line(model, {"max_total_tokens": 320}), Uncached(model)
+    for number, prompt in enumerate(batch):
+        line.submit(number, prompt, 4)
+    line.step()
+    assert line.planner.load(0.0).running < len(batch)
+    line.play()
+    assert [line.outputs[number] for number in range(4)] == [uncached.says(prompt, 4) for prompt in batch]
+
+
 def test_a_new_worker_goes_on_where_the_old_one_was(model: Path) -> None:
     batch = prompts(26, 41)
     line, uncached = Line(model), Uncached(model)

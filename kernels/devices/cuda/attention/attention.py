@@ -19,6 +19,7 @@ from kernels.devices.cuda.elementwise.norm_rope_cache import norm_rope_cache
 from kernels.devices.cuda.elementwise.norms import CudaNorm
 from kernels.devices.cuda.matmul.qkv_projection import CudaQkvProjection
 from kernels.devices.latent_attention import LatentHeads
+from kernels.devices.latent_cache import Vectors
 from kernels.devices.linear import NormThenLinear
 from kernels.devices.memory import DeviceMemory
 
@@ -50,17 +51,17 @@ class CudaAttention(Attention[CudaCache, AttentionPlan]):
         return attention(queries, cache, plan, scale, self._scratch)
 
     def attend_latent(
-        self, queries: Tensor, cache: Tensor, batch: ForwardBatch, heads: LatentHeads, scale: float
+        self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float
     ) -> Tensor:
-        if self._scratch is None:  # a model with latent vectors is not loaded then
+        if self._scratch is None or not isinstance(cache, Tensor):
             return super().attend_latent(queries, cache, batch, heads, scale)
         plain, rotated = heads.absorb(queries)
         return heads.expand(attend_latent(plain, rotated, cache, batch.plans[0], scale, self._scratch))
 
     def place_latent(
-        self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Tensor, index: Tensor
+        self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Vectors, index: Tensor
     ) -> Tensor:
-        if not isinstance(norm, CudaNorm):
+        if not isinstance(norm, CudaNorm) or not isinstance(cache, Tensor):
             return super().place_latent(queries, vectors, norm, cos, sin, cache, index)
         place_latent(queries, vectors, norm.weight, norm.eps, cos, sin, cache, index)
         return queries

@@ -216,14 +216,14 @@ class StepGraphs:
         state[count:, 2] = 1  # padding rows attend to a token of the null page
         state[:count, 0], state[:count, 1], state[:count, 2] = given.slots, given.grows, given.lengths
         state[:count, _HEADER:] = given.pages
-        self._bring(state)
+        self._stage(state)
         self._arrivals.clear()
         step = self._steps[size]
         step.replay()
         arrives, result = self._arrivals.follow(count), step.found
         return CapturedStepResult(result.hidden[:count], result.logits[:count], result.argmax[:count], arrives)
 
-    def _bring(self, state: npt.NDArray[np.int32]) -> None:
+    def _stage(self, state: npt.NDArray[np.int32]) -> None:
         """``state`` to the device, unless it is what the step before has left there: most steps are of the rows of the
         one before, and of no page more."""
         rows, columns = state.shape
