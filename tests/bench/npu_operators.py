@@ -3,7 +3,8 @@
 The included model, and one of experts, run on a simulated A2, A3 and A5, each in a process of its own, and what they
 call is what stands in the table. The column "checked by" says what each call was held against: the vendor's schema
 (always: the call goes through the real dispatcher), the vendor's meta function where there is one, the simulator's
-reference. Nothing here has been seen on hardware.
+reference. Nothing here has been seen on hardware. ``--counts`` prints the operators that a decode launches in each
+layer, beside those of other engines.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from kernels.contract.step import SlotSampling
 from tests.bench._needs import need_npu
+from tests.bench._npu_counts import OTHERS, layer_operators
 from tests.bench._npu_models import models
 from tests.bench._options import command_line
 
@@ -63,8 +65,12 @@ USES = {
 def main(argv: list[str]) -> None:
     parser = command_line(__name__, __doc__)
     parser.add_argument("generation", nargs="?", choices=GENERATIONS, help="print what is called on this one, as JSON")
+    parser.add_argument("--counts", action="store_true", help="print how many are launched in each layer, alone")
     given = parser.parse_args(argv)
     need_npu(simulated=True)
+    if given.counts:
+        _print_counts()
+        return
     if given.generation is not None:
         print(json.dumps(called(given.generation)))
         return
@@ -89,6 +95,17 @@ def main(argv: list[str]) -> None:
         if name in found:
             checked = next(iter(found[name].values()))
             print(f"| `{name}` | {use} | {', '.join(found[name])} | {checked} | none yet |")
+
+
+def _print_counts() -> None:
+    from kernels.devices.npu_simulator.activate import activate
+
+    activate(os.environ.get("TROUPE_NPU_SIMULATOR", "A2"))
+    print("| Model | Troupe | SGLang 0.5.23 (read) | vLLM-Ascend 0.23.0 (read) |")
+    print("| --- | --- | --- | --- |")
+    for kind, (one, other) in OTHERS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"| {kind} | {len(layer_operators(kind, Path(folder)))} | {one} | {other} |", flush=True)
 
 
 def called(generation: str) -> dict[str, str]:

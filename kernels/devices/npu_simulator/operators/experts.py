@@ -89,7 +89,8 @@ def biased_gating_rules(x: Tensor, k: int, **options: Any) -> None:
 @reference("npu_moe_gating_top_k", rules=biased_gating_rules)
 def npu_moe_gating_top_k(x: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Weights in x's dtype and experts int32 [tokens, k]: the best by score and bias, of the best groups alone. A group
-    is as good as its best expert, or with ``group_select_mode`` 1 as the sum of its two best."""
+    is as good as its best expert, or with ``group_select_mode`` 1 as the sum of its two best. Without ``out_flag`` the
+    third result has no meaning."""
     scores = x.float().sigmoid()
     ranked = scores + options["bias"].float()
     groups = options.get("group_count", 1)
@@ -102,7 +103,7 @@ def npu_moe_gating_top_k(x: Tensor, k: int, **options: Any) -> tuple[Tensor, Ten
     weights = scores.gather(1, experts)
     weights = weights / (weights.sum(-1, keepdim=True) + options.get("eps", 1e-20))
     weights = weights * options.get("routed_scaling_factor", 1.0)
-    return weights.to(x.dtype), experts.to(torch.int32), torch.empty(0)
+    return weights.to(x.dtype), experts.to(torch.int32), torch.full(x.shape, float("nan"))
 
 
 def finalize_rules(
