@@ -17,7 +17,7 @@ from kernels.devices.cache import KvCaches
 from kernels.devices.latent_attention import LatentHeads, attend_latent_heads
 from kernels.devices.latent_cache import Vectors, write_latent
 from kernels.devices.linear import NormThenLinear
-from kernels.devices.row_attention import attend_rows
+from kernels.devices.row_attention import CapAndSinks, attend_rows
 from kernels.devices.sparse_attention import attend_chosen, choose_tokens
 
 __all__ = ["Attention", "QkvProjection"]
@@ -34,14 +34,15 @@ class Attention(ABC, Generic[Cache, Plan]):
 
     ``signed_sines``: whether ``rotate`` takes the sines of the first half negated. ``pairs_latent``: whether
     ``place_latent`` rotates neighbors of a vector against one another, not halves. ``invariant_latent``: whether
-    results of ``attend_latent`` depend on nothing but a query and what it sees. ``plans_latent``: whether
-    ``attend_latent`` reads the plan of all tokens instead of rows on the host.
+    results of ``attend_latent`` depend on nothing but a query and what it sees. ``plans_latent``, ``plans_caps``:
+    whether ``attend_latent``, or ``attend_capped``, reads the plan of all tokens instead of rows on the host.
     """
 
     signed_sines: bool = True
     pairs_latent: bool = False
     invariant_latent: bool = False
     plans_latent: bool = False
+    plans_caps: bool = False
 
     def __init__(self, caches: KvCaches[Cache]) -> None:
         self.caches = caches
@@ -109,6 +110,14 @@ class Attention(ABC, Generic[Cache, Plan]):
             slopes=slopes,
             growth_length=growth_length,
         )
+
+    def attend_capped(
+        self, queries: Tensor, cache: Cache, batch: ForwardBatch, window: int, scale: float, extra: CapAndSinks
+    ) -> Tensor:
+        """As ``attend``, with a cap of the scores or with sinks. Here by ``attend_rows`` (``plans_caps``)."""
+        if batch.rows is None:
+            raise ValueError("attention with caps or sinks reads rows on the host; a captured pass has none")
+        return self.attend_rows(queries, cache, batch.rows, window, scale, extra.cap, extra.sinks)
 
     def place_latent(
         self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Vectors, index: Tensor

@@ -222,7 +222,7 @@ def precompile_drafts(config: RunnerConfig, drafter: Drafter, target: TargetPart
     sizes += [(_COMPILED_ROWS[-1], size, length) for _, size, length in sizes]
     sizes += [(rows, most, length) for rows in _COMPILED_ROWS for length in _COMPILED_LENGTHS]
     for rows, nodes, length in sizes:
-        if rows < config.max_slots and length <= longest:
+        if rows < config.max_slots and length <= longest and target.part.latent is None:  # others have one kernel each
             passes.attend(rows, nodes, length)
     if drafter.features:
         for tokens in (*_OBSERVED, longest):
@@ -237,6 +237,7 @@ class _Passes:
     def verify(self, nodes: int) -> Tensor:
         """Verify a row of ``nodes`` nodes together with a prompt. Returns the pass's result."""
         device, model, drafter = self._device, self._model, self._drafter
+        moves = drafter.branches and self._config.latent is None
         counts = np.array([nodes, _PROMPT])
         ids, positions, index, pages = self._tokens(counts)
         tree = chain(torch.zeros((1, nodes), dtype=torch.int64, device=device.torch_device))
@@ -249,9 +250,9 @@ class _Passes:
             verified_rows = device.memory.put_pinned(root_in_slot_0)
             sampled = device.sampling.greedy(logits)
             accepted = device.drafting.accept(tree, verified_rows, *sampled, drafter.depth, 0, self._slots.tokens)
-            if accepted is not None and drafter.branches:
+            if accepted is not None and moves:
                 device.drafting.move_accepted(self._caches, index, accepted.rows, accepted.outcome)
-        if drafter.branches:
+        if moves:
             places = index[:1].expand(drafter.depth + 1).contiguous()
             device.cache.move_all(self._caches, places, places, len(places))
         return result

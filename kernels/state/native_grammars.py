@@ -93,8 +93,8 @@ class NativeGrammars:
         known, drawn, early = lengths.tolist(), result[masked.rows].tolist(), masked.early
         if early:
             some = masked.others()
-            given = ([each[at] for at in some] for each in (masked.named, known, drawn))
-            refused = [some[at] for at in self._grammars.accept(*given)]
+            arguments = ([each[at] for at in some] for each in (masked.named, known, drawn))
+            refused = [some[at] for at in self._grammars.accept(*arguments)]
         else:
             refused = self._grammars.accept(masked.named, known, drawn)
         masked.refused(refused)
