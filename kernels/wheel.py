@@ -1,6 +1,6 @@
 """Build commands of a wheel with compiled native libraries; pyproject.toml names them.
 
-`pip wheel .` compiles the CPU's operators for each instruction set of this machine's architecture, and the tries of
+``pip wheel .`` compiles the CPU's operators for each instruction set of this machine's architecture, and the tries of
 NGRAM drafts. Without a C++ compiler, or on another system, the wheel has sources alone and is the same everywhere. An
 editable install compiles nothing: its libraries are compiled when they are first used.
 """

@@ -76,7 +76,7 @@ def test_this_test_is_in_the_fast_lane(request: pytest.FixtureRequest) -> None:
     assert request.node.get_closest_marker("fast") is not None
 
 
-MOST_PARAMETERS = 6
+MAX_PARAMETERS = 6
 PACKAGES = ("actors", "app", "kernels", "telemetry")
 OPERATORS = (
     "kernels/devices/",
@@ -100,7 +100,7 @@ def test_functions_have_at_most_6_positional_parameters() -> None:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in EXCUSED:
                 names = [each.arg for each in node.args.posonlyargs + node.args.args if each.arg not in ("self", "cls")]
                 seen += 1
-                if len(names) > MOST_PARAMETERS:
+                if len(names) > MAX_PARAMETERS:
                     found.append(f"{path}: {node.name}")
     assert seen > 3000
     assert found == []

@@ -123,7 +123,7 @@ class Journal:
         first = not entry.prompt_sent
         entry.prompt_sent = True
         if first:
-            _mark_first_emission(entry)
+            _mark_first_output(entry)
         if finish_reason is not None:
             del self._entries[entry.sequence]
             _end_stages(entry)
@@ -171,8 +171,8 @@ class Journal:
                 entry.worker_deaths += 1
 
 
-def _mark_first_emission(entry: JournalEntry) -> None:
-    """Mark the first emission of a sequence."""
+def _mark_first_output(entry: JournalEntry) -> None:
+    """Mark the first output of a sequence."""
     now = time.monotonic()
     timeline = entry.timeline
     if entry.output:

@@ -1,8 +1,8 @@
 """Pages of bounded cache groups: windows and states, of which a sequence holds a limited number.
 
 A page table of such a group has columns of ``page_tokens`` tokens each. To go on at position ``n`` a sequence needs the
-columns of the ``reach`` tokens before ``n``: those of its window, or the one with the state after token ``n - 1``. As
-tokens are computed, columns before that are freed while the sequence runs.
+columns of the ``lookback`` tokens before ``n``: those of its window, or the one with the state after token ``n - 1``.
+As tokens are computed, columns before that are freed while the sequence runs.
 
 A full page never changes again. It is kept under the key of its prefix, a chained hash over all tokens up to its end,
 and can be shared from then on. A page without a holder is evicted when another one is needed, the least recently held
@@ -80,9 +80,9 @@ class BoundedPages:
         for group in self._groups:
             group.commit(sequence, keys, computed)
 
-    def grow(self, sequence: int, pages: int) -> tuple[bytes, ...]:
+    def request(self, sequence: int, pages: int) -> tuple[bytes, ...]:
         """The sequence now has so many main ``pages``. Returns each group's new pages for them, int32."""
-        return tuple([group.grow(sequence, pages * self._page_size) for group in self._groups])
+        return tuple([group.request(sequence, pages * self._page_size) for group in self._groups])
 
     def close(self, sequence: int) -> None:
         """The sequence ends; pages that can be shared stay until they are evicted."""
@@ -151,7 +151,7 @@ class _Group:
             raise ValueError(f"a page of {group.page_tokens} tokens is no multiple of a main page's {page_size}")
         if group.num_pages < 2:
             raise ValueError(f"a group of {group.num_pages} pages has no usable page: raise --max-total-tokens")
-        self._tokens, self._reach = group.page_tokens, group.reach
+        self._tokens, self._lookback = group.page_tokens, group.lookback
         self._every = group.page_tokens // page_size  # main pages in a column
         self._kind = type(group.group.spec).__name__.lower()
         self._total = group.num_pages - 1
@@ -167,7 +167,7 @@ class _Group:
         """Main pages, at most ``limit``, behind which the group can go on with pages that it keeps."""
         column = limit // self._every
         while column > 0:
-            first = max(column * self._tokens - self._reach, 0) // self._tokens
+            first = max(column * self._tokens - self._lookback, 0) // self._tokens
             missing = next((at for at in range(column - 1, first - 1, -1) if not self._has(keys, at)), None)
             if missing is None:
                 break
@@ -175,7 +175,7 @@ class _Group:
         return column * self._every
 
     def open(self, sequence: int, keys: list[bytes], length: int) -> PageRun:
-        first, end = max(length - self._reach, 0) // self._tokens, length // self._tokens
+        first, end = max(length - self._lookback, 0) // self._tokens, length // self._tokens
         pages = [self._pages[keys[(column + 1) * self._every]] for column in range(first, end)]
         for page in pages:
             self._idle.pop(page, None)
@@ -189,11 +189,11 @@ class _Group:
             if (column + 1) * self._every < len(keys):
                 self._keep(keys[(column + 1) * self._every], held.pages[column - held.first])
         held.kept = max(held.kept, computed // self._tokens)
-        while held.pages and held.first < max(computed - self._reach, 0) // self._tokens:
+        while held.pages and held.first < max(computed - self._lookback, 0) // self._tokens:
             self._let_go(held.pages.popleft())
             held.first += 1
 
-    def grow(self, sequence: int, capacity: int) -> bytes:
+    def request(self, sequence: int, capacity: int) -> bytes:
         held = self._columns[sequence]
         pages = [self._allocate() for _ in range(held.end, -(-capacity // self._tokens))]
         held.pages += pages
@@ -217,7 +217,7 @@ class _Group:
             pages, computed = sequences[sequence]
             for page in columns.pages:
                 held[page] = held.get(page, 0) + 1
-            needed = max(computed - self._reach, 0) // self._tokens
+            needed = max(computed - self._lookback, 0) // self._tokens
             if columns.first != needed:
                 raise CacheCorrupted(f"sequence {sequence} holds columns from {columns.first}, it needs {needed}")
             if columns.end < -(-computed // self._tokens) or pages < self._every * (columns.end - 1):

@@ -12,9 +12,9 @@ from actors.protocol import (
     CacheUpdated,
     CacheUsage,
     FlushCache,
-    Lease,
     OpenSequence,
     PeekPrefixes,
+    PrefixMatch,
     ResetCache,
 )
 from actors.runtime import Actor, handles
@@ -53,12 +53,12 @@ class CacheManager(Actor[CacheProtocol]):
         )
 
     @handles
-    def open(self, message: OpenSequence) -> Lease:
+    def open(self, message: OpenSequence) -> PrefixMatch:
         return self._cache.open(message)
 
     @handles
-    def turn(self, message: CacheUpdate) -> CacheUpdated:
-        return self._cache.turn(message)
+    def update(self, message: CacheUpdate) -> CacheUpdated:
+        return self._cache.update(message)
 
     @handles
     def peek(self, message: PeekPrefixes) -> list[int]:

@@ -49,18 +49,18 @@ class PagePool:
 
     def release(self, pages: Iterable[int], owner: int) -> None:
         """Take pages back from their ``owner``."""
-        owners, free, most = self._owners, self._free, self.total
+        owners, free, total = self._owners, self._free, self.total
         for page in pages:
-            if not 0 < page <= most or owners[page] != owner:
+            if not 0 < page <= total or owners[page] != owner:
                 self._refuse(page, owner)
             owners[page] = _FREE
             free.append(page)
 
     def transfer(self, pages: Iterable[int], owner: int, to: int) -> None:
         """Transfer pages of ``owner`` to another one."""
-        owners, most = self._owners, self.total
+        owners, total = self._owners, self.total
         for page in pages:
-            if not 0 < page <= most or owners[page] != owner:
+            if not 0 < page <= total or owners[page] != owner:
                 self._refuse(page, owner)
             owners[page] = to
 

@@ -18,15 +18,15 @@ from actors.caching.bounded_pages import BoundedPages
 from actors.caching.page_pool import TREE, CacheCorrupted, PagePool
 from actors.caching.radix_tree import Node, RadixTree
 from actors.protocol import (
+    AllocatedPages,
+    AllocatePages,
     CacheUpdate,
     CacheUpdated,
     CacheUsage,
-    Commit,
-    Grant,
-    Grow,
-    Lease,
+    CommitTokens,
     OpenSequence,
     PeekPrefixes,
+    PrefixMatch,
 )
 from kernels.contract.caches import GroupPages, PageRun
 
@@ -88,7 +88,7 @@ class PrefixCache:
         """Pages free or evictable."""
         return self._pool.free + self._tree.evictable
 
-    def open(self, message: OpenSequence) -> Lease:
+    def open(self, message: OpenSequence) -> PrefixMatch:
         """Lock the longest cached prefix for a sequence; at least its last token is left to be computed."""
         if message.sequence in self._open:
             raise ValueError(f"sequence {message.sequence} is open already: close it before it is opened again")
@@ -110,19 +110,19 @@ class PrefixCache:
         tail = message.tokens[len(pages) * self._page_bytes :]
         self._open[message.sequence] = _Open(node, pages, tail, self._page_size)
         cached = len(pages) * self._page_size
-        return Lease(pages=_pack(pages), cached=cached, available=self.available, bounded=runs)
+        return PrefixMatch(pages=_pack(pages), cached=cached, available=self.available, bounded=runs)
 
-    def turn(self, message: CacheUpdate) -> CacheUpdated:
-        """Commits, then closes, then grows.
+    def update(self, message: CacheUpdate) -> CacheUpdated:
+        """Commits, then closes, then allocations.
 
-        The first two never lower ``available``, so a grow within the last reported ``available`` is always granted.
+        The first two never lower ``available``, so pages within the last reported ``available`` are always allocated.
         """
         for commit in message.commits:
             self._commit(commit)
-        for sequence in message.closes:
+        for sequence in message.closed:
             self._close(sequence)
-        grants = tuple([self._grow(grow) for grow in message.grows])
-        return CacheUpdated(grants=grants, available=self.available)
+        allocated = tuple([self._allocate(request) for request in message.allocations])
+        return CacheUpdated(allocated=allocated, available=self.available)
 
     def peek(self, message: PeekPrefixes) -> list[int]:
         """Tokens an ``open`` of each sequence would find cached now."""
@@ -181,7 +181,7 @@ class PrefixCache:
         if self._bounded is not None:
             self._bounded.check({sequence: (len(e.pages), e.computed) for sequence, e in self._open.items()})
 
-    def _commit(self, commit: Commit) -> None:
+    def _commit(self, commit: CommitTokens) -> None:
         entry = self._entry(commit.sequence)
         entry.tail += commit.tokens
         known = entry.shared * self._page_size + len(entry.tail) // _TOKEN_BYTES
@@ -220,19 +220,19 @@ class PrefixCache:
             self._bounded.close(sequence)
         del self._open[sequence]
 
-    def _grow(self, grow: Grow) -> Grant:
-        entry = self._entry(grow.sequence)
-        short = grow.pages - self._pool.free
+    def _allocate(self, request: AllocatePages) -> AllocatedPages:
+        entry = self._entry(request.sequence)
+        short = request.pages - self._pool.free
         if short > 0:
             evicted = self._tree.evict(short)
             self._evicted += len(evicted)
             self._pool.release(evicted, TREE)
-        pages = self._pool.allocate(grow.pages, grow.sequence)
+        pages = self._pool.allocate(request.pages, request.sequence)
         entry.pages += pages
         if self._bounded is None:
-            return Grant(sequence=grow.sequence, pages=_pack(pages))
-        bounded = self._bounded.grow(grow.sequence, len(entry.pages))
-        return Grant(sequence=grow.sequence, pages=_pack(pages), bounded=bounded)
+            return AllocatedPages(sequence=request.sequence, pages=_pack(pages))
+        bounded = self._bounded.request(request.sequence, len(entry.pages))
+        return AllocatedPages(sequence=request.sequence, pages=_pack(pages), bounded=bounded)
 
     def _entry(self, sequence: int) -> _Open:
         entry = self._open.get(sequence)

@@ -27,7 +27,7 @@ from actors.boards.health_board import HealthBoard, HealthBoards
 from actors.engine import report
 from actors.engine.actor_tree import ActorTree
 from actors.engine.configuration import metric_options
-from actors.engine.deaths import Deaths
+from actors.engine.crash_log import CrashLog
 from actors.engine.lifecycle import Lifecycle
 from actors.engine.opening import open_model
 from actors.engine.replica import ReplicaSetup
@@ -134,7 +134,7 @@ class Engine:
         self._actor_tree: ActorTree | None = None
         self._system: ActorSystem | None = None
         self.lifecycle = Lifecycle()
-        self._deaths = Deaths(
+        self._crash_log = CrashLog(
             arguments.device,
             self.lifecycle,
             self.actor_messages,
@@ -204,10 +204,10 @@ class Engine:
             observer: object | None = self.actor_messages if self.metrics.enabled else None
             if self.tracing is not None:
                 observer = ActorSpans(self.tracing, observer)
-            async with ActorSystem(name="troupe", log_death=self._deaths.log, observer=observer) as system:
+            async with ActorSystem(name="troupe", log_death=self._crash_log.log, observer=observer) as system:
                 self._system = system
                 self._reporting.start(system)
-                system.on_event(self._deaths.on_event)
+                system.on_event(self._crash_log.on_event)
                 soft, hard = self.arguments.stall_seconds, self.arguments.watchdog_timeout
                 system.start_task(Watchdog(system, soft=soft, hard=hard).run, "troupe-watchdog")
                 try:

@@ -69,8 +69,8 @@ def describe(engine: Engine) -> dict[str, Any]:
         "cache": msgspec.to_builtins(cache) if cache is not None else None,
         "requests": {
             "live": len(requests) if requests is not None else 0,
-            "sequences": requests.tickets.sequences if requests is not None else 0,
-            "refused": requests.tickets.refused if requests is not None else 0,
+            "sequences": requests.admission.sequences if requests is not None else 0,
+            "refused": requests.admission.refused if requests is not None else 0,
         },
         "actors": msgspec.to_builtins(actors),
         "arguments": engine.arguments.describe(),
@@ -122,7 +122,7 @@ def readings(engine: Engine) -> Mapping[str, Samples]:
         "troupe_ready": float(engine.status.phase == "ready"),
         "troupe_step_age_seconds": engine.board.step_age(time.monotonic()),
         "troupe_max_running_requests": engine.arguments.max_running_requests,
-        **_tickets(engine),
+        **_admission(engine),
         **_load(engine),
         **_cache(engine),
         **_actors(engine.actors()),
@@ -132,16 +132,16 @@ def readings(engine: Engine) -> Mapping[str, Samples]:
     }
 
 
-def _tickets(engine: Engine) -> dict[str, Samples]:
+def _admission(engine: Engine) -> dict[str, Samples]:
     if engine.intake is None:
         return {}
-    tickets = engine.intake.tickets
+    admission = engine.intake.admission
     return {
         "troupe_requests_live": len(engine.intake),
-        "troupe_admitted_sequences": tickets.sequences,
-        "troupe_admitted_tokens": tickets.tokens,
-        "troupe_admission_rejections_total": {(reason,): count for reason, count in tickets.refusals.items()},
-        "troupe_admission_retry_after_seconds": tickets.retry_after_seconds,
+        "troupe_admitted_sequences": admission.sequences,
+        "troupe_admitted_tokens": admission.tokens,
+        "troupe_admission_rejections_total": {(reason,): count for reason, count in admission.refusals.items()},
+        "troupe_admission_retry_after_seconds": admission.retry_after_seconds,
     }
 
 

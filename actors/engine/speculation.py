@@ -139,8 +139,8 @@ def _tree(a: Arguments, algorithm: str, files: ModelFiles, draft: Mapping[str, A
     """Steps, top-k and verified tokens, including the last known one."""
     tokens = a.speculative_num_draft_tokens
     if algorithm == "NGRAM":
-        most = tokens or min(a.speculative_ngram_max_trie_depth, _NGRAM_TOKENS)
-        return most - 1, 1, most
+        max_tokens = tokens or min(a.speculative_ngram_max_trie_depth, _NGRAM_TOKENS)
+        return max_tokens - 1, 1, max_tokens
     if algorithm == "DFLASH":
         block = a.speculative_dflash_block_size or tokens or draft.get("block_size") or _BLOCK
         if not isinstance(block, int) or not 2 <= block <= 64:

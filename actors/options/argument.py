@@ -133,74 +133,74 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
                 else:
                     self._check_text(member)
 
-    def _converted(self, given: object) -> object:
-        text = given.strip() if isinstance(given, str) else None
+    def _converted(self, value: object) -> object:
+        text = value.strip() if isinstance(value, str) else None
         match self.kind:
             case "flag":
-                flag = parse_flag(given)
+                flag = parse_flag(value)
                 if flag is None:
-                    raise self._wrong_type(given)
+                    raise self._wrong_type(value)
                 return flag
             case "int":
                 if text is not None:
                     try:
                         return int(text)
                     except ValueError:
-                        raise self._wrong_type(given) from None
-                if isinstance(given, float) and given.is_integer():
-                    return int(given)
-                return given
+                        raise self._wrong_type(value) from None
+                if isinstance(value, float) and value.is_integer():
+                    return int(value)
+                return value
             case "float":
                 if text is not None:
                     try:
                         return float(text)
                     except ValueError:
-                        raise self._wrong_type(given) from None
-                if isinstance(given, int) and not isinstance(given, bool):
-                    return float(given) if abs(given) < 1 << 64 else math.inf  # infinity is out of all bounds
-                return given
+                        raise self._wrong_type(value) from None
+                if isinstance(value, int) and not isinstance(value, bool):
+                    return float(value) if abs(value) < 1 << 64 else math.inf  # infinity is out of all bounds
+                return value
             case "str":
-                if isinstance(given, int | float) and not isinstance(given, bool):
-                    return str(given)  # YAML reads an unquoted 7 as a number
-                if isinstance(given, os.PathLike):
-                    given = os.fspath(given)
-                return self._canonical(given) if isinstance(given, str) else given
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    return str(value)  # YAML reads an unquoted 7 as a number
+                if isinstance(value, os.PathLike):
+                    value = os.fspath(value)
+                return self._canonical(value) if isinstance(value, str) else value
             case "names":
-                parts = text.split(",") if text is not None else given
+                parts = text.split(",") if text is not None else value
                 if not isinstance(parts, list | tuple):
-                    raise self._wrong_type(given)
+                    raise self._wrong_type(value)
                 return tuple(
                     self._canonical(part.strip()) if isinstance(part, str) else part for part in parts if part != ""
                 )
             case "ints":
-                parts = text.strip("[]").replace(",", " ").split() if text is not None else given
+                parts = text.strip("[]").replace(",", " ").split() if text is not None else value
                 if not isinstance(parts, list | tuple):
-                    raise self._wrong_type(given)
+                    raise self._wrong_type(value)
                 try:
                     return tuple(int(part) if isinstance(part, str) else part for part in parts)
                 except ValueError:
-                    raise self._wrong_type(given) from None
+                    raise self._wrong_type(value) from None
             case "floats":
-                parts = text.strip("[]").replace(",", " ").split() if text is not None else given
+                parts = text.strip("[]").replace(",", " ").split() if text is not None else value
                 if not isinstance(parts, list | tuple):
-                    raise self._wrong_type(given)
+                    raise self._wrong_type(value)
                 try:
                     return tuple(float(part) for part in parts)
                 except (TypeError, ValueError, OverflowError):
-                    raise self._wrong_type(given) from None
+                    raise self._wrong_type(value) from None
             case "words":
                 if text is not None and text.startswith("["):  # a JSON list, as in vLLM's command lines
                     try:
-                        given = json.loads(text)
+                        value = json.loads(text)
                     except (ValueError, RecursionError):
-                        raise self._wrong_type(given) from None
+                        raise self._wrong_type(value) from None
                     text = None
-                parts = text.replace(",", " ").split() if text is not None else given
+                parts = text.replace(",", " ").split() if text is not None else value
                 if not isinstance(parts, list | tuple):
-                    raise self._wrong_type(given)
+                    raise self._wrong_type(value)
                 return tuple(str(part) if type(part) in (int, float) else part for part in parts)
             case "json":
-                return self._json(text) if text is not None else given
+                return self._json(text) if text is not None else value
 
     def _canonical(self, text: str) -> str:
         if not self.choices:
@@ -269,11 +269,11 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
                 return " or ".join((noun, *map(str, self.also)))
 
 
-def parse_flag(given: object) -> bool | None:
+def parse_flag(value: object) -> bool | None:
     """Parse true, false and their usual spellings; None for anything else."""
-    if isinstance(given, bool):
-        return given
-    if isinstance(given, str):
-        lowered = given.strip().lower()
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        lowered = value.strip().lower()
         return True if lowered in _TRUE else False if lowered in _FALSE else None
-    return bool(given) if isinstance(given, int) and given in (0, 1) else None
+    return bool(value) if isinstance(value, int) and value in (0, 1) else None

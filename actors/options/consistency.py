@@ -26,7 +26,7 @@ _TAKEN_LABELS = frozenset(
         *("gen_ai_token_type", "le", "instance", "job"),
     }
 )
-_MOST_LABELS = 8
+_MAX_LABELS = 8
 
 
 def _parameter(name: str, low: float, high: float, *, above: bool = False, whole: bool = False) -> Argument:
@@ -285,8 +285,8 @@ def _metrics(arguments: Arguments) -> Iterator[str]:
     labels = arguments.tokenizer_metrics_allowed_custom_labels
     if arguments.tokenizer_metrics_custom_labels_header != "x-custom-labels" and not labels:
         yield "tokenizer_metrics_custom_labels_header needs tokenizer_metrics_allowed_custom_labels"
-    if len(set(labels)) != len(labels) or len(labels) > _MOST_LABELS:
-        yield f"tokenizer_metrics_allowed_custom_labels: list each label once, and at most {_MOST_LABELS}"
+    if len(set(labels)) != len(labels) or len(labels) > _MAX_LABELS:
+        yield f"tokenizer_metrics_allowed_custom_labels: list each label once, and at most {_MAX_LABELS}"
     for label in labels:
         if not _LABEL.fullmatch(label) or label in _TAKEN_LABELS:
             yield (

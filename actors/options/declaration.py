@@ -1,6 +1,7 @@
-"""Option: declares an argument at its field, so that each argument is declared once.
+"""ArgumentSpec: declares an argument at its field, so that each argument is declared once.
 
-    port: Annotated[int, Option(group="HTTP server", minimum=0, maximum=65535, help="TCP port to listen on.")] = 8000
+    port: Annotated[int, ArgumentSpec(group="HTTP server", minimum=0, maximum=65535, help="TCP port to listen on.")] =
+    8000
 
 Name, default, kind and choices come from the field; :func:`declared` builds the table of arguments from all fields.
 """
@@ -15,10 +16,10 @@ import msgspec
 
 from actors.options.argument import Argument, Group, Kind, Number
 
-__all__ = ["Option", "declared"]
+__all__ = ["ArgumentSpec", "declared"]
 
 
-class Option(msgspec.Struct, frozen=True, kw_only=True):
+class ArgumentSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The part of an argument that its field's name, type and default do not determine. For the fields see
     :class:`Argument`.
 
@@ -42,19 +43,19 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def declared(options: type[msgspec.Struct]) -> tuple[Argument, ...]:
-    """The arguments of a struct, in the order of its fields. Raises TypeError for a field without an Option or of a
-    type that the command line cannot express."""
+    """The arguments of a struct, in the order of its fields. Raises TypeError for a field without an ArgumentSpec or of
+    a type that the command line cannot express."""
     hints = typing.get_type_hints(options, include_extras=True)
     return tuple(_argument(field, hints[field.name]) for field in msgspec.structs.fields(options))
 
 
 def _argument(field: msgspec.structs.FieldInfo, hint: Any) -> Argument:
-    option = next((extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Option)), None)
+    option = next((extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, ArgumentSpec)), None)
     if option is None:
-        raise TypeError(f"{field.name} declares no Option: write its type as Annotated[..., Option(...)]")
+        raise TypeError(f"{field.name} declares no ArgumentSpec: write its type as Annotated[..., ArgumentSpec(...)]")
     kind, choices = _kind(field.name, typing.get_args(hint)[0])
     default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-    given = {name: getattr(option, name) for name in Option.__struct_fields__ if name != "kind"}
+    given = {name: getattr(option, name) for name in ArgumentSpec.__struct_fields__ if name != "kind"}
     return Argument(
         name=field.name.replace("_", "-"), kind=option.kind or kind, choices=choices, default=default, **given
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from actors.options.declaration import Option
+from actors.options.declaration import ArgumentSpec
 from actors.options.recovery import RecoveryArguments
 
 __all__ = ["DeviceArguments"]
@@ -26,7 +26,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
 
     device: Annotated[
         Literal["auto", "cpu", "npu", "cuda"],
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             unbuilt_choices={"gpu": "use cuda or npu", "xpu": _DEVICE, "hpu": _DEVICE},
             help="The device that runs the model. auto selects an Ascend NPU if torch_npu is installed and an NPU is "
@@ -36,7 +36,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
 
     cpu_isa: Annotated[
         Literal["auto", "amx", "avx512", "avx2", "neon", "torch"] | None,
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             default_text="the environment variable TROUPE_CPU_ISA, else auto",
             help="The most capable instruction set that CPU operators may use, including those of oneDNN and ATen: "
@@ -48,7 +48,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
 
     base_gpu_id: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             minimum=0,
             maximum=1023,
@@ -59,7 +59,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
 
     gpu_id_step: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             minimum=1,
             maximum=1024,
@@ -70,7 +70,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
 
     npu_simulator: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             default_text="the environment variable TROUPE_NPU_SIMULATOR, else off",
             metavar="A2|A3|A5[:DEVICES[:MEMORY]]",
@@ -81,7 +81,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
 
     attention_backend: Annotated[
         Literal["ascend", "torch_native"] | None,
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             default_text="chosen by the device",
             unbuilt_choices=_OTHER_ATTENTION,
@@ -91,7 +91,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
 
     prefill_attention_backend: Annotated[
         Literal["ascend", "torch_native"] | None,
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             default_text="--attention-backend",
             unbuilt_choices=_OTHER_ATTENTION,
@@ -101,7 +101,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
 
     decode_attention_backend: Annotated[
         Literal["ascend", "torch_native"] | None,
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             default_text="--attention-backend",
             unbuilt_choices=_OTHER_ATTENTION,
@@ -111,7 +111,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
 
     sampling_backend: Annotated[
         Literal["pytorch", "ascend"] | None,
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             default_text="chosen by the device",
             unbuilt_choices={"flashinfer": "sampling kernels are not chosen by name; leave it out"},
@@ -121,7 +121,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
 
     disable_cuda_graph: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             aliases=("enforce-eager",),
             help="Run decodes eagerly, on devices that could replay captured graphs.",
@@ -130,7 +130,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
 
     cuda_graph_bs: Annotated[
         tuple[int, ...] | None,
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             aliases=("cudagraph-capture-sizes", "cuda-graph-sizes"),
             default_text="1, 2, 4 and multiples of 8",
@@ -143,7 +143,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
 
     cuda_graph_max_bs: Annotated[
         int | None,
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             aliases=("max-cudagraph-capture-size",),
             default_text="by the memory: on NPUs 16 or, above 32 GiB, 64; on GPUs 32, above 24 GiB 160, above 60 GiB "
@@ -157,7 +157,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
 
     disable_cuda_graph_padding: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             help="Do not pad batches: use a graph only for exactly its batch size; other batches run eagerly.",
         ),
@@ -165,7 +165,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
 
     piecewise_cuda_graph_tokens: Annotated[
         tuple[int, ...] | None,
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             default_text="powers of two, plus the decodes beside them",
             minimum=1,
@@ -178,7 +178,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
 
     piecewise_cuda_graph_max_tokens: Annotated[
         int | None,
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             default_text="2048, or the limit of a step",
             minimum=1,
@@ -190,7 +190,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
 
     enable_piecewise_cuda_graph: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             aliases=("enforce-piecewise-cuda-graph",),
             help="Capture steps with prompts of all sizes, not only those whose launch takes as long as their run. "
@@ -200,7 +200,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
 
     disable_piecewise_cuda_graph: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             help="Run steps with prompts without a graph.",
         ),
@@ -208,7 +208,7 @@ class DeviceArguments(RecoveryArguments, frozen=True, kw_only=True):
 
     enable_deterministic_inference: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             help="Make outputs bitwise reproducible on one device of any kind: independent of the batch, of the "
             "chunks of prompts, of draft tokens and of restarts. Slower, but on a CPU where native operators serve the "

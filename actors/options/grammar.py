@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from actors.options.argument import Group
-from actors.options.declaration import Option
+from actors.options.declaration import ArgumentSpec
 from actors.options.quantization import QuantizationArguments
 
 __all__ = ["GrammarArguments"]
@@ -19,7 +19,7 @@ class GrammarArguments(QuantizationArguments, frozen=True, kw_only=True):
 
     grammar_backend: Annotated[
         Literal["auto", "llguidance", "xgrammar", "none"],
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             aliases=("guided-decoding-backend",),
             synonyms={"guidance": "llguidance"},
@@ -31,7 +31,7 @@ class GrammarArguments(QuantizationArguments, frozen=True, kw_only=True):
 
     constrained_json_whitespace_pattern: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             metavar="REGEX",
             default_text="up to 16 characters",
@@ -41,7 +41,7 @@ class GrammarArguments(QuantizationArguments, frozen=True, kw_only=True):
 
     constrained_json_disable_any_whitespace: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             aliases=("guided-decoding-disable-any-whitespace",),
             help="Allow no white space between the parts of constrained JSON.",

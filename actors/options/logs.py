@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from actors.options.declaration import Option
+from actors.options.declaration import ArgumentSpec
 from actors.options.metrics import MetricArguments
 
 __all__ = ["LogArguments"]
@@ -19,7 +19,7 @@ class LogArguments(MetricArguments, frozen=True, kw_only=True):
 
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"],
-        Option(
+        ArgumentSpec(
             group="Logging",
             synonyms=_LEVEL_SYNONYMS,
             help="The lowest severity to log.",
@@ -28,7 +28,7 @@ class LogArguments(MetricArguments, frozen=True, kw_only=True):
 
     log_level_http: Annotated[
         Literal["debug", "info", "warning", "error", "critical"] | None,
-        Option(
+        ArgumentSpec(
             group="Logging",
             aliases=("uvicorn-log-level",),
             default_text="as --log-level",
@@ -40,7 +40,7 @@ class LogArguments(MetricArguments, frozen=True, kw_only=True):
 
     log_format: Annotated[
         Literal["text", "json"],
-        Option(
+        ArgumentSpec(
             group="Logging",
             help="Format of records on standard error: text, or one JSON object a line.",
         ),
@@ -48,7 +48,7 @@ class LogArguments(MetricArguments, frozen=True, kw_only=True):
 
     access_log_exclude_prefixes: Annotated[
         tuple[str, ...],
-        Option(
+        ArgumentSpec(
             group="Logging",
             aliases=("uvicorn-access-log-exclude-prefixes", "disable-access-log-for-endpoints"),
             kind="names",
@@ -60,7 +60,7 @@ class LogArguments(MetricArguments, frozen=True, kw_only=True):
 
     log_requests: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Logging",
             aliases=("enable-log-requests",),
             opposites=("disable-log-requests",),
@@ -70,7 +70,7 @@ class LogArguments(MetricArguments, frozen=True, kw_only=True):
 
     log_requests_level: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group="Logging",
             minimum=0,
             maximum=3,
@@ -81,7 +81,7 @@ class LogArguments(MetricArguments, frozen=True, kw_only=True):
 
     log_requests_format: Annotated[
         Literal["text", "json"] | None,
-        Option(
+        ArgumentSpec(
             group="Logging",
             default_text="as --log-format",
             help="Format of --log-requests.",

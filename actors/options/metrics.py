@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from actors.options.declaration import Option
+from actors.options.declaration import ArgumentSpec
 from actors.options.serving import ServingArguments
 
 __all__ = ["MetricArguments"]
@@ -18,7 +18,7 @@ class MetricArguments(ServingArguments, frozen=True, kw_only=True):
 
     enable_metrics: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Metrics",
             help="Collect metrics and serve GET /metrics. Without it the live page shows no traffic between the "
             "actors.",
@@ -27,7 +27,7 @@ class MetricArguments(ServingArguments, frozen=True, kw_only=True):
 
     metrics_names: Annotated[
         tuple[Literal["sglang", "vllm"], ...],
-        Option(
+        ArgumentSpec(
             group="Metrics",
             kind="names",
             metavar="NAMES",
@@ -37,7 +37,7 @@ class MetricArguments(ServingArguments, frozen=True, kw_only=True):
 
     bucket_time_to_first_token: Annotated[
         tuple[float, ...] | None,
-        Option(
+        ArgumentSpec(
             group="Metrics",
             default_text=_BUILT_IN,
             minimum=0,
@@ -50,7 +50,7 @@ class MetricArguments(ServingArguments, frozen=True, kw_only=True):
 
     bucket_inter_token_latency: Annotated[
         tuple[float, ...] | None,
-        Option(
+        ArgumentSpec(
             group="Metrics",
             default_text=_BUILT_IN,
             minimum=0,
@@ -63,7 +63,7 @@ class MetricArguments(ServingArguments, frozen=True, kw_only=True):
 
     bucket_e2e_request_latency: Annotated[
         tuple[float, ...] | None,
-        Option(
+        ArgumentSpec(
             group="Metrics",
             default_text=_BUILT_IN,
             minimum=0,
@@ -76,7 +76,7 @@ class MetricArguments(ServingArguments, frozen=True, kw_only=True):
 
     collect_tokens_histogram: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Metrics",
             help="Export histograms of the prompt and generated tokens of requests.",
         ),
@@ -84,7 +84,7 @@ class MetricArguments(ServingArguments, frozen=True, kw_only=True):
 
     prompt_tokens_buckets: Annotated[
         tuple[str, ...],
-        Option(
+        ArgumentSpec(
             group="Metrics",
             metavar="RULE",
             help=f"Buckets of prompt tokens: {_RULE}",
@@ -93,7 +93,7 @@ class MetricArguments(ServingArguments, frozen=True, kw_only=True):
 
     generation_tokens_buckets: Annotated[
         tuple[str, ...],
-        Option(
+        ArgumentSpec(
             group="Metrics",
             metavar="RULE",
             help=f"Buckets of generated tokens: {_RULE}",
@@ -102,7 +102,7 @@ class MetricArguments(ServingArguments, frozen=True, kw_only=True):
 
     tokenizer_metrics_custom_labels_header: Annotated[
         str,
-        Option(
+        ArgumentSpec(
             group="Metrics",
             metavar="HEADER",
             help="Header with a JSON object of a request's custom labels.",
@@ -111,7 +111,7 @@ class MetricArguments(ServingArguments, frozen=True, kw_only=True):
 
     tokenizer_metrics_allowed_custom_labels: Annotated[
         tuple[str, ...],
-        Option(
+        ArgumentSpec(
             group="Metrics",
             metavar="LABELS",
             help="Names of custom labels for metrics of requests. Beyond 100 different sets of values the rest is "
@@ -121,7 +121,7 @@ class MetricArguments(ServingArguments, frozen=True, kw_only=True):
 
     export_metrics_to_file: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Metrics",
             help="Write a JSON line for each request at its end; needs --export-metrics-to-file-dir.",
         ),
@@ -129,7 +129,7 @@ class MetricArguments(ServingArguments, frozen=True, kw_only=True):
 
     export_metrics_to_file_dir: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group="Metrics",
             default_text="none",
             metavar="DIR",
@@ -139,7 +139,7 @@ class MetricArguments(ServingArguments, frozen=True, kw_only=True):
 
     decode_log_interval: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group="Logging",
             minimum=0,
             maximum=10**9,
@@ -150,7 +150,7 @@ class MetricArguments(ServingArguments, frozen=True, kw_only=True):
 
     enable_request_time_stats_logging: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Logging",
             help="Log the time of each stage of a request at its end.",
         ),
@@ -158,7 +158,7 @@ class MetricArguments(ServingArguments, frozen=True, kw_only=True):
 
     gc_warning_threshold_secs: Annotated[
         float,
-        Option(
+        ArgumentSpec(
             group="Logging",
             minimum=0,
             maximum=3600,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from actors.options.declaration import Option
+from actors.options.declaration import ArgumentSpec
 
 __all__ = ["ModelArguments"]
 
@@ -18,7 +18,7 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
 
     model_path: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group="Model and tokenizer",
             aliases=("model",),
             default_text="the included model",
@@ -30,7 +30,7 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
 
     tokenizer_path: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group="Model and tokenizer",
             aliases=("tokenizer",),
             default_text="the model's own",
@@ -41,7 +41,7 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
 
     tokenizer_mode: Annotated[
         Literal["auto", "slow"],
-        Option(
+        ArgumentSpec(
             group="Model and tokenizer",
             unbuilt_choices={
                 "hf": "use auto, or slow for the files beside tokenizer.json",
@@ -56,7 +56,7 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
 
     tokenizer_worker_num: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group="Model and tokenizer",
             minimum=1,
             maximum=64,
@@ -67,7 +67,7 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
 
     skip_tokenizer_init: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Model and tokenizer",
             help="Load no tokenizer: prompts must be token ids, and answers contain token ids instead of text.",
         ),
@@ -75,7 +75,7 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
 
     model_impl: Annotated[
         Literal["auto", "native", "transformers"],
-        Option(
+        ArgumentSpec(
             group="Model and tokenizer",
             synonyms={"sglang": "native", "troupe": "native", "vllm": "native"},
             unbuilt_choices={
@@ -91,7 +91,7 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
 
     trust_remote_code: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Model and tokenizer",
             help="Let Python files of the model's directory (auto_map of config.json) run in worker processes, and in "
             "the one that converts a tokenizer. They can do all that this user can: read them first, and pin "
@@ -101,7 +101,7 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
 
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"],
-        Option(
+        ArgumentSpec(
             group="Model and tokenizer",
             unbuilt_choices={
                 "pt": _FORMATS,
@@ -116,7 +116,7 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
 
     context_length: Annotated[
         int | None,
-        Option(
+        ArgumentSpec(
             group="Model and tokenizer",
             aliases=("max-model-len",),
             default_text="the model's own",
@@ -129,7 +129,7 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
 
     revision: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group="Model and tokenizer",
             default_text="the hub's main branch",
             help="Branch, tag or commit of the model on the Hugging Face hub. Pin a commit in production.",
@@ -138,7 +138,7 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
 
     download_dir: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group="Model and tokenizer",
             default_text="the Hugging Face cache",
             metavar="DIR",
@@ -148,7 +148,7 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
 
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Option(
+        ArgumentSpec(
             group="Model and tokenizer",
             synonyms={"float": "float32", "fp32": "float32", "bf16": "bfloat16", "half": "float16", "fp16": "float16"},
             help="Type of weights and activations; auto uses that of the model's config.json if the device supports "
@@ -158,7 +158,7 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
 
     json_model_override_args: Annotated[
         dict[str, Any],
-        Option(
+        ArgumentSpec(
             group="Model and tokenizer",
             aliases=("hf-overrides",),
             metavar="JSON",
@@ -168,7 +168,7 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
 
     disable_hybrid_swa_memory: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Model and tokenizer",
             help="Keep all tokens in layers that see a sliding window. Else they keep the window alone, where that "
             "halves the cache of a sequence of the full context length at least, and decode steps are not captured.",
@@ -177,7 +177,7 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
 
     preferred_sampling_params: Annotated[
         dict[str, Any],
-        Option(
+        ArgumentSpec(
             group="Model and tokenizer",
             aliases=("override-generation-config",),
             metavar="JSON",

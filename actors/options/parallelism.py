@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from actors.options.declaration import Option
+from actors.options.declaration import ArgumentSpec
 from actors.options.devices import DeviceArguments
 
 __all__ = ["ParallelismArguments"]
@@ -15,7 +15,7 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
 
     tensor_parallel_size: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             aliases=("tp-size", "tp"),
             minimum=1,
@@ -29,7 +29,7 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
 
     dist_init_addr: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group="Devices and kernels",
             aliases=("nccl-init-addr",),
             default_text="a file in a private folder",

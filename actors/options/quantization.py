@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from actors.options.declaration import Option
+from actors.options.declaration import ArgumentSpec
 from actors.options.parallelism import ParallelismArguments
 
 __all__ = ["QuantizationArguments"]
@@ -33,7 +33,7 @@ class QuantizationArguments(ParallelismArguments, frozen=True, kw_only=True):
 
     quantization: Annotated[
         _Method | None,
-        Option(
+        ArgumentSpec(
             group="Quantization",
             aliases=("q",),
             default_text="as in the checkpoint",
@@ -48,7 +48,7 @@ class QuantizationArguments(ParallelismArguments, frozen=True, kw_only=True):
 
     kv_cache_dtype: Annotated[
         Literal["auto", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"],
-        Option(
+        ArgumentSpec(
             group="Quantization",
             synonyms={"bf16": "bfloat16", "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"},
             unbuilt_choices=dict.fromkeys(("fp4_e2m1", "int4", "mxfp8", "nvfp4"), _FOUR_BITS),
@@ -59,7 +59,7 @@ class QuantizationArguments(ParallelismArguments, frozen=True, kw_only=True):
 
     kv_cache_quant_method: Annotated[
         Literal["auto", "none", "per_token_head"],
-        Option(
+        ArgumentSpec(
             group="Quantization",
             metavar="METHOD",
             help="Scales of an 8-bit cache. per_token_head: a dynamic scale for each token and key head, stored "
@@ -70,7 +70,7 @@ class QuantizationArguments(ParallelismArguments, frozen=True, kw_only=True):
 
     quantization_param_path: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group="Quantization",
             default_text="the checkpoint's own scales",
             metavar="FILE",
@@ -83,7 +83,7 @@ class QuantizationArguments(ParallelismArguments, frozen=True, kw_only=True):
 
     enable_fp32_lm_head: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Quantization",
             help="Compute logits in float32: the weights and inputs of the output layer. Takes 4 more bytes for each "
             "of its weights if they are shared with the embeddings.",
@@ -92,7 +92,7 @@ class QuantizationArguments(ParallelismArguments, frozen=True, kw_only=True):
 
     speculative_draft_model_quantization: Annotated[
         _Method | None,
-        Option(
+        ArgumentSpec(
             group="Speculative decoding",
             synonyms=_SYNONYMS,
             unbuilt_choices=_UNBUILT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from actors.options.declaration import Option
+from actors.options.declaration import ArgumentSpec
 from actors.options.scheduling import SchedulingArguments
 
 __all__ = ["RecoveryArguments"]
@@ -15,7 +15,7 @@ class RecoveryArguments(SchedulingArguments, frozen=True, kw_only=True):
 
     watchdog_timeout: Annotated[
         float,
-        Option(
+        ArgumentSpec(
             group="Runtime",
             minimum=0.0,
             maximum=86400.0,
@@ -28,7 +28,7 @@ class RecoveryArguments(SchedulingArguments, frozen=True, kw_only=True):
 
     soft_watchdog_timeout: Annotated[
         float | None,
-        Option(
+        ArgumentSpec(
             group="Runtime",
             default_text="60, or a fifth of --watchdog-timeout if that is less",
             minimum=0.0,
@@ -42,7 +42,7 @@ class RecoveryArguments(SchedulingArguments, frozen=True, kw_only=True):
 
     model_load_timeout: Annotated[
         float,
-        Option(
+        ArgumentSpec(
             group="Runtime",
             minimum=0.0,
             maximum=86400.0,
@@ -55,7 +55,7 @@ class RecoveryArguments(SchedulingArguments, frozen=True, kw_only=True):
 
     max_worker_restarts: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group="Runtime",
             minimum=0,
             maximum=10_000,
@@ -66,7 +66,7 @@ class RecoveryArguments(SchedulingArguments, frozen=True, kw_only=True):
 
     standby_worker: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Runtime",
             opposites=("disable-standby-worker",),
             help="Keep a prepared process beside each worker, so that a dead one is replaced without waiting for "

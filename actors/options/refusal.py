@@ -28,24 +28,24 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     reason: str  # a clause: "LoRA adapters are not built yet"
     remedy: str  # an imperative: "leave it out"
 
-    def check(self, given: object) -> None:
+    def check(self, value: object) -> None:
         """Raise ArgumentError unless the value changes nothing or is None, which means that it was left out."""
-        if given is None or any(_same(given, accepted) for accepted in self.accepts):
+        if value is None or any(_same(value, accepted) for accepted in self.accepts):
             return
         raise ArgumentError(f"{self.reason}; {self.remedy}")
 
 
-def _same(given: object, accepted: object) -> bool:
+def _same(value: object, accepted: object) -> bool:
     if isinstance(accepted, bool):
-        return parse_flag(given) is accepted
+        return parse_flag(value) is accepted
     if accepted is None:
-        return isinstance(given, str) and given.strip().lower() in ("none", "null", "")
+        return isinstance(value, str) and value.strip().lower() in ("none", "null", "")
     if isinstance(accepted, int | float):
         try:
-            return not isinstance(given, bool) and float(str(given)) == accepted
+            return not isinstance(value, bool) and float(str(value)) == accepted
         except ValueError:
             return False
-    return str(given).strip() == str(accepted)
+    return str(value).strip() == str(accepted)
 
 
 class RefusedNames(msgspec.Struct, frozen=True, kw_only=True):

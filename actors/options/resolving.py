@@ -36,10 +36,10 @@ class ResolvedName(msgspec.Struct, frozen=True):
 def _index() -> dict[str, ResolvedName]:
     index: dict[str, ResolvedName] = {}
 
-    def add(name: str, found: ResolvedName) -> None:
+    def add(name: str, resolved: ResolvedName) -> None:
         if name in index:
             raise RuntimeError(f"two arguments are named {name}")
-        index[name] = found
+        index[name] = resolved
 
     entries: tuple[Argument | Refusal, ...] = (*ARGUMENTS, *REFUSALS)
     for entry in entries:
@@ -130,15 +130,15 @@ def _split(layer: Sequence[RawArgument], problems: list[str]) -> list[RawArgumen
     return entries
 
 
-def _parsed(given: RawArgument) -> object:
+def _parsed(argument: RawArgument) -> object:
     """The value of an argument, or None if it is invalid, which is reported elsewhere."""
-    entry = find(given.name).entry
+    entry = find(argument.name).entry
     try:
-        return entry.parse(given.value) if isinstance(entry, Argument) else None
+        return entry.parse(argument.value) if isinstance(entry, Argument) else None
     except ArgumentError:
         return None
 
 
-def _reversed(given: object) -> object:
-    flag = parse_flag(given)
-    return given if flag is None else not flag
+def _reversed(value: object) -> object:
+    flag = parse_flag(value)
+    return value if flag is None else not flag

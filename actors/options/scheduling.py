@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from actors.options.declaration import Option
+from actors.options.declaration import ArgumentSpec
 from actors.options.tracing import TracingArguments
 
 __all__ = ["SchedulingArguments"]
@@ -17,7 +17,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     mem_fraction_static: Annotated[
         float | None,
-        Option(
+        ArgumentSpec(
             group="Memory and scheduling",
             aliases=("gpu-memory-utilization",),
             default_text="chosen by the device",
@@ -31,7 +31,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     max_total_tokens: Annotated[
         int | None,
-        Option(
+        ArgumentSpec(
             group="Memory and scheduling",
             default_text="the rest of --mem-fraction-static",
             minimum=16,
@@ -43,7 +43,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     page_size: Annotated[
         int | None,
-        Option(
+        ArgumentSpec(
             group="Memory and scheduling",
             aliases=("block-size",),
             default_text="16, 128 on an NPU, 64 on a GPU",
@@ -56,7 +56,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     max_running_requests: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group="Memory and scheduling",
             aliases=("max-num-seqs",),
             minimum=1,
@@ -68,7 +68,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     max_queued_requests: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group="Memory and scheduling",
             minimum=0,
             maximum=1_048_576,
@@ -80,7 +80,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     max_queued_tokens: Annotated[
         int | None,
-        Option(
+        ArgumentSpec(
             group="Memory and scheduling",
             default_text="unlimited",
             minimum=1,
@@ -93,7 +93,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     prefill_max_requests: Annotated[
         int | None,
-        Option(
+        ArgumentSpec(
             group="Memory and scheduling",
             default_text="unlimited",
             minimum=1,
@@ -105,7 +105,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     chunked_prefill_size: Annotated[
         int | None,
-        Option(
+        ArgumentSpec(
             group="Memory and scheduling",
             aliases=("max-num-batched-tokens",),
             default_text="512, up to 64 more where a prompt then ends, and 2048 on a GPU",
@@ -121,7 +121,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     max_prefill_tokens: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group="Memory and scheduling",
             minimum=1,
             maximum=16_777_216,
@@ -133,7 +133,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     schedule_policy: Annotated[
         Literal["lpm", "fcfs"],
-        Option(
+        ArgumentSpec(
             group="Memory and scheduling",
             unbuilt_choices={"random": _POLICY, "dfs-weight": _POLICY, "lof": _POLICY, "priority": _POLICY},
             help="Order of the waiting requests: fcfs (first come, first served) or lpm (longest cached prefix first).",
@@ -142,7 +142,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     enable_priority_scheduling: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Memory and scheduling",
             help="Requests with a higher priority go first and may preempt running ones; priorities rise slowly with "
             "waiting.",
@@ -151,7 +151,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     schedule_low_priority_values_first: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Memory and scheduling",
             help="Lower numbers are more urgent. Needs --enable-priority-scheduling.",
         ),
@@ -159,7 +159,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     priority_scheduling_preemption_threshold: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group="Memory and scheduling",
             minimum=0,
             maximum=1_000_000,
@@ -171,7 +171,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     abort_on_priority_when_disabled: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Memory and scheduling",
             help="Refuse requests with a priority while priority scheduling is off, instead of ignoring the priority.",
         ),
@@ -179,7 +179,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     schedule_conservativeness: Annotated[
         float,
-        Option(
+        ArgumentSpec(
             group="Memory and scheduling",
             minimum=0,
             maximum=100,
@@ -191,7 +191,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     disable_radix_cache: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Memory and scheduling",
             opposites=("enable-prefix-caching",),
             help="Compute every prompt from its start: prefixes are neither kept nor shared.",
@@ -200,7 +200,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     radix_eviction_policy: Annotated[
         Literal["lru", "lfu"],
-        Option(
+        ArgumentSpec(
             group="Memory and scheduling",
             help="The prefix that a full cache evicts first: the least recently used (lru), or the least frequently "
             "used, ties by recency (lfu).",
@@ -209,7 +209,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     disable_overlap_schedule: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Memory and scheduling",
             aliases=("disable-async-output-proc",),
             opposites=("async-scheduling",),
@@ -219,7 +219,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     enable_dynamic_batch_tokenizer: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Tokenizer batching",
             help="Let prompts wait briefly for others, so that prompts that arrive together are encoded in one call "
             "to the tokenizer's thread.",
@@ -228,7 +228,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     dynamic_batch_tokenizer_batch_size: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group="Tokenizer batching",
             minimum=1,
             maximum=4096,
@@ -239,7 +239,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     dynamic_batch_tokenizer_batch_timeout: Annotated[
         float,
-        Option(
+        ArgumentSpec(
             group="Tokenizer batching",
             minimum=0,
             maximum=10,
@@ -250,7 +250,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     enable_tokenizer_batch_encode: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Tokenizer batching",
             opposites=("disable-tokenizer-batch-encode",),
             help="Encode waiting prompts of more than 1024 characters, such as those of one request, in one call to "
@@ -260,7 +260,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     allow_auto_truncate: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Tokenizer batching",
             help="Truncate a prompt that is too long to the context length instead of refusing it.",
         ),
@@ -268,7 +268,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     cpu_threads: Annotated[
         int | None,
-        Option(
+        ArgumentSpec(
             group="Runtime",
             default_text="one per physical core this process may use",
             minimum=1,
@@ -280,7 +280,7 @@ class SchedulingArguments(TracingArguments, frozen=True, kw_only=True):
 
     random_seed: Annotated[
         int | None,
-        Option(
+        ArgumentSpec(
             group="Runtime",
             aliases=("seed",),
             default_text="drawn at the start",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from actors.options.declaration import Option
+from actors.options.declaration import ArgumentSpec
 from actors.options.model import ModelArguments
 
 __all__ = ["ServingArguments", "ThoughtFormat", "ToolFormat"]
@@ -80,7 +80,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     host: Annotated[
         str,
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             help="Address to listen on. 0.0.0.0 or :: listens on every interface: set --api-key then.",
         ),
@@ -88,7 +88,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     allowed_hosts: Annotated[
         tuple[str, ...],
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             metavar="NAMES",
             help="Names allowed in the Host header, in addition to IP addresses, localhost, the name of this machine "
@@ -100,7 +100,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     allowed_origins: Annotated[
         tuple[str, ...],
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             metavar="ORIGINS",
             help="Origins whose pages may call this server from a browser (CORS), such as "
@@ -110,7 +110,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     allowed_methods: Annotated[
         tuple[str, ...],
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             metavar="METHODS",
             help="Methods that pages of allowed origins may use; * for all.",
@@ -119,7 +119,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     allowed_headers: Annotated[
         tuple[str, ...],
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             metavar="NAMES",
             help="Request headers that pages of allowed origins may send; * for all, including Authorization.",
@@ -128,7 +128,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     allow_credentials: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             help="Let pages of allowed origins, each listed by name, send credentials such as cookies, for a proxy "
             "that requires them. API keys need no such permission.",
@@ -137,7 +137,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     port: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             minimum=0,
             maximum=65535,
@@ -147,7 +147,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     grpc_mode: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             help="Serve SGLang's gRPC service, too, with gRPC's health and reflection: at --grpc-port of --host, "
             "without TLS, with the same keys and limits.",
@@ -156,7 +156,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     grpc_port: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             minimum=0,
             maximum=65535,
@@ -166,7 +166,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     fastapi_root_path: Annotated[
         str,
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             aliases=("root-path",),
             metavar="PATH",
@@ -176,7 +176,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     disable_page: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             help="Disable the live page: /, its scripts under /page and its feed under /stage.",
         ),
@@ -184,7 +184,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     skip_server_warmup: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             help="Skip the warm-up requests; the first real requests are slower instead.",
         ),
@@ -192,7 +192,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     warmups: Annotated[
         tuple[Literal["generate", "long-prompt", "batch"], ...],
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             kind="names",
             metavar="NAMES",
@@ -203,7 +203,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     sse_keep_alive_interval: Annotated[
         float,
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             minimum=0,
             maximum=3600,
@@ -215,7 +215,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     shutdown_timeout: Annotated[
         float,
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             minimum=0,
             maximum=86400,
@@ -226,7 +226,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     is_embedding: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             help="The model was trained for embeddings, and generates no text: /v1/embeddings answers with its last "
             "hidden states. Models that say so themselves need no option.",
@@ -235,7 +235,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     file_storage_path: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             default_text="none",
             metavar="DIRECTORY",
@@ -246,7 +246,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     file_storage_gib: Annotated[
         float,
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             minimum=0,
             maximum=1_000_000,
@@ -258,7 +258,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     response_store_mib: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             minimum=0,
             maximum=1_000_000,
@@ -270,7 +270,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     response_store_hours: Annotated[
         float,
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             minimum=0,
             maximum=1_000_000,
@@ -282,7 +282,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     request_timeout: Annotated[
         float | None,
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             default_text="none",
             minimum=0,
@@ -295,7 +295,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     request_waiting_timeout: Annotated[
         float | None,
-        Option(
+        ArgumentSpec(
             group="HTTP server",
             default_text="none",
             minimum=0,
@@ -309,7 +309,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     api_key: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group="API",
             default_text="no key is required",
             secret=True,
@@ -321,7 +321,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     api_key_file: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group="API",
             default_text="the environment variable TROUPE_API_KEY, else none",
             metavar="FILE",
@@ -331,7 +331,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     admin_api_key: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group="API",
             default_text="administration is off",
             secret=True,
@@ -342,7 +342,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     admin_api_key_file: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group="API",
             default_text="the environment variable TROUPE_ADMIN_API_KEY, else none",
             metavar="FILE",
@@ -352,7 +352,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     served_model_name: Annotated[
         tuple[str, ...] | None,
-        Option(
+        ArgumentSpec(
             group="API",
             default_text="the model path as given; of a GGUF file its general.name, or the file's name",
             metavar="NAMES",
@@ -363,7 +363,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     weight_version: Annotated[
         str,
-        Option(
+        ArgumentSpec(
             group="API",
             metavar="NAME",
             help="A label of the weights, reported by /model_info and native answers.",
@@ -372,7 +372,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     chat_template: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group="API",
             default_text="the model's own",
             metavar="TEMPLATE",
@@ -383,7 +383,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     trust_request_chat_template: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="API",
             help="Render templates that requests send as chat_template, in a separate process with limits of time "
             "and memory; otherwise they are refused.",
@@ -392,7 +392,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     completion_template: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group="API",
             default_text="the form of Qwen Coder, StarCoder, DeepSeek Coder, Seed-Coder or Codestral, by its marks",
             metavar="FILE",
@@ -402,7 +402,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     multi_item_scoring_delimiter: Annotated[
         int | None,
-        Option(
+        ArgumentSpec(
             group="API",
             default_text="none",
             minimum=0,
@@ -415,7 +415,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     enable_return_hidden_states: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="API",
             help="Requests may set return_hidden_states: /generate, chats and completions then return final hidden "
             "states. Such a request computes its whole prompt and drafts no tokens.",
@@ -424,7 +424,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     enable_return_routed_experts: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="API",
             help="Requests of /generate may set return_routed_experts: the answer has the experts that each token took "
             "in each layer. While one runs, steps are neither captured nor run as a program.",
@@ -433,7 +433,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     enable_cache_report: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="API",
             aliases=("enable-prompt-tokens-details",),
             help="Report prompt tokens of the prefix cache as usage.prompt_tokens_details.cached_tokens.",
@@ -442,7 +442,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     sampling_defaults: Annotated[
         Literal["model", "openai"],
-        Option(
+        ArgumentSpec(
             group="API",
             aliases=("generation-config",),
             synonyms={"auto": "model", "vllm": "openai"},
@@ -453,7 +453,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     tool_call_parser: Annotated[
         ToolFormat | None,
-        Option(
+        ArgumentSpec(
             group="API",
             default_text="auto",
             synonyms=_TOOL_NAMES,
@@ -467,7 +467,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     reasoning_parser: Annotated[
         ThoughtFormat | None,
-        Option(
+        ArgumentSpec(
             group="API",
             default_text="auto",
             synonyms=_THOUGHT_NAMES,
@@ -480,7 +480,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     stream_interval: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group="API",
             minimum=1,
             maximum=1024,
@@ -491,7 +491,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     stream_output: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="API",
             help="Events of /generate streams contain only new output. Otherwise they repeat the output so far, and "
             "become rarer for long outputs. Prompt data comes with the first event in both modes.",
@@ -500,7 +500,7 @@ class ServingArguments(ModelArguments, frozen=True, kw_only=True):
 
     config: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group="Configuration file",
             default_text="none",
             metavar="FILE",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from actors.options.argument import Group
-from actors.options.declaration import Option
+from actors.options.declaration import ArgumentSpec
 from actors.options.grammar import GrammarArguments
 
 __all__ = ["SpeculativeArguments"]
@@ -22,7 +22,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_config: Annotated[
         dict[str, Any],
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             metavar="JSON",
             help="Arguments of this group as one JSON object: method, model and num_speculative_tokens, and any other "
@@ -33,7 +33,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_algorithm: Annotated[
         Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM"] | None,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             default_text="no speculation",
             synonyms={
@@ -60,7 +60,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_draft_model_path: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             aliases=("speculative-draft-model",),
             default_text="the heads in the model's own files, and the included drafts for the included model",
@@ -71,7 +71,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_draft_model_revision: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             default_text="the repository's main branch",
             metavar="REVISION",
@@ -81,7 +81,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_draft_load_format: Annotated[
         Literal["auto", "safetensors", "dummy"] | None,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             default_text="--load-format",
             help="Format of the draft's weights; dummy fills them with noise.",
@@ -90,7 +90,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_num_steps: Annotated[
         int | None,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             default_text="3",
             minimum=1,
@@ -102,7 +102,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_eagle_topk: Annotated[
         int | None,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             default_text="1",
             minimum=1,
@@ -114,7 +114,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_num_draft_tokens: Annotated[
         int | None,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             default_text="4; NGRAM: 12; DFLASH: the draft's block size",
             minimum=2,
@@ -126,7 +126,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_dflash_block_size: Annotated[
         int | None,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             default_text="--speculative-num-draft-tokens",
             minimum=2,
@@ -138,7 +138,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_dflash_draft_window_size: Annotated[
         int | None,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             aliases=("speculative-draft-window-size",),
             default_text="all of the context",
@@ -151,7 +151,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_accept_threshold_single: Annotated[
         float,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             minimum=0,
             above=True,
@@ -164,7 +164,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_accept_threshold_acc: Annotated[
         float,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             minimum=0,
             above=True,
@@ -177,7 +177,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_token_map: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             default_text="the whole vocabulary; for the included drafts their list",
             metavar="FILE",
@@ -189,7 +189,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_attention_mode: Annotated[
         Literal["prefill", "decode"],
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             help="Attention backend that verifies on an NPU: that of prefills or that of decodes.",
         ),
@@ -197,7 +197,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_draft_attention_backend: Annotated[
         Literal["ascend", "torch_native"] | None,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             aliases=("drafter-attention-backend",),
             default_text="--attention-backend",
@@ -210,7 +210,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     eagle3_layers_to_capture: Annotated[
         tuple[int, ...] | None,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             default_text="as in the draft's config.json",
             minimum=0,
@@ -222,7 +222,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     enable_multi_layer_eagle: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             help="Use a separate head for each step of MTP, if the checkpoint has several, instead of the first again.",
         ),
@@ -230,7 +230,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_adaptive: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             help="Choose the number of draft tokens for each request and step by acceptance and by the cost of "
             "passes, down to none if drafting does not pay.",
@@ -239,7 +239,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_adaptive_config: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             default_text="the built-in settings",
             metavar="FILE",
@@ -250,7 +250,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_ngram_min_match_window_size: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             minimum=1,
             maximum=62,
@@ -261,7 +261,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_ngram_max_match_window_size: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             minimum=1,
             maximum=62,
@@ -272,7 +272,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_ngram_min_bfs_breadth: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             minimum=1,
             maximum=63,
@@ -283,7 +283,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_ngram_max_bfs_breadth: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             minimum=1,
             maximum=63,
@@ -294,7 +294,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_ngram_match_type: Annotated[
         Literal["BFS", "PROB"],
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             synonyms={"bfs": "BFS", "prob": "PROB"},
             help="The followers in a draft: the most recent ones (BFS) or the most frequent (PROB).",
@@ -303,7 +303,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_ngram_max_trie_depth: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             aliases=("speculative-ngram-branch-length",),
             minimum=2,
@@ -315,7 +315,7 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
 
     speculative_ngram_capacity: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group=_GROUP,
             minimum=1024,
             maximum=200_000_000,

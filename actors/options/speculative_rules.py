@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["speculative_problems", "tree_size"]
 
-_MOST_PLACES = 64
+_MAX_PLACES = 64
 """The attention mask of a draft tree has one 64-bit integer a node."""
 
 _DRAFTING = ("EAGLE", "EAGLE3", "MTP", "STANDALONE")
@@ -108,9 +108,9 @@ def _tree(arguments: Arguments) -> Iterator[str]:
             f"speculative_num_draft_tokens {tokens} cannot hold a path of {steps} steps and the token before it; give "
             f"at least {steps + 1}"
         )
-    if steps * topk > _MOST_PLACES:
+    if steps * topk > _MAX_PLACES:
         yield (
-            f"{steps} steps of {topk} nodes are more than the {_MOST_PLACES} that a draft may expand; lower "
+            f"{steps} steps of {topk} nodes are more than the {_MAX_PLACES} that a draft may expand; lower "
             "speculative_num_steps or speculative_eagle_topk"
         )
 
@@ -123,27 +123,29 @@ def _block(arguments: Arguments) -> Iterator[str]:
             f"speculative_dflash_block_size {block} and speculative_num_draft_tokens {tokens} are the same setting; "
             "give one"
         )
-    least = block or tokens
-    if window is not None and least is not None and window < least:
-        yield f"speculative_dflash_draft_window_size {window} must be at least the block size, {least}"
+    minimum = block or tokens
+    if window is not None and minimum is not None and window < minimum:
+        yield f"speculative_dflash_draft_window_size {window} must be at least the block size, {minimum}"
 
 
 def _ngram(arguments: Arguments) -> Iterator[str]:
     a = arguments
     shortest, longest = a.speculative_ngram_min_match_window_size, a.speculative_ngram_max_match_window_size
-    least, most = a.speculative_ngram_min_bfs_breadth, a.speculative_ngram_max_bfs_breadth
+    minimum, maximum = a.speculative_ngram_min_bfs_breadth, a.speculative_ngram_max_bfs_breadth
     if shortest > longest:
         yield (
             f"speculative_ngram_min_match_window_size {shortest} must be at most "
             f"speculative_ngram_max_match_window_size, {longest}"
         )
-    if a.speculative_ngram_match_type == "PROB" and least != 1:
+    if a.speculative_ngram_match_type == "PROB" and minimum != 1:
         yield (
             "speculative_ngram_min_bfs_breadth has no effect with speculative_ngram_match_type PROB, whose breadth is "
             "speculative_ngram_max_bfs_breadth; leave it out"
         )
-    if least > most:
-        yield f"speculative_ngram_min_bfs_breadth {least} must be at most speculative_ngram_max_bfs_breadth, {most}"
+    if minimum > maximum:
+        yield (
+            f"speculative_ngram_min_bfs_breadth {minimum} must be at most speculative_ngram_max_bfs_breadth, {maximum}"
+        )
     if shortest >= a.speculative_ngram_max_trie_depth:
         yield (
             f"speculative_ngram_max_trie_depth {a.speculative_ngram_max_trie_depth} holds a match of "

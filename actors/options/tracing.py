@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from actors.options.declaration import Option
+from actors.options.declaration import ArgumentSpec
 from actors.options.logs import LogArguments
 
 __all__ = ["TracingArguments"]
@@ -15,7 +15,7 @@ class TracingArguments(LogArguments, frozen=True, kw_only=True):
 
     enable_trace: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Tracing",
             help="Trace requests and export the spans by OTLP; needs the extra otlp. OpenTelemetry's OTEL_ variables "
             "for service name, resource, headers, certificates and batches are respected.",
@@ -24,7 +24,7 @@ class TracingArguments(LogArguments, frozen=True, kw_only=True):
 
     oltp_traces_endpoint: Annotated[
         str | None,
-        Option(
+        ArgumentSpec(
             group="Tracing",
             aliases=("otlp-traces-endpoint",),
             default_text="$OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, else localhost:4317",
@@ -35,7 +35,7 @@ class TracingArguments(LogArguments, frozen=True, kw_only=True):
 
     otlp_traces_protocol: Annotated[
         Literal["grpc", "http/protobuf"] | None,
-        Option(
+        ArgumentSpec(
             group="Tracing",
             default_text="http/protobuf for a URL with a path and for port 4318, else grpc",
             synonyms={"http": "http/protobuf"},
@@ -45,7 +45,7 @@ class TracingArguments(LogArguments, frozen=True, kw_only=True):
 
     trace_sample_ratio: Annotated[
         float | None,
-        Option(
+        ArgumentSpec(
             group="Tracing",
             default_text="$OTEL_TRACES_SAMPLER, else 1",
             minimum=0,
@@ -58,7 +58,7 @@ class TracingArguments(LogArguments, frozen=True, kw_only=True):
 
     ignore_client_traceparent: Annotated[
         bool,
-        Option(
+        ArgumentSpec(
             group="Tracing",
             help="Sample requests by --trace-sample-ratio and ignore their traceparent. Each trace then begins here, "
             "with a link to the client's span. Needs --enable-trace.",
@@ -67,7 +67,7 @@ class TracingArguments(LogArguments, frozen=True, kw_only=True):
 
     trace_level: Annotated[
         int,
-        Option(
+        ArgumentSpec(
             group="Tracing",
             minimum=0,
             maximum=3,

@@ -19,7 +19,7 @@ Messages. One module of this package for each actor holds every message that the
     Engine ── Encode, Decode, DecodeTokens ──> Tokenizer
     Engine ── Submit, Abort, Flush, Pause, Continue ──> Scheduler
     Engine ── CompileGrammar ──> Worker
-    Scheduler ── OpenSequence, CacheTurn, PeekPrefixes, ResetCache, FlushCache ──> CacheManager
+    Scheduler ── OpenSequence, CacheUpdate, PeekPrefixes, ResetCache, FlushCache ──> CacheManager
     Scheduler ── Step, CompileGrammar ──> Worker          a child process for each device
     Scheduler ── Emit, Fence ──> Detokenizer
     WorkerGroup ── Load ──> Worker
@@ -44,7 +44,7 @@ in the engine's process and outlives the actors::
     RequestTimeline  when each hop of a request began and ended (``telemetry.timeline``). Every actor writes; logs,
                      metrics and traces read it when the request closes.
 
-Life of a request: Engine admits it (a ticket), Tokenizer encodes it, the journal gets an entry for each choice,
+Life of a request: Engine admits it (a permit), Tokenizer encodes it, the journal gets an entry for each choice,
 Scheduler queues them and plans steps, Worker runs the steps, Detokenizer turns tokens into text and writes that to the
 journal, which pushes deltas into the stream's buffer, from which the caller reads.
 
@@ -56,30 +56,30 @@ integer ids that the engine makes; the client's own ids never leave the engine.
 
 ``actors.protocol.requests`` holds the types that a caller of the engine sends and receives.
 
-``.github/docs/architecture.md`` explains the words (slot, step, page, lease, epoch, generation, ...).
+``.github/docs/architecture.md`` explains the words (slot, step, page, output, epoch, generation, ...).
 """
 
 from actors.protocol.cache import (
+    AllocatedPages,
+    AllocatePages,
     CacheProtocol,
     CacheUpdate,
     CacheUpdated,
     CacheUsage,
-    Commit,
+    CommitTokens,
     FlushCache,
-    Grant,
     GroupUsage,
-    Grow,
-    Lease,
     OpenSequence,
     PeekPrefixes,
+    PrefixMatch,
     ResetCache,
 )
 from actors.protocol.detokenizer import (
     DetokenizerProtocol,
-    Emission,
     Emit,
     Ended,
-    Fence,
+    FlushOutputs,
+    SequenceOutput,
     TokenScores,
 )
 from actors.protocol.renderer import (
@@ -123,41 +123,41 @@ from actors.protocol.worker import (
 
 __all__ = [
     "Abort",
+    "AllocatePages",
+    "AllocatedPages",
     "CacheProtocol",
     "CacheUpdate",
     "CacheUpdated",
     "CacheUsage",
-    "Commit",
+    "CommitTokens",
     "CompileGrammar",
     "Continue",
     "Decode",
     "DecodeTokens",
     "DetokenizerProtocol",
-    "Emission",
     "Emit",
     "Encode",
     "Encoded",
     "Ended",
-    "Fence",
     "Flush",
     "FlushCache",
+    "FlushOutputs",
     "GrammarCompiled",
-    "Grant",
     "GroupUsage",
-    "Grow",
-    "Lease",
     "Load",
     "LoadProgress",
     "LoadRefused",
     "OpenSequence",
     "Pause",
     "PeekPrefixes",
+    "PrefixMatch",
     "Render",
     "RendererConfig",
     "RendererProtocol",
     "ResetCache",
     "SchedulerLoad",
     "SchedulerProtocol",
+    "SequenceOutput",
     "SequenceSpec",
     "Step",
     "StepDone",

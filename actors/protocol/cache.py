@@ -8,18 +8,18 @@ from actors.runtime import Message
 from kernels.contract.caches import GroupPages, PageRun
 
 __all__ = [
+    "AllocatePages",
+    "AllocatedPages",
     "CacheProtocol",
     "CacheUpdate",
     "CacheUpdated",
     "CacheUsage",
-    "Commit",
+    "CommitTokens",
     "FlushCache",
-    "Grant",
     "GroupUsage",
-    "Grow",
-    "Lease",
     "OpenSequence",
     "PeekPrefixes",
+    "PrefixMatch",
     "ResetCache",
 ]
 
@@ -28,7 +28,7 @@ class CacheProtocol:
     """Owns the pages of the key-value cache and the radix tree over them."""
 
 
-class Lease(msgspec.Struct, frozen=True):
+class PrefixMatch(msgspec.Struct, frozen=True):
     """The longest cached prefix, locked for a sequence. ``available``: pages free or evictable after it."""
 
     pages: bytes  # int32
@@ -37,25 +37,25 @@ class Lease(msgspec.Struct, frozen=True):
     bounded: tuple[PageRun, ...] = ()  # of each bounded cache group, the pages that the next step reads
 
 
-class OpenSequence(Message[CacheProtocol, Lease], frozen=True):
+class OpenSequence(Message[CacheProtocol, PrefixMatch], frozen=True):
     sequence: int
     tokens: bytes  # int32, everything known of the sequence
     salt: bytes = b""
     use_cache: bool = True  # False: take no prefix (prompt log-probabilities need every position computed)
 
 
-class Grow(msgspec.Struct, frozen=True, array_like=True):
+class AllocatePages(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
     pages: int
 
 
-class Grant(msgspec.Struct, frozen=True, array_like=True):
+class AllocatedPages(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
     pages: bytes  # int32
     bounded: tuple[bytes, ...] = ()  # of each bounded cache group, the pages for these tokens, int32
 
 
-class Commit(msgspec.Struct, frozen=True, array_like=True):
+class CommitTokens(msgspec.Struct, frozen=True, array_like=True):
     """``tokens`` follow the ones the cache knows; the first ``computed`` of all are certainly in the cache's pages."""
 
     sequence: int
@@ -64,20 +64,21 @@ class Commit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheUpdated(msgspec.Struct, frozen=True):
-    grants: tuple[Grant, ...]
+    allocated: tuple[AllocatedPages, ...]
     available: int
 
 
 class CacheUpdate(Message[CacheProtocol, CacheUpdated], frozen=True):
-    """All that a step changes, in this order: commits, closes (pages freed or left to the tree), grows.
+    """All that a step changes, in this order: commits, closed sequences (their pages are freed or
+    left to the tree), allocations.
 
-    The scheduler is the only client and knows ``available``: a grow it asks for is always granted. Pages of the bounded
-    groups come with those of the main table; the scheduler admits no more sequences than they suffice for.
+    The scheduler is the only client and knows ``available``: pages it asks for are always allocated. Pages of the
+    bounded groups come with those of the main table; the scheduler admits no more sequences than they suffice for.
     """
 
-    commits: tuple[Commit, ...] = ()
-    closes: tuple[int, ...] = ()
-    grows: tuple[Grow, ...] = ()
+    commits: tuple[CommitTokens, ...] = ()
+    closed: tuple[int, ...] = ()
+    allocations: tuple[AllocatePages, ...] = ()
 
 
 class PeekPrefixes(Message[CacheProtocol, list[int]], frozen=True):

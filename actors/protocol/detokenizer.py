@@ -10,10 +10,10 @@ from actors.runtime import Message
 
 __all__ = [
     "DetokenizerProtocol",
-    "Emission",
     "Emit",
     "Ended",
-    "Fence",
+    "FlushOutputs",
+    "SequenceOutput",
     "TokenScores",
 ]
 
@@ -40,7 +40,7 @@ class TokenScores(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: bytes  # float32
 
 
-class Emission(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class SequenceOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """News of one sequence. ``start`` is the index of the first token in the sequence's output: it makes redelivery
     safe."""
 
@@ -61,9 +61,9 @@ class Emit(Message[DetokenizerProtocol, None], frozen=True):
     """One message per step, never one per token."""
 
     redeliver: ClassVar[bool] = True
-    emissions: tuple[Emission, ...]
+    outputs: tuple[SequenceOutput, ...]
 
 
-class Fence(Message[DetokenizerProtocol, None], frozen=True):
+class FlushOutputs(Message[DetokenizerProtocol, None], frozen=True):
     """A barrier: answered when every earlier Emit has reached the journal. A restarted scheduler sends it before it
     reads the journal."""

@@ -29,12 +29,12 @@ class Encoded(msgspec.Struct, frozen=True):
 
 
 class Encode(Message[TokenizerProtocol, Encoded], frozen=True):
-    """A text becomes token ids, or a pair of texts, ``prompt`` and ``pair``; at most ``most`` of them."""
+    """A text becomes token ids, or a pair of texts, ``prompt`` and ``pair``; at most ``max_tokens`` of them."""
 
     prompt: str
     pair: str | None = None
     add_special_tokens: bool = True
-    most: int | None = None
+    max_tokens: int | None = None
 
 
 class Decode(Message[TokenizerProtocol, str], frozen=True):

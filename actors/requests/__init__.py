@@ -1,6 +1,6 @@
 """Requests between the APIs and the scheduler.
 
-admission.py          tickets: a request is counted before anything is awaited for it, or refused
+admission.py          permits: a request is counted before anything is awaited for it, or refused
 intake.py             Intake: encodes, journals and submits requests, and releases them at their end
 router.py             the replica of a request     streams.py: RequestStream, its results for the caller
 sampling_rules.py     SamplingParams, checked and completed -> SlotSampling, what the worker gets

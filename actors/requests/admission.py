@@ -1,4 +1,4 @@
-"""Admission: a request takes a ticket before anything is awaited for it, or is refused."""
+"""Admission: a request takes a permit before anything is awaited for it, or is refused."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from actors.protocol.requests import QueueFull
 from actors.requests.drain_rate import DrainRate
 from telemetry.metrics.histogram import Histogram
 
-__all__ = ["AdmissionControl", "Ticket", "most_for_one"]
+__all__ = ["AdmissionControl", "Permit", "max_per_tenant"]
 
 _RETRY_AFTER = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 90.0, 120.0)
 
 
-def most_for_one(bound: int, tenants: int) -> int:
+def max_per_tenant(bound: int, tenants: int) -> int:
     """How much of ``bound`` one of so many tenants may hold while the others hold nothing."""
     return bound - (tenants - 1) * _share(bound, tenants)
 
@@ -21,10 +21,10 @@ def _share(bound: int, tenants: int) -> int:
     return bound // (2 * tenants) if tenants > 1 else 0
 
 
-class Ticket:
+class Permit:
     """The right of one request to be served. ``tokens``: of its prompt, plus what its log-probabilities count as.
 
-    Give it back exactly once.
+    Release it exactly once.
     """
 
     __slots__ = ("choices", "open", "tenant", "tokens")
@@ -69,8 +69,8 @@ class AdmissionControl:
         self.refusals = {"sequences": 0, "tokens": 0}  # requests, by the bound they met
         self.retry_after_seconds = Histogram(_RETRY_AFTER)  # that refusals carried
 
-    def issue(self, choices: int, tokens: int, now: float, tenant: str = "") -> Ticket:
-        """A ticket, or QueueFull. ``tokens`` may be an estimate; :meth:`correct` sets it right after encoding."""
+    def admit(self, choices: int, tokens: int, now: float, tenant: str = "") -> Permit:
+        """A permit, or QueueFull. ``tokens`` may be an estimate; :meth:`resize` sets it right after encoding."""
         kept_sequences, kept_tokens = self._kept_for_others(tenant)
         over = self.sequences + kept_sequences + choices - self._max_sequences
         if over > 0:
@@ -87,38 +87,38 @@ class AdmissionControl:
         holding.tokens += tokens
         self.sequences += choices
         self.tokens += tokens
-        return Ticket(choices, tokens, tenant)
+        return Permit(choices, tokens, tenant)
 
     @property
-    def most(self) -> int:
+    def max_choices(self) -> int:
         """The most sequences of one request: more would be refused however long its client waits."""
-        return most_for_one(self._max_sequences, self._tenants)
+        return max_per_tenant(self._max_sequences, self._tenants)
 
     @property
     def refused(self) -> int:
         """Requests refused."""
         return sum(self.refusals.values())
 
-    def correct(self, ticket: Ticket, tokens: int) -> None:
-        """Replace the estimate of a ticket's prompt tokens by their number."""
-        if ticket.open:
-            self.tokens += tokens - ticket.tokens
-            self._holdings[ticket.tenant].tokens += tokens - ticket.tokens
-            ticket.tokens = tokens
+    def resize(self, permit: Permit, tokens: int) -> None:
+        """Replace the estimate of a permit's prompt tokens by their number."""
+        if permit.open:
+            self.tokens += tokens - permit.tokens
+            self._holdings[permit.tenant].tokens += tokens - permit.tokens
+            permit.tokens = tokens
 
-    def give_back(self, ticket: Ticket, now: float) -> None:
-        """Give the ticket back; a second time does nothing."""
-        if not ticket.open:
+    def release(self, permit: Permit, now: float) -> None:
+        """Release the permit; a second time does nothing."""
+        if not permit.open:
             return
-        ticket.open = False
-        self._observe(now, ticket)
-        self.sequences -= ticket.choices
-        self.tokens -= ticket.tokens
-        holding = self._holdings[ticket.tenant]
-        holding.sequences -= ticket.choices
-        holding.tokens -= ticket.tokens
+        permit.open = False
+        self._observe(now, permit)
+        self.sequences -= permit.choices
+        self.tokens -= permit.tokens
+        holding = self._holdings[permit.tenant]
+        holding.sequences -= permit.choices
+        holding.tokens -= permit.tokens
         if not holding.sequences:
-            del self._holdings[ticket.tenant]
+            del self._holdings[permit.tenant]
 
     def _kept_for_others(self, tenant: str) -> tuple[int, int]:
         """Sequences and tokens that are kept for other tenants and that they do not hold yet."""
@@ -135,7 +135,7 @@ class AdmissionControl:
                 kept_tokens += max(tokens - holding.tokens, 0)
         return kept_sequences, kept_tokens
 
-    def _observe(self, now: float, ended: Ticket | None = None) -> None:
+    def _observe(self, now: float, ended: Permit | None = None) -> None:
         busy = self.sequences >= self._busy_from or (
             self._max_tokens is not None and self.tokens >= self._max_tokens // 2
         )

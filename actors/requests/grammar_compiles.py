@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 
 from actors.protocol import CompileGrammar
 from actors.protocol.requests import LIMITS, CompilerBusy, Grammar, InvalidRequest, RequestFailed
-from actors.requests.admission import most_for_one
+from actors.requests.admission import max_per_tenant
 from actors.requests.router import Route
 from actors.runtime import ActorDied
 
@@ -26,7 +26,7 @@ _DEADLY = (
     "The model's worker died twice while it compiled this request's grammar, so it is not compiled again for some "
     "minutes. Change the grammar; report it if a simple one does this."
 )
-_REFUSED = 600.0
+_REFUSED_SECONDS = 600.0
 """Seconds for which a grammar at which two workers died is refused: memory may have been short then."""
 
 Key = tuple[int, int | None, Grammar]
@@ -40,7 +40,7 @@ class GrammarCompiles:
         self._known: OrderedDict[Key, None] = OrderedDict()
         self._waiting: Counter[tuple[str, Key]] = Counter()
         """Requests that wait, by tenant and grammar."""
-        self._share = most_for_one(_WAITING, tenants)
+        self._share = max_per_tenant(_WAITING, tenants)
         self._deadly: OrderedDict[Grammar, float] = OrderedDict()
         """Those at whose compilation two workers died, and when."""
         self._suspects = asyncio.Lock()
@@ -77,7 +77,7 @@ class GrammarCompiles:
         return True
 
     async def _ask(self, grammar: Grammar, route: Route) -> bool:
-        if time.monotonic() - self._deadly.get(grammar, -_REFUSED) < _REFUSED:
+        if time.monotonic() - self._deadly.get(grammar, -_REFUSED_SECONDS) < _REFUSED_SECONDS:
             raise RequestFailed(_DEADLY)
         async with self._suspects:
             pass

@@ -1,7 +1,7 @@
 """Intake: admits requests, and releases them at their end.
 
-A request is checked and takes a ticket, without waiting. Then it is rendered and encoded by a tokenizer, measured,
-written into the journal and submitted to the scheduler. When its stream is over, the ticket is given back and
+A request is checked and takes a permit, without waiting. Then it is rendered and encoded by a tokenizer, measured,
+written into the journal and submitted to the scheduler. When its stream is over, the permit is released and
 what still runs of it is aborted.
 """
 
@@ -34,7 +34,7 @@ from actors.protocol.requests import (
     SamplingParams,
     Thought,
 )
-from actors.requests.admission import AdmissionControl, Ticket
+from actors.requests.admission import AdmissionControl, Permit
 from actors.requests.grammar_compiles import GrammarCompiles
 from actors.requests.router import Route, Router
 from actors.requests.sampling_rules import resolve, slot_sampling, validate
@@ -75,7 +75,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     ``label``: the client's id of it. ``priority``: higher first, where priorities are on. ``timeout``: seconds for the
     whole request. ``cache_salt``: keeps its cached prefixes apart. ``tenant``: tenants get equal shares. ``truncate``:
-    of an input that is embedded or classified, see ``ServedModel.most_kept``.
+    of an input that is embedded or classified, see ``ServedModel.truncation_limit``.
     """
 
     label: str | None = None
@@ -87,13 +87,13 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Request(msgspec.Struct, eq=False):
-    """A live request between its ticket and its end. Times are ``time.monotonic`` seconds."""
+    """A live request between its permit and its end. Times are ``time.monotonic`` seconds."""
 
     buffer: StreamBuffer
     timeline: RequestTimeline
     prompt: Prompt
     params: SamplingParams
-    ticket: Ticket
+    permit: Permit
     label: str | None
     priority: int
     salt: bytes
@@ -102,7 +102,7 @@ class _Request(msgspec.Struct, eq=False):
     start_by: float | None
     sequences: tuple[int, ...] = ()
     prompt_tokens: int = 0
-    most: int | None = None  # tokens that are kept of the prompt
+    max_tokens: int | None = None  # tokens that are kept of the prompt
     route: Route | None = None  # from its submission on
     task: Task = GENERATE
 
@@ -120,7 +120,7 @@ class Intake:
         timelines: Timelines,
         faults: FaultInjector | None = None,
     ) -> None:
-        self.tickets = AdmissionControl(
+        self.admission = AdmissionControl(
             max_sequences=arguments.max_running_requests + arguments.max_queued_requests,
             max_tokens=arguments.max_queued_tokens,
             tenants=max(1, len(arguments.api_keys)),
@@ -156,7 +156,7 @@ class Intake:
         options: RequestOptions,
         task: Task = GENERATE,
     ) -> RequestStream:
-        """Check what can be checked at once and take the ticket. The stream has the timeline's id."""
+        """Check what can be checked at once and take the permit. The stream has the timeline's id."""
         timeline.request |= _sampling_attributes(params)
         if timeline.content is not None:
             timeline.content.input = prompt
@@ -164,9 +164,9 @@ class Intake:
             params = _TASK_PARAMS.get(type(task), params)
         params = resolve(params, self._model.generation_defaults)
         validate(params, vocab_size=self._model.vocab_size)
-        most = None
+        max_prompt = None
         if isinstance(task, Embed | Classify):
-            most = self._model.most_kept(options.truncate)
+            max_prompt = self._model.truncation_limit(options.truncate)
         elif options.truncate is not None:
             raise InvalidRequest(
                 "truncate_prompt_tokens: is for embedding and classifying; shorten the prompt.",
@@ -174,7 +174,7 @@ class Intake:
             )
         if isinstance(task, Embed):
             prompt = self._behind_prompt(prompt, task)
-        self._check(prompt, params, options, cuts=most is not None)
+        self._check(prompt, params, options, cuts=max_prompt is not None)
         if task is not GENERATE or self._model.pooling is not None:
             self._model.require_task(task)
         salt = _salt(options.cache_salt)
@@ -183,7 +183,9 @@ class Intake:
         deadline = None if timeout is None else now + timeout
         limit = self._arguments.request_waiting_timeout
         expected = min(params.max_tokens or params.default_max_tokens or 0, self._model.context_length)
-        ticket = self.tickets.issue(params.n, _ticket_tokens(_estimate(prompt), expected, params), now, options.tenant)
+        permit = self.admission.admit(
+            params.n, _permit_tokens(_estimate(prompt), expected, params), now, options.tenant
+        )
         admission = timeline.open_hop("admission")
         if admission is not None:
             timeline.finish(admission, now, choices=params.n, priority=options.priority)
@@ -199,14 +201,14 @@ class Intake:
             timeline=timeline,
             prompt=prompt,
             params=params,
-            ticket=ticket,
+            permit=permit,
             label=options.label,
             priority=options.priority,
             salt=salt,
             arrival=now,
             deadline=deadline,
             start_by=None if limit is None else now + limit,
-            most=most,
+            max_tokens=max_prompt,
             task=task,
         )
         self.idle.clear()
@@ -248,14 +250,14 @@ class Intake:
             self._check_prediction(params.prediction)
         self._check_returned(params)
         if params.n > 1 and params.n * (params.max_tokens or 1) > _CHOICES_PER_CONTEXT * model.context_length:
-            most = _CHOICES_PER_CONTEXT * model.context_length
+            limit = _CHOICES_PER_CONTEXT * model.context_length
             raise InvalidRequest(
-                f"n {params.n} times max_tokens {params.max_tokens} is more than {most} tokens. Lower one of them.",
+                f"n {params.n} times max_tokens {params.max_tokens} is more than {limit} tokens. Lower one of them.",
                 param="n",
             )
-        if params.n > self.tickets.most:
+        if params.n > self.admission.max_choices:
             raise InvalidRequest(
-                f"n {params.n} is more than the {self.tickets.most} that a client may have at a time. Lower it.",
+                f"n {params.n} is more than the {self.admission.max_choices} that one client may have. Lower it.",
                 param="n",
             )
         if options.label is not None and len(options.label) > LIMITS.request_id_chars:
@@ -338,11 +340,11 @@ class Intake:
             await self._faults.strike_async("admission")
         params, prompt, encoding = request.params, request.prompt, self.encoding
         if isinstance(prompt, (str, Chat)):
-            ids = await encoding.tokenize(prompt, request.timeline, request.ticket.tenant, request.most)
+            ids = await encoding.tokenize(prompt, request.timeline, request.permit.tenant, request.max_tokens)
         else:
-            ids = list(prompt)[: request.most]
+            ids = list(prompt)[: request.max_tokens]
         route = self._router.choose()
-        tenant = request.ticket.tenant
+        tenant = request.permit.tenant
         while params.grammar is not None and await self._grammars.compile(params.grammar, route, tenant):
             route = self._router.choose()  # another may have less to do by now
         bad_words = [ids for word in params.bad_words for ids in await encoding.spellings(word)]
@@ -360,7 +362,7 @@ class Intake:
                 f"start {request.task.start} leaves no token to score in a prompt of {len(ids)}. Lower it.",
                 param="task",
             )
-        self.tickets.correct(request.ticket, _ticket_tokens(len(ids), max_tokens, params))
+        self.admission.resize(request.permit, _permit_tokens(len(ids), max_tokens, params))
         request.prompt_tokens = request.timeline.prompt_tokens = len(ids)
         request.route = route
         specs = self._write_down(request, route.journal, ids, max_tokens, tuple(bad_words), prediction)
@@ -380,7 +382,7 @@ class Intake:
         """The prompt and the output tokens it may have. Raises InvalidRequest for what does not fit the context."""
         if not ids:
             raise InvalidRequest("The prompt is empty: it has no tokens. Send some text.", param="prompt")
-        context, max_tokens = self._model.most_prompt + 1, params.max_tokens  # a task's token takes no place
+        context, max_tokens = self._model.max_prompt_tokens + 1, params.max_tokens  # a task's token takes no place
         default = params.default_max_tokens or context
         if self._arguments.allow_auto_truncate:
             if len(ids) >= context:
@@ -392,8 +394,8 @@ class Intake:
             if room < 1 or (max_tokens is not None and max_tokens > room):
                 raise self._model.too_long(len(ids), max_tokens)
         if max_tokens is None:
-            most = min(_most_scored_tokens(len(ids), params), self._most_returned_tokens(len(ids), params))
-            max_tokens = min(default, room, most)
+            limit = min(_max_scored_tokens(len(ids), params), self._max_returned_tokens(len(ids), params))
+            max_tokens = min(default, room, limit)
         _check_logprobs(len(ids), max_tokens, params)
         self._check_numbers(len(ids), max_tokens, params)
         return ids, max_tokens
@@ -410,19 +412,19 @@ class Intake:
             [*result, ("routed_experts", layers * chosen, LIMITS.expert_numbers)] if params.routed_experts else result
         )
 
-    def _most_returned_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
+    def _max_returned_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
         """The most output tokens of a choice whose numbers may all be answered; at least one."""
-        limits = [most // (params.n * max(size, 1)) - prompt_tokens for _, size, most in self._returned(params)]
+        limits = [limit // (params.n * max(size, 1)) - prompt_tokens for _, size, limit in self._returned(params)]
         return max(min(limits, default=_MAX_TOKENS), 1)
 
     def _check_numbers(self, prompt_tokens: int, max_tokens: int, params: SamplingParams) -> None:
         """Raise InvalidRequest for more hidden states or experts than one answer may have."""
-        for field, size, most in self._returned(params):
+        for field, size, limit in self._returned(params):
             numbers = params.n * (prompt_tokens + max_tokens) * size
-            if numbers > most:
+            if numbers > limit:
                 raise InvalidRequest(
                     f"{field}: {prompt_tokens} prompt tokens and up to {max_tokens} output tokens, times {params.n} "
-                    f"choices of {size} numbers a token, are {numbers} numbers; at most {most} are answered. Ask for "
+                    f"choices of {size} numbers a token, are {numbers} numbers; at most {limit} are answered. Ask for "
                     "fewer tokens or choices.",
                     param=field,
                     code=f"too_many_{field}",
@@ -470,7 +472,7 @@ class Intake:
                 start_by=request.start_by,
                 salt=request.salt,
                 task=request.task,
-                tenant=request.ticket.tenant,
+                tenant=request.permit.tenant,
             )
             for index in range(params.n)
         )
@@ -508,7 +510,7 @@ class Intake:
             request.timeline.mark("client_gone", now)
         elif isinstance(buffer.error, RequestTimeout):
             request.timeline.mark("deadline", now)
-        self.tickets.give_back(request.ticket, now)
+        self.admission.release(request.permit, now)
         self._count(request, reader_left=reader_left)
         if not self._requests:
             self.idle.set()
@@ -531,7 +533,7 @@ class Intake:
         chosen = [
             request
             for request in self._requests.values()
-            if (tenant is None or tenant == request.ticket.tenant)
+            if (tenant is None or tenant == request.permit.tenant)
             and (all_ or (request_id is not None and request_id in (request.buffer.request_id, request.label)))
         ]
         now = time.monotonic()
@@ -575,7 +577,7 @@ _PROMPT_END = 16
 def grammar_start(
     thought: Thought, prompt: Sequence[int], encode: Callable[[str], tuple[int, ...]]
 ) -> tuple[tuple[int, ...], int]:
-    """Where a grammar begins: SlotSampling's grammar_after and grammar_opens."""
+    """Where a grammar begins: SlotSampling's reasoning_end_ids and reasoning_start_id."""
     begin, end = encode(thought.begin), encode(thought.end)
     tail = tuple(prompt[-_PROMPT_END:])
     opened, closed = _last(tail, begin), _last(tail, end)
@@ -638,7 +640,7 @@ def _logprob_entries(prompt_tokens: int, max_tokens: int, params: SamplingParams
     return params.n * entries
 
 
-def _most_scored_tokens(prompt_tokens: int, params: SamplingParams) -> int:
+def _max_scored_tokens(prompt_tokens: int, params: SamplingParams) -> int:
     """The most output tokens of a choice whose log-probabilities may all be answered; at least one."""
     if params.logprobs is None:
         return _MAX_TOKENS
@@ -661,8 +663,8 @@ def _check_logprobs(prompt_tokens: int, max_tokens: int, params: SamplingParams)
         )
 
 
-def _ticket_tokens(prompt_tokens: int, max_tokens: int, params: SamplingParams) -> int:
-    """What a ticket counts: the prompt for each choice, and log-probabilities, as many of which count as a token as a
+def _permit_tokens(prompt_tokens: int, max_tokens: int, params: SamplingParams) -> int:
+    """What a permit counts: the prompt for each choice, and log-probabilities, as many of which count as a token as a
     token may have alternatives."""
     entries = min(_logprob_entries(prompt_tokens, max_tokens, params), LIMITS.logprob_entries)
     return params.n * prompt_tokens + -(-entries // LIMITS.logprobs)

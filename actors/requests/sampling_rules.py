@@ -36,7 +36,7 @@ _CHOICE_STEP = 0xD1342543DE82EF95  # odd, so that choices of one seed never meet
 def validate(params: SamplingParams, *, vocab_size: int | None = None, limits: Limits = LIMITS) -> None:
     """Raise :class:`InvalidRequest` for the first field that is out of bounds: its name, its limit, the remedy.
 
-    Types are checked too: an embedding program may build a :class:`SamplingParams` of anything. Without `vocab_size`
+    Types are checked too: an embedding program may build a :class:`SamplingParams` of anything. Without ``vocab_size``
     token ids are only checked to be 32-bit and not negative.
     """
     _check_lengths(params)
@@ -93,7 +93,7 @@ def validate(params: SamplingParams, *, vocab_size: int | None = None, limits: L
 def resolve(params: SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:
     """Fill what the caller left out: from the model's generation_config.json, else with the neutral value.
 
-    `defaults` is that file's object. ``do_sample: false`` in it is temperature 0. A default that
+    ``defaults`` is that file's object. ``do_sample: false`` in it is temperature 0. A default that
     no request could carry is passed over.
     """
     filled: dict[str, Any] = {}
@@ -119,13 +119,13 @@ def slot_sampling(
     prediction: bytes = b"",
     limits: Limits = LIMITS,
 ) -> SlotSampling:
-    """What a worker's slot needs of validated and resolved `params`, for the choice number `index`.
+    """What a worker's slot needs of validated and resolved ``params``, for the choice number ``index``.
 
     seed: the request's, given or drawn. The first choice samples with the seed itself, exactly as a request with
     ``n=1`` does; choice ``i`` with ``seed + i * step`` modulo 2**64 for a fixed odd step, so the choices of a request
     differ and each can be repeated. stop_ids: end-of-sequence and stop tokens, held back by min_tokens. bad_words:
-    their token sequences. grammar_start: SlotSampling's grammar_after and grammar_opens. prediction: its tokens, int32.
-    Raises :class:`InvalidRequest` when the bad words have too many tokens.
+    their token sequences. grammar_start: SlotSampling's reasoning_end_ids and reasoning_start_id. prediction: its
+    tokens, int32. Raises :class:`InvalidRequest` when the bad words have too many tokens.
     """
     total = sum(len(word) for word in bad_words)
     if total > limits.bad_words_tokens:
@@ -157,8 +157,8 @@ def slot_sampling(
         routed_experts=params.routed_experts,
         max_drafts=_max_drafts(params),
         grammar=params.grammar,
-        grammar_after=grammar_start[0],
-        grammar_opens=grammar_start[1],
+        reasoning_end_ids=grammar_start[0],
+        reasoning_start_id=grammar_start[1],
         prediction=prediction,
     )
 

@@ -39,9 +39,9 @@ _UNHURRIED = 1e6
 
 
 def main(sock: socket.socket, thread_sock: socket.socket, spec: bytes, turn: Callable[[], int]) -> None:
-    """Run the actor that `spec` describes until it is stopped, dies, or loses its parent.
+    """Run the actor that ``spec`` describes until it is stopped, dies, or loses its parent.
 
-    The process prepares first; then `turn` waits for the number of the incarnation that it becomes.
+    The process prepares first; then ``turn`` waits for the number of the incarnation that it becomes.
     """
     sock.set_inheritable(False)
     thread_sock.set_inheritable(False)
@@ -262,7 +262,7 @@ class _ChildIncarnation(LocalIncarnation):
 
 
 class _ReplyFrame:
-    """The reply slot of a message from the parent. A message from `tell` has one too: its reply is the
+    """The reply slot of a message from the parent. A message from ``tell`` has one too: its reply is the
     acknowledgement."""
 
     __slots__ = ("_child", "_correlation")

@@ -34,7 +34,7 @@ __all__ = ["ActorSystem", "Events"]
 P = TypeVar("P")
 
 Events = ActorRef[Any] | Callable[[Message[Any, None]], None] | None
-"""The destination of an actor's `parent_tell`: an actor, a plain function, or none."""
+"""The destination of an actor's ``parent_tell``: an actor, a plain function, or none."""
 
 
 class ActorSystem:
@@ -44,7 +44,7 @@ class ActorSystem:
     any task may close it. After closing, no task, thread, child process or file descriptor is left. The system never
     changes signal handlers, environment or root logger.
 
-    When a crash escalates, `failed` is set and all actors are stopped; the owner awaits `failed` and exits.
+    When a crash escalates, ``failed`` is set and all actors are stopped; the owner awaits ``failed`` and exits.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -60,10 +60,10 @@ class ActorSystem:
         seed: int | None = None,
         log_death: Callable[[Event], None] | None = None,
     ) -> None:
-        """`pause` is awaited before each message; tests control the order of actors with it. `seed`: seed of the
+        """``pause`` is awaited before each message; tests control the order of actors with it. ``seed``: seed of the
         jitter.
 
-        `log_death` logs an actor's death instead of the system: its owner may know more.
+        ``log_death`` logs an actor's death instead of the system: its owner may know more.
         """
         self.name = name
         self.logger = logging.getLogger("troupe.runtime")
@@ -118,7 +118,7 @@ class ActorSystem:
             self._tasks = None
 
     async def stop(self) -> None:
-        """Stop all actors, the last started first, each within its `stop_timeout`. Returns when all have ended.
+        """Stop all actors, the last started first, each within its ``stop_timeout``. Returns when all have ended.
 
         If the caller is cancelled meanwhile, everything is cancelled or killed before this returns.
         """
@@ -138,7 +138,7 @@ class ActorSystem:
             host.result()
 
     def request_stop(self) -> None:
-        """Start to stop without waiting; `stop` waits for the end."""
+        """Start to stop without waiting; ``stop`` waits for the end."""
         self.stopping = True
         self._wake.set()
 
@@ -172,9 +172,9 @@ class ActorSystem:
         events: Events = None,
         wait: bool = True,
     ) -> ActorRef[P]:
-        """Start an actor in this event loop. `factory` creates an instance for each incarnation.
+        """Start an actor in this event loop. ``factory`` creates an instance for each incarnation.
 
-        Returns when `started` has returned, and raises its exception. With `wait=False` it returns at once, and the
+        Returns when ``started`` has returned, and raises its exception. With ``wait=False`` it returns at once, and the
         supervisor handles a failing start.
         """
         first: list[Actor[P]] = [factory()]
@@ -226,16 +226,16 @@ class ActorSystem:
         launcher: Launcher = BlankProcess,
         wait: bool = True,
     ) -> ActorRef[P]:
-        """Start the actor class `target` ("package.module:Class") in a child process, as `Class(config)`.
+        """Start the actor class ``target`` ("package.module:Class") in a child process, as ``Class(config)``.
 
-        The class is imported in the child only; `protocol` declares its messages. `config` is sent as msgpack and
-        decoded as `config_type` (by default its own type), which both sides must be able to import. `environment` is
-        added to that of the child. Events of the actor go to `events`; `events_type` (a message type or a union)
+        The class is imported in the child only; ``protocol`` declares its messages. ``config`` is sent as msgpack and
+        decoded as ``config_type`` (by default its own type), which both sides must be able to import. ``environment``
+        is added to that of the child. Events of the actor go to ``events``; ``events_type`` (a message type or a union)
         declares them, by default the types that the actor of the ref handles. A child whose event loop is silent for
-        `heartbeat_timeout` seconds is killed. At most `window` messages of a lane are in flight to the child;
-        `frame_limit` is in bytes. With `standby` a second child waits with its imports and `Actor.prepare` done, to
-        become the next incarnation when this one dies. `launcher` starts each process, by default on this host. `wait`
-        and errors are as in `spawn`.
+        ``heartbeat_timeout`` seconds is killed. At most ``window`` messages of a lane are in flight to the child;
+        ``frame_limit`` is in bytes. With ``standby`` a second child waits with its imports and ``Actor.prepare`` done,
+        to become the next incarnation when this one dies. ``launcher`` starts each process, by default on this host.
+        ``wait`` and errors are as in ``spawn``.
         """
         if events_type is not None:
             types = frozenset(typing.get_args(events_type) or (events_type,))
@@ -285,7 +285,7 @@ class ActorSystem:
         events: Events,
         wait: bool,
     ) -> ActorRef[Any]:
-        """Start an actor whose incarnations `make` creates; `spawn` and `spawn_process` end here."""
+        """Start an actor whose incarnations ``make`` creates; ``spawn`` and ``spawn_process`` end here."""
         name, group = settings.name, settings.group
         if self._tasks is None or self.stopping:
             raise RuntimeError(f"cannot spawn {name!r}: the actor system is not running")
@@ -324,12 +324,12 @@ class ActorSystem:
         return refuse
 
     async def stop_actor(self, ref: ActorRef[Any]) -> None:
-        """Stop one actor permanently, after its current message and within its `stop_timeout`."""
+        """Stop one actor permanently, after its current message and within its ``stop_timeout``."""
         await ref._cell.stop()
 
     def crash_actor(self, actor: ActorRef[Any] | str, error: BaseException) -> None:
-        """Crash the current incarnation of an actor, given by ref or name, with `error`, for example because it hangs.
-        A child is killed."""
+        """Crash the current incarnation of an actor, given by ref or name, with ``error``, for example because it
+        hangs. A child is killed."""
         cell = self._cells.get(actor) if isinstance(actor, str) else actor._cell
         if cell is not None and cell.incarnation is not None:
             cell.incarnation.crash(error)
@@ -343,11 +343,11 @@ class ActorSystem:
     # -- state of the actors -------------------------------------------------------------------------------------
 
     def on_event(self, callback: Callable[[Event], None]) -> None:
-        """Call `callback` for each event, from the loop. It must not raise or wait."""
+        """Call ``callback`` for each event, from the loop. It must not raise or wait."""
         self.events.listen(callback)
 
     def escalate(self, cell: Cell, cause: BaseException) -> None:
-        """Set `failed` and stop everything, after a crash that supervision cannot handle."""
+        """Set ``failed`` and stop everything, after a crash that supervision cannot handle."""
         if self.stopping:
             return
         self.logger.critical("actor %s cannot be restarted, the system stops: %s", cell.name, cause)

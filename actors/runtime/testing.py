@@ -23,7 +23,7 @@ P = TypeVar("P")
 _QUIET_ROUNDS = 20
 """Turns of the event loop without progress after which the system counts as idle."""
 
-_MOST_YIELDS = 3
+_MAX_YIELDS = 3
 """Most times that an actor yields before it takes a message."""
 
 
@@ -49,7 +49,8 @@ class _VirtualTimer:
 
 
 class VirtualClock:
-    """A clock whose time, in seconds, moves only by `advance_to`. Timers due together run in the order of creation."""
+    """A clock whose time, in seconds, moves only by ``advance_to``. Timers due together run in the order of
+    creation."""
 
     def __init__(self, start: float = 1000.0) -> None:
         self._now = start
@@ -79,7 +80,7 @@ class VirtualClock:
         return self._timers[0][0] if self._timers else None
 
     def advance_to(self, time: float) -> None:
-        """Move to `time` and run the timers that are due by then."""
+        """Move to ``time`` and run the timers that are due by then."""
         while (due := self.next_timer()) is not None and due <= time:
             self._now = max(self._now, due)
             heapq.heappop(self._timers)[2].run()
@@ -117,9 +118,9 @@ class Probe(Actor[P], Generic[P]):
 class TestKit:
     """An actor system under a virtual clock.
 
-    `seed` decides how often each ready actor yields to the others, which makes the interleaving reproducible.
-    Deadlines, backoff and restart windows follow `clock`; sleeps of asyncio or anyio do not, so actors should sleep by
-    `context.clock`.
+    ``seed`` decides how often each ready actor yields to the others, which makes the interleaving reproducible.
+    Deadlines, backoff and restart windows follow ``clock``; sleeps of asyncio or anyio do not, so actors should sleep
+    by ``context.clock``.
     """
 
     __test__ = False  # pytest must not collect it despite its name
@@ -134,7 +135,7 @@ class TestKit:
 
     async def _pause(self) -> None:
         self._activity += 1
-        for _ in range(self._random.randrange(_MOST_YIELDS + 1)):
+        for _ in range(self._random.randrange(_MAX_YIELDS + 1)):
             await asyncio.sleep(0)
 
     def _on_event(self, event: Event) -> None:

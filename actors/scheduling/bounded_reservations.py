@@ -18,7 +18,7 @@ class BoundedReservations:
     def __init__(self, groups: tuple[GroupPages, ...], page_size: int, step_tokens: int) -> None:
         self._page_size = page_size
         self._page_tokens = [group.page_tokens for group in groups]
-        self._most = [group.sequence_pages(page_size) for group in groups]
+        self._max_pages = [group.sequence_pages(page_size) for group in groups]
         self._free = [group.num_pages - 1 - group.step_pages(step_tokens) for group in groups]
 
     def fits(self, sequence: Sequence) -> bool:
@@ -35,4 +35,7 @@ class BoundedReservations:
 
     def _needs(self, sequence: Sequence) -> list[int]:
         longest = sequence.target + 2 + self._page_size
-        return [min(most, -(-longest // size)) for most, size in zip(self._most, self._page_tokens, strict=True)]
+        return [
+            min(max_pages, -(-longest // size))
+            for max_pages, size in zip(self._max_pages, self._page_tokens, strict=True)
+        ]

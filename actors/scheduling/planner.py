@@ -1,4 +1,4 @@
-"""The planner: turns queued sequences into steps and the results of steps into emissions."""
+"""The planner: turns queued sequences into steps and the results of steps into outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from actors.boards.suspects import Cohort, Rerun, Suspects, Verdict
-from actors.protocol import Emission, Ended, SchedulerLoad, SequenceSpec, TokenScores
+from actors.protocol import Ended, SchedulerLoad, SequenceOutput, SequenceSpec, TokenScores
 from actors.scheduling.bounded_reservations import BoundedReservations
 from actors.scheduling.config import PlannerConfig
 from actors.scheduling.fairness import FairShare
@@ -29,14 +29,14 @@ __all__ = ["CacheMessage", "CacheReply", "Planner", "StepPlan"]
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """``batch``: the step to send to the worker. ``emissions``: sequences ended by planning.
+    """``batch``: the step to send to the worker. ``outputs``: sequences ended by planning.
 
     None as ``batch`` means: call ``plan`` again, since ended sequences may have made room for others. ``chunks`` are
     the prefill rows; ``decodes`` are the sequences of the rows before them.
     """
 
     batch: StepBatch | None
-    emissions: list[Emission]
+    outputs: list[SequenceOutput]
     chunks: list[Chunk] = []
     decodes: list[Sequence] = []
 
@@ -148,7 +148,7 @@ class Planner:
 
     # -- requests and workers -----------------------------------------------------------------------------------------
 
-    def worker_ready(self, info: ModelInfo, now: float) -> list[Emission]:
+    def worker_ready(self, info: ModelInfo, now: float) -> list[SequenceOutput]:
         """Take a worker with empty slots and an empty cache. Running sequences wait again; steps in flight are
         forgotten.
 
@@ -167,11 +167,11 @@ class Planner:
         self._planning.new_worker(info.num_pages - 1, self._draft_limits)
         self._last_finish = now
         waiting = [*self._table.waiting, *self._table.held.values()]
-        return [emission for sequence in waiting if (emission := self._examine(sequence, info)) is not None]
+        return [output for sequence in waiting if (output := self._examine(sequence, info)) is not None]
 
-    def submit(self, specs: Iterable[SequenceSpec], now: float) -> list[Emission]:
+    def submit(self, specs: Iterable[SequenceSpec], now: float) -> list[SequenceOutput]:
         """Queue sequences and ignore known ones. Returns the ends of those that are refused or already complete."""
-        emissions: list[Emission] = []
+        outputs: list[SequenceOutput] = []
         for spec in specs:
             if self.is_known(spec.sequence):
                 continue
@@ -183,25 +183,25 @@ class Planner:
                 self._deadlines = self._with_time(self._deadlines, spec.deadline, spec.sequence)
             if spec.start_by is not None:
                 self._start_limits = self._with_time(self._start_limits, spec.start_by, spec.sequence)
-            if self._info is not None and (emission := self._examine(sequence, self._info)) is not None:
-                emissions.append(emission)
-        return emissions
+            if self._info is not None and (output := self._examine(sequence, self._info)) is not None:
+                outputs.append(output)
+        return outputs
 
-    def abort(self, sequences: Iterable[int]) -> list[Emission]:
+    def abort(self, sequences: Iterable[int]) -> list[SequenceOutput]:
         """End waiting and running sequences; unknown ones are ignored."""
         return [self._table.end(sequence, Ended("abort")) for sequence in self._find(sequences)]
 
     def text_stopped(self, sequences: Iterable[int]) -> None:
-        """Drop sequences whose end the detokenizer has reported already: no emission."""
+        """Drop sequences whose end the detokenizer has reported already: no output."""
         for sequence in self._find(sequences):
             self._table.drop(sequence)
 
-    def expire(self, now: float) -> list[Emission]:
+    def expire(self, now: float) -> list[SequenceOutput]:
         """End sequences whose deadline has passed, and those that have waited too long for their start."""
         ended = Ended("timeout", message="the request's deadline passed")
-        emissions = [self._table.end(sequence, ended) for sequence in self._find(_passed(self._deadlines, now))]
+        outputs = [self._table.end(sequence, ended) for sequence in self._find(_passed(self._deadlines, now))]
         late = [sequence for sequence in self._find(_passed(self._start_limits, now)) if sequence.cached_tokens < 0]
-        return emissions + [self._table.end(sequence, Ended("late")) for sequence in late]
+        return outputs + [self._table.end(sequence, Ended("late")) for sequence in late]
 
     def retract(self) -> None:
         """Move all running sequences back to the queue."""
@@ -213,7 +213,7 @@ class Planner:
         result = dict.fromkeys(sequence.spec.sampling.grammar for sequence in self._table.held.values())
         return [grammar for grammar in result if grammar is not None]
 
-    def grammar_compiled(self, grammar: Grammar, failed: Ended | None = None) -> list[Emission]:
+    def grammar_compiled(self, grammar: Grammar, failed: Ended | None = None) -> list[SequenceOutput]:
         """Queue the held sequences with this grammar again, or end them as ``failed``."""
         held = [each for each in self._table.held.values() if each.spec.sampling.grammar == grammar]
         if failed is not None:
@@ -239,7 +239,7 @@ class Planner:
             heapq.heapify(times)
         return times
 
-    def _examine(self, sequence: Sequence, info: ModelInfo) -> Emission | None:
+    def _examine(self, sequence: Sequence, info: ModelInfo) -> SequenceOutput | None:
         """End a waiting sequence that is complete or that this worker can never run."""
         prompt, context = sequence.prompt_length, info.context_length
         sequence.target = min(prompt + sequence.spec.max_tokens, context)
@@ -248,7 +248,7 @@ class Planner:
         ended = sequence.end()
         if ended is None and prompt < 1:
             ended = Ended("error", message="the prompt is empty: send at least one token")
-        if ended is None and prompt > info.most_prompt:
+        if ended is None and prompt > info.max_prompt_tokens:
             message = f"the prompt has {prompt} tokens, the context holds {context}: shorten the prompt"
             ended = Ended("error", message=message)
         if ended is None and pages > info.num_pages - 1:
@@ -262,17 +262,17 @@ class Planner:
         if not self.can_send:
             return None
         for cohort in self._cohorts():
-            step, grants = yield from self._planning.fill(now, idle=not self._flights, cohort=cohort)
-            if step.emissions or not step.empty:
+            step, allocated = yield from self._planning.fill(now, idle=not self._flights, cohort=cohort)
+            if step.outputs or not step.empty:
                 break
         if step.empty:
-            return StepPlan(None, step.emissions) if step.emissions else None
+            return StepPlan(None, step.outputs) if step.outputs else None
         if cohort is not None:
             self._suspects_next = cohort.excluded
         self._number += 1
-        batch = step.batch(self._number, grants, self._table.running, self._table.slots.take_released())
+        batch = step.batch(self._number, allocated, self._table.running, self._table.slots.take_released())
         self._flights.append(step.flight(self._number))
-        return StepPlan(batch, step.emissions, step.chunks(), step.decodes)
+        return StepPlan(batch, step.outputs, step.chunks(), step.decodes)
 
     def _cohorts(self) -> tuple[Cohort | None, ...]:
         """The cohorts that the next step may run, the preferred one first."""
@@ -284,7 +284,7 @@ class Planner:
         suspects, others = self._suspects.cohorts(self._table.running)
         return (suspects, others) if self._suspects_next else (others, suspects)
 
-    def finish_step(self, result: StepResult, now: float) -> list[Emission]:
+    def finish_step(self, result: StepResult, now: float) -> list[SequenceOutput]:
         """Apply the result of a step to its sequences. Results of forgotten steps are ignored.
 
         Raises RuntimeError when results come out of order: then it is unknown which tokens the worker has written.
@@ -304,7 +304,7 @@ class Planner:
         failed = {(error.slot, error.generation): error for error in result.failed}
         if self._draft_limits is not None and (flight.adapted or flight.decodes < len(flight.samples)):
             self._draft_limits.learn(flight, result)
-        emissions: list[Emission] = []
+        outputs: list[SequenceOutput] = []
         index = 0
         suspected = bool(self._suspects)
         ran: list[tuple[Sequence, bool]] = []  # (sequence, whether it decoded)
@@ -319,19 +319,19 @@ class Planner:
             if failed and (sequence.slot, sequence.generation) in failed:
                 error = failed[sequence.slot, sequence.generation]
                 ended = Ended("invalid" if error.invalid else "error", message=error.message)
-                emissions.append(self._table.end(sequence, ended))
+                outputs.append(self._table.end(sequence, ended))
                 continue
             if suspected:
                 ran.append((sequence, row < flight.decodes))
-            if prompts is not None and (part := prompts.of(row)) is not None:
+            if prompts is not None and (part := prompts.for_row(row)) is not None:
                 sequence.prompt_parts.append(part)
             if row in states:
                 sequence.states += states[row]
             if row in experts:
                 sequence.experts += experts[row]
             if row < speculating:
-                emission = self._accept(sequence, tokens[at:index], flight.max_extra[row], drafted[row], scores, at)
-                emissions.append(_with_vectors(emission, sequence, vectors, row))
+                output = self._accept(sequence, tokens[at:index], flight.max_extra[row], drafted[row], scores, at)
+                outputs.append(_with_vectors(output, sequence, vectors, row))
                 continue
             if got != samples:
                 raise RuntimeError(f"step {result.number} was to sample {samples} tokens in row {row} but has {got}")
@@ -340,15 +340,15 @@ class Planner:
             if sequence.computed >= sequence.commit_at:
                 self._table.filled_page(sequence)
             if samples:
-                emission = self._emit(sequence, tokens[at], None if scores is None else scores.at(at))
-                emissions.append(_with_vectors(emission, sequence, vectors, row))
+                output = self._emit(sequence, tokens[at], None if scores is None else scores.at(at))
+                outputs.append(_with_vectors(output, sequence, vectors, row))
         for sequence, decode in ran:
             self._suspects.ran(sequence.id, sequence.computed, decode=decode)
-        return emissions
+        return outputs
 
     def _accept(
         self, sequence: Sequence, tokens: list[int], max_extra: int, drafted: int, scores: StepScores | None, at: int
-    ) -> Emission:
+    ) -> SequenceOutput:
         """Apply 1 to ``max_extra + 1`` tokens of a decode; those after the end of the sequence are dropped.
 
         ``drafted``: draft tokens verified; ``at``: index of the first token in the step's result.
@@ -375,10 +375,10 @@ class Planner:
             self._table.drop(sequence)
         result = None if scores is None or sequence.spec.sampling.logprobs < 0 else scores.run(at, at + kept)
         produced, cached = tuple(tokens[:kept]), sequence.cached_tokens
-        return Emission(sequence.id, start, produced, result, _prompt_scores(sequence), cached, ended, drafted)
+        return SequenceOutput(sequence.id, start, produced, result, _prompt_scores(sequence), cached, ended, drafted)
 
-    def _emit(self, sequence: Sequence, token: int, scores: TokenScores | None) -> Emission:
-        """Append a sampled token; the emission says whether the sequence ends."""
+    def _emit(self, sequence: Sequence, token: int, scores: TokenScores | None) -> SequenceOutput:
+        """Append a sampled token; the output says whether the sequence ends."""
         output = sequence.output
         start = len(output)
         output.append(token)
@@ -390,21 +390,21 @@ class Planner:
         prompt_scores = _prompt_scores(sequence) if sequence.prompt_parts else None
         if sequence.spec.sampling.logprobs < 0:
             scores = None
-        return Emission(sequence.id, start, (token,), scores, prompt_scores, sequence.cached_tokens, ended)
+        return SequenceOutput(sequence.id, start, (token,), scores, prompt_scores, sequence.cached_tokens, ended)
 
 
-def _with_vectors(emission: Emission, sequence: Sequence, vectors: dict[int, bytes], row: int) -> Emission:
+def _with_vectors(output: SequenceOutput, sequence: Sequence, vectors: dict[int, bytes], row: int) -> SequenceOutput:
     """Add the pooled vector of the row, if there is one, and the states and experts of the sequence that were not
     emitted. ``vectors``: pooled vectors of the step, by row."""
     if sequence.states or sequence.experts:
         # Those before an output token were emitted with it, and are computed again after an interruption.
-        first = -1 if emission.start else 0
+        first = -1 if output.start else 0
         states, experts = (b"".join(part[first:]) for part in (sequence.states, sequence.experts))
         sequence.states, sequence.experts = [], []
-        return msgspec.structs.replace(emission, states=states, experts=experts)
+        return msgspec.structs.replace(output, states=states, experts=experts)
     if not vectors or row not in vectors:
-        return emission
-    return msgspec.structs.replace(emission, vector=vectors[row])
+        return output
+    return msgspec.structs.replace(output, vector=vectors[row])
 
 
 def _prompt_scores(sequence: Sequence) -> TokenScores | None:

@@ -7,7 +7,16 @@ from collections.abc import Callable, Generator, Iterable
 from typing import TypeAlias
 
 from actors.boards.suspects import Cohort
-from actors.protocol import CacheUpdate, CacheUpdated, Ended, Grant, Grow, Lease, OpenSequence, PeekPrefixes
+from actors.protocol import (
+    AllocatedPages,
+    AllocatePages,
+    CacheUpdate,
+    CacheUpdated,
+    Ended,
+    OpenSequence,
+    PeekPrefixes,
+    PrefixMatch,
+)
 from actors.scheduling.config import PlannerConfig
 from actors.scheduling.growth import GrowthReserve
 from actors.scheduling.policy import Policy
@@ -19,10 +28,10 @@ from actors.scheduling.step_builder import StepBuilder
 __all__ = ["CacheMessage", "CacheReply", "StepPlanning", "too_large"]
 
 CacheMessage: TypeAlias = OpenSequence | CacheUpdate | PeekPrefixes
-CacheReply: TypeAlias = Lease | CacheUpdated | list[int]
+CacheReply: TypeAlias = PrefixMatch | CacheUpdated | list[int]
 Planning: TypeAlias = Generator[CacheMessage, CacheReply, None]
 
-_MOST_HELD = 64  # most sequences skipped in one step because their prefix is being computed
+_MAX_SKIPPED = 64  # most sequences skipped in one step because their prefix is being computed
 _RETRY_STEPS = 32  # steps after which a queue whose head did not fit is tried again in any case
 
 
@@ -63,7 +72,7 @@ class StepPlanning:
 
     def fill(
         self, now: float, *, idle: bool, cohort: Cohort | None = None
-    ) -> Generator[CacheMessage, CacheReply, tuple[StepBuilder, tuple[Grant, ...]]]:
+    ) -> Generator[CacheMessage, CacheReply, tuple[StepBuilder, tuple[AllocatedPages, ...]]]:
         """Fill the next step; returns it with its page grants. ``idle``: no step is in flight, so none will free pages.
         ``cohort``: the only sequences that may run; None: all."""
         config, table = self._config, self._table
@@ -84,33 +93,35 @@ class StepPlanning:
             self._plan_draft(self._draft_limits, step)
         if self._draft_limits is not None:
             step.unobserved = self._draft_limits.is_unobserved
-        grants: tuple[Grant, ...] = ()
-        if step.grows or table.has_news:
-            grants = (yield from self._update_cache(tuple(step.grows))).grants
+        allocated: tuple[AllocatedPages, ...] = ()
+        if step.allocations or table.has_updates:
+            allocated = (yield from self._update_cache(tuple(step.allocations))).allocated
         self._steps += 1
         if self._steps % _RETRY_STEPS == 0:
             table.may_admit = True
         if not step.short:
             self._growth.step()
-        return step, grants
+        return step, allocated
 
-    def _update_cache(self, grows: tuple[Grow, ...] = ()) -> Generator[CacheMessage, CacheReply, CacheUpdated]:
+    def _update_cache(
+        self, allocations: tuple[AllocatePages, ...] = ()
+    ) -> Generator[CacheMessage, CacheReply, CacheUpdated]:
         """Send commits and closes to the cache, and request pages."""
-        commits, closes = self._table.take_news()
-        done = yield CacheUpdate(commits=commits, closes=closes, grows=grows)
+        commits, closed = self._table.take_updates()
+        done = yield CacheUpdate(commits=commits, closed=closed, allocations=allocations)
         if not isinstance(done, CacheUpdated):
-            raise TypeError(f"a CacheTurn was answered with {type(done).__name__}")
+            raise TypeError(f"a CacheUpdate was answered with {type(done).__name__}")
         self._available = done.available
         return done
 
     def sync_cache(self) -> Planning:
         """Send pending commits and closes."""
-        if self._table.has_news:
+        if self._table.has_updates:
             yield from self._update_cache()
 
     def _refresh_available(self, step: StepBuilder) -> Planning:
         """Update ``available`` after all news is sent; pages that the step will request are subtracted."""
-        if self._table.has_news:
+        if self._table.has_updates:
             yield from self._update_cache()
             self._available -= step.pages
 
@@ -133,7 +144,7 @@ class StepPlanning:
                 growers = yield from self._yield_pages(step, growers)
             rows = [s for s in rows if s.serial and (s.scheduled + s.max_extra < s.capacity or s in growers)]
         for sequence in growers:
-            step.grow(sequence, 1, self._table.page_size)
+            step.request(sequence, 1, self._table.page_size)
         self._available -= len(growers)
         step.decodes = rows
         step.budget -= len(rows)
@@ -244,7 +255,7 @@ class StepPlanning:
 
     def _run_prefill(self, step: StepBuilder, sequence: Sequence, count: int, pages: int) -> None:
         if pages > 0:
-            step.grow(sequence, pages, self._table.page_size)
+            step.request(sequence, pages, self._table.page_size)
             self._available -= pages
         step.prefill(sequence, count)
         if sequence.known - sequence.scheduled > 1:
@@ -270,7 +281,7 @@ class StepPlanning:
         """
         (last,) = self._table.running.values()
         needed = -(-(last.scheduled + 1) // self._table.page_size)
-        step.emissions.append(self._table.end(last, too_large(needed, self._total_pages)))
+        step.outputs.append(self._table.end(last, too_large(needed, self._total_pages)))
 
     def _make_room(self, step: StepBuilder) -> Generator[CacheMessage, CacheReply, Sequence | None]:
         """Preempt weak sequences for a waiting one of much higher priority. Returns it, to be admitted first."""
@@ -338,14 +349,14 @@ class StepPlanning:
         reserve = self._growth.pages(table.running.values(), size)
         held = 0
         for sequence in self._of_cohort(order):
-            if not self._may_join(step) or held >= _MOST_HELD:
+            if not self._may_join(step) or held >= _MAX_SKIPPED:
                 break
             if table.siblings.computes_for(sequence):
                 held += 1
                 continue
             needed = -(-sequence.length // size)
             if needed > self._total_pages:
-                step.emissions.append(table.end(sequence, too_large(needed, self._total_pages)))
+                step.outputs.append(table.end(sequence, too_large(needed, self._total_pages)))
                 continue
             if not config.chunked and step.counts and sequence.length > step.budget:
                 break
@@ -353,16 +364,16 @@ class StepPlanning:
                 table.may_admit = False
                 self._blocked = (sequence.id, 0)
                 break
-            lease = yield from self._open(sequence)
-            self._available = lease.available - step.pages
-            sequence.pages = len(lease.pages) // 4
+            prefix = yield from self._open(sequence)
+            self._available = prefix.available - step.pages
+            sequence.pages = len(prefix.pages) // 4
             own = self._growth.pages((sequence,), size)
             if table.running and own + reserve > self._available:
                 table.refuse(sequence)
                 self._blocked = (sequence.id, own)
                 break
-            table.start(sequence, lease)
-            step.admitted[sequence.id] = lease
+            table.start(sequence, prefix)
+            step.admitted[sequence.id] = prefix
             count = step.chunk(sequence.known - sequence.scheduled)
             self._run_prefill(step, sequence, count, -(-(sequence.scheduled + count) // size) - sequence.pages)
             reserve += self._growth.pages((sequence,), size)
@@ -382,13 +393,13 @@ class StepPlanning:
             return itertools.chain((first,), (sequence for sequence in order if sequence is not first))
         return order
 
-    def _open(self, sequence: Sequence) -> Generator[CacheMessage, CacheReply, Lease]:
-        lease = yield OpenSequence(
+    def _open(self, sequence: Sequence) -> Generator[CacheMessage, CacheReply, PrefixMatch]:
+        prefix = yield OpenSequence(
             sequence=sequence.id,
             tokens=sequence.tokens(),
             salt=sequence.spec.salt,
             use_cache=not sequence.scores_prompt,
         )
-        if not isinstance(lease, Lease):
-            raise TypeError(f"an OpenSequence was answered with {type(lease).__name__}")
-        return lease
+        if not isinstance(prefix, PrefixMatch):
+            raise TypeError(f"an OpenSequence was answered with {type(prefix).__name__}")
+        return prefix

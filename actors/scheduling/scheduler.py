@@ -19,18 +19,18 @@ from actors.protocol import (
     CompileGrammar,
     Continue,
     DetokenizerProtocol,
-    Emission,
     Emit,
     Ended,
-    Fence,
     Flush,
     FlushCache,
+    FlushOutputs,
     GrammarCompiled,
-    Lease,
     OpenSequence,
     Pause,
+    PrefixMatch,
     ResetCache,
     SchedulerProtocol,
+    SequenceOutput,
     Step,
     StepDone,
     StepFailed,
@@ -127,8 +127,8 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._board.read_batch = self._batch_at
         self._board.attribute_death = None
         if self.context.incarnation > 0:
-            # Emissions of the last incarnation must be in the journal before the journal is read.
-            await self._detokenizer.ask(Fence(), timeout=_CACHE_TIMEOUT_SECONDS)
+            # Outputs of the last incarnation must be in the journal before the journal is read.
+            await self._detokenizer.ask(FlushOutputs(), timeout=_CACHE_TIMEOUT_SECONDS)
         now = self.context.clock.monotonic()
         entries = list(self._journal.live())
         if entries:
@@ -184,7 +184,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._board.forget_steps()  # one may have been sent in the previous epoch after its end
         await self._emit(self._planner.worker_ready(info, self.context.clock.monotonic()))
 
-    def _worker_lost(self, epoch: int, reason: str) -> list[Emission]:
+    def _worker_lost(self, epoch: int, reason: str) -> list[SequenceOutput]:
         """Handle the end of an epoch of the worker. Returns the ends of sequences that are not run again."""
         now = self.context.clock.monotonic()
         at = self._died_at(epoch)
@@ -194,7 +194,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._attribute_death(epoch)
         return self._quarantine(now)
 
-    def _quarantine(self, now: float) -> list[Emission]:
+    def _quarantine(self, now: float) -> list[SequenceOutput]:
         """End quarantined sequences and all other choices of their requests: a request fails as a whole, and its other
         choices may kill the worker too."""
         journal = self._journal
@@ -203,7 +203,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         journal.quarantined.clear()
         self._timeline_writer.quarantined(quarantined, now)
         ended = Ended("error", message=_QUARANTINED)
-        return [msgspec.structs.replace(emission, ended=ended) for emission in self._planner.abort(quarantined)]
+        return [msgspec.structs.replace(output, ended=ended) for output in self._planner.abort(quarantined)]
 
     def _attribute_death(self, epoch: int) -> Verdict:
         """The verdict on the death of the worker in ``epoch``, computed at the first call."""
@@ -248,9 +248,9 @@ class Scheduler(Actor[SchedulerProtocol]):
             return
         now = self.context.clock.monotonic()
         self._timeline_writer.answered(message.result, now)
-        emissions = self._planner.finish_step(message.result, now)
-        self._board.step_finished(now, message.result, sum([len(word.tokens) for word in emissions]))
-        await self._schedule(emissions)
+        outputs = self._planner.finish_step(message.result, now)
+        self._board.step_finished(now, message.result, sum([len(word.tokens) for word in outputs]))
+        await self._schedule(outputs)
 
     @handles
     async def step_failed(self, message: StepFailed) -> None:
@@ -346,13 +346,13 @@ class Scheduler(Actor[SchedulerProtocol]):
 
     # -- steps
 
-    async def _schedule(self, emissions: Sequence[Emission] = ()) -> None:
-        """Send as many steps as may be in flight, then emit ``emissions`` and the sequences that planning ended.
+    async def _schedule(self, outputs: Sequence[SequenceOutput] = ()) -> None:
+        """Send as many steps as may be in flight, then emit ``outputs`` and the sequences that planning ended.
 
         Steps first: the next step is on its way before the tokens of the last one are processed.
         """
         planner = self._planner
-        pending = list(emissions)
+        pending = list(outputs)
         while self._worker_is_alive() and planner.has_work and planner.can_send:
             now = self.context.clock.monotonic()
             pending += planner.expire(now)
@@ -362,7 +362,7 @@ class Scheduler(Actor[SchedulerProtocol]):
                 break
             if plan.batch is not None and self._worker_is_alive():
                 self._send(plan, plan.batch, now)
-            pending += plan.emissions
+            pending += plan.outputs
         if moves := planner.take_moves():
             self._timeline_writer.moved(moves, self.context.clock.monotonic())
         if self._worker_is_alive():
@@ -380,8 +380,8 @@ class Scheduler(Actor[SchedulerProtocol]):
             while True:
                 sent = self.context.clock.monotonic()
                 reply: CacheReply = await self._cache.ask(call, timeout=_CACHE_TIMEOUT_SECONDS)
-                if isinstance(call, OpenSequence) and isinstance(reply, Lease):
-                    self._timeline_writer.leased(call.sequence, sent, self.context.clock.monotonic(), reply)
+                if isinstance(call, OpenSequence) and isinstance(reply, PrefixMatch):
+                    self._timeline_writer.prefix_matched(call.sequence, sent, self.context.clock.monotonic(), reply)
                 call = planning.send(reply)
         except StopIteration as finished:
             result: T = finished.value
@@ -434,6 +434,6 @@ class Scheduler(Actor[SchedulerProtocol]):
             )
         current_traceparent.reset(trace)
 
-    async def _emit(self, emissions: list[Emission]) -> None:
-        if emissions:
-            await self._detokenizer.tell(Emit(emissions=tuple(emissions)))
+    async def _emit(self, outputs: list[SequenceOutput]) -> None:
+        if outputs:
+            await self._detokenizer.tell(Emit(outputs=tuple(outputs)))

@@ -68,7 +68,7 @@ class PromptScores:
         ends: list[int] = np.cumsum(np.frombuffer(result.prompt_counts, dtype=np.int32)).tolist()
         self._bounds = dict(zip(rows, zip([0, *ends], ends, strict=False), strict=True))
 
-    def of(self, row: int) -> TokenScores | None:
+    def for_row(self, row: int) -> TokenScores | None:
         """Scores that the chunk of this row added, or None if it was not scored."""
         bounds = self._bounds.get(row)
         return None if bounds is None else self._packed.slice(*bounds)

@@ -24,11 +24,19 @@ class Status(enum.IntEnum):
 class Sequence:
     """Mutable state of a :class:`SequenceSpec`. All lengths are in tokens, counted from the sequence's first.
 
-    ``computed <= scheduled <= known``. ``computed``: confirmed by the worker. ``scheduled``: computed or in flight.
-    ``known``: prompt, output and one token for each step in flight that samples. ``max_extra``: how many more tokens
-    the steps in flight may sample with draft tokens; ``scheduled`` and ``known`` grow by the accepted ones with the
-    result. ``target``: where ``known`` stops growing (max_tokens or the end of the context). ``draft_limit``: most
-    draft tokens a step may verify. ``acceptance``: acceptance statistics.
+    ``computed <= scheduled <= known``:
+
+    - ``computed``: confirmed by the worker; ``scheduled``: computed or in flight;
+    - ``length``: prompt and output; ``known``: these and one token for each step in flight that samples;
+    - ``max_extra``: how many more tokens the steps in flight may sample with draft tokens; ``scheduled`` and ``known``
+      grow by the accepted ones with the result;
+    - ``target``: where ``known`` stops growing (max_tokens or the end of the context); ``capacity``: of its pages;
+    - ``committed``: those that the cache knows; ``commit_at``: the ``computed`` at which the next page can be shared.
+
+    Pages: ``pages`` allocated, of which the first ``shared`` are in the prefix tree. ``slot``: its place on the worker,
+    ``generation`` the use of it, ``serial`` the admission; see the table of counters in architecture.md. ``charged``:
+    tokens known when its tenant was last charged for them. ``draft_limit``: most draft tokens that a step may verify.
+    ``acceptance``: acceptance statistics of its drafts.
     """
 
     __slots__ = (

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from actors.protocol import Commit, Emission, Ended, Lease
+from actors.protocol import CommitTokens, Ended, PrefixMatch, SequenceOutput
 from actors.scheduling.bounded_reservations import BoundedReservations
 from actors.scheduling.config import PlannerConfig
 from actors.scheduling.fairness import FairShare
@@ -30,7 +30,7 @@ class Move(msgspec.Struct, frozen=True):
 class SequenceTable:
     """Moves sequences between the queue and the device, and ends them.
 
-    A sequence that leaves the device is gone here at once. The cache learns it with the next :meth:`take_news`, the
+    A sequence that leaves the device is gone here at once. The cache learns it with the next :meth:`take_updates`, the
     worker with the next batch (``slots.take_released``).
 
     A sequence with a grammar that has left the device is held: a new worker has not compiled the grammar, and one that
@@ -54,8 +54,8 @@ class SequenceTable:
         self.may_admit = True  # False: the head of the queue did not fit, and no room was freed since
         self._serial = 0
         self._dirty: list[Sequence] = []  # with pages to commit
-        self._final_commits: list[Commit] = []  # last commits of the sequences in ...
-        self._closes: list[int] = []  # ... this list, which the cache closes
+        self._final_commits: list[CommitTokens] = []  # last commits of the sequences in ...
+        self._closed: list[int] = []  # ... this list, which the cache closes
 
     def new_worker(self, page_size: int, reservations: BoundedReservations | None = None) -> None:
         """Start with empty slots and an empty cache: running sequences wait again, unsent updates are dropped."""
@@ -66,7 +66,7 @@ class SequenceTable:
         self.prefilling.clear()
         self._dirty.clear()
         self._final_commits.clear()
-        self._closes.clear()
+        self._closed.clear()
         for sequence in self.running.values():
             self._moved("displaced", sequence)
             self._wait(sequence)
@@ -91,8 +91,8 @@ class SequenceTable:
         self.waiting.add(sequence)
         self.may_admit = True
 
-    def start(self, sequence: Sequence, lease: Lease) -> None:
-        """Move a sequence from the queue to the device, with a slot and the shared pages of the lease."""
+    def start(self, sequence: Sequence, prefix: PrefixMatch) -> None:
+        """Move a sequence from the queue to the device, with a slot and the shared pages of the cached prefix."""
         size = self.page_size
         self.waiting.remove(sequence)
         self.running[sequence.id] = sequence
@@ -101,24 +101,24 @@ class SequenceTable:
         sequence.serial = self._serial
         sequence.slot, sequence.generation = self.slots.take()
         self._moved("started", sequence)
-        self._shares.admit(sequence, lease.cached)
-        sequence.computed = sequence.scheduled = sequence.capacity = lease.cached
-        sequence.shared = lease.cached // size
+        self._shares.admit(sequence, prefix.cached)
+        sequence.computed = sequence.scheduled = sequence.capacity = prefix.cached
+        sequence.shared = prefix.cached // size
         sequence.committed = sequence.length
         sequence.commit_at = sys.maxsize
         if sequence.cached_tokens < 0:
-            sequence.cached_tokens = lease.cached
+            sequence.cached_tokens = prefix.cached
         if self.reservations is not None:
             self.reservations.take(sequence)
         if self._use_cache or self.reservations is not None:  # commits also release pages of bounded groups
-            sequence.commit_at = lease.cached + size
+            sequence.commit_at = prefix.cached + size
         if self._use_cache and sequence.shared < sequence.prompt_length // size:
             self.siblings.add(sequence)
 
     def refuse(self, sequence: Sequence) -> None:
-        """Return the lease of a waiting sequence that does not fit."""
+        """Return the cached prefix of a waiting sequence that does not fit."""
         sequence.leave_device()
-        self._closes.append(sequence.id)
+        self._closed.append(sequence.id)
         self.may_admit = False
 
     def preempt(self, sequence: Sequence) -> None:
@@ -131,7 +131,7 @@ class SequenceTable:
         self.preemptions += 1
 
     def drop(self, sequence: Sequence) -> None:
-        """End a sequence without an emission."""
+        """End a sequence without an output."""
         if sequence.status is Status.RUNNING:
             self._moved("ended", sequence)
             self._leave_device(sequence)
@@ -142,10 +142,10 @@ class SequenceTable:
         del self.sequences[sequence.id]
         self._shares.leave(sequence.tenant)
 
-    def end(self, sequence: Sequence, ended: Ended) -> Emission:
-        """End a sequence without a further token; returns its last emission."""
+    def end(self, sequence: Sequence, ended: Ended) -> SequenceOutput:
+        """End a sequence without a further token; returns its last output."""
         self.drop(sequence)
-        return Emission(
+        return SequenceOutput(
             sequence=sequence.id,
             start=len(sequence.output),
             cached_tokens=max(sequence.cached_tokens, 0),
@@ -173,7 +173,7 @@ class SequenceTable:
             self.reservations.give_back(sequence)
         if sequence.computed >= sequence.commit_at:
             self._final_commits.append(self._commit(sequence))
-        self._closes.append(sequence.id)
+        self._closed.append(sequence.id)
         sequence.serial = 0
         self.may_admit = True
 
@@ -187,27 +187,27 @@ class SequenceTable:
 
     @property
     def has_closes(self) -> bool:
-        return bool(self._closes)
+        return bool(self._closed)
 
     @property
-    def has_news(self) -> bool:
-        return bool(self._dirty or self._closes)
+    def has_updates(self) -> bool:
+        return bool(self._dirty or self._closed)
 
-    def take_news(self) -> tuple[tuple[Commit, ...], tuple[int, ...]]:
+    def take_updates(self) -> tuple[tuple[CommitTokens, ...], tuple[int, ...]]:
         """Commits and closes since the last call; a sequence is committed before it is closed."""
         commits = self._final_commits
         for sequence in self._dirty:
             if sequence.serial and sequence.computed >= sequence.commit_at:
                 commits.append(self._commit(sequence))
-        closes = tuple(self._closes)
-        self._final_commits, self._dirty, self._closes = [], [], []
-        return tuple(commits), closes
+        closed = tuple(self._closed)
+        self._final_commits, self._dirty, self._closed = [], [], []
+        return tuple(commits), closed
 
-    def _commit(self, sequence: Sequence) -> Commit:
+    def _commit(self, sequence: Sequence) -> CommitTokens:
         """A commit of the full pages that the worker has confirmed, each page once."""
         start, sequence.committed = sequence.committed, sequence.length
         sequence.shared = sequence.computed // self.page_size
         sequence.commit_at = (sequence.shared + 1) * self.page_size
         if sequence.shared >= sequence.prompt_length // self.page_size:
             self.siblings.discard(sequence)
-        return Commit(sequence=sequence.id, tokens=sequence.tokens_from(start), computed=sequence.computed)
+        return CommitTokens(sequence=sequence.id, tokens=sequence.tokens_from(start), computed=sequence.computed)

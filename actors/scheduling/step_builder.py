@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from actors.protocol import Emission, Grant, Grow, Lease
+from actors.protocol import AllocatedPages, AllocatePages, PrefixMatch, SequenceOutput
 from actors.scheduling.sequence import Sequence
 from kernels.contract.caches import PageGrants, PageRun
 from kernels.contract.step import Admission, SlotSampling, StepBatch
@@ -50,14 +50,14 @@ class StepBuilder:
     __slots__ = (
         "adapted",
         "admitted",
+        "allocations",
         "budget",
         "counts",
         "decodes",
         "draft_levels",
         "draft_limits",
-        "emissions",
-        "grows",
         "max_extra",
+        "outputs",
         "pages",
         "prefill_rows",
         "samples",
@@ -78,19 +78,19 @@ class StepBuilder:
         self.adapted = 0  # decodes whose draft limit the adaptive policy chose
         self.counts: list[tuple[Sequence, int]] = []  # of prefills
         self.samples: list[int] = []  # of prefills
-        self.grows: list[Grow] = []
-        self.pages = 0  # in `grows`
-        self.admitted: dict[int, Lease] = {}  # by sequence: its lease of shared pages
-        self.emissions: list[Emission] = []  # sequences that ended because they fit no cache
+        self.allocations: list[AllocatePages] = []
+        self.pages = 0  # in `allocations`
+        self.admitted: dict[int, PrefixMatch] = {}  # by sequence: its cached prefix of shared pages
+        self.outputs: list[SequenceOutput] = []  # sequences that ended because they fit no cache
         self.short = False  # pages did not suffice for all running sequences
 
     @property
     def empty(self) -> bool:
         return not self.decodes and not self.counts
 
-    def grow(self, sequence: Sequence, pages: int, page_size: int) -> None:
+    def request(self, sequence: Sequence, pages: int, page_size: int) -> None:
         """Request ``pages`` for a sequence."""
-        self.grows.append(Grow(sequence.id, pages))
+        self.allocations.append(AllocatePages(sequence.id, pages))
         self.pages += pages
         sequence.pages += pages
         sequence.capacity += pages * page_size
@@ -116,17 +116,19 @@ class StepBuilder:
         self.budget -= count
         self.prefill_rows -= 1
 
-    def batch(self, number: int, grants: tuple[Grant, ...], running: dict[int, Sequence], released: bytes) -> StepBatch:
-        """The batch for the worker. ``grants``: replies to ``grows``, in the same order."""
+    def batch(
+        self, number: int, allocated: tuple[AllocatedPages, ...], running: dict[int, Sequence], released: bytes
+    ) -> StepBatch:
+        """The batch for the worker. ``allocated``: replies to ``allocations``, in the same order."""
         page_slots: list[int] = []
         page_ids: list[bytes] = []
-        first_pages: dict[int, Grant] = {}
-        for grow, grant in zip(self.grows, grants, strict=True):
-            if grow.sequence in self.admitted:
-                first_pages[grow.sequence] = grant
+        first_pages: dict[int, AllocatedPages] = {}
+        for request, reply in zip(self.allocations, allocated, strict=True):
+            if request.sequence in self.admitted:
+                first_pages[request.sequence] = reply
             else:
-                page_slots += [running[grow.sequence].slot] * grow.pages
-                page_ids.append(grant.pages)
+                page_slots += [running[request.sequence].slot] * request.pages
+                page_ids.append(reply.pages)
         rows = self.sequences()
         return StepBatch(
             number=number,
@@ -137,23 +139,23 @@ class StepBuilder:
             page_ids=b"".join(page_ids),
             admitted=tuple(
                 [
-                    _admission(running[sequence], lease, first_pages.get(sequence))
-                    for sequence, lease in self.admitted.items()
+                    _admission(running[sequence], prefix, first_pages.get(sequence))
+                    for sequence, prefix in self.admitted.items()
                 ]
             ),
             released=released,
             draft_limits=_pack(self.draft_limits + [0] * len(self.counts)) if self.draft_limits else b"",
             draft_levels=self.draft_levels,
             unobserved=self.unobserved,
-            bounded=self._bounded(grants, running) if grants and grants[0].bounded else (),
+            bounded=self._bounded(allocated, running) if allocated and allocated[0].bounded else (),
         )
 
-    def _bounded(self, grants: tuple[Grant, ...], running: dict[int, Sequence]) -> tuple[PageGrants, ...]:
+    def _bounded(self, allocated: tuple[AllocatedPages, ...], running: dict[int, Sequence]) -> tuple[PageGrants, ...]:
         """Granted pages of the bounded groups, for sequences admitted by earlier steps."""
         later = [
-            (running[grow.sequence].slot, grant.bounded)
-            for grow, grant in zip(self.grows, grants, strict=True)
-            if grow.sequence not in self.admitted
+            (running[request.sequence].slot, reply.bounded)
+            for request, reply in zip(self.allocations, allocated, strict=True)
+            if request.sequence not in self.admitted
         ]
         return tuple(
             [
@@ -161,7 +163,7 @@ class StepBuilder:
                     _pack([slot for slot, pages in later for _ in range(len(pages[group]) // 4)]),
                     b"".join([pages[group] for _, pages in later]),
                 )
-                for group in range(len(grants[0].bounded))
+                for group in range(len(allocated[0].bounded))
             ]
         )
 
@@ -195,9 +197,9 @@ class StepBuilder:
         return [1] * len(self.decodes) + [count for _, count in self.counts]
 
 
-def _admission(sequence: Sequence, lease: Lease, first: Grant | None) -> Admission:
+def _admission(sequence: Sequence, prefix: PrefixMatch, first: AllocatedPages | None) -> Admission:
     """``first``: the pages granted to its first chunk."""
-    pages, bounded = lease.pages, lease.bounded
+    pages, bounded = prefix.pages, prefix.bounded
     if first is not None:
         pages += first.pages
         bounded = tuple(

@@ -94,8 +94,8 @@ class SimulatedRunner:
     """Runs steps. ``fails(tokens)`` returns an error message to fail a row, or None. In those that begin
     with "invalid" the request is at fault.
 
-    ``accepts(most)`` returns how many of at most ``most`` draft tokens a row accepts. ``seconds(nodes, levels)`` is the
-    time of a step that verified ``nodes`` draft tokens, at most ``levels`` deep.
+    ``accepts(limit)`` returns how many of at most ``limit`` draft tokens a row accepts. ``seconds(nodes, levels)`` is
+    the time of a step that verified ``nodes`` draft tokens, at most ``levels`` deep.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class SimulatedRunner:
         max_slots: int,
         max_step_tokens: int,
         fails: Callable[[list[int]], str | None] = lambda tokens: None,
-        accepts: Callable[[int], int] = lambda most: most,
+        accepts: Callable[[int], int] = lambda limit: limit,
         seconds: Callable[[int, int], float] | None = None,
     ) -> None:
         self.info = info
@@ -255,14 +255,14 @@ class _BoundedCells:
     """The pages of one bounded group. A state page has one cell: the digest of the prefix that the state is of."""
 
     def __init__(self, group: GroupPages) -> None:
-        self._tokens, self._reach, self._most = group.page_tokens, group.reach, group.num_pages
+        self._tokens, self._lookback, self._num_pages = group.page_tokens, group.lookback, group.num_pages
         self._is_state = isinstance(group.group.spec, State)
         self._cells: dict[tuple[int, int], bytes] = {}
 
     def compute(self, name: str, group: int, slot: _Slot, end: int, others: list[_Slot]) -> None:
         """Compute positions ``slot.computed .. end - 1``: check the cells they read, write their own."""
         columns = slot.bounded[group]
-        for position in range(max(slot.computed - self._reach, 0), slot.computed):
+        for position in range(max(slot.computed - self._lookback, 0), slot.computed):
             page = columns.get(position // self._tokens)
             _expect(page is not None, f"{name} reads position {position} of group {group}, which has no page")
             assert page is not None
@@ -273,7 +273,7 @@ class _BoundedCells:
             page = columns.get(position // self._tokens)
             _expect(page is not None, f"{name} runs out of its pages of group {group}")
             assert page is not None
-            _expect(0 < page < self._most, f"{name}: page {page} of group {group}")
+            _expect(0 < page < self._num_pages, f"{name}: page {page} of group {group}")
             sharers = [other for other in others if page in self._in_use(other, group)]
             _expect(not sharers, f"{name} writes page {page} of group {group}, which another slot reads")
             self._cells[self._cell(page, position)] = _digest(slot.tokens[: position + 1])
@@ -283,7 +283,7 @@ class _BoundedCells:
 
     def _in_use(self, slot: _Slot, group: int) -> list[int]:
         """Pages that the slot's next tokens read or write; earlier ones may have been released."""
-        first = max(slot.computed - self._reach, 0) // self._tokens
+        first = max(slot.computed - self._lookback, 0) // self._tokens
         return [page for column, page in slot.bounded[group].items() if column >= first]
 
 
@@ -387,7 +387,7 @@ def drive(planning: Generator[CacheMessage, CacheReply, StepPlan | None], cache:
             plan: StepPlan | None = stop.value
             return plan
         if isinstance(message, CacheUpdate):
-            reply = cache.turn(message)
+            reply = cache.update(message)
         elif isinstance(message, OpenSequence):
             reply = cache.open(message)
         else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from actors.boards.journal import Journal, JournalEntry
-from actors.protocol import Lease
+from actors.protocol import PrefixMatch
 from actors.scheduling.planner import StepPlan
 from actors.scheduling.sequence_table import Move
 from kernels.contract.step import StepResult
@@ -37,7 +37,9 @@ class TimelineWriter:
         self._journal = journal
         self._worker = worker
         self._tracing = tracing
-        self._leases: dict[int, tuple[float, float, Lease]] = {}  # of this planning: (sent_at, replied_at, lease)
+        self._prefixes: dict[
+            int, tuple[float, float, PrefixMatch]
+        ] = {}  # of this planning: (sent_at, replied_at, prefix)
         self._prefills: dict[int, list[_Prefill]] = {}  # by the number of the step
 
     def resumed(self, entries: Iterable[JournalEntry], now: float) -> None:
@@ -46,9 +48,9 @@ class TimelineWriter:
             entry.end_decode(now, len(entry.output))
             self._queue_again(entry, now)
 
-    def leased(self, sequence: int, sent_at: float, replied_at: float, lease: Lease) -> None:
+    def prefix_matched(self, sequence: int, sent_at: float, replied_at: float, prefix: PrefixMatch) -> None:
         """Record that the cache has opened a sequence; :meth:`moved` reports whether it starts."""
-        self._leases[sequence] = (sent_at, replied_at, lease)
+        self._prefixes[sequence] = (sent_at, replied_at, prefix)
 
     def moved(self, moves: Iterable[Move], now: float) -> None:
         """Record moves of sequences onto or off the device."""
@@ -66,20 +68,20 @@ class TimelineWriter:
                 entry.preemptions += 1
                 entry.timeline.mark("preempted", now, entry.index, output_tokens=move.output)
             self._queue_again(entry, now)
-        self._leases.clear()
+        self._prefixes.clear()
 
     def _started(self, entry: JournalEntry, now: float, output: int) -> None:
         timeline, index = entry.timeline, entry.index
-        sent_at, replied_at, lease = self._leases.get(entry.sequence, (now, now, None))
+        sent_at, replied_at, prefix = self._prefixes.get(entry.sequence, (now, now, None))
         entry.decoded_from = output
         queued = timeline.open_hop("queue", index)
         if queued is not None:
             timeline.finish(queued, sent_at)
             if queued.attributes.get("resumed"):
                 timeline.mark("resumed", now, index)
-        if lease is not None:
+        if prefix is not None:
             hop = timeline.begin("cache", sent_at, index)
-            timeline.finish(hop, replied_at, cached_tokens=lease.cached, pages=len(lease.pages) // 4)
+            timeline.finish(hop, replied_at, cached_tokens=prefix.cached, pages=len(prefix.pages) // 4)
 
     def _queue_again(self, entry: JournalEntry, now: float) -> None:
         timeline, index = entry.timeline, entry.index

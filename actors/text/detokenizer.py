@@ -13,11 +13,11 @@ from actors.boards.journal import Journal, JournalEntry
 from actors.faults import FaultInjector
 from actors.protocol import (
     DetokenizerProtocol,
-    Emission,
     Emit,
     Ended,
-    Fence,
+    FlushOutputs,
     SchedulerProtocol,
+    SequenceOutput,
     TextStopped,
     TokenScores,
 )
@@ -67,20 +67,20 @@ class Detokenizer(Actor[DetokenizerProtocol]):
     @handles
     def emit(self, message: Emit) -> None:
         surplus: list[int] = []
-        for emission in message.emissions:
+        for output in message.outputs:
             if self._faults is not None:
                 self._faults.strike("detokenize")
-            entry = self._journal.get(emission.sequence)
+            entry = self._journal.get(output.sequence)
             # Without an entry the sequence has ended (disconnect, stop string, failure): drop its tokens.
-            if (entry is None or self._deliver(entry, emission)) and emission.ended is None:
-                surplus.append(emission.sequence)
+            if (entry is None or self._deliver(entry, output)) and output.ended is None:
+                surplus.append(output.sequence)
         if surplus:
             # If the lane is full, their next tokens arrive here again and are dropped again.
             with contextlib.suppress(MailboxFull):
                 self._scheduler().offer(TextStopped(sequences=tuple(surplus)))
 
     @handles
-    def fence(self, message: Fence) -> None:
+    def flush(self, message: FlushOutputs) -> None:
         """Reply when every earlier Emit has been handled."""
 
     def _text(self, entry: JournalEntry) -> IncrementalText | None:
@@ -101,10 +101,10 @@ class Detokenizer(Actor[DetokenizerProtocol]):
             self._texts[entry] = text
         return text
 
-    def _deliver(self, entry: JournalEntry, emission: Emission) -> bool:
-        """Deliver one emission; returns True if a stop string ended the sequence."""
+    def _deliver(self, entry: JournalEntry, output: SequenceOutput) -> bool:
+        """Deliver one output; returns True if a stop string ended the sequence."""
         try:
-            return self._take(entry, emission)
+            return self._take(entry, output)
         except BaseException as error:  # one request's text must not affect others
             if not is_request_scoped(error):
                 raise
@@ -112,27 +112,27 @@ class Detokenizer(Actor[DetokenizerProtocol]):
             self._journal.fail(entry.sequence, RequestFailed(f"The output cannot be decoded: {type(error).__name__}."))
             return True
 
-    def _take(self, entry: JournalEntry, emission: Emission) -> bool:
-        """Decode and deliver an emission; returns True if a stop string ended the sequence."""
+    def _take(self, entry: JournalEntry, output: SequenceOutput) -> bool:
+        """Decode and deliver an output; returns True if a stop string ended the sequence."""
         if not isinstance(entry.spec.task, Generate):
-            self._finish_task(entry, entry.spec.task, emission)
+            self._finish_task(entry, entry.spec.task, output)
             return False
         known = len(entry.output)
-        if emission.start > known:
-            raise ValueError(f"tokens {known} to {emission.start - 1} are missing")
+        if output.start > known:
+            raise ValueError(f"tokens {known} to {output.start - 1} are missing")
         if not entry.prompt_sent:  # a later incarnation may find this request's own output cached
-            entry.cached_tokens = max(entry.cached_tokens, emission.cached_tokens)
-        tokens = emission.tokens[known - emission.start :]
-        if emission.drafted and tokens:
-            entry.acceptance = (entry.acceptance or Acceptance()).and_step(emission.drafted, len(emission.tokens) - 1)
-        ended = emission.ended
+            entry.cached_tokens = max(entry.cached_tokens, output.cached_tokens)
+        tokens = output.tokens[known - output.start :]
+        if output.drafted and tokens:
+            entry.acceptance = (entry.acceptance or Acceptance()).and_step(output.drafted, len(output.tokens) - 1)
+        ended = output.ended
         scores = (
-            self._scores(tokens, emission.scores, skip=known - emission.start)
-            if emission.scores and entry.params.logprobs is not None
+            self._scores(tokens, output.scores, skip=known - output.start)
+            if output.scores and entry.params.logprobs is not None
             else None
         )
-        states, experts = (emission.states, emission.experts) if tokens else (b"", b"")
-        prompt_scores = None if entry.prompt_sent else self._prompt_scores(entry, emission.prompt_scores)
+        states, experts = (output.states, output.experts) if tokens else (b"", b"")
+        prompt_scores = None if entry.prompt_sent else self._prompt_scores(entry, output.prompt_scores)
 
         text, matched, used = self._push(entry, tokens, ended)
         if matched is not None:
@@ -167,16 +167,16 @@ class Detokenizer(Actor[DetokenizerProtocol]):
             self._journal.fail(entry.sequence, _error(ended))
         return False
 
-    def _finish_task(self, entry: JournalEntry, task: Task, emission: Emission) -> None:
+    def _finish_task(self, entry: JournalEntry, task: Task, output: SequenceOutput) -> None:
         """Deliver the result of a task that generates no text. The token that its step sampled is dropped."""
-        ended = emission.ended
+        ended = output.ended
         if ended is None:
             return
         if ended.reason not in _FINISH:
             self._journal.fail(entry.sequence, _error(ended))
             return
-        entry.cached_tokens = max(entry.cached_tokens, emission.cached_tokens)
-        self._journal.deliver(entry, tokens=(), text="", finish_reason="stop", result=_result(task, emission))
+        entry.cached_tokens = max(entry.cached_tokens, output.cached_tokens)
+        self._journal.deliver(entry, tokens=(), text="", finish_reason="stop", result=_result(task, output))
 
     def _push(self, entry: JournalEntry, tokens: tuple[int, ...], ended: Ended | None) -> tuple[str, str | None, int]:
         """Returns new text, the stop string that ended it, and the number of tokens used."""
@@ -232,13 +232,13 @@ class Detokenizer(Actor[DetokenizerProtocol]):
         )
 
 
-def _result(task: Task, emission: Emission) -> TaskResult:
+def _result(task: Task, output: SequenceOutput) -> TaskResult:
     """The result of a task. Raises ValueError if the worker did not send it."""
-    if isinstance(task, Score) and emission.prompt_scores is not None:
-        logprobs = np.frombuffer(emission.prompt_scores.logprobs, dtype=np.float32)  # of tokens 1, 2, ...
+    if isinstance(task, Score) and output.prompt_scores is not None:
+        logprobs = np.frombuffer(output.prompt_scores.logprobs, dtype=np.float32)  # of tokens 1, 2, ...
         return Number(float(logprobs[task.start - 1 :].sum(dtype=np.float64)))
-    if emission.vector:
-        return Vector(emission.vector)
+    if output.vector:
+        return Vector(output.vector)
     raise ValueError(f"the worker sent no result for the task {task_name(task)}")
 
 

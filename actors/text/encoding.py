@@ -19,7 +19,7 @@ __all__ = ["Encoding", "characters"]
 
 R = TypeVar("R")
 
-_TIMEOUT = 120.0  # seconds for a reply of a tokenizer
+_TIMEOUT_SECONDS = 120.0  # seconds for a reply of a tokenizer
 
 
 class Encoding:
@@ -40,10 +40,10 @@ class Encoding:
         self._turns = itertools.count()
 
     async def tokenize(
-        self, prompt: str | Chat, timeline: RequestTimeline, tenant: str, most: int | None = None
+        self, prompt: str | Chat, timeline: RequestTimeline, tenant: str, max_tokens: int | None = None
     ) -> list[int]:
-        """Token ids of a request's prompt, at most ``most`` of a text. Raises as :meth:`ask`, and InvalidRequest for a
-        prompt that cannot fit.
+        """Token ids of a request's prompt, at most ``max_tokens`` of a text. Raises as :meth:`ask`, and InvalidRequest
+        for a prompt that cannot fit.
 
         For a conversation, the hop includes the rendering and counts the characters of the rendered text.
         """
@@ -55,7 +55,7 @@ class Encoding:
             hop.attributes |= {"characters": len(text), "render": rendered - began}
             reply = await self.ask(Encode(prompt=text, add_special_tokens=False))
         else:
-            reply = await self.ask(Encode(prompt=prompt, most=most))
+            reply = await self.ask(Encode(prompt=prompt, max_tokens=max_tokens))
         now = time.monotonic()
         timeline.finish(hop, now, tokens=len(reply.token_ids), wait=max(now - rendered - reply.seconds, 0.0))
         return reply.token_ids
@@ -68,11 +68,11 @@ class Encoding:
 
     async def encode_pair(self, first: str, second: str, truncate: int | None = None) -> tuple[list[int], int]:
         """Token ids of a pair of texts, and where the second one begins: see ``TextCodec.encode_pair``. ``truncate``:
-        see ``ServedModel.most_kept``."""
-        most = self._model.most_kept(truncate)
-        if most is None:
+        see ``ServedModel.truncation_limit``."""
+        max_tokens = self._model.truncation_limit(truncate)
+        if max_tokens is None:
             self.check_characters(len(first) + len(second))
-        encoded = await self.ask(Encode(prompt=first, pair=second, most=most))
+        encoded = await self.ask(Encode(prompt=first, pair=second, max_tokens=max_tokens))
         return encoded.token_ids, encoded.second
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -102,10 +102,10 @@ class Encoding:
     def check_characters(self, count: int) -> None:
         """Raise InvalidRequest for a text that is too long to fit in any encoding."""
         model = self._model
-        most = model.require_codec().most_chars(model.context_length)
-        if count > most and not self._arguments.allow_auto_truncate:
+        max_tokens = model.require_codec().max_chars(model.context_length)
+        if count > max_tokens and not self._arguments.allow_auto_truncate:
             raise InvalidRequest(
-                f"The prompt has {count} characters; no more than {most} can fit this model's context of "
+                f"The prompt has {count} characters; no more than {max_tokens} can fit this model's context of "
                 f"{model.context_length} tokens. Shorten it.",
                 param="prompt",
                 code="context_length_exceeded",
@@ -128,16 +128,16 @@ class Encoding:
         ref = refs[next(self._turns) % len(refs)]
         try:
             try:
-                return await ref.ask(message, timeout=_TIMEOUT)
+                return await ref.ask(message, timeout=_TIMEOUT_SECONDS)
             except ActorDied:
                 # Another text may have killed it: retry once with the next incarnation.
-                return await ref.ask(message, timeout=_TIMEOUT)
+                return await ref.ask(message, timeout=_TIMEOUT_SECONDS)
         except ActorDied as error:
             if not ref.is_alive():
                 raise EngineFailed("The engine was stopped.") from error
             raise RequestFailed("The tokenizer failed on this request.") from error
         except AskTimeout as error:
-            raise RequestFailed(f"The tokenizer did not answer within {_TIMEOUT:g} s. Try again.") from error
+            raise RequestFailed(f"The tokenizer did not answer within {_TIMEOUT_SECONDS:g} s. Try again.") from error
 
 
 def characters(prompt: str | Chat) -> int:

@@ -78,7 +78,7 @@ class IncrementalText:
         return text
 
     def restore(self, token_ids: Sequence[int], emitted_chars: int) -> None:
-        """Restore the state, in a new object, after `token_ids` of which `emitted_chars` characters were returned.
+        """Restore the state, in a new object, after ``token_ids`` of which ``emitted_chars`` characters were returned.
 
         Later pushes return exactly the text after these. Raises ValueError if there is less text.
         """

@@ -45,7 +45,7 @@ _LLAMA_3 = (
 _TEMPLATES = {"chatml": _CHATML, "llama-3-instruct": _LLAMA_3}
 """Built-in templates by SGLang's names, for models without one. Each is the training format of its models."""
 
-_MOST = 1 << 31
+_MAX_NUMBER = 1 << 31
 
 
 class ModelPathError(ValueError):
@@ -214,8 +214,8 @@ class ModelFiles:
         else:
             self.tokenizer_config = self._read("tokenizer_config.json", base=self.tokenizer_path)
         for number in (self.context_length, self.vocab_size):
-            if number > _MOST:
-                raise ModelPathError(f"config.json: a size of {number} is beyond {_MOST}; is the file damaged?")
+            if number > _MAX_NUMBER:
+                raise ModelPathError(f"config.json: a size of {number} is beyond {_MAX_NUMBER}; is the file damaged?")
         self.eos_token_ids()
 
     def _read(self, name: str, *, required: bool = False, base: Path | None = None) -> dict[str, Any]:

@@ -18,12 +18,12 @@ PROCESSOR_SECONDS = 5.0
 
 MEMORY = 512 << 20
 
-MOST_RENDERERS = 4
+MAX_RENDERERS = 4
 """For any number of tokenizers: rendering is much faster than encoding, and each renderer is a process of 20 MiB."""
 
 _PATIENCE_SECONDS = 60.0
 _START_TIMEOUT_SECONDS = 60.0
-_SILENCE = 60.0  # seconds without a heartbeat: it is stopped or swapped out, which no limit of CPU time ends
+_SILENCE_SECONDS = 60.0  # seconds without a heartbeat: it is stopped or swapped out, which no limit of CPU time ends
 
 
 class Rendering:
@@ -49,7 +49,7 @@ class Rendering:
         guests: bool,
         faults: str = "",
     ) -> Rendering:
-        """Start ``count`` processes, at most :data:`MOST_RENDERERS`; they start while the worker loads.
+        """Start ``count`` processes, at most :data:`MAX_RENDERERS`; they start while the worker loads.
 
         Without a template none is started for it.
         """
@@ -70,13 +70,13 @@ class Rendering:
                 supervision=Supervision(Strategy.RESTART_ONE, max_restarts=1_000_000, backoff=Backoff(0.02, max=1.0)),
                 start_timeout=_START_TIMEOUT_SECONDS,
                 stop_timeout=1.0,
-                heartbeat_timeout=_SILENCE,
+                heartbeat_timeout=_SILENCE_SECONDS,
                 capacity=8192,
                 window=1,  # a death loses one conversation only
                 wait=False,
             )
 
-        renderers = [await spawn(f"renderer-{n}") for n in range(min(count, MOST_RENDERERS))] if template else []
+        renderers = [await spawn(f"renderer-{n}") for n in range(min(count, MAX_RENDERERS))] if template else []
         return cls(renderers, await spawn("renderer-guests") if guests else None)
 
     async def render(self, chat: Chat, tenant: str = "") -> str:

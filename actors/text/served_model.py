@@ -48,13 +48,13 @@ class ServedModel:
         self.info: ModelInfo | None = None
         self.vocab_size = self.files.vocab_size
         self.pooling = _pooling(self.files, a.is_embedding)
-        own = self.pooling.most_tokens if self.pooling is not None else 0
+        own = self.pooling.max_tokens if self.pooling is not None else 0
         self.context_length = a.context_length or min(own or self.files.context_length, self.files.context_length)
         self.eos_ids = self.files.eos_token_ids() or (self.codec.eos_from_tokenizer() if self.codec else ())
         self.generation_defaults = self._generation_defaults(a)
 
     @property
-    def most_prompt(self) -> int:
+    def max_prompt_tokens(self) -> int:
         """Tokens that a prompt may have: an encoder's fills the context, others leave room for a token after it."""
         return self.context_length - (not self.is_encoder)
 
@@ -104,20 +104,20 @@ class ServedModel:
                     param="prompt",
                 )
 
-    def most_kept(self, truncate: int | None) -> int | None:
+    def truncation_limit(self, truncate: int | None) -> int | None:
         """The tokens that are kept of an input of a model's task. None: all, and too many are an error.
 
         ``truncate``: a number of them, or -1 for as many as the model takes, which is the default with
         --allow-auto-truncate. Raises InvalidRequest for other numbers.
         """
         if truncate is None:
-            return self.most_prompt if self._cuts else None
+            return self.max_prompt_tokens if self._cuts else None
         if truncate == -1:
-            return self.most_prompt
-        if not 1 <= truncate <= self.most_prompt:
+            return self.max_prompt_tokens
+        if not 1 <= truncate <= self.max_prompt_tokens:
             raise InvalidRequest(
-                f"truncate_prompt_tokens: this model takes 1 to {self.most_prompt} tokens; send one of these numbers, "
-                "or -1 for the most.",
+                f"truncate_prompt_tokens: this model takes 1 to {self.max_prompt_tokens} tokens; send one of these "
+                "numbers, or -1 for the most.",
                 param="truncate_prompt_tokens",
             )
         return truncate

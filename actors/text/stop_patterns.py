@@ -12,15 +12,15 @@ import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["MOST_HELD", "PatternError", "StopPattern", "StopPatterns"]
+__all__ = ["MAX_HELD_CHARS", "PatternError", "StopPattern", "StopPatterns"]
 
-MOST_HELD = 512
+MAX_HELD_CHARS = 512
 """Characters that are held back because they may start a match."""
 
-_MOST_POSITIONS = 256
-_MOST_PARTS = 4096
-_MOST_DEPTH = 32
-_MOST_CACHED = 1024
+_MAX_POSITIONS = 256
+_MAX_PARTS = 4096
+_MAX_DEPTH = 32
+_MAX_CACHED = 1024
 
 _CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a"}
 _HEX = {"x": 2, "u": 4, "U": 8}
@@ -51,11 +51,11 @@ class _Any(NamedTuple):
 
 
 class _Repeat(NamedTuple):
-    """``most`` None: without an end."""
+    """``maximum`` None: without an end."""
 
     part: Node
-    least: int
-    most: int | None
+    minimum: int
+    maximum: int | None
 
 
 Node = _Set | _All | _Any | _Repeat
@@ -101,7 +101,7 @@ class StopPattern:
         after = self._next.get(live)
         if after is None:
             after = self.first | self._union(live, self._follow)
-            if len(self._next) >= _MOST_CACHED:
+            if len(self._next) >= _MAX_CACHED:
                 self._next.clear()
             self._next[live] = after
         return after & self._mask(char)
@@ -123,7 +123,7 @@ class StopPattern:
         mask = self._masks.get(char)
         if mask is None:
             mask = sum(1 << place for place, test in enumerate(self._tests) if test(char))
-            if len(self._masks) >= _MOST_CACHED:
+            if len(self._masks) >= _MAX_CACHED:
                 self._masks.clear()
             self._masks[char] = mask
         return mask
@@ -139,9 +139,9 @@ class StopPattern:
 
     def _add(self, node: Node) -> _Part:
         self._parts += 1
-        if self._parts > _MOST_PARTS or len(self._tests) >= _MOST_POSITIONS:
+        if self._parts > _MAX_PARTS or len(self._tests) >= _MAX_POSITIONS:
             raise PatternError(
-                f"with its repetitions written out it has more than {_MOST_POSITIONS} characters. Shorten it"
+                f"with its repetitions written out it has more than {_MAX_POSITIONS} characters. Shorten it"
             )
         match node:
             case _Set(test):
@@ -160,19 +160,19 @@ class StopPattern:
                 for one in added:
                     first, last = first | one.first, last | one.last
                 return _Part(any(one.empty for one in added), first, last)
-            case _Repeat(part, least, most):
-                return self._repeat(part, least, most)
+            case _Repeat(part, minimum, maximum):
+                return self._repeat(part, minimum, maximum)
 
-    def _repeat(self, node: Node, least: int, most: int | None) -> _Part:
+    def _repeat(self, node: Node, minimum: int, maximum: int | None) -> _Part:
         whole = _Part(True, 0, 0)
-        for _ in range(least):
+        for _ in range(minimum):
             whole = self._join(whole, self._add(node))
-        if most is None:
+        if maximum is None:
             part = self._add(node)
             self._connect(part.last, part.first)
             return self._join(whole, part._replace(empty=True))
         rest = _Part(True, 0, 0)
-        for _ in range(most - least):  # from the last one on: each is entered only behind the one before it
+        for _ in range(maximum - minimum):  # from the last one on: each is entered only behind the one before it
             rest = self._join(self._add(node), rest)._replace(empty=True)
         return self._join(whole, rest)
 
@@ -196,7 +196,7 @@ class StopPatterns:
     def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns = [StopPattern(text) for text in dict.fromkeys(patterns)]
         self._live = [0] * len(self._patterns)
-        self._tails = [""] * len(self._patterns)  # the text since no match was under way, at most MOST_HELD of it
+        self._tails = [""] * len(self._patterns)  # the text since no match was under way, at most MAX_HELD_CHARS of it
 
     def __bool__(self) -> bool:
         return bool(self._patterns)
@@ -208,14 +208,14 @@ class StopPatterns:
 
     def feed(self, text: str) -> tuple[int, int, str] | None:
         """Add text; returns the number of characters of ``text`` up to the end of the found match, the length of the
-        match (at most :data:`MOST_HELD`) and its pattern."""
+        match (at most :data:`MAX_HELD_CHARS`) and its pattern."""
         for place, char in enumerate(text):
             result: tuple[int, str] | None = None
             for index, pattern in enumerate(self._patterns):
                 live = self._live[index] = pattern.step(self._live[index], char)
-                self._tails[index] = (self._tails[index] + char)[-MOST_HELD:] if live else ""
+                self._tails[index] = (self._tails[index] + char)[-MAX_HELD_CHARS:] if live else ""
                 if live & pattern.last:
-                    length = pattern.length(self._tails[index]) or MOST_HELD
+                    length = pattern.length(self._tails[index]) or MAX_HELD_CHARS
                     result = max(result or (0, ""), (length, pattern.text))
             if result is not None:
                 return place + 1, *result
@@ -284,13 +284,13 @@ class _Reader:
             node = _Repeat(node, 1 if char == "+" else 0, 1 if char == "?" else None)
         elif (count := _COUNT.match(self._text, self._at)) and (count[1] or count[3]):
             self._at = count.end()
-            least = int(count[1] or 0)
-            most = int(count[3]) if count[3] else None if count[2] else least
-            if most is not None and most < least:
+            minimum = int(count[1] or 0)
+            maximum = int(count[3]) if count[3] else None if count[2] else minimum
+            if maximum is not None and maximum < minimum:
                 raise PatternError(f"{count[0]} ends below its start. Swap the numbers")
-            if max(least, most or 0) > _MOST_POSITIONS:
-                raise PatternError(f"{count[0]} repeats more than {_MOST_POSITIONS} times. Repeat less often")
-            node = _Repeat(node, least, most)
+            if max(minimum, maximum or 0) > _MAX_POSITIONS:
+                raise PatternError(f"{count[0]} repeats more than {_MAX_POSITIONS} times. Repeat less often")
+            node = _Repeat(node, minimum, maximum)
         else:
             return node
         if self._peek() == "?":  # the first end of a match counts, so a lazy repetition finds the same
@@ -326,8 +326,8 @@ class _Reader:
                 )
             self._at += 2
         self._depth += 1
-        if self._depth > _MOST_DEPTH:
-            raise PatternError(f"its groups are more than {_MOST_DEPTH} deep. Flatten it")
+        if self._depth > _MAX_DEPTH:
+            raise PatternError(f"its groups are more than {_MAX_DEPTH} deep. Flatten it")
         node = self._choice()
         self._depth -= 1
         if self._peek() != ")":

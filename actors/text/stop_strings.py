@@ -26,7 +26,7 @@ class StopStrings:
         return max(self._matched, default=0)
 
     def feed(self, text: str) -> tuple[int, str] | None:
-        """Add text; returns the number of characters of `text` up to the end of the found stop string, and that
+        """Add text; returns the number of characters of ``text`` up to the end of the found stop string, and that
         string."""
         if not self._strings:
             return None

@@ -146,31 +146,31 @@ class TextCodec:
         """The path of tokenizer.json, or its text where there is no such file."""
         return self.tokenizer.to_str() if self._file is None else str(self._file.resolve())
 
-    def encode(self, prompt: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Token ids of a text; of one with more than ``most`` of them the first ones, with all special tokens. Raises
-        InvalidRequest."""
+    def encode(self, prompt: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a text; of one with more than ``max_tokens`` of them the first ones, with all special tokens.
+        Raises InvalidRequest."""
         ids: list[int] = self._encoded(prompt, add_special_tokens).ids
-        if most is None or len(ids) <= most:
+        if max_tokens is None or len(ids) <= max_tokens:
             return ids
         if not add_special_tokens:
-            return ids[:most]
+            return ids[:max_tokens]
         tokenizer, plain = self.tokenizer, self._encoded(prompt, False)
-        plain.truncate(max(most - tokenizer.num_special_tokens_to_add(False), 0))
+        plain.truncate(max(max_tokens - tokenizer.num_special_tokens_to_add(False), 0))
         shorter: list[int] = tokenizer.post_process(plain, None, True).ids
-        return shorter[:most]
+        return shorter[:max_tokens]
 
-    def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], int]:
+    def encode_pair(self, first: str, second: str, max_tokens: int | None = None) -> tuple[list[int], int]:
         """Token ids of two texts, joined as the tokenizer does for its model, and where the second one begins; 0 if the
-        tokenizer does not distinguish them. If there are more than ``most`` tokens, the longer text loses its last ones
-        until both have the same length. Raises InvalidRequest."""
+        tokenizer does not distinguish them. If there are more than ``max_tokens`` tokens, the longer text loses its
+        last ones until both have the same length. Raises InvalidRequest."""
         tokenizer, texts = self.tokenizer, (self._encoded(first, False), self._encoded(second, False))
-        if most is not None:
-            room = max(most - tokenizer.num_special_tokens_to_add(True), 0)
+        if max_tokens is not None:
+            room = max(max_tokens - tokenizer.num_special_tokens_to_add(True), 0)
             for text, length in zip(texts, _share(room, len(texts[0].ids), len(texts[1].ids)), strict=True):
                 text.truncate(length)
         encoded = tokenizer.post_process(*texts, True)
         types: list[int] = encoded.type_ids
-        return encoded.ids[:most], types.index(1) if 1 in types else 0
+        return encoded.ids[:max_tokens], types.index(1) if 1 in types else 0
 
     def _encoded(self, text: str, add_special_tokens: bool) -> Encoding:
         try:
@@ -186,7 +186,7 @@ class TextCodec:
         result = self.tokenizer.token_to_id(text)
         return tuple(self.encode(text, add_special_tokens=False)) if result is None else (int(result),)
 
-    def most_chars(self, tokens: int) -> int:
+    def max_chars(self, tokens: int) -> int:
         """Most characters that a text of ``tokens`` tokens can have."""
         # A normalizer may make a text shorter before it is cut into tokens.
         return tokens * self._longest_token * (1 if self.tokenizer.normalizer is None else 8)

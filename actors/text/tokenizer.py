@@ -113,12 +113,12 @@ class Tokenizer(Actor[TokenizerProtocol]):
         return results
 
     def _encode(self, message: Encode) -> Encoded:
-        prompt, pair, add, most = message.prompt, message.pair, message.add_special_tokens, message.most
+        prompt, pair, add, max_tokens = message.prompt, message.pair, message.add_special_tokens, message.max_tokens
         began = time.monotonic()
         if pair is not None:
-            both, second = self._try(lambda: self._codec.encode_pair(prompt, pair, most))
+            both, second = self._try(lambda: self._codec.encode_pair(prompt, pair, max_tokens))
             return Encoded(token_ids=both, second=second, seconds=time.monotonic() - began)
-        ids = self._try(lambda: self._codec.encode(prompt, add_special_tokens=add, most=most))
+        ids = self._try(lambda: self._codec.encode(prompt, add_special_tokens=add, max_tokens=max_tokens))
         return Encoded(token_ids=ids, seconds=time.monotonic() - began)
 
     def _try(self, work: Callable[[], R]) -> R:

@@ -11,9 +11,9 @@ import msgspec
 
 from actors.text.model_files import ModelPathError
 
-__all__ = ["MOST_GROWTH", "check_growth"]
+__all__ = ["MAX_GROWTH", "check_growth"]
 
-MOST_GROWTH = 64.0
+MAX_GROWTH = 64.0
 """Most growth of a text, as a factor. Usual tokenizers stay below 10."""
 
 _ZERO_WIDTH = re.compile(r"\(\?[=!<]|\\[bBAzZGK]|[\^$]")
@@ -38,10 +38,10 @@ def check_growth(file: Path) -> None:
     except (msgspec.DecodeError, OSError, RecursionError, UnicodeDecodeError) as error:
         raise ModelPathError(f"{file} cannot be read as a tokenizer: {error}") from error
     for growth, how in ((encoding, "encodes"), (decoding, "decodes")):
-        if growth > MOST_GROWTH:
+        if growth > MAX_GROWTH:
             raise ModelPathError(
                 f"{file} is refused: the steps by which it {how} may make a text {growth:.3g} times as long, and at "
-                f"most {MOST_GROWTH:.0f} are accepted. Is the file from a source that you trust?"
+                f"most {MAX_GROWTH:.0f} are accepted. Is the file from a source that you trust?"
             )
 
 

@@ -1,4 +1,10 @@
-"""HTTP/2 connections: limits on frames that bring nothing, and bodies that arrive after their answer."""
+"""HTTP/2 connections: limits on frames that bring nothing, bodies that arrive after their answer, and a fast path for
+pieces of streams.
+
+For each piece of a body Hypercorn wakes its sending task, which asks a tree of priorities, runs h2's state machine and
+writes to the socket. Pieces that the client has room for are framed here, and those of one turn of the event loop are
+written together.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +13,12 @@ from typing import Any
 
 import h2.errors
 import h2.events
+from h2.stream import StreamState
 from hypercorn.events import Closed, Event, RawData
+from hypercorn.protocol.events import Body
+from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import H2Protocol
+from priority.priority import DeadlockError
 
 __all__ = ["PIECE", "Http2"]
 
@@ -29,6 +39,8 @@ MAX_UPDATES = 10 * BURST
 _PREFACE = 24  # bytes from the client before its first frame
 _HEAD = 9  # bytes of a frame before its payload
 _DATA, _WINDOW_UPDATE = 0x0, 0x8
+_MAX_UNWRITTEN = 64 << 10  # bytes of frames that wait to be written; further pieces take Hypercorn's way, which waits
+_CAN_SEND = (StreamState.OPEN, StreamState.HALF_CLOSED_REMOTE)
 
 
 class Http2(H2Protocol):
@@ -47,6 +59,8 @@ class Http2(H2Protocol):
         self._updates = 0  # WINDOW_UPDATE frames that may come
         self._allowance = float(BURST)
         self._counted = asyncio.get_running_loop().time()
+        self._frames: list[bytes] = []  # to write, before what h2 has to send
+        self._unwritten = 0  # bytes of these
 
     async def handle(self, event: Event) -> None:
         if isinstance(event, RawData):
@@ -72,8 +86,56 @@ class Http2(H2Protocol):
                 await super()._handle_events([event])
         await self._flush()
 
+    async def stream_send(self, event: StreamEvent) -> None:
+        if not isinstance(event, Body) or not self._frame(event.stream_id, event.data):
+            await super().stream_send(event)
+        elif len(self._frames) == 1:
+            await self.has_data.set()
+
+    def _frame(self, stream_id: int, data: bytes) -> bool:
+        """Frame a piece of a body (RFC 9113, section 6.1). False, and nothing is done: it has to wait for the client,
+        or for earlier pieces of its stream."""
+        stream, buffer = self.connection.streams.get(stream_id), self.stream_buffers.get(stream_id)
+        size = len(data)
+        if (
+            stream is None
+            or buffer is None
+            or buffer.buffer
+            or self.closed
+            or stream_id not in self.streams
+            or self._unwritten > _MAX_UNWRITTEN
+            or size > stream.outbound_flow_control_window
+            or size > self.connection.outbound_flow_control_window
+            or size > self.connection.max_outbound_frame_size
+            or stream.state_machine.state not in _CAN_SEND
+        ):
+            return False
+        stream.outbound_flow_control_window -= size
+        self.connection.outbound_flow_control_window -= size
+        self._frames.append(b"%b\0\0%b%b" % (size.to_bytes(3), stream_id.to_bytes(4), data))
+        self._unwritten += _HEAD + size
+        return True
+
+    async def send_task(self) -> None:
+        # As in Hypercorn, and it writes the frames of a turn of the loop.
+        while not self.closed:
+            if self._frames:
+                await self._flush()
+            try:
+                stream_id = next(self.priority)
+            except DeadlockError:
+                if not self._frames:
+                    await self.has_data.wait()
+                await self.has_data.clear()
+            else:
+                await self._send_data(stream_id)
+
     async def _flush(self) -> None:
         data = self.connection.data_to_send()
+        if self._frames:
+            data = b"".join([*self._frames, data])
+            self._frames.clear()
+            self._unwritten = 0
         if data:
             self._allow_updates(self._sent.kinds(data).count(_DATA))
             await self.send(RawData(data=data))

@@ -12,7 +12,7 @@ import logging
 import math
 import resource
 import signal
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -30,7 +30,7 @@ from actors.options import Arguments
 from app.server.http1 import Chunk, Http1, rebound
 from app.server.http2 import PIECE, Http2
 
-__all__ = ["ServedApplication", "configuration", "listen", "serve"]
+__all__ = ["ServedApplication", "configuration", "listen", "serve", "serve_until"]
 
 log = logging.getLogger("troupe.server")
 
@@ -111,9 +111,10 @@ class Connection(TCPServer):
     * A client that does not read could keep its connection for ever.
     """
 
-    def __init__(self, limit: ConnectionLimit, *arguments: Any) -> None:
+    def __init__(self, limit: ConnectionLimit, first_request: float, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._limit = limit
+        self._first_request = first_request  # seconds for its head
         self._greeted = False
 
     async def run(self) -> None:
@@ -136,7 +137,7 @@ class Connection(TCPServer):
             await super()._idle_timeout()
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HEADER_TIMEOUT):
+            async with asyncio.timeout(self._first_request):
                 await self.context.terminated.wait()
         await asyncio.shield(self._initiate_server_close())
 
@@ -218,6 +219,21 @@ def listen(config: Config) -> Sockets:
     return sockets
 
 
+async def serve_until(
+    stop: Callable[[], Awaitable[object]],
+    app: ASGIFramework,
+    config: Config,
+    sockets: Sockets,
+    *,
+    first_request: float | None = None,
+) -> None:
+    """Serve until ``stop`` returns. ``first_request``: seconds for the head of the first request on a connection."""
+    seconds = HEADER_TIMEOUT if first_request is None else first_request
+    serve_connections = rebound(worker_serve, TCPServer=partial(Connection, ConnectionLimit(), seconds))
+    application = wrap_app(app, config.wsgi_max_body_size, "asgi")
+    await serve_connections(application, config, sockets=sockets, shutdown_trigger=stop)
+
+
 async def serve(
     app: ASGIFramework,
     control: ServedApplication,
@@ -248,15 +264,9 @@ async def serve(
         finally:
             stopping.set()
 
-    serve_connections = rebound(worker_serve, TCPServer=partial(Connection, ConnectionLimit()))
     with _signals(signals, on_signal):
         serving = asyncio.create_task(
-            serve_connections(
-                wrap_app(app, config.wsgi_max_body_size, "asgi"),
-                config,
-                sockets=sockets,
-                shutdown_trigger=shutdown_trigger,
-            ),
+            serve_until(shutdown_trigger, app, config, sockets),
             name="troupe-server",
         )
         try:

@@ -129,9 +129,9 @@ def _operation(
             "name": name,
             "in": "query",
             "description": meaning,
-            "schema": {"type": "integer", "minimum": least, "maximum": most},
+            "schema": {"type": "integer", "minimum": minimum, "maximum": maximum},
         }
-        for name, meaning, least, most in route.query
+        for name, meaning, minimum, maximum in route.query
     ]
     parameters += [
         {"name": name, "in": "query", "description": meaning, "schema": {"type": "string"}}

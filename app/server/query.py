@@ -34,22 +34,22 @@ def choice(name: str, choices: tuple[str, ...]) -> str:
     return text
 
 
-def number(name: str, default: int, least: int, most: int) -> int:
+def number(name: str, default: int, minimum: int, maximum: int) -> int:
     """A whole number."""
     text = word(name)
     if text is None:
         return default
-    if not (text.isascii() and text.isdecimal()) or not least <= int(text[:12]) <= most:
-        raise invalid(f"{name}: must be a whole number from {least} to {most}, not {text[:64]!r}.", param=name)
+    if not (text.isascii() and text.isdecimal()) or not minimum <= int(text[:12]) <= maximum:
+        raise invalid(f"{name}: must be a whole number from {minimum} to {maximum}, not {text[:64]!r}.", param=name)
     return int(text)
 
 
-def page(newest_first: list[One], name: Callable[[One], str], *, most: int, default: int) -> tuple[list[One], bool]:
+def page(newest_first: list[One], name: Callable[[One], str], *, maximum: int, default: int) -> tuple[list[One], bool]:
     """The part of a list that ``after``, ``limit`` and ``order`` ask for, and whether there is more behind it.
 
-    ``name``: the id of a member. ``most`` and ``default``: of the limit.
+    ``name``: the id of a member. ``maximum`` and ``default``: of the limit.
     """
-    after, limit = word("after"), number("limit", default, 1, most)
+    after, limit = word("after"), number("limit", default, 1, maximum)
     result = newest_first if choice("order", ("desc", "asc")) == "desc" else newest_first[::-1]
     if after is not None:
         place = next((place for place, one in enumerate(result) if name(one) == after), None)

@@ -18,10 +18,10 @@ MAX_BODY = 8 << 20
 
 MAX_BYTES = 2 * MAX_BODY  # of a dropped body, in total
 _PERIOD = 1.0
-_LEAST = 16 << 10  # bytes in each period: a slower client is not waited for
+_MIN_BYTES = 16 << 10  # bytes in each period: a slower client is not waited for
 _SECONDS = 10.0
 _WAITING = 4  # pieces of an upload that wait for its reader
-_UPLOAD_SECONDS = 60.0  # of waiting for an upload, in which it must bring ``_LEAST`` bytes for each second
+_UPLOAD_SECONDS = 60.0  # of waiting for an upload, in which it must bring ``_MIN_BYTES`` bytes for each second
 
 
 class RequestBody:
@@ -100,7 +100,7 @@ class RequestBody:
         if pieces is None:
             raise RuntimeError("this route declares no upload")
         loop = asyncio.get_running_loop()
-        seconds, missing = _UPLOAD_SECONDS, _UPLOAD_SECONDS * _LEAST
+        seconds, missing = _UPLOAD_SECONDS, _UPLOAD_SECONDS * _MIN_BYTES
         try:
             while True:
                 began = loop.time()
@@ -110,7 +110,7 @@ class RequestBody:
                     return
                 seconds, missing = seconds - (loop.time() - began), missing - len(piece)
                 if missing <= 0:
-                    seconds, missing = _UPLOAD_SECONDS, _UPLOAD_SECONDS * _LEAST
+                    seconds, missing = _UPLOAD_SECONDS, _UPLOAD_SECONDS * _MIN_BYTES
                 yield piece
         finally:
             self._end_upload()
@@ -144,9 +144,9 @@ class RequestBody:
         self._end_upload()
         reader = asyncio.create_task(self._read(), name="troupe-drop-body")
         loop = asyncio.get_running_loop()
-        deadline, seen = loop.time() + _SECONDS, self._bytes - _LEAST
+        deadline, seen = loop.time() + _SECONDS, self._bytes - _MIN_BYTES
         try:
-            while not self.over and self._bytes >= seen + _LEAST and loop.time() < deadline:
+            while not self.over and self._bytes >= seen + _MIN_BYTES and loop.time() < deadline:
                 seen = self._bytes
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_PERIOD):

@@ -16,7 +16,7 @@ from quart import Response
 from actors.engine.status import EngineStatus
 from actors.options import Arguments
 from actors.protocol.requests import LIMITS, Chat, InvalidRequest, QueueFull, SamplingParams
-from actors.requests.admission import AdmissionControl, most_for_one
+from actors.requests.admission import AdmissionControl, max_per_tenant
 from actors.requests.intake import GENERATE
 from actors.requests.streams import RequestStream
 from app.parsers.registry import OutputFormat, output_format
@@ -74,7 +74,7 @@ class Service:
         self.responses: Responses  # set by the application
         self.sessions: Sessions  # set by the application
         self.batches: BatchRunner | None = None  # with --file-storage-path
-        self._text_tickets = AdmissionControl(
+        self._text_admission = AdmissionControl(
             max_sequences=LIMITS.text_requests, max_tokens=None, tenants=max(1, len(arguments.api_keys))
         )
         self._screen = FieldScreen(table.routes, engine.metrics.count_unknown_field)
@@ -250,7 +250,7 @@ class Service:
     def room(self) -> int:
         """The sequences that one client may have in the engine while the others have none."""
         bound = self.arguments.max_running_requests + self.arguments.max_queued_requests
-        return most_for_one(bound, len(self.arguments.api_keys))
+        return max_per_tenant(bound, len(self.arguments.api_keys))
 
     def check_size(self, prompts: int, choices: int, param: str) -> None:
         """Raise 400 for a batch of prompts that could never fit into the queue."""
@@ -269,14 +269,14 @@ class Service:
         Raises QueueFull.
         """
         try:
-            ticket = self._text_tickets.issue(1, 0, time.monotonic(), exchange.tenant)
+            permit = self._text_admission.admit(1, 0, time.monotonic(), exchange.tenant)
         except QueueFull:
-            count = self._text_tickets.sequences
+            count = self._text_admission.sequences
             raise QueueFull(f"{count} requests for the tokenizer are running. Try again.", retry_after=1.0) from None
         try:
             yield
         finally:
-            self._text_tickets.give_back(ticket, time.monotonic())
+            self._text_admission.release(permit, time.monotonic())
 
     async def abort(self, name: str, tenant: str) -> int:
         """Abort the requests with this id, the server's or the client's, and return their number.

@@ -11,7 +11,7 @@ Layers that keep the same form one :class:`CacheGroup`. There are four kinds:
 ``Paged`` and ``Latent`` groups keep all tokens: they share the main page table, whose pages have the same ids in all of
 their layers. ``Window`` and ``State`` groups are *bounded*: a sequence holds a limited number of their pages, whatever
 its length. Each has a page table of its own. Its column ``i`` stands for the tokens ``i * page_tokens ..``; a page of a
-state holds the state after the last of them. To go on at position ``n``, a step reads the columns of the ``reach``
+state holds the state after the last of them. To go on at position ``n``, a step reads the columns of the ``lookback``
 tokens before ``n`` and writes those of its own tokens.
 
 This module imports no torch: both sides of the process boundary use it.
@@ -50,7 +50,7 @@ class Paged(msgspec.Struct, frozen=True, tag="paged"):
     v_dim: int
 
     @property
-    def reach(self) -> int | None:
+    def lookback(self) -> int | None:
         """Tokens before the next one that a step reads; None: all."""
         return None
 
@@ -61,29 +61,38 @@ class Paged(msgspec.Struct, frozen=True, tag="paged"):
 
 class Latent(msgspec.Struct, frozen=True, tag="latent"):
     """One vector [dim + rope_dim] of every token, in each layer: what all heads' keys and values are made from, and the
-    part of the key that carries the position."""
+    part of the key that carries the position. ``index_dim``: numbers of one more key, by which an indexer chooses the
+    tokens that are attended to (DeepSeek-AI, arXiv 2512.02556, section 2.1); 0: all are."""
 
     dim: int
     rope_dim: int
+    index_dim: int = 0
 
     @property
-    def reach(self) -> int | None:
+    def lookback(self) -> int | None:
         """Tokens before the next one that a step reads; None: all."""
         return None
 
     def token_bytes(self, number_bytes: int, scale_bytes: int = 0) -> int:
         """Bytes of one token in one layer. ``scale_bytes``: of the vector's scale."""
-        return (self.dim + self.rope_dim) * number_bytes + scale_bytes
+        return (self.dim + self.rope_dim + self.index_dim) * number_bytes + scale_bytes
 
 
 class Window(msgspec.Struct, frozen=True, tag="window"):
-    """What ``paged`` keeps, of the last ``tokens`` tokens: a query sees itself and the ``tokens - 1`` before it."""
+    """What ``paged`` keeps, of the last ``tokens`` tokens: a query sees itself and the ``tokens - 1`` before it.
+    ``chunks``: it sees only those of them from the last multiple of ``tokens`` on."""
 
     paged: Paged
     tokens: int
+    chunks: bool = False
 
     @property
-    def reach(self) -> int | None:
+    def length(self) -> int:
+        """As ``ModelConfig.windows`` has it."""
+        return -self.tokens if self.chunks else self.tokens
+
+    @property
+    def lookback(self) -> int | None:
         """Tokens before the next one that a step reads; None: all."""
         return self.tokens - 1
 
@@ -99,7 +108,7 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     dtype: str = "float32"
 
     @property
-    def reach(self) -> int | None:
+    def lookback(self) -> int | None:
         """Tokens before the next one that a step reads; None: all."""
         return 1
 
@@ -150,15 +159,15 @@ class GroupPages(msgspec.Struct, frozen=True):
     @property
     def bounded(self) -> bool:
         """Whether a sequence holds a limited number of pages, in a page table of the group's own."""
-        return self.group.spec.reach is not None
+        return self.group.spec.lookback is not None
 
     @property
-    def reach(self) -> int:
+    def lookback(self) -> int:
         """As the spec's, of a bounded group. Raises ValueError for one that keeps all tokens."""
-        reach = self.group.spec.reach
-        if reach is None:
+        lookback = self.group.spec.lookback
+        if lookback is None:
             raise ValueError("a group that keeps all tokens reads all of them")
-        return reach
+        return lookback
 
     def sequence_pages(self, page_size: int) -> int:
         """Most pages that a sequence holds between steps, its chunks of prompt left out.
@@ -166,7 +175,7 @@ class GroupPages(msgspec.Struct, frozen=True):
         ``page_size``: tokens of a main page. A sequence may have two tokens in flight and a page that is not committed
         yet, and its capacity is rounded up to a page. Both ends of what it holds may lie inside of a page.
         """
-        return -(-(self.reach + 2 * page_size) // self.page_tokens) + 2
+        return -(-(self.lookback + 2 * page_size) // self.page_tokens) + 2
 
     def step_pages(self, step_tokens: int) -> int:
         """Pages that the prompt chunks of two steps in flight take, together."""

@@ -46,7 +46,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     cache_groups: tuple[GroupPages, ...] = ()  # what the layers keep, and the pages of each group
 
     @property
-    def most_prompt(self) -> int:
+    def max_prompt_tokens(self) -> int:
         """Tokens that a prompt may have: an encoder's fills the context, others leave room for a token after it."""
         return self.context_length - (self.pooling is None or not self.pooling.encoder)
 

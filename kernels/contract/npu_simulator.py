@@ -17,7 +17,7 @@ SOC_NAMES = {"A2": "Ascend910B3", "A3": "Ascend910_9391", "A5": "Ascend950PR_959
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 DEFAULT_DEVICES = 2
 DEFAULT_MEMORY = 4 << 30
-MOST_DEVICES = 64
+MAX_DEVICES = 64
 
 
 class SpecError(ValueError):
@@ -45,8 +45,8 @@ def parse(text: str) -> Spec:
         raise SpecError(f"{text!r} names no simulated NPU: {example}")
     devices, memory = DEFAULT_DEVICES, DEFAULT_MEMORY
     if rest:
-        if not rest[0].isdecimal() or not 1 <= int(rest[0]) <= MOST_DEVICES:
-            raise SpecError(f"{rest[0]!r} in {text!r} is no number of devices (1 to {MOST_DEVICES}): {example}")
+        if not rest[0].isdecimal() or not 1 <= int(rest[0]) <= MAX_DEVICES:
+            raise SpecError(f"{rest[0]!r} in {text!r} is no number of devices (1 to {MAX_DEVICES}): {example}")
         devices = int(rest[0])
     if len(rest) == 2:
         size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", rest[1].strip(), re.IGNORECASE)

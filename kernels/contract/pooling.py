@@ -6,7 +6,18 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["PoolingConfig"]
+__all__ = ["DenseConfig", "PoolingConfig"]
+
+
+class DenseConfig(msgspec.Struct, frozen=True):
+    """A linear layer behind the pooling, from ``inputs`` to ``outputs`` numbers. path: the directory of its weights,
+    within the model's."""
+
+    path: str
+    inputs: int
+    outputs: int
+    bias: bool = True
+    activation: Literal["none", "tanh", "relu", "gelu", "sigmoid", "silu"] = "none"
 
 
 class PoolingConfig(msgspec.Struct, frozen=True):
@@ -17,9 +28,10 @@ class PoolingConfig(msgspec.Struct, frozen=True):
     normalize: whether vectors have length 1.
     encoder: whether tokens attend to those after them, so that an input runs whole and nothing is cached.
     labels: of the classes. activation: what turns the head's numbers into probabilities.
-    most_tokens: tokens of an input; 0: as many as the model has positions.
+    max_tokens: tokens of an input; 0: as many as the model has positions.
     prompts: texts that stand before an input, by name. default_prompt: the name of the one that stands before inputs
     whose request names none; empty: none does. lowercase: whether inputs are made lower-case.
+    dense: linear layers that vectors pass before they are normalized.
     """
 
     task: Literal["embed", "classify"]
@@ -28,7 +40,8 @@ class PoolingConfig(msgspec.Struct, frozen=True):
     encoder: bool = False
     labels: tuple[str, ...] = ()
     activation: Literal["softmax", "sigmoid", "none"] = "none"
-    most_tokens: int = 0
+    max_tokens: int = 0
     prompts: dict[str, str] = {}
     default_prompt: str = ""
     lowercase: bool = False
+    dense: tuple[DenseConfig, ...] = ()

@@ -76,8 +76,12 @@ class SlotSampling(msgspec.Struct, frozen=True, omit_defaults=True, array_like=T
     routed_experts: bool = False  # whether the experts that these tokens took are returned
     max_drafts: int = -1  # draft tokens that a step verifies of this request; -1: as many as the runner does
     grammar: Grammar | None = None  # what the output must match
-    grammar_after: tuple[int, ...] = ()  # the grammar begins after these tokens (the end of reasoning); empty: at once
-    grammar_opens: int = -1  # only an answer that starts with this token waits for `grammar_after`; -1: every answer
+    reasoning_end_ids: tuple[
+        int, ...
+    ] = ()  # the grammar begins after these tokens (the end of reasoning); empty: at once
+    reasoning_start_id: int = (
+        -1
+    )  # only an answer that starts with this token waits for `reasoning_end_ids`; -1: every answer
     prediction: bytes = b""  # int32: what the output is expected to repeat; NGRAM drafts from it
 
 

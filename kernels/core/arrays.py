@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Ints", "Longs", "ragged", "unpack_ints"]
+__all__ = ["Bools", "Ints", "Longs", "ragged", "unpack_ints"]
 
+Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 

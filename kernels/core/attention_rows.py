@@ -34,6 +34,26 @@ class AttentionRows:
     tree: Tensor | None = None
     roots: npt.NDArray[np.int64] | None = None
 
+    def in_chunks(self, size: int, page_size: int) -> AttentionRows:
+        """Rows that end where a chunk of ``size`` positions does, and whose positions are counted from its first.
+
+        The queries are the same ones, in the same order. ``size``: a multiple of ``page_size``, so that no page holds
+        tokens of two chunks. Raises ValueError for rows that verify draft tokens.
+        """
+        if self.verifies or size % page_size:
+            raise ValueError(f"rows cannot be cut into chunks of {size} in pages of {page_size}")
+        first, last = self.starts // size, (self.starts + self.counts - 1) // size
+        pieces = last - first + 1
+        row = np.repeat(np.arange(len(pieces)), pieces)
+        chunk = np.arange(len(row)) + np.repeat(first - np.cumsum(pieces) + pieces, pieces)
+        begin = chunk * size
+        low = np.maximum(self.starts[row], begin)
+        high = np.minimum((self.starts + self.counts)[row], begin + size)
+        columns, width = -(-int((high - begin).max(initial=1)) // page_size), self.pages.shape[1]
+        at = (begin // page_size)[:, None] + np.arange(columns)
+        pages = np.where(at < width, self.pages[row[:, None], np.minimum(at, width - 1)], 0).astype(np.int32)
+        return AttentionRows(low - begin, high - low, pages, self.decodes)
+
 
 @dataclass(frozen=True)
 class StepTokens:

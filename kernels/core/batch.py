@@ -13,7 +13,22 @@ from torch import Tensor
 from kernels.contract.caches import CacheSpec, Window
 from kernels.core.attention_rows import AttentionRows
 
-__all__ = ["BoundedRows", "ForwardBatch"]
+__all__ = ["BoundedRows", "ForwardBatch", "StateSegments"]
+
+
+@dataclass(frozen=True)
+class StateSegments:
+    """Tokens of ``n`` rows that recurrent layers run in one call; all on the device.
+
+    ``tokens`` int64 [n, count]: indices in the step, of each row ``count`` that follow one another. ``sources``,
+    ``targets`` int64 [n]: pages of the states before and after them. ``fresh`` bool [n]: rows that begin here, whose
+    state before is zero; None: no row does.
+    """
+
+    tokens: Tensor
+    sources: Tensor
+    targets: Tensor
+    fresh: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -22,6 +37,7 @@ class BoundedRows:
 
     ``pages`` int32 [rows, columns]: column i of a row holds tokens ``i * page_tokens ..``; the null page where the row
     neither reads nor writes. ``cache_index`` and ``plan`` as in ``ForwardBatch``, of a window; None of a state.
+    ``segments``: of a state, what the layers run, in order.
     """
 
     starts: npt.NDArray[np.int64]  # [rows]
@@ -30,6 +46,7 @@ class BoundedRows:
     page_tokens: int
     cache_index: Tensor | None = None
     plan: Any = None
+    segments: tuple[StateSegments, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,4 +72,4 @@ class ForwardBatch:
         rows = self.bounded[spec]
         assert rows.cache_index is not None
         own = AttentionRows(rows.starts, rows.counts, rows.pages, 0)
-        return replace(self, cache_index=rows.cache_index, plans={spec.tokens: rows.plan}, rows=own)
+        return replace(self, cache_index=rows.cache_index, plans={spec.length: rows.plan}, rows=own)

@@ -41,7 +41,7 @@ def block_maxima(logits: Tensor) -> Tensor:
 
 
 def argmax(logits: Tensor, rows: Tensor, block_max: Tensor) -> Tensor:
-    """The most likely token id int64 [n] of the `rows` int64 [n] of `logits`; block_max [n, blocks]."""
+    """The most likely token id int64 [n] of the ``rows`` int64 [n] of ``logits``; block_max [n, blocks]."""
     vocab = logits.shape[1]
     ids = block_max.argmax(-1, keepdim=True) * BLOCK + torch.arange(BLOCK, device=logits.device)
     values = logits.reshape(-1)[rows[:, None] * vocab + ids.clamp(max=vocab - 1)]
@@ -49,18 +49,18 @@ def argmax(logits: Tensor, rows: Tensor, block_max: Tensor) -> Tensor:
 
 
 def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The most likely token ids int64 [rows] of ``logits`` [rows, vocab], and which rows are broken: 0 in these."""
+    """The most likely token ids int64 [rows] of ``logits`` [rows, vocab], and which rows are not finite: 0 in these."""
     wide = logits.float()
     blocks = block_maxima(wide)
-    broken = ~blocks.amax(-1).isfinite()
-    return argmax(wide, torch.arange(len(wide)), blocks).masked_fill_(broken, 0), broken
+    nonfinite = ~blocks.amax(-1).isfinite()
+    return argmax(wide, torch.arange(len(wide)), blocks).masked_fill_(nonfinite, 0), nonfinite
 
 
 def select(logits: Tensor, rows: Tensor, block_max: Tensor, at_least: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens whose value reaches `at_least` float32 [n], one for each row, as one list by row and id.
+    """The tokens whose value reaches ``at_least`` float32 [n], one for each row, as one list by row and id.
 
-    Returns the row's place in `rows` int64 [tokens], ids int64 [tokens] and values float32 [tokens]. How many there are
-    depends on the data, so on an accelerator this waits for the device.
+    Returns the row's place in ``rows`` int64 [tokens], ids int64 [tokens] and values float32 [tokens]. How many there
+    are depends on the data, so on an accelerator this waits for the device.
     """
     vocab = logits.shape[1]
     at, block = torch.nonzero(block_max >= at_least[:, None], as_tuple=True)
@@ -71,7 +71,7 @@ def select(logits: Tensor, rows: Tensor, block_max: Tensor, at_least: Tensor) ->
 
 
 def in_order(count: int, at: Tensor, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens listed by ``select`` for `count` rows as values float32 and ids int64 [count, width], each row sorted.
+    """Tokens listed by ``select`` for ``count`` rows as values float32 and ids int64 [count, width], each row sorted.
 
     The width is the longest row's and at least 1; shorter rows are filled up with -inf.
     """
@@ -109,7 +109,7 @@ def top(logits: Tensor, rows: Tensor, block_max: Tensor, k: int) -> tuple[Tensor
 def weights(
     logits: Tensor, rows: Tensor, row_max: Tensor, temperature: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """``exp((logits - row_max) / temperature)`` of the `rows`, a few at a time: (which of them, logits, weights)."""
+    """``exp((logits - row_max) / temperature)`` of the ``rows``, a few at a time: (which of them, logits, weights)."""
     step = max(1, _CHUNK // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(rows))
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
@@ -133,7 +133,7 @@ def stable_sum(values: Tensor) -> Tensor:
 
 
 def log_normalizer(logits: Tensor, rows: Tensor, row_max: Tensor) -> Tensor:
-    """``logsumexp`` float32 [n] of the `rows` of `logits`, whose maxima are `row_max` float32 [n]."""
+    """``logsumexp`` float32 [n] of the ``rows`` of ``logits``, whose maxima are ``row_max`` float32 [n]."""
     sums = torch.empty(len(rows), dtype=accumulator(logits.device), device=logits.device)
     for part, _, weight in weights(logits, rows, row_max, torch.ones_like(row_max)):
         sums[part] = stable_sum(weight)

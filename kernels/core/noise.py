@@ -28,7 +28,7 @@ _SLACK = 1e-3  # of a score: covers a last-bit difference between two evaluation
 
 
 def _signed(value: int) -> int:
-    """The low 32 bits of `value` as a signed integer."""
+    """The low 32 bits of ``value`` as a signed integer."""
     return ((value & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 
@@ -113,11 +113,11 @@ def race(
     floor: Tensor,
     floor_id: Tensor,
 ) -> Tensor:
-    """One sampled token id int64 [n] for each of the `rows` int64 [n] of `logits` [all rows, vocab].
+    """One sampled token id int64 [n] for each of the ``rows`` int64 [n] of ``logits`` [all rows, vocab].
 
     block_max float32 [n, blocks]: maxima over blocks of 32 ids; row_max float32 [n]; keys int32 [n, 2]; temperature
-    float32 [n], above 0. Tokens below `floor` float32 [n], and tokens equal to it with an id above `floor_id` int64
-    [n], do not take part. A row whose maximum is not finite gets `vocab`, which is no token.
+    float32 [n], above 0. Tokens below ``floor`` float32 [n], and tokens equal to it with an id above ``floor_id`` int64
+    [n], do not take part. A row whose maximum is not finite gets ``vocab``, which is no token.
 
     Exact, and cheap: no token of a block can beat ``block_max / temperature - log(first clock)``, so only blocks, and
     in them tokens, whose bound reaches the score of a token already seen are looked at.

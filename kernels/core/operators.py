@@ -41,7 +41,8 @@ Called for rows that all have a top-k of 1 to 1024, or have none (``largest_k`` 
 """
 
 Greedy = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Logits [rows, vocab] -> each row's argmax int64 [rows], and ``SampledTokens.broken``; a token is 0 in such a row."""
+"""Logits [rows, vocab] -> each row's argmax int64 [rows], and ``SampledTokens.nonfinite``; a token is 0 in such a
+row."""
 
 Candidates = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """Logits [rows, vocab] and a count -> the best ids int64 and their log-probabilities float32, both [rows, count], the
@@ -117,7 +118,7 @@ class Acceptance:
         return self.packed[:, 2 + self.levels : 2 + 2 * self.levels]
 
     @property
-    def broken(self) -> Tensor:
+    def nonfinite(self) -> Tensor:
         """bool [rows, levels]: whether the token sampled there is invalid."""
         return self.packed[:, 2 + 2 * self.levels :].view(torch.bool)[:, : self.levels]
 

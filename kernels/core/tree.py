@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "MOST_NODES",
+    "MAX_NODES",
     "DraftTree",
     "Drafts",
     "Growth",
@@ -27,7 +27,7 @@ __all__ = [
     "within_window",
 ]
 
-MOST_NODES = 64
+MAX_NODES = 64
 """What a node sees of its tree is the bits of one int64."""
 
 
@@ -101,11 +101,11 @@ def unpack_bits(bits: Tensor, nodes: int) -> Tensor:
 
 def within_window(bits: Tensor, window: int) -> Tensor:
     """``bits`` int64 [rows, nodes] of which each node keeps its last ``window`` ones, its own among them; 0: all."""
-    if not window or window >= MOST_NODES:
+    if not window or window >= MAX_NODES:
         return bits
-    seen = unpack_bits(bits, MOST_NODES)
+    seen = unpack_bits(bits, MAX_NODES)
     nearest = seen.flip(-1).cumsum(-1).flip(-1) <= window  # a deeper ancestor has a higher number
-    return (seen & nearest).to(torch.int64).mul(_own_bits(MOST_NODES, bits.device)).sum(-1)
+    return (seen & nearest).to(torch.int64).mul(_own_bits(MAX_NODES, bits.device)).sum(-1)
 
 
 def _own_bits(nodes: int, device: torch.device) -> Tensor:
@@ -199,5 +199,5 @@ class Growth:
 
 
 def _check(nodes: int) -> None:
-    if not 0 < nodes <= MOST_NODES:
-        raise ValueError(f"a draft tree has 1 to {MOST_NODES} nodes, not {nodes}")
+    if not 0 < nodes <= MAX_NODES:
+        raise ValueError(f"a draft tree has 1 to {MAX_NODES} nodes, not {nodes}")

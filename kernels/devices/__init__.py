@@ -6,7 +6,7 @@
     linear.py           linear layers from weights of any kind
     experts.py          layers of experts
     cache.py            keys and values, page by page    group_caches.py, state_cache.py: caches of each spec
-    attention.py        rotation, placing of heads, plans and attention    latent_attention.py: over latent vectors
+    attention.py        rotary embedding, cache writes, plans, attention    latent_attention.py: over latent vectors
     sampling.py         own kernels for choosing tokens
     capture.py          graphs and programs (graphs.py: their buffers; prepared.py: what a device returns)
     draft_kernels.py    kernels between the passes of a draft; a device may have none

@@ -17,8 +17,9 @@ from kernels.devices.cache import KvCaches
 from kernels.devices.latent_attention import LatentHeads, attend_latent_heads, write_latent
 from kernels.devices.linear import NormThenLinear
 from kernels.devices.row_attention import attend_rows
+from kernels.devices.sparse_attention import Chosen, attend_chosen, choose_tokens
 
-__all__ = ["Attention", "ProjectedHeads"]
+__all__ = ["Attention", "QkvProjection"]
 
 Cache = TypeVar("Cache")
 """One layer's keys and values, as the device keeps them."""
@@ -43,6 +44,12 @@ class Attention(ABC, Generic[Cache, Plan]):
     @abstractmethod
     def plan(self, rows: AttentionRows, window: int) -> Plan:
         """The plan of a step. ``window``: tokens that a query sees, 0 for all."""
+
+    def plan_layers(self, rows: AttentionRows, window: int) -> Plan:
+        """``plan`` of layers whose ``window`` may be negative: queries see the tokens since its last multiple."""
+        if window >= 0:
+            return self.plan(rows, window)
+        return self.plan(rows.in_chunks(-window, self.caches.page_size), 0)
 
     def plan_draft(
         self, starts: Tensor, pages: Tensor, tokens: int, bits: Tensor | None, roots: Tensor | None, window: int
@@ -77,12 +84,26 @@ class Attention(ABC, Generic[Cache, Plan]):
         scale: float,
         cap: float,
         sinks: Tensor | None = None,
+        *,
+        slopes: Tensor | None = None,
+        growth_length: int = 0,
     ) -> Tensor:
         """As ``attend``, with scores of ``cap * tanh(score / cap)`` if ``cap`` is above 0, and with ``sinks`` float32
-        [heads], the scores of one more token whose value is 0. It reads ``rows`` on the host: no pass with it is
-        captured."""
+        [heads], the scores of one more token whose value is 0. ``slopes``, ``growth_length``: as
+        ``kernels.devices.row_attention``. It reads ``rows`` on the host: no pass with it is captured."""
         caches = self.caches
-        return attend_rows(queries, partial(caches.gather, cache), rows, caches.page_size, window, scale, cap, sinks)
+        return attend_rows(
+            queries,
+            partial(caches.gather, cache),
+            rows,
+            caches.page_size,
+            window,
+            scale,
+            cap,
+            sinks,
+            slopes=slopes,
+            growth_length=growth_length,
+        )
 
     def place_latent(
         self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Tensor, index: Tensor
@@ -113,6 +134,22 @@ class Attention(ABC, Generic[Cache, Plan]):
             raise ValueError("attention over latent vectors reads rows on the host; a captured pass has none")
         return attend_latent_heads(queries, cache, batch.rows, heads, scale)
 
+    def choose_tokens(
+        self, queries: Tensor, weights: Tensor, keys: Tensor, batch: ForwardBatch, most: int
+    ) -> Chosen | None:
+        """The tokens that each query attends to, at most ``most``: as ``sparse_attention.choose_tokens``."""
+        if batch.rows is None:
+            raise ValueError("an indexer reads rows on the host; a captured pass has none")
+        return choose_tokens(queries, weights, keys, batch.rows, most)
+
+    def attend_chosen(
+        self, queries: Tensor, cache: Tensor, batch: ForwardBatch, heads: LatentHeads, scale: float, chosen: Chosen
+    ) -> Tensor:
+        """As ``attend_latent``, over the ``chosen`` tokens alone."""
+        assert batch.rows is not None, "they were chosen from rows on the host"
+        absorbed = torch.cat(heads.absorb(queries), 2)
+        return heads.expand(attend_chosen(absorbed, cache, batch.rows, heads.rank, scale, chosen))
+
     def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``scale`` times cos and sin of ``positions`` int64 [tokens] times ``frequencies`` float32 [dim], each
         [tokens, 1, dim]."""
@@ -127,7 +164,7 @@ class Attention(ABC, Generic[Cache, Plan]):
         swapped = x.unflatten(-1, (2, -1)).flip(-2).view(x.shape)
         torch.addcmul(x * cos, swapped, sin, out=out)
 
-    def place_heads(
+    def norm_rope_cache(
         self, qkv: Tensor, heads: int, norm: Norm | None, cos: Tensor, sin: Tensor, cache: Cache, index: Tensor
     ) -> Tensor:
         """Norm and rotate the queries and keys of ``qkv`` [tokens, heads + 2 * kv_heads, dim], in place, and write keys
@@ -140,16 +177,17 @@ class Attention(ABC, Generic[Cache, Plan]):
         self.caches.write(cache, index, qkv[:, heads:])
         return qkv[:, :heads]
 
-    def make_heads(
+    def make_qkv_projection(
         self, projection: NormThenLinear, heads: int, kv_heads: int, dim: int, norm: Norm | None
-    ) -> ProjectedHeads[Cache]:
-        """A layer's ``projection`` and the placing of its heads; one kernel if the device has one for both."""
-        return ProjectedHeads(self, projection, heads, kv_heads, dim, norm)
+    ) -> QkvProjection[Cache]:
+        """A layer's ``projection`` and then ``norm_rope_cache``; one kernel if the device has one for both."""
+        return QkvProjection(self, projection, heads, kv_heads, dim, norm)
 
 
-class ProjectedHeads(Generic[Cache]):
-    """A layer's projection of the normed stream, whose heads are placed: see ``Attention.place_heads``. ``norm``: of
-    the queries and keys, or none.
+class QkvProjection(Generic[Cache]):
+    """A layer's projection of the normed stream to queries, keys and values, then ``Attention.norm_rope_cache``.
+
+    ``norm``: of the queries and keys, or none.
     """
 
     def __init__(
@@ -163,7 +201,7 @@ class ProjectedHeads(Generic[Cache]):
     ) -> None:
         self.attention, self.projection = attention, projection
         self.heads, self.kv_heads, self.dim, self.norm = heads, kv_heads, dim, norm
-        self._place_heads = attention.place_heads
+        self._norm_rope_cache = attention.norm_rope_cache
 
     def __call__(
         self, x: PendingResidual, residual: Tensor, cos: Tensor, sin: Tensor, cache: Cache, index: Tensor
@@ -172,4 +210,4 @@ class ProjectedHeads(Generic[Cache]):
         both inputs."""
         projected, total = self.projection.add(x, residual)
         qkv = projected.view(-1, self.heads + 2 * self.kv_heads, self.dim)
-        return self._place_heads(qkv, self.heads, self.norm, cos, sin, cache, index), total
+        return self._norm_rope_cache(qkv, self.heads, self.norm, cos, sin, cache, index), total

@@ -88,17 +88,17 @@ class DraftKernels(ABC):
         [rows, count], the best first; of equals the lowest id first."""
 
     @abstractmethod
-    def make_tree_builder(self, shape: TreeShape, given: AcceptedTokens) -> TreeBuilder | None:
+    def make_tree_builder(self, shape: TreeShape, accepted: AcceptedTokens) -> TreeBuilder | None:
         """Kernels for the steps between the passes that grow a tree; None if there are none for this ``shape``."""
 
     @abstractmethod
     def accept(
-        self, tree: DraftTree, rows: Tensor, sampled: Tensor, broken: Tensor, depth: int, forced: int, table: Tensor
+        self, tree: DraftTree, rows: Tensor, sampled: Tensor, nonfinite: Tensor, depth: int, forced: int, table: Tensor
     ) -> Acceptance | None:
         """``kernels.speculation.verify.walk`` in one kernel, with its consequences; None if there is no such kernel.
 
         ``rows`` int64 [rows, 4]: the slot, the root's position, the number of nodes that were run, and the index of the
-        first of these in ``sampled`` int64 and ``broken`` bool. The token that follows each node passed is written
+        first of these in ``sampled`` int64 and ``nonfinite`` bool. The token that follows each node passed is written
         behind the root to the slot's row of ``table`` int32.
         """
 

@@ -29,7 +29,7 @@ from kernels.weights.quantization.weights import (
 )
 
 __all__ = [
-    "LEAST",
+    "EPSILON",
     "ClampedGate",
     "ExpertInputs",
     "ExpertLayers",
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _Stack = TypeVar("_Stack")
-LEAST = 1e-20  # where all chosen scores are 0
+EPSILON = 1e-20  # where all chosen scores are 0
 _BLOCK = 1 << 22  # elements of rows that are prepared at a time
 
 
@@ -62,11 +62,14 @@ class ExpertWeights:
 class Routing:
     """How a token's experts follow from a logit for each.
 
-    The ``chosen`` experts of the best ``scores`` (softmax | sigmoid), which are their weights; ``normalized``: divided
-    by their sum; then times ``scale``. ``correction`` float32 [experts] is added to the scores for the choice alone
-    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). With several ``groups`` of experts only those of the ``top_groups``
-    best are chosen (DeepSeek-V2, arXiv 2405.04434, section 2.2.2); a group is as good as its best expert, or as the sum
-    of its two best (``pair_sum``).
+    The ``chosen`` experts of the best ``scores`` (softmax | sigmoid | mixer), which are their weights; ``normalized``:
+    divided by their sum; then times ``scale``. mixer: experts are chosen one after the other, each weighted by a
+    softmax over those left whose logits are within ``2 * jitter`` of the best one, relative to the greater magnitude of
+    both (Liu et al., GRIN, arXiv 2409.12136). ``correction`` float32 [experts] is added to the scores for the choice
+    alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). With several ``groups`` of experts only those of the
+    ``top_groups`` best are chosen (DeepSeek-V2, arXiv 2405.04434, section 2.2.2); a group is as good as its best
+    expert, or as the sum of its two best (``pair_sum``). ``on_inputs``: weights multiply what experts read, not their
+    results; only ``ExpertsInTurn`` does so.
     """
 
     chosen: int
@@ -77,6 +80,8 @@ class Routing:
     pair_sum: bool = False
     scale: float = 1.0
     correction: Tensor | None = None
+    jitter: float = 0.0
+    on_inputs: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -87,6 +92,8 @@ class Routing:
 def choose(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """``logits`` [tokens, experts] -> the weights float32 [tokens, chosen] of the experts that each token takes, and
     the experts int64."""
+    if routing.scores == "mixer":
+        return _mix(logits.float(), routing)
     scores = logits.float().sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1, dtype=torch.float32)
     ranked = scores if routing.correction is None else scores + routing.correction
     if routing.groups > 1:
@@ -97,8 +104,20 @@ def choose(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     experts = ranked.topk(routing.chosen, -1).indices
     weights = scores.gather(1, experts)
     if routing.normalized:
-        weights = weights / (weights.sum(-1, keepdim=True) + LEAST)
+        weights = weights / (weights.sum(-1, keepdim=True) + EPSILON)
     return weights * routing.scale if routing.scale != 1.0 else weights, experts
+
+
+def _mix(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """``choose`` of the mixer."""
+    left, weights, experts = logits, [], []
+    for _ in range(routing.chosen):
+        best, expert = left.max(-1, keepdim=True)
+        far = (best - logits) / torch.maximum(logits.abs(), best) > 2 * routing.jitter
+        weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(1, expert))
+        experts.append(expert)
+        left = left.scatter(1, expert, -torch.inf)
+    return torch.cat(weights, 1), torch.cat(experts, 1)
 
 
 class Experts(Protocol):
@@ -157,8 +176,16 @@ class ExpertsInTurn:
             if count:
                 here = slice(begin, begin + count)
                 begin += count
-                out.index_add_(0, tokens[here], down(gate_up(x[tokens[here]])) * weights[here])
+                rows, shares = x[tokens[here]], weights[here]
+                if self.routing.on_inputs:
+                    out.index_add_(0, tokens[here], down(gate_up(rows * shares.to(x.dtype))).float())
+                else:
+                    out.index_add_(0, tokens[here], down(gate_up(rows)) * shares)
         return out.to(x.dtype)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 class StackedExperts(ABC, Generic[_Stack]):
@@ -193,7 +220,7 @@ class ExpertInputs:
     fake_quantizes: bool
 
     @classmethod
-    def of(cls, weights: Sequence[Projection]) -> ExpertInputs | None:
+    def from_weights(cls, weights: Sequence[Projection]) -> ExpertInputs | None:
         """None: nothing. ``weights``: of one kind."""
         quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
         groups = [weight for weight in quantized if isinstance(weight, GroupedWeight)]
@@ -302,9 +329,12 @@ class ExpertLayers:
         experts: Sequence[ExpertWeights],
         routing: Routing,
         reason: str,
-        gate: ClampedGate | None = None,
+        gate: Linear | None = None,
+        *,
+        identities: int = 0,
     ) -> Experts:
-        """The same by ``ExpertsInTurn``. ``reason``: for the log."""
+        """The same by ``ExpertsInTurn``. ``reason``: for the log. ``identities``: so many more experts return what they
+        are given; a negative number: nothing, since another rank does."""
         self.reads_back = True
         self.fallbacks.log(
             "experts are run one by one (%s): the host reads back which are chosen, so decodes are not captured", reason
@@ -316,9 +346,10 @@ class ExpertLayers:
             )
             for expert in experts
         ]
+        made += [(_same, _same if identities > 0 else torch.zeros_like)] * abs(identities)
         return ExpertsInTurn(router, made, routing)
 
-    def make_gated(self, expert: ExpertWeights, gate: ClampedGate | None) -> Linear:
+    def make_gated(self, expert: ExpertWeights, gate: Linear | None) -> Linear:
         """The inner activations of an expert."""
         if gate is None:
             return self.linear.make_gated(expert.gate_up, expert.gate_up_bias)

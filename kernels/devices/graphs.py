@@ -23,11 +23,13 @@ Put = Callable[[npt.NDArray[Any]], Tensor]
 """Copies an array to the device."""
 
 
-def graph_sizes(requested: Sequence[int], most: int, max_rows: int) -> list[int]:
+def graph_sizes(requested: Sequence[int], largest: int, max_rows: int) -> list[int]:
     """The rows of each graph, ascending. ``requested``: a list of sizes; empty for 1, 2, 4 and the multiples of 8 up to
-    ``most``, then of 16 above 64. None is larger than what ``max_rows`` rows need.
+    ``largest``, then of 16 above 64. None is larger than what ``max_rows`` rows need.
     """
-    sizes = requested or [size for size in (1, 2, 4, *range(8, 65, 8), *range(80, most + 1, 16), most) if size <= most]
+    sizes = requested or [
+        size for size in (1, 2, 4, *range(8, 65, 8), *range(80, largest + 1, 16), largest) if size <= largest
+    ]
     enough = min((size for size in sizes if size >= max_rows), default=max(sizes, default=0))
     return sorted({size for size in sizes if 0 < size <= enough})
 
@@ -40,13 +42,13 @@ class GraphBuffers:
     """
 
     def __init__(self, rows: int, tokens: int, page_size: int, device: torch.device, states: Tensor | None) -> None:
-        most = rows * tokens
+        largest = rows * tokens
         self.tokens = tokens
-        self.token_ids = torch.zeros(most, dtype=torch.int32, device=device)
-        self.positions = torch.zeros(most, dtype=torch.int64, device=device)
-        self.null_slots = torch.arange(most, dtype=torch.int64, device=device) % page_size
+        self.token_ids = torch.zeros(largest, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(largest, dtype=torch.int64, device=device)
+        self.null_slots = torch.arange(largest, dtype=torch.int64, device=device) % page_size
         self.cache_index = self.null_slots.clone()
-        self.states = None if states is None else states.new_zeros(most, states.shape[1])
+        self.states = None if states is None else states.new_zeros(largest, states.shape[1])
 
     def batch(self, rows: int, plans: Mapping[int, object]) -> ForwardBatch:
         """The batch that a graph of ``rows`` rows is captured with."""

@@ -12,7 +12,7 @@ import torch
 from kernels.contract.caches import GroupPages, Latent, Paged, State
 from kernels.contract.errors import UnsupportedError
 from kernels.devices.base import Device
-from kernels.devices.latent_attention import make_latent
+from kernels.devices.latent_cache import make_latent_cache
 from kernels.devices.state_cache import make_states
 from kernels.weights.quantization.cache import LayerScales
 
@@ -38,8 +38,9 @@ def make_group(
         return [make_states(group.spec, pages.num_pages, device.torch_device) for _ in group.layers]
     if isinstance(group.spec, Latent):
         _log_plain("latent vectors", device.name)
-        width = group.spec.dim + group.spec.rope_dim
-        return [make_latent(pages.num_pages, page_size, width, dtype, device.torch_device) for _ in group.layers]
+        return [
+            make_latent_cache(group.spec, pages.num_pages, page_size, dtype, device.torch_device) for _ in group.layers
+        ]
     paged = group.spec if isinstance(group.spec, Paged) else group.spec.paged
     own = None if scales is None else [scales[layer] for layer in group.layers]
     return device.cache.make(

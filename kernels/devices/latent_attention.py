@@ -6,8 +6,7 @@ its first numbers are what ``LatentHeads`` makes them from, its last ones are th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +14,17 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kernels.core.attention_rows import AttentionRows
 
-__all__ = ["LatentHeads", "attend_latent", "attend_latent_heads", "clear_latent", "make_latent", "write_latent"]
+__all__ = [
+    "LatentHeads",
+    "attend_latent",
+    "attend_latent_heads",
+    "attend_row",
+    "hidden_tokens",
+    "make_latent",
+    "row_pages",
+    "row_vectors",
+    "write_latent",
+]
 
 _EXPANDED = 256
 """Queries of a row from which on making keys and values of all tokens costs less than it saves (decision 0062). A query
@@ -54,12 +63,6 @@ def make_latent(pages: int, page_size: int, width: int, dtype: torch.dtype, devi
     return torch.zeros(pages, page_size, width, dtype=dtype, device=device)
 
 
-def clear_latent(caches: Sequence[Tensor], pages: Sequence[int]) -> None:
-    """Zero these pages of ``caches``."""
-    for cache in caches:
-        cache[list(pages)] = 0
-
-
 def write_latent(cache: Tensor, index: Tensor, vectors: Tensor) -> None:
     """Write ``vectors`` [tokens, width] to ``index`` int64 [tokens] (page * page_size + offset)."""
     cache.view(-1, cache.shape[-1]).index_copy_(0, index, vectors)
@@ -78,13 +81,13 @@ def attend_latent_heads(
     tokens = int(rows.counts[:few].sum())
     out = queries.new_empty(*queries.shape[:2], heads.values.shape[2])
     if tokens:
-        first = AttentionRows(rows.starts[:few], rows.counts[:few], rows.pages[:few], rows.decodes)
+        first = replace(rows, starts=rows.starts[:few], counts=rows.counts[:few], pages=rows.pages[:few])
         absorbed = torch.cat(heads.absorb(queries[:tokens]), 2)
         out[:tokens] = heads.expand(attend_latent(absorbed, cache, first, heads.rank, scale))
     for row in range(few, len(rows.counts)):
         start, count = int(rows.starts[row]), int(rows.counts[row])
         here = slice(tokens, tokens + count)
-        _attend_expanded(queries[here], _vectors(cache, rows, row), heads, start, scale, out[here])
+        _attend_expanded(queries[here], row_vectors(cache, rows, row), heads, start, scale, out[here])
         tokens += count
     return out
 
@@ -97,19 +100,41 @@ def attend_latent(queries: Tensor, cache: Tensor, rows: AttentionRows, dim: int,
     """
     out = queries.new_empty(*queries.shape[:2], dim)
     begin = 0
-    for row, (start, count) in enumerate(zip(rows.starts.tolist(), rows.counts.tolist(), strict=True)):
-        vectors = _vectors(cache, rows, row)
-        for low in range(0, count, _QUERIES):
-            high = min(low + _QUERIES, count)
-            keys = vectors[: start + high]
-            here = slice(begin + low, begin + high)
-            # One product for all heads, which share the vectors: a product for each takes a hundred times as long in
-            # bfloat16 on a CPU.
-            scores = torch.mm(queries[here].flatten(0, 1), keys.t()).view(high - low, -1, start + high)
-            weights = _weights(scores, start + low, scale)
-            torch.mm(weights.flatten(0, 1), keys[:, :dim], out=out[here].flatten(0, 1))
+    for row, count in enumerate(rows.counts.tolist()):
+        here = slice(begin, begin + count)
+        attend_row(queries[here], row_vectors(cache, rows, row), rows, row, dim, scale, out[here])
         begin += count
     return out
+
+
+def attend_row(
+    queries: Tensor, vectors: Tensor, rows: AttentionRows, row: int, dim: int, scale: float, out: Tensor
+) -> None:
+    """``attend_latent`` of one row's ``queries`` [count, heads, width] over its ``vectors`` [start + count, width], to
+    ``out`` [count, heads, dim]."""
+    for low in range(0, len(queries), _QUERIES):
+        high = min(low + _QUERIES, len(queries))
+        hidden = hidden_tokens(rows, row, low, high, vectors.device)
+        keys = vectors[: hidden.shape[1]]
+        # One product for all heads, which share the vectors: a product for each takes a hundred times as long in
+        # bfloat16 on a CPU.
+        scores = torch.mm(queries[low:high].flatten(0, 1), keys.t()).view(high - low, -1, len(keys))
+        wide = (scores.float() * scale).masked_fill_(hidden.unsqueeze(1), -torch.inf)
+        weights = wide.softmax(-1).to(scores.dtype)
+        torch.mm(weights.flatten(0, 1), keys[:, :dim], out=out[low:high].flatten(0, 1))
+
+
+def hidden_tokens(rows: AttentionRows, row: int, low: int, high: int, device: torch.device) -> Tensor:
+    """The tokens that queries ``low .. high`` of a row do not see, bool [queries, tokens]. Of no further tokens
+    any of them sees one."""
+    start, draft = int(rows.starts[row]), row - rows.decodes
+    if rows.tree is None or not 0 <= draft < rows.verifies:
+        tokens = torch.arange(start + high, device=device)
+        return tokens > tokens[start + low :].unsqueeze(1)
+    root = start if rows.roots is None else int(rows.roots[draft])
+    after = torch.arange(start + int(rows.counts[row]), device=device) - root
+    seen = rows.tree[draft, low:high].unsqueeze(1) >> after.clamp(0, 63) & 1
+    return (after >= 0) & (seen == 0)
 
 
 def _attend_expanded(
@@ -142,18 +167,15 @@ def _attend_expanded(
             out[low:high, some] = result[0, ..., :value_dim].transpose(0, 1)
 
 
-def _vectors(cache: Tensor, rows: AttentionRows, row: int) -> Tensor:
+def row_vectors(cache: Tensor, rows: AttentionRows, row: int) -> Tensor:
     """The vectors [tokens, width] that a row sees, its own tokens' among them."""
     page_size, end = cache.shape[1], int(rows.starts[row] + rows.counts[row])
-    pages = torch.from_numpy(rows.pages[row, : -(-end // page_size)]).to(cache.device, torch.int64)
+    pages = row_pages(cache, rows, row)
     places = (pages.unsqueeze(1) * page_size + torch.arange(page_size, device=cache.device)).flatten()[:end]
     return cache.view(-1, cache.shape[-1]).index_select(0, places)
 
 
-def _weights(scores: Tensor, first: int, scale: float) -> Tensor:
-    """The weights of ``scores`` [queries, heads, tokens], whose queries stand at ``first ..``, in the same dtype."""
-    wide = scores.float() * scale
-    if len(scores) > 1:
-        tokens = torch.arange(scores.shape[2], device=scores.device)
-        wide.masked_fill_(tokens > tokens[first : first + len(scores)].view(-1, 1, 1), -torch.inf)
-    return wide.softmax(-1).to(scores.dtype)
+def row_pages(cache: Tensor, rows: AttentionRows, row: int) -> Tensor:
+    """The pages int64 [pages] of ``cache`` that hold the tokens which a row sees."""
+    count = -(-int(rows.starts[row] + rows.counts[row]) // cache.shape[1])
+    return torch.from_numpy(rows.pages[row, :count]).to(cache.device, torch.int64)

@@ -10,18 +10,20 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from kernels.core.arrays import Longs
 from kernels.core.attention_rows import DecodeTokens, PromptTokens, StepTokens, TokenTable
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Acceptance, Draws, Masks
 from kernels.core.tree import DraftTree
 
 __all__ = [
-    "Advance",
+    "AcceptCall",
     "CapturedPasses",
     "CapturedStepResult",
     "CapturedSteps",
     "ChainDraftPasses",
     "CycleResult",
+    "DecodeCall",
     "DraftCacheSlots",
     "DraftCycle",
     "NativePass",
@@ -30,13 +32,23 @@ __all__ = [
     "PassResult",
     "PrefillCall",
     "StepForward",
-    "Verify",
+    "VerifyCall",
     "VerifyChains",
     "VerifyHead",
     "VerifyOutputs",
 ]
 
-Longs = npt.NDArray[np.int64]
+
+class AcceptCall(Protocol):
+    """Acceptance on the device."""
+
+    def __call__(
+        self, trees: DraftTree, rows: Tensor, nodes: Tensor, argmax: Tensor, nonfinite: Tensor, /
+    ) -> Acceptance:
+        """``rows``: as ``DraftKernels.accept`` takes them. ``nodes`` int64 [tokens]: slots of the nodes' keys and
+        values. ``argmax`` and ``nonfinite``: the results of ``Greedy``. The accepted keys and values are in place
+        afterwards."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -44,14 +56,12 @@ class VerifyHead:
     """The end of a pass of few rows that verify.
 
     ``find``: from the pass's result to the logits of its tokens [tokens, vocab], and the two results of ``Greedy``.
-    ``accept``: from the trees, the rows as ``DraftKernels.accept`` takes them, the slots of the nodes' keys and values
-    int64 [tokens], and the results of ``Greedy``, to what is accepted; its keys and values are in place then. None if
-    the number of accepted tokens is not decided by the model alone. ``features``: the part of the result that a draft
-    reads.
+    ``accept``: what is accepted; None if the number of accepted tokens is not decided by the model alone.
+    ``features``: the part of the result that a draft reads.
     """
 
     find: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-    accept: Callable[[DraftTree, Tensor, Tensor, Tensor, Tensor], Acceptance] | None = None
+    accept: AcceptCall | None = None
     features: Callable[[Tensor], Tensor] | None = None
 
 
@@ -79,7 +89,19 @@ class PassResult(NamedTuple):
     experts: Tensor | None = None
 
 
-Verify = Callable[[Longs | None, npt.NDArray[np.int32], DraftTree, Longs | None], PassResult | None]
+class VerifyCall(Protocol):
+    """Runs rows that all verify a tree, without a batch."""
+
+    def __call__(
+        self, roots: Longs | None, pages: npt.NDArray[np.int32], trees: DraftTree, greedy_slots: Longs | None, /
+    ) -> PassResult | None:
+        """``roots``: the roots' positions int64 [rows]; None if the pass that accepted last had the same rows, whose
+        roots are where its accepted tokens end: the host need not know them. ``pages`` int32 [rows, columns].
+        ``greedy_slots`` int64 [rows]: if all rows are greedy and want nothing else; then the pass may accept.
+
+        Returns None if no captured pass fits, also for trees of fewer nodes.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -89,30 +111,31 @@ class CapturedPasses:
     ``run``: the result [tokens, hidden] of a batch of decodes and drafts; None if no captured pass fits. The result is
     overwritten by the next call. ``prompts``: chunks of prompts of up to so many tokens fit as well.
 
-    ``verify``: runs rows that all verify a tree, without a batch, from the roots' positions int64 [rows], their pages
-    int32 [rows, columns] and the trees; None as for ``run``, also for trees of fewer nodes. If all rows are greedy and
-    want nothing else, the slots int64 [rows] are passed too: then the pass may accept. No positions are passed if the
-    pass that accepted last had the same rows: the roots are where its accepted tokens end, and the host need not know.
-    It is None if the device has no such pass. ``ends``: of passes that accept, by the number of rows.
+    ``verify``: a pass over rows that all verify a tree; None if the device has none. ``ends``: of passes that accept,
+    by the number of rows.
     """
 
     rows: tuple[int, ...]
     run: Callable[[ForwardBatch], Tensor | None]
     prompts: int = 0
-    verify: Verify | None = None
+    verify: VerifyCall | None = None
     ends: Mapping[int, VerifyOutputs] = field(default_factory=dict)
 
 
-StepForward = Callable[[ForwardBatch, Tensor | None], tuple[Tensor, Tensor]]
-"""From a batch to hidden states [rows, hidden] and logits of its tokens ``last`` int64 [rows], or of all."""
+class StepForward(Protocol):
+    """A model's pass with the logits of its tokens."""
+
+    def __call__(self, batch: ForwardBatch, last: Tensor | None, /) -> tuple[Tensor, Tensor]:
+        """Hidden states [rows, hidden] and logits [rows, vocab] of the tokens ``last`` int64 [rows]; None: of all."""
+        ...
 
 
 @dataclass(frozen=True)
 class CapturedStepResult:
     """Results of a step: ``hidden`` [rows, hidden] and ``logits`` [rows, vocab] of each row's last token.
 
-    ``argmax`` int32 [rows]: each row's next token, or -1 if its logits are broken. For rows that grow it, or 0, is in
-    the table of tokens. ``arrives``: waits for a copy of ``argmax`` that the step itself brings to the host.
+    ``argmax`` int32 [rows]: each row's next token, or -1 if its logits are not finite. For rows that grow it, or 0, is
+    in the table of tokens. ``arrives``: waits for a copy of ``argmax`` that the step itself brings to the host.
     """
 
     hidden: Tensor
@@ -134,31 +157,59 @@ class CapturedSteps:
     prompts: Callable[[PromptTokens], CapturedStepResult | None] | None = None
 
 
-Advance = Callable[[npt.NDArray[np.int64], Draws | None, Masks | None], bytes | None]
-"""Decodes one token of each of the slots int64 [rows], sampled by ``Draws`` [rows] or greedily, and appends it to the
-table. Masks need draws.
+class DecodeCall(Protocol):
+    """A decode step in one call."""
 
-Returns these int32 [rows]; no bytes if all sequences have ended; None if a row has no decode to run or its logits are
-broken: state is unchanged, and the caller may try the next executor."""
+    def __call__(self, slots: Longs, draws: Draws | None, masks: Masks | None, /) -> bytes | None:
+        """Decode one token of each of ``slots`` int64 [rows] and append it to the table. ``draws`` [rows]: how it is
+        sampled; None: greedily. ``masks`` need draws.
 
-
-ObserveTokens = Callable[[Longs, Longs, Longs, npt.NDArray[np.int16] | None, Longs], None]
-"""Runs a draft over tokens of ``slots``: ``counts`` of each from position ``starts`` on, all int64 [rows]. The tokens'
-rows in ``features`` [.., width] (their bits, or None) are ``places`` int64 [tokens]."""
-
-VerifyChains = Callable[[Longs, Longs, Longs, Longs, Draws | None], Longs | None]
-"""Verifies chains: the first ``counts`` of ``tokens`` int64 [rows, n] of each of ``slots``, from the root at position
-``roots`` on. The tokens that follow, sampled by ``Draws`` [tokens] or greedily, are appended to the table.
-
-Returns how many each row gained, int64 [rows]; None if logits are broken: state is unchanged, and the caller may try
-the next executor."""
+        Returns the tokens int32 [rows]; no bytes if all sequences have ended; None if a row has no decode to run or its
+        logits are not finite: state is unchanged, and the caller may try the next executor.
+        """
+        ...
 
 
-PrefillCall = Callable[[Longs, Longs, Longs, Draws | None, Masks | None], bytes | None]
-"""Runs ``counts`` tokens of each of ``slots`` from position ``starts`` on, int64 [rows], up to the last known token.
-The tokens that follow, sampled by ``Draws`` [rows] or greedily, are appended to the table. Masks need draws.
+class ObserveTokens(Protocol):
+    """A draft's pass over tokens of the target, in one call."""
 
-Returns these int32 [rows]; None if logits are broken: state is unchanged, and the caller may try the next executor."""
+    def __call__(
+        self, slots: Longs, starts: Longs, counts: Longs, features: npt.NDArray[np.int16] | None, places: Longs, /
+    ) -> None:
+        """Run the draft over ``counts`` tokens of each of ``slots`` from position ``starts`` on, all int64 [rows]. The
+        tokens' rows in ``features`` [.., width] (their bits, or None) are ``places`` int64 [tokens]."""
+        ...
+
+
+class VerifyChains(Protocol):
+    """The verification of chains in one call."""
+
+    def __call__(
+        self, slots: Longs, roots: Longs, counts: Longs, tokens: Longs, draws: Draws | None, /
+    ) -> Longs | None:
+        """Verify the first ``counts`` of ``tokens`` int64 [rows, n] of each of ``slots``, from the root at position
+        ``roots`` on. The tokens that follow, sampled by ``draws`` [tokens] or greedily, are appended to the table.
+
+        Returns how many each row gained, int64 [rows]; None if logits are not finite: state is unchanged, and the
+        caller may try the next executor.
+        """
+        ...
+
+
+class PrefillCall(Protocol):
+    """The end of prompts in one call."""
+
+    def __call__(
+        self, slots: Longs, starts: Longs, counts: Longs, draws: Draws | None, masks: Masks | None, /
+    ) -> bytes | None:
+        """Run ``counts`` tokens of each of ``slots`` from position ``starts`` on, int64 [rows], up to the last known
+        token. The tokens that follow, sampled by ``draws`` [rows] or greedily, are appended to the table. ``masks``
+        need draws.
+
+        Returns these int32 [rows]; None if logits are not finite: state is unchanged, and the caller may try the next
+        executor.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -225,14 +276,21 @@ class CycleResult(NamedTuple):
     over: bool
 
 
-DraftCycle = Callable[[Longs, bytes, Longs | None, int, Draws | None, bool], tuple[CycleResult | None, bool]]
-"""Drafts behind the last tokens of ``slots`` int64 [rows], up to ``drafts`` int32 [rows] of each in a given number of
-levels, and verifies; sampled by ``Draws`` [rows] or greedily. A sequence may grow by ``left`` int64 [rows] tokens.
-Accepted tokens are appended to the table. If asked, the draft first observes what the previous cycle of the same slots
-accepted; that cycle also knows what is ``left``.
+class DraftCycle(Protocol):
+    """Drafting and verification in one call."""
 
-Returns None if a row does not allow this or logits are broken: state is unchanged, and the caller may try the next
-executor. Also returns whether the draft has observed."""
+    def __call__(
+        self, slots: Longs, drafts: bytes, left: Longs | None, levels: int, draws: Draws | None, observe: bool, /
+    ) -> tuple[CycleResult | None, bool]:
+        """Draft behind the last tokens of ``slots`` int64 [rows], up to ``drafts`` int32 [rows] of each in ``levels``
+        levels, and verify; sampled by ``draws`` [rows] or greedily. A sequence may grow by ``left`` int64 [rows]
+        tokens. Accepted tokens are appended to the table. ``observe``: the draft first observes what the previous
+        cycle of the same slots accepted; that cycle also knows what is left, so that ``left`` is None.
+
+        Returns None if a row does not allow this or logits are not finite: state is unchanged, and the caller may try
+        the next executor. Also returns whether the draft has observed.
+        """
+        ...
 
 
 class NativePass(Protocol):
@@ -241,9 +299,9 @@ class NativePass(Protocol):
     def __call__(self, rows: DecodeTokens) -> None: ...
 
     def advance(
-        self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]
-    ) -> Advance:
-        """Whole decode steps by this pass. ``logits`` [tokens, vocab], ``argmax``, ``broken``: results of it.
+        self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], nonfinite: npt.NDArray[np.bool_]
+    ) -> DecodeCall:
+        """Whole decode steps by this pass. ``logits`` [tokens, vocab], ``argmax``, ``nonfinite``: results of it.
 
         ``table``: of the sequences; its arrays stay where they are.
         """
@@ -264,17 +322,19 @@ class NativePass(Protocol):
         table: TokenTable,
         logits: Tensor,
         argmax: Longs,
-        broken: npt.NDArray[np.bool_],
+        nonfinite: npt.NDArray[np.bool_],
         features: npt.NDArray[np.int16] | None,
-        most: int,
-        longest: int,
+        max_drafts: int,
+        max_length: int,
     ) -> DraftCycle:
         """This pass is the model's, with results as in ``advance``. The draft observes the rows of ``features``
-        [tokens, n] (their bits) of accepted tokens; None: it reads none. ``most``: draft tokens that are verified of a
-        row. ``longest``: tokens at which a sequence has no room for more."""
+        [tokens, n] (their bits) of accepted tokens; None: it reads none. ``max_drafts``: draft tokens that are verified
+        of a row. ``max_length``: tokens at which a sequence has no room for more."""
         ...
 
-    def verify(self, table: TokenTable, logits: Tensor, argmax: Longs, broken: npt.NDArray[np.bool_]) -> VerifyChains:
+    def verify(
+        self, table: TokenTable, logits: Tensor, argmax: Longs, nonfinite: npt.NDArray[np.bool_]
+    ) -> VerifyChains:
         """This pass is the model's, with results as in ``advance``."""
         ...
 
@@ -284,9 +344,9 @@ class NativePass(Protocol):
         table: TokenTable,
         hidden: Tensor,
         last: Tensor,
-        found: PassLogits,
-        broken: npt.NDArray[np.bool_],
+        output: PassLogits,
+        nonfinite: npt.NDArray[np.bool_],
     ) -> PrefillCall:
         """This pass is the model's and writes ``hidden`` [tokens, n]; the rows of the sequences' last tokens are copied
-        to ``last`` [rows, n], from which ``head`` makes ``found`` and ``broken``, as in ``advance``."""
+        to ``last`` [rows, n], from which ``head`` makes ``output`` and ``nonfinite``, as in ``advance``."""
         ...

@@ -1,8 +1,10 @@
-"""Attention with capped scores (Gemma 2, arXiv 2408.00118) or sinks (Xiao et al., arXiv 2309.17453; gpt-oss, arXiv
-2508.10925) in plain torch, for devices without a kernel for it."""
+"""Attention with capped scores (Gemma 2, arXiv 2408.00118), sinks (Xiao et al., arXiv 2309.17453; gpt-oss, arXiv
+2508.10925), biases of distances (ALiBi, Press et al., arXiv 2108.12409) or scores that grow with positions (Grok 2) in
+plain torch, for devices without a kernel for it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -25,10 +27,15 @@ def attend_rows(
     scale: float,
     cap: float,
     sinks: Tensor | None = None,
+    *,
+    slopes: Tensor | None = None,
+    growth_length: int = 0,
 ) -> Tensor:
     """Causal attention of ``queries`` [tokens, heads, dim] over the tokens of their rows -> [tokens, heads * dim].
     Scores are ``scale * q @ k``, or with a ``cap`` above 0 ``cap * tanh(scale * q @ k / cap)``. ``sinks`` float32
-    [heads]: scores of one more token, whose value is 0.
+    [heads]: scores of one more token, whose value is 0. ``slopes`` float32 [heads]: times the distance, they are taken
+    off scores. ``growth_length``: scores of queries at positions beyond it are multiplied by the ratio of both's
+    logarithms; 0: they are not.
 
     gather: the keys and values of places int64 [n] in the cache, [n, 2, kv_heads, dim or more]. window: tokens that a
     query sees, 0 for all. Only positions that are seen are read.
@@ -53,6 +60,10 @@ def attend_rows(
             grouped = queries[begin : begin + high - low].unflatten(1, (keys.shape[1], heads // keys.shape[1]))
             scores = torch.einsum("qhgd,khd->hgqk", grouped, keys).float()
             scores = scores.mul_(scale / cap).tanh_().mul_(cap) if cap else scores.mul_(scale)
+            if growth_length:
+                scores *= torch.log2(at.clamp(min=growth_length)) / math.log2(growth_length)
+            if slopes is not None:
+                scores += slopes.view(*scores.shape[:2], 1, 1) * (seen - at)
             weights = _shares(scores.masked_fill_(hidden, -torch.inf), sinks).to(values.dtype)
             result = torch.einsum("hgqk,khd->qhgd", weights, values)
             out[begin : begin + high - low] = result.flatten(1, 2)

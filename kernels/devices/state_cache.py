@@ -1,22 +1,34 @@
-"""States of recurrent layers in plain torch, for devices without a kernel for them."""
+"""States of recurrent layers in plain torch, for devices without a kernel for them.
+
+A step's tokens are cut into segments at the borders of the state's pages: each page gets the state after its last
+token, or after the row's. A full page is never written again: it is a snapshot, from which sequences with the same
+prefix go on. Segments of the same length that do not depend on one another run in one call: all decodes do.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kernels.contract.caches import State
-from kernels.core.batch import BoundedRows
+from kernels.core.batch import StateSegments
 
-__all__ = ["Advance", "StateCache", "advance_states", "make_states"]
+__all__ = ["Advance", "StateCache", "advance_states", "make_states", "plan_segments", "states_before"]
 
 StateCache = list[Tensor]
 """One layer's: for each of the spec's shapes a tensor [pages, *shape]."""
 
-Advance = Callable[[slice, list[Tensor]], list[Tensor]]
-"""Run these tokens of the step, which follow one another in a sequence, on from these states -> the states after."""
+Advance = Callable[[Tensor, list[Tensor]], list[Tensor]]
+"""``(tokens, states)`` -> the states after: run the tokens int64 [n, count] of the step, of each row ``count`` that
+follow one another, on from states [n, *shape]. It may overwrite the states."""
+
+Put = Callable[[npt.NDArray[np.int64]], Tensor]
+"""Copies to the device."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -27,26 +39,53 @@ def make_states(spec: State, pages: int, device: torch.device) -> StateCache:
     return [torch.zeros(pages, *shape, dtype=dtype, device=device) for shape in spec.shapes]
 
 
-def advance_states(cache: StateCache, rows: BoundedRows, advance: Advance) -> None:
-    """Run every row of a step on from its state, and write the states where the next steps, and other sequences with
-    the same prefix, find them.
+def plan_segments(
+    starts: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    pages: npt.NDArray[np.int32],
+    page_tokens: int,
+    put: Put,
+) -> tuple[StateSegments, ...]:
+    """The segments of a step, in the order in which they run. Arguments as in ``BoundedRows``."""
+    rows, offsets = np.arange(len(starts)), np.cumsum(counts) - counts
+    result = []
+    left, at = counts, starts  # of each row: tokens to run, the position of the next
+    while len(rows):
+        here = np.minimum(left, page_tokens - at % page_tokens)
+        by_length: dict[int, list[int]] = defaultdict(list)
+        for index, length in enumerate(here.tolist()):
+            by_length[length].append(index)
+        for length, chosen in by_length.items():
+            some, begin = rows[chosen], at[chosen]
+            first = offsets[some] + begin - starts[some]
+            sources = pages[some, np.maximum(begin - 1, 0) // page_tokens].astype(np.int64)
+            fresh = begin == 0
+            result.append(
+                StateSegments(
+                    put(first[:, None] + np.arange(length)),
+                    put(sources),
+                    put(pages[some, begin // page_tokens].astype(np.int64)),
+                    put(fresh.astype(np.int64)).bool() if fresh.any() else None,
+                )
+            )
+        more = left > here
+        rows, left, at = rows[more], (left - here)[more], (at + here)[more]
+    return tuple(result)
 
-    A row's tokens are cut at the borders of its columns: each column's page gets the state after the column's last
-    token, or after the row's. A full column's page is never written again: it is a snapshot.
-    """
-    size, offset = rows.page_tokens, 0
-    for row, (start, count) in enumerate(zip(rows.starts.tolist(), rows.counts.tolist(), strict=True)):
-        pages = rows.pages[row].tolist()
-        if start:
-            states = [kept[pages[(start - 1) // size]] for kept in cache]
-        else:
-            states = [torch.zeros_like(kept[0]) for kept in cache]
-        position, end = start, start + count
-        while position < end:
-            border = min((position // size + 1) * size, end)
-            tokens = slice(offset + position - start, offset + border - start)
-            states = advance(tokens, states)
-            for kept, state in zip(cache, states, strict=True):
-                kept[pages[position // size]] = state
-            position = border
-        offset += count
+
+def states_before(cache: StateCache, segment: StateSegments) -> list[Tensor]:
+    """Copies of the states before a segment, [n, *shape] each."""
+    states = [kept.index_select(0, segment.sources) for kept in cache]
+    if (fresh := segment.fresh) is not None:
+        for state in states:
+            state.masked_fill_(fresh.view(-1, *(1,) * (state.ndim - 1)), 0)
+    return states
+
+
+def advance_states(cache: StateCache, segments: tuple[StateSegments, ...], advance: Advance) -> None:
+    """Run every row of a step on from its state, and write the states where the next steps, and other sequences with
+    the same prefix, find them."""
+    for segment in segments:
+        states = advance(segment.tokens, states_before(cache, segment))
+        for kept, state in zip(cache, states, strict=True):
+            kept.index_copy_(0, segment.targets, state.to(kept.dtype))

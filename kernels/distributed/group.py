@@ -51,7 +51,7 @@ class Group:
         """Every rank's ``x`` [rows, part], in the order of ranks -> [rows, size * part], the same bits on all."""
         return x
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         """The least of every rank's ``value``, on the host. All ranks must ask, in the same order."""
         return value
 
@@ -97,7 +97,7 @@ class ProcessGroup(Group):
             self._raise(error)
         return parts.view(self.size, rows, part).transpose(0, 1).reshape(rows, self.size * part)
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         self._minimums += 1
         name = f"least {self._minimums}"
         try:

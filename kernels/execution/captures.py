@@ -48,13 +48,13 @@ class Passes:
             logits = model.logits(model.split(result)[0])
             return logits, *greedy(logits)
 
-        def accept(given: DraftTree, rows: Tensor, index: Tensor, sampled: Tensor, broken: Tensor) -> Acceptance:
+        def accept(given: DraftTree, rows: Tensor, index: Tensor, sampled: Tensor, nonfinite: Tensor) -> Acceptance:
             assert drafting is not None
-            found = drafting.accept(given, rows, sampled, broken, min(depth, tokens - 1), forced, table)
-            assert found is not None
+            acceptance = drafting.accept(given, rows, sampled, nonfinite, min(depth, tokens - 1), forced, table)
+            assert acceptance is not None
             if tree:
-                drafting.move_accepted(self._caches, index, found.rows, found.outcome)
-            return found
+                drafting.move_accepted(self._caches, index, acceptance.rows, acceptance.outcome)
+            return acceptance
 
         if speculation is not None and tokens > 1 and greedy is not None and self._config.tp_size == 1:
             forced = int(speculation.fixed_acceptance)

@@ -27,7 +27,7 @@ from kernels.core.arrays import unpack_ints
 from kernels.devices.select import select_device
 from kernels.distributed.group import Group
 from kernels.execution.device_errors import device_errors
-from kernels.execution.pooled import activated, normalized
+from kernels.execution.pooled import DenseLayers, activated, normalized
 from kernels.models.config_loader import read_config
 from kernels.models.encoder import Encoder, EncoderBatch
 from kernels.models.layers.builder import ModelBuilder
@@ -88,6 +88,7 @@ class EncoderRunner:
         model = build(whole, ModelBuilder(weights, device, Group(), dtype, context))
         assert isinstance(model, Encoder)
         self._model, self._pooling = model, whole.pooling
+        self._dense = DenseLayers(config, whole.pooling, device.torch_device)
         loaded = time.perf_counter()
         self._vectors([np.zeros(min(context, 8), dtype=np.int32)], [_default_task(whole.pooling)])
         self._progress("warmup", 1.0)
@@ -222,7 +223,7 @@ class EncoderRunner:
         states = _pooled(hidden, lengths, pooling)
         if model.head is None:
             wanted = [isinstance(task, Embed) and task.normalize for task in tasks]
-            return normalized(states, wanted, put)
+            return normalized(self._dense(states), wanted, put)
         wanted = [isinstance(task, Classify) and task.activate for task in tasks]
         return activated(model.head(states), pooling.activation, wanted, put)
 

@@ -80,15 +80,15 @@ def _speculative(
     settings, drafter, windows = loaded.config.speculation, speculator.drafter, sorted(loaded.windows)
     assert settings is not None
     result: list[Executor] = _unobserved(context, max_rows, True) if settings.adaptive.enabled else []
-    rows = min(max_rows, loaded.config.max_step_tokens // drafter.most_nodes)
-    verifies = passes.capture_decodes(rows, drafter.most_nodes, drafter.branches, drafter.depth)
+    rows = min(max_rows, loaded.config.max_step_tokens // drafter.max_nodes)
+    verifies = passes.capture_decodes(rows, drafter.max_nodes, drafter.branches, drafter.depth)
     drafter.capture(loaded.agree, verifies.ends if verifies is not None else {})
-    speculator.verifier.prepare(drafter.most_nodes, loaded.caches if drafter.branches else [])
+    speculator.verifier.prepare(drafter.max_nodes, loaded.caches if drafter.branches else [])
     if verifies is not None and verifies.ends and loaded.group.size == 1:
         result.append(
             OverlappedVerifyPass(context, OverlappedVerify(speculator, loaded.device, loaded.slots, verifies))
         )
-    host = NativeModel.make(loaded.device, loaded.model, loaded.caches, windows, rows * drafter.most_nodes)
+    host = NativeModel.make(loaded.device, loaded.model, loaded.caches, windows, rows * drafter.max_nodes)
     if host is not None:
         decode = NativeDecode(context, host, rows)
         result.insert(0, decode)

@@ -16,7 +16,8 @@ from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import BoundedRows, ForwardBatch
 from kernels.devices.base import Device
 from kernels.devices.group_caches import make_group
-from kernels.devices.latent_attention import clear_latent
+from kernels.devices.latent_cache import clear_latent
+from kernels.devices.state_cache import plan_segments
 from kernels.state.bounded_tables import BoundedTable
 from kernels.weights.quantization.cache import LayerScales
 
@@ -24,9 +25,9 @@ __all__ = ["LayerGroups", "check_groups"]
 
 
 def check_groups(groups: Sequence[CacheGroup], layers: int) -> None:
-    """Raises ConfigError unless each layer is in one group, and no two groups have the same spec."""
-    named = sorted(layer for group in groups for layer in group.layers)
-    if named != list(range(layers)):
+    """Raises ConfigError for a layer that the model has not, and for two groups with the same spec."""
+    named = sorted({layer for group in groups for layer in group.layers})
+    if not named or named[0] < 0 or named[-1] >= layers:
         raise ConfigError(f"the cache groups hold layers {named}, and the model has layers 0 to {layers - 1}")
     if len({group.spec for group in groups}) < len(groups):
         raise ConfigError("two cache groups have the same spec; make one of them")
@@ -35,8 +36,10 @@ def check_groups(groups: Sequence[CacheGroup], layers: int) -> None:
 class LayerGroups:
     """``groups`` with their pages on a device. ``page_size``: tokens of a main page.
 
-    ``is_plain``: all groups share the main page table and its plans, and their steps need nothing from here. Raises
-    UnsupportedError.
+    ``is_plain``: all groups share the main page table and its plans, and their steps need nothing from here.
+    ``caches``: of each of ``layers``; a tuple where it is in several groups, in their order; None where it is in none;
+    ``shared``: that of another layer.
+    Raises UnsupportedError.
     """
 
     def __init__(
@@ -46,23 +49,30 @@ class LayerGroups:
         page_size: int,
         dtype: torch.dtype,
         scales: Sequence[LayerScales] | None = None,
+        layers: int = 0,
+        *,
+        shared: Mapping[int, int] | None = None,
     ) -> None:
         self._device, self._page_size = device, page_size
         self.groups = groups
         self.bounded = tuple(group for group in groups if group.bounded)
         self._planned = (Paged, Latent) if device.attention.plans_latent else (Paged,)
         self.is_plain = all(isinstance(group.group.spec, self._planned) for group in groups)
-        by_layer: dict[int, Any] = {}
+        held = [layer for group in groups for layer in group.group.layers]
+        by_layer: list[list[Any]] = [[] for _ in range(max(layers, 1 + max(held)))]
         self._group_caches: list[list[Any]] = []
         for group in groups:
             made = make_group(device, group, page_size, dtype, scales)
             self._group_caches.append(made)
-            by_layer.update(zip(group.group.layers, made, strict=True))
-        self.caches = [by_layer[layer] for layer in range(len(by_layer))]
+            for layer, cache in zip(group.group.layers, made, strict=True):
+                by_layer[layer].append(cache)
+        self.caches: list[Any] = [tuple(caches) if len(caches) > 1 else next(iter(caches), None) for caches in by_layer]
+        for layer, source in (shared or {}).items():
+            self.caches[layer] = self.caches[source]
 
     def windows(self, windows: frozenset[int]) -> frozenset[int]:
         """The ``windows`` of the model that need a plan over the main pages."""
-        own = {group.group.spec.tokens for group in self.bounded if isinstance(group.group.spec, Window)}
+        own = {group.group.spec.length for group in self.bounded if isinstance(group.group.spec, Window)}
         return (
             windows - own if any(isinstance(group.group.spec, self._planned) for group in self.groups) else frozenset()
         )
@@ -108,11 +118,12 @@ class LayerGroups:
     def _rows(self, group: GroupPages, rows: AttentionRows, pages: Ints) -> BoundedRows:
         size, spec = group.page_tokens, group.group.spec
         if not isinstance(spec, Window):
-            return BoundedRows(rows.starts, rows.counts, pages, size)
+            segments = plan_segments(rows.starts, rows.counts, pages, size, self._device.memory.put)
+            return BoundedRows(rows.starts, rows.counts, pages, size, segments=segments)
         row = np.repeat(np.arange(len(rows.starts)), rows.counts)
         offsets = np.cumsum(rows.counts) - rows.counts
         positions = np.arange(len(row)) + np.repeat(rows.starts - offsets, rows.counts)
         index = pages[row, positions // size] * np.int64(size) + positions % size
         own = AttentionRows(rows.starts, rows.counts, pages, rows.decodes)
-        plan = self._device.attention.plan(own, spec.tokens)
+        plan = self._device.attention.plan_layers(own, spec.length)
         return BoundedRows(rows.starts, rows.counts, pages, size, self._device.memory.put(index), plan)

@@ -19,16 +19,16 @@ from kernels.contract.caches import CacheGroup, is_plain
 from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import ConfigError
 from kernels.contract.info import ModelInfo
-from kernels.contract.speculation import SpeculativeSettings
 from kernels.core.layer_context import LayerContext, RowAdapters
 from kernels.devices.base import Device
 from kernels.devices.group_caches import token_bytes
-from kernels.devices.latent_attention import clear_latent
+from kernels.devices.latent_cache import clear_latent
 from kernels.devices.memory import MemoryUsage
 from kernels.distributed.group import Group
 from kernels.execution.captures import Passes
 from kernels.execution.layer_groups import LayerGroups, check_groups
 from kernels.execution.outputs import StepOutputs
+from kernels.execution.pooled import DenseLayers
 from kernels.execution.warmup import WarmUp
 from kernels.grammar.slots import GrammarSlots
 from kernels.models.config import ModelConfig, local_config
@@ -117,7 +117,7 @@ class LoadedModel:
 
     def agree(self, could: bool) -> bool:
         """Whether every rank of the group passed True. All ranks must call it."""
-        return bool(self.group.least(int(could)))
+        return bool(self.group.minimum(int(could)))
 
     def clear_pages(self, pages: list[int]) -> None:
         """Overwrite pages of the model's and the draft's caches with zeros."""
@@ -189,23 +189,21 @@ _WINDOW_SHARE = 0.5
 narrow caches know one page table."""
 
 
-def _drafts_latent(settings: SpeculativeSettings, part: ModelConfig, device: Device) -> bool:
-    """Whether the heads of a model with latent attention draft chains for it: where passes are captured, none verifies
-    them."""
-    chains = settings.algorithm in ("EAGLE", "MTP") and settings.topk == 1
-    return part.latent is not None and chains and not device.attention.plans_latent
-
-
 def _open_groups(
     config: RunnerConfig, part: ModelConfig, cache: CacheChoice, context: int, device: Device
 ) -> tuple[CacheGroup, ...]:
     """The cache groups of a rank's layers. Raises ConfigError for options that only plain pages support."""
-    kept = sum(min(context, window or context) for window in part.windows)
+    kept = sum(min(context, abs(window) or context) for window in part.windows)
     plain_only = config.speculation is not None or cache.dtype is not None
     share = 1.0 if part.eager_attention else _WINDOW_SHARE  # of which nothing is captured anyway
     saves = kept < share * context * part.layers
     groups = caches(part, windows=config.window_pages and saves and not plain_only)
     check_groups(groups, part.layers)
+    chunk = -min(part.windows)
+    if chunk > 0 and chunk % config.page_size:
+        raise ConfigError(
+            f"attention_chunk_size {chunk} of {part.architecture} is not a multiple of --page-size {config.page_size}"
+        )
     if part.eager_attention and config.invariant:
         raise ConfigError(
             f"{part.eager_attention} of {part.architecture} has no attention whose results are independent of the "
@@ -221,10 +219,16 @@ def _open_groups(
             f"latent attention of {part.architecture} has no form whose results are independent of the chunks of "
             "prompts; leave --enable-deterministic-inference out"
         )
+    if part.recurrence is not None and config.invariant:
+        raise ConfigError(
+            f"states of {part.architecture} have no form whose results are independent of the chunks of prompts; leave "
+            "--enable-deterministic-inference out"
+        )
     if is_plain(groups):
         return groups
     kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))
-    if config.speculation is not None and not _drafts_latent(config.speculation, part, device):
+    # Where passes over latent vectors are captured, none verifies draft tokens.
+    if config.speculation is not None and (part.latent is None or device.attention.plans_latent):
         raise ConfigError(
             f"speculative decoding needs keys and values of all tokens in every layer, and the layers of "
             f"{part.architecture} keep: {kinds}; leave --speculative-algorithm out"
@@ -263,7 +267,7 @@ def load_model(
         own_mask=device.sampling.mask,
     )
     scales = opened.cache.scales
-    sizes = GroupSizes.of(
+    sizes = GroupSizes.from_groups(
         opened.groups,
         lambda spec: token_bytes(device, spec, dtype, scales is not None),
         config.page_size,
@@ -281,14 +285,14 @@ def load_model(
             DrafterContext(config, speculation, own, group, model, part, opened.whole, dtype, opened.context)
         )
         draft_bytes = drafter.weight_bytes + own.linear.dequantized_bytes - before
-    max_drafts = drafter.most_nodes - 1 if drafter is not None else 0
-    group.least(0)  # a barrier: all ranks have read their weights before one waits in a collective
+    max_drafts = drafter.max_nodes - 1 if drafter is not None else 0
+    group.minimum(0)  # a barrier: all ranks have read their weights before one waits in a collective
     clock.end("weights")
 
     reserved = _step_memory(opened, config, device, model, sampler=sampler, sizes=sizes, drafter=drafter, group=group)
     spare = drafter.spare_bytes if drafter is not None else 0
     memory = device.memory.usage()
-    pages = group.least(
+    pages = group.minimum(
         cache_pages(
             config,
             sizes.token_bytes,
@@ -307,7 +311,9 @@ def load_model(
         rows.open(pages, config.page_size)
     # The model's caches come last: a device plans attention for the heads of the last caches.
     draft_caches: list[Any] = drafter.make_caches(pages) if drafter is not None else []
-    groups = LayerGroups(device, sizes.with_pages(pages), config.page_size, dtype, scales)
+    groups = LayerGroups(
+        device, sizes.with_pages(pages), config.page_size, dtype, scales, part.layers, shared=part.shared_caches
+    )
     windows = groups.windows(windows)
     slots = SlotTable(
         device,
@@ -325,9 +331,13 @@ def load_model(
     speculator: Speculator | None = None
     if drafter is not None and speculation is not None:
         speculator = Speculator(drafter, speculation, device, sampler, slots)
+        speculator.verifier.latent = part.latent is not None
         if isinstance(drafter, NgramDrafter) and grammars is not None:
             drafter.forced = grammars.forced
-    outputs = StepOutputs(device, model, sampler, slots, groups.caches, speculator=speculator, grammars=grammars)
+    dense = DenseLayers(config, part.pooling, device.torch_device)
+    outputs = StepOutputs(
+        device, model, sampler, slots, groups.caches, speculator=speculator, grammars=grammars, dense=dense
+    )
     clock.end("cache")
     progress("cache", 0.92)
     _make_warm_up(config, device, model, sampler, windows, groups).warm_up(groups.caches, slots)
@@ -353,7 +363,7 @@ def load_model(
         cache_dtype=str(opened.cache.dtype or dtype).removeprefix("torch."),
         cache_token_bytes=sizes.token_bytes,
         load_seconds={},
-        speculative_nodes=drafter.most_nodes if drafter is not None else 1,
+        speculative_nodes=drafter.max_nodes if drafter is not None else 1,
         speculative_depth=drafter.depth if drafter is not None else 0,
         speculative_levels=drafter.levels(speculation) if drafter is not None and speculation is not None else (0,),
         speculative_tokens=device.traits.verify_budget if drafter is not None and drafter.stepwise else 0,
@@ -404,12 +414,14 @@ def _step_memory(
     """Bytes that the largest step needs besides weights and cache; 0 if the device does not measure. Kernels are
     compiled before, if that takes long."""
     part, longest = opened.part, config.max_step_tokens
-    pages, max_drafts = -(-longest // config.page_size), drafter.most_nodes - 1 if drafter is not None else 0
+    pages, max_drafts = -(-longest // config.page_size), drafter.max_nodes - 1 if drafter is not None else 0
     if model.rows is not None:
         model.rows.open(pages, config.page_size)
     draft_caches = drafter.make_caches(1) if drafter is not None and device.traits.compiles else []
     null = tuple(msgspec.structs.replace(each, num_pages=1 if each.bounded else pages) for each in sizes.groups)
-    groups = LayerGroups(device, null, config.page_size, opened.dtype, opened.cache.scales)
+    groups = LayerGroups(
+        device, null, config.page_size, opened.dtype, opened.cache.scales, part.layers, shared=part.shared_caches
+    )
     caches = groups.caches
     warm_up = _make_warm_up(config, device, model, sampler, groups.windows(frozenset(part.windows)), groups)
     # A row that verifies samples after each draft token.
@@ -433,7 +445,7 @@ def _step_memory(
 
     def passes() -> None:
         some, own = one_of_each_kind(model, caches)
-        others = warm_up.of(some)
+        others = warm_up.for_model(some)
         others.logits(own, *given)
         others.precompile_passes(own)
         captured = Passes(
@@ -444,8 +456,8 @@ def _step_memory(
             captured.capture_steps(rows)
         else:
             captured.capture_decodes(rows)
-            rows = min(rows, longest // drafter.most_nodes)
-            verifies = captured.capture_decodes(rows, drafter.most_nodes, drafter.branches, drafter.depth)
+            rows = min(rows, longest // drafter.max_nodes)
+            verifies = captured.capture_decodes(rows, drafter.max_nodes, drafter.branches, drafter.depth)
             drafter.capture(lambda could: could, verifies.ends if verifies is not None else {})
             target = TargetParts(device, some, part, opened.dtype, own, make_slots())
             precompile_drafts(config, drafter, target)

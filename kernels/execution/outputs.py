@@ -13,9 +13,10 @@ from torch import Tensor
 
 from kernels.contract.step import RowError
 from kernels.contract.tasks import Classify, Embed, NextToken
+from kernels.core.arrays import Bools, Longs
 from kernels.devices.base import Device
 from kernels.devices.prepared import CapturedStepResult, PassResult
-from kernels.execution.pooled import activated, normalized
+from kernels.execution.pooled import DenseLayers, activated, normalized
 from kernels.execution.result_builder import PromptScores, ResultBuilder, RowValues
 from kernels.grammar.slots import NO_MASKS, GrammarSlots, StepMasks, TextTree
 from kernels.models.decoder import Decoder
@@ -28,15 +29,13 @@ from kernels.state.step_rows import StepRows
 
 __all__ = ["StepOutputs"]
 
-Bools = npt.NDArray[np.bool_]
-Longs = npt.NDArray[np.int64]
 
 SCORE_ROWS = 64  # prompt positions whose logits exist at a time
 
 
 class StepOutputs:
     """Computes the outputs of one runner's steps. ``caches``: the model's, in which accepted draft tokens are moved.
-    ``grammars``: of the slots; None: requests have none."""
+    ``grammars``: of the slots; None: requests have none. ``dense``: what embeddings pass behind the pooling."""
 
     def __init__(
         self,
@@ -48,7 +47,9 @@ class StepOutputs:
         *,
         speculator: Speculator | None,
         grammars: GrammarSlots | None = None,
+        dense: DenseLayers | None = None,
     ) -> None:
+        self._dense = dense
         self._device = device
         self._model = model
         self._sampler = sampler
@@ -66,14 +67,14 @@ class StepOutputs:
             return False
         return self._sampler.plain(tuple(step.slots.tolist()))
 
-    def commit_greedy(self, step: StepRows, grows: Bools, found: CapturedStepResult, builder: ResultBuilder) -> None:
+    def commit_greedy(self, step: StepRows, grows: Bools, result: CapturedStepResult, builder: ResultBuilder) -> None:
         """Take the argmax tokens that a captured step has written to the table of tokens, for rows that are all
         greedy."""
         state = self._slots
         state.computed[step.slots] += step.counts
         state.grew(step.slots[grows])
-        builder.argmax, builder.sampled_rows, builder.sampling = found.argmax, step.rows, grows
-        builder.arrives = found.arrives
+        builder.argmax, builder.sampled_rows, builder.sampling = result.argmax, step.rows, grows
+        builder.arrives = result.arrives
 
     def needs_all_tokens(self, step: StepRows) -> bool:
         """Whether a row needs the states of other tokens than its last one: for scores of its prompt's tokens, or to
@@ -83,29 +84,29 @@ class StepOutputs:
         returned = state.returns_states[slots] | np.isin(slots, list(state.returns_experts))
         return bool((scored | (returned & (step.counts > 1))).any())
 
-    def read_step(self, step: StepRows, found: CapturedStepResult, builder: ResultBuilder) -> None:
+    def read_step(self, step: StepRows, result: CapturedStepResult, builder: ResultBuilder) -> None:
         """Score and sample the rows of a captured whole step, as ``read`` does for a pass."""
         self._slots.computed[step.slots] += step.counts
-        self._score_prompts(step, found.hidden, builder)
-        self._return_states(step, found.hidden, builder)
-        self._test_chunks(step, found.hidden, builder)
-        self._pool(step, found.hidden, builder)
-        self._sample(step, found.hidden, builder, found.logits)
+        self._score_prompts(step, result.hidden, builder)
+        self._return_states(step, result.hidden, builder)
+        self._test_chunks(step, result.hidden, builder)
+        self._pool(step, result.hidden, builder)
+        self._sample(step, result.hidden, builder, result.logits)
 
-    def read(self, step: StepRows, found: PassResult, builder: ResultBuilder) -> None:
-        """Score and sample the rows of a pass. ``found``: the model's result, for all tokens or each row's last; where
+    def read(self, step: StepRows, result: PassResult, builder: ResultBuilder) -> None:
+        """Score and sample the rows of a pass. ``result``: the model's result, for all tokens or each row's last; where
         keys and values were written; and the head's results, if it ran."""
-        hidden, features = self._model.split(found.result)
+        hidden, features = self._model.split(result.result)
         self._slots.computed[step.slots] += step.certain()
-        if found.experts is not None:
+        if result.experts is not None:
             wanted = np.isin(step.slots, list(self._slots.returns_experts))
-            builder.experts = self._values(step, wanted, found.experts)
+            builder.experts = self._values(step, wanted, result.experts)
         self._score_prompts(step, hidden, builder)
         self._return_states(step, hidden, builder)
         self._test_chunks(step, hidden, builder)
         self._pool(step, hidden, builder)
         if self._speculator is not None:
-            self._sample_verified(self._speculator, step, hidden, features, found, builder)
+            self._sample_verified(self._speculator, step, hidden, features, result, builder)
         else:
             self._sample(step, hidden, builder)
 
@@ -169,7 +170,8 @@ class StepOutputs:
         classes = [(row, task) for row, task in of.items() if isinstance(task, Classify)]
         if embeds:
             group = [row for row, _ in embeds]
-            vectors = normalized(states(group), [task.normalize for _, task in embeds], put)
+            embedded = states(group) if self._dense is None else self._dense(states(group))
+            vectors = normalized(embedded, [task.normalize for _, task in embeds], put)
             builder.add_vectors(step.rows[group], vectors)
         if classes and model.classifier is not None and model.pooling is not None:
             group = [row for row, _ in classes]
@@ -251,7 +253,7 @@ class StepOutputs:
         step: StepRows,
         hidden: Tensor,
         features: Tensor,
-        found: PassResult,
+        result: PassResult,
         builder: ResultBuilder,
     ) -> None:
         """``_sample`` for steps with draft tokens: sample after each of them, and accept the right ones."""
@@ -260,13 +262,13 @@ class StepOutputs:
         verified: VerifyResult | None = None
         if step.drafts is None:
             self._sample(step, hidden, builder)
-        elif found.accepted is not None:
-            verified = speculator.early_drafts.take_accepted(found)
+        elif result.accepted is not None:
+            verified = speculator.early_drafts.take_accepted(result)
         else:
-            samples = Samples.of(step, self._slots.known)
+            samples = Samples.from_step(step, self._slots.known)
             allowed = self._allowed(samples.slots, samples.lengths, _trees(step, samples))
-            if found.head is not None and len(samples.tokens) == len(hidden):
-                logits, *greedy = found.head
+            if result.head is not None and len(samples.tokens) == len(hidden):
+                logits, *greedy = result.head
                 verified = speculator.sample(step, samples, logits, SampledTokens(*greedy), allowed.masks)
             else:
                 every = len(samples.tokens) == len(hidden)
@@ -275,7 +277,7 @@ class StepOutputs:
             if allowed.masks is not None:
                 self._follow_verified(step, verified)
                 self._report_masked(samples.slots.tolist(), allowed, builder)
-            speculator.verifier.move(step, found.index, verified.outcome, self._caches)
+            speculator.verifier.move(step, result.index, verified.outcome, self._caches)
         if verified is not None:
             self._report(step, verified, builder)
         builder.arrives = speculator.record_run(step, reached, features, builder.sampled, verified)

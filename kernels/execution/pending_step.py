@@ -135,9 +135,9 @@ class PendingStep:
         rows = len(batch.slots)
         if not rows == len(batch.generations) == len(batch.counts):
             raise ValueError("slots, generations and counts of a step must have one entry for each row")
-        tokens, most = int(unpack_ints(batch.counts).sum()), context.loaded.config.max_step_tokens
-        if tokens > most:
-            raise ValueError(f"a step of {tokens} tokens is over max_step_tokens, {most}")
+        tokens, max_tokens = int(unpack_ints(batch.counts).sum()), context.loaded.config.max_step_tokens
+        if tokens > max_tokens:
+            raise ValueError(f"a step of {tokens} tokens is over max_step_tokens, {max_tokens}")
         draft_seconds = 0.0
         if speculator is not None:
             speculator.begin_step(bool(batch.draft_limits), bool(batch.released), batch.unobserved)
@@ -222,7 +222,7 @@ class PendingStep:
             token_ids, at = loaded.speculator.verifier.place(step, token_ids, at)
             bits = None if step.drafts.tree.linear else step.drafts.tree.bits
             attention = dataclasses.replace(attention, verifies=step.verifies, tree=bits)
-        plans = {window: device.attention.plan(attention, window) for window in loaded.windows}
+        plans = {window: device.attention.plan_layers(attention, window) for window in loaded.windows}
         batch = ForwardBatch(token_ids, at, device.memory.put(index), plans, rows=attention)
         return batch if loaded.groups.is_plain else loaded.groups.place(batch, attention, step.slots, state.bounded)
 
@@ -249,16 +249,16 @@ class PendingStep:
                     device.bind_thread()
                 return self._finish(fetched, builder, writes, started)
 
-        # All ranks must drop a broken row before the same step. A page of a bounded group may get a new owner before it
-        # is cleared: no step may use it by then.
+        # All ranks must drop a nonfinite row before the same step. A page of a bounded group may get a new owner before
+        # it is cleared: no step may use it by then.
         loaded = context.loaded
         return RunningStep(finish, not device.traits.overlaps or loaded.group.size > 1 or bool(loaded.slots.bounded))
 
-    def complete_pass(self, found: PassResult) -> RunningStep:
-        """Read the results ``found`` of the model's pass, then ``complete``."""
+    def complete_pass(self, result: PassResult) -> RunningStep:
+        """Read the results ``result`` of the model's pass, then ``complete``."""
         loaded, builder = self._context.loaded, self.update()
         assert self.rows is not None
-        loaded.outputs.read(self.rows, found, builder)
+        loaded.outputs.read(self.rows, result, builder)
         running = self.complete()
         if loaded.speculator is not None:
             loaded.speculator.draft_early()
@@ -278,7 +278,7 @@ class PendingStep:
             total=ended - max(self.begun, context.ended),
         )
         context.ended = ended
-        result, broken = builder.pack(self.batch.number, host, timing)
+        result, nonfinite = builder.pack(self.batch.number, host, timing)
         if writes is not None:
-            context.in_flight_writes.finish(writes, broken)
+            context.in_flight_writes.finish(writes, nonfinite)
         return result

@@ -11,12 +11,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from kernels.contract.step import RowError, StepResult, StepTiming, TokenValues
+from kernels.core.arrays import Bools, Longs
 from kernels.sampling.sampler import SampledTokens
 
 __all__ = ["PromptScores", "ResultBuilder", "RowValues"]
-
-Bools = npt.NDArray[np.bool_]
-Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ class ResultBuilder:
         result: list[Tensor] = [] if self.argmax is None else [self.argmax]
         if self.sampled is not None:
             sampled = self.sampled
-            wanted = (sampled.tokens, sampled.broken, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+            wanted = (sampled.tokens, sampled.nonfinite, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
             result += [tensor for tensor in wanted if tensor is not None]
         if self.outcome is not None:
             result.insert(0, self.outcome)
@@ -106,11 +104,11 @@ class ResultBuilder:
         host = iter(fetched)
         accepted = np.zeros(len(self.slots), dtype=np.int32)
         tokens = logprobs = top_counts = top_ids = top_logprobs = b""
-        broken: list[RowError] = []
+        nonfinite: list[RowError] = []
         outcome = None if self.outcome is None else next(host).numpy()
         if self.argmax is not None and self.sampled_rows is not None:
             ids = next(host).numpy()
-            broken += self._broken(self.sampled_rows[ids < 0])
+            nonfinite += self._nonfinite(self.sampled_rows[ids < 0])
             found = ids >= 0 if self.sampling is None else self.sampling & (ids >= 0)
             accepted[self.sampled_rows[found]] = 1
             tokens = ids[found].tobytes()
@@ -118,11 +116,11 @@ class ResultBuilder:
             ids = next(host).numpy().astype(np.int32)
             kept = ~next(host).numpy()
             if outcome is None:
-                broken += self._broken(self.sampled_rows[~kept])
+                nonfinite += self._nonfinite(self.sampled_rows[~kept])
                 accepted[self.sampled_rows[kept]] = 1
             else:
                 kept, unsound = self._kept(kept, outcome)
-                broken += self._broken(unsound)
+                nonfinite += self._nonfinite(unsound)
                 accepted = np.bincount(self.sampled_rows[kept], minlength=len(accepted)).astype(np.int32)
             tokens = ids[kept].tobytes()
             if self.sampled.logprobs is not None:
@@ -136,7 +134,7 @@ class ResultBuilder:
                     top_logprobs = next(host).numpy()[kept][chosen].tobytes()
         scored = [(next(host).numpy(), next(host).numpy().astype(np.int32), next(host).numpy()) for _ in self.prompts]
         if self.chunk_rows is not None:
-            broken += self._broken(self.chunk_rows[next(host).numpy()])
+            nonfinite += self._nonfinite(self.chunk_rows[next(host).numpy()])
         vectors = [next(host).numpy() for _ in self.pooled]
         states = None if self.states is None else self.states.packed(next(host))
         taken = None if self.experts is None else self.experts.packed(next(host))
@@ -156,7 +154,7 @@ class ResultBuilder:
             prompt_top_counts=b"".join(counts.tobytes() for counts in top),
             prompt_top_ids=b"".join(ids.tobytes() for _, ids, _ in scored),
             prompt_top_logprobs=b"".join(logprobs.tobytes() for _, _, logprobs in scored),
-            failed=(*self.failed, *broken),
+            failed=(*self.failed, *nonfinite),
             timing=timing,
             pooled_rows=b"".join(rows.astype(np.int32).tobytes() for rows in self.pooled_rows),
             pooled_sizes=b"".join(group.tobytes() for group in widths),
@@ -166,7 +164,7 @@ class ResultBuilder:
         )
         if outcome is not None:
             result = self._with_drafted(result, outcome)
-        return result, broken
+        return result, nonfinite
 
     def _kept(self, sound: Bools, outcome: Longs) -> tuple[Longs, Longs]:
         """The accepted entries in the order of the batch's rows, and the rows that are not finite."""
@@ -188,7 +186,7 @@ class ResultBuilder:
         depths[self.verified_rows] = outcome[:, 1]
         return msgspec.structs.replace(result, drafted=drafted.tobytes(), depths=depths.tobytes())
 
-    def _broken(self, rows: npt.NDArray[np.int64]) -> list[RowError]:
+    def _nonfinite(self, rows: npt.NDArray[np.int64]) -> list[RowError]:
         what = dict.fromkeys(self.masked, " or for every token that its grammar allows")
         message = "the model's output is not finite for this request{}; try float32, or check the weights"
         return [

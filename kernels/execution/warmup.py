@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from kernels.contract.config import RunnerConfig
+from kernels.core.arrays import Ints, Longs
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.devices.base import Device
@@ -22,9 +22,6 @@ __all__ = ["WarmUp"]
 
 WARM_DECODES = (1, 2, 4, 8)
 WARM_PREFILLS = (16, 64)
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 class WarmUp:
@@ -52,7 +49,7 @@ class WarmUp:
         for counts, pages in self._shapes():
             self.run(caches, slots, counts, len(counts), pages)
 
-    def of(self, model: Decoder) -> WarmUp:
+    def for_model(self, model: Decoder) -> WarmUp:
         """The warm-up of another model with the same settings."""
         return WarmUp(self._config, self._device, model, self._sampler, self._windows)
 
@@ -86,7 +83,7 @@ class WarmUp:
         places = np.arange(tokens) % ((int(pages.max()) + 1) * self._config.page_size)
         decodes = len(counts) if tokens == len(counts) else 0
         rows = AttentionRows(np.zeros_like(counts), counts, pages, decodes)
-        plans = {window: device.attention.plan(rows, window) for window in self._windows}
+        plans = {window: device.attention.plan_layers(rows, window) for window in self._windows}
         batch = ForwardBatch(ids, positions, device.memory.put(places), plans, rows=rows)
         if self._groups is not None:
             batch = self._groups.place_null(batch, rows)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kernels.contract.grammar import Grammar, GrammarError, GrammarSettings
 
 __all__ = [
-    "MOST_WHITESPACE",
+    "MAX_WHITESPACE",
     "Bits",
     "Compiled",
     "GrammarBackend",
@@ -25,7 +25,7 @@ __all__ = [
 Bits = npt.NDArray[np.int32]
 """A bit for each token, 32 to a word, the lowest first: whether it is allowed."""
 
-MOST_WHITESPACE = 16
+MAX_WHITESPACE = 16
 """White space characters between two parts of JSON. A model that repeats itself would otherwise never end."""
 
 

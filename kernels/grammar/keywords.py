@@ -49,8 +49,8 @@ def adapt_schema(schema: object) -> None:
         if lengths and ("pattern" in part or "format" in part):
             found.update(f"{name} beside pattern or format" for name in lengths)
         elif lengths and part.get("type") == "string":
-            least, most = part.pop("minLength", 0), part.pop("maxLength", "")
-            part["pattern"] = f'^[^"\\\\\\x00-\\x1f]{{{least},{most}}}$'
+            minimum, maximum = part.pop("minLength", 0), part.pop("maxLength", "")
+            part["pattern"] = f'^[^"\\\\\\x00-\\x1f]{{{minimum},{maximum}}}$'
     if found:
         raise GrammarError(f"xgrammar does not support {', '.join(sorted(found))}; use --grammar-backend llguidance")
 
@@ -73,8 +73,8 @@ def _ignored_here(part: dict[str, object], *, is_name: bool) -> Iterator[str]:
         yield "type beside an enum or const of another"
 
 
-def _kinds(given: object) -> set[str]:
-    kinds = {given} if isinstance(given, str) else {str(each) for each in given} if isinstance(given, list) else set()
+def _kinds(value: object) -> set[str]:
+    kinds = {value} if isinstance(value, str) else {str(each) for each in value} if isinstance(value, list) else set()
     return kinds | ({"integer"} if "number" in kinds else set())
 
 

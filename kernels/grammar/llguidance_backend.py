@@ -13,7 +13,7 @@ import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
 from kernels.contract.grammar import Grammar, GrammarError, GrammarSettings
-from kernels.grammar.backend import MOST_WHITESPACE, Bits, Compiled, read_tags, tokenizer_json
+from kernels.grammar.backend import MAX_WHITESPACE, Bits, Compiled, read_tags, tokenizer_json
 
 __all__ = ["LlGuidance"]
 
@@ -61,7 +61,7 @@ class LlGuidance:
         whitespace = self._settings.whitespace if grammar.whitespace is None else grammar.whitespace
         if whitespace == "" or (whitespace is None and self._settings.compact):
             return {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-        return {"whitespace_pattern": whitespace or rf"[\x20\x0A\x0D\x09]{{0,{MOST_WHITESPACE}}}"}
+        return {"whitespace_pattern": whitespace or rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}"}
 
     def _tags(self, text: str) -> str:
         tags = read_tags(text)

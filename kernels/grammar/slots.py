@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.contract.grammar import GrammarError, GrammarSettings
 from kernels.contract.step import Admission, SlotSampling
+from kernels.core.arrays import Longs
 from kernels.devices.cpu.host import usable_cores
 from kernels.devices.memory import DeviceMemory, PendingCopies
 from kernels.grammar.backend import Bits, Compiled, Matcher
@@ -22,7 +23,6 @@ from kernels.sampling.masks import RowMasks
 
 __all__ = ["NO_MASKS", "GrammarSlots", "StepMasks", "TextTree", "bit"]
 
-Longs = npt.NDArray[np.int64]
 KeptBits = Callable[[Longs], npt.NDArray[np.bool_]]
 
 _BITS: Bits = (1 << np.arange(32, dtype=np.int64)).astype(np.uint32).view(np.int32)
@@ -35,7 +35,7 @@ _TEXT_SECONDS, _TOKEN_SECONDS = 1.0, 0.005
 """Processor time that one text may take, while others wait, and how much more for each of its tokens. Not every library
 has a limit of its own."""
 
-_QUICK = 0.001
+_FREE_SECONDS = 0.001
 """Seconds that a text may take in a step without being charged for them."""
 
 
@@ -289,8 +289,8 @@ class _Text:
     def __init__(
         self, compiled: Future[Compiled], sampling: SlotSampling, eos: frozenset[int], position: int, words: int
     ) -> None:
-        self._compiled, self._after, self._eos = compiled, sampling.grammar_after, eos
-        self._opens, self._words = sampling.grammar_opens, words
+        self._compiled, self._after, self._eos = compiled, sampling.reasoning_end_ids, eos
+        self._opens, self._words = sampling.reasoning_start_id, words
         self._matcher: Matcher | None = None
         self._tail: tuple[int, ...] = ()
         self._ended = False
@@ -304,7 +304,7 @@ class _Text:
         """Count the time since ``started``, at most the thread's own since ``begun``. Returns the time now. Raises
         GrammarError where the text has taken too much."""
         now = time.perf_counter()
-        if now - started > _QUICK:
+        if now - started > _FREE_SECONDS:
             self._spent += min(now - started, time.thread_time() - begun)
             if self._spent > _TEXT_SECONDS + _TOKEN_SECONDS * (self.position - self._begin):
                 raise GrammarError("it takes too long to follow; simplify it")

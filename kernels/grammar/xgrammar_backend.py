@@ -15,7 +15,7 @@ import xgrammar
 from tokenizers import Tokenizer
 
 from kernels.contract.grammar import Grammar, GrammarError, GrammarSettings
-from kernels.grammar.backend import MOST_WHITESPACE, Bits, Compiled, read_tags, tokenizer_json
+from kernels.grammar.backend import MAX_WHITESPACE, Bits, Compiled, read_tags, tokenizer_json
 from kernels.grammar.keywords import adapt_schema
 
 __all__ = ["XGrammar"]
@@ -85,7 +85,7 @@ class XGrammar:
         text = msgspec.json.encode(schema).decode()
         if self._settings.compact or grammar.whitespace == "":
             return compiler.compile_json_schema(text, any_whitespace=False, separators=(",", ":"), strict_mode=False)
-        return compiler.compile_json_schema(text, max_whitespace_cnt=MOST_WHITESPACE, strict_mode=False)
+        return compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE, strict_mode=False)
 
 
 class XMatcher:

@@ -12,7 +12,7 @@ RoBERTa counts positions from the one behind padding's.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -139,8 +139,8 @@ def _layer(config: ModelConfig, builder: LayerBuilder, name: str) -> EncoderLaye
     after_attention = builder.layer_norm(f"{name}.attention.output.LayerNorm", eps=config.norm_eps)
     after_mlp = builder.layer_norm(f"{name}.output.LayerNorm", eps=config.norm_eps)
 
-    def layer(hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        hidden = after_attention(hidden + output(attend(qkv(hidden), config.heads, lengths)))
+    def layer(hidden: Tensor, batch: EncoderBatch) -> Tensor:
+        hidden = after_attention(hidden + output(attend(qkv(hidden), config.heads, batch.lengths)))
         return after_mlp(hidden + down(up(hidden)))
 
     return layer

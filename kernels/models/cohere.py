@@ -34,7 +34,7 @@ def config(raw: ConfigReader) -> ModelConfig:
         theta=500000.0,
         tied=True,
     )
-    return dataclasses.replace(plain, pairs=True, logit_scale=raw.number("logit_scale", 0.0625))
+    return dataclasses.replace(plain, rope_interleaved=True, logit_scale=raw.number("logit_scale", 0.0625))
 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
@@ -72,4 +72,4 @@ def _layer(config: ModelConfig, builder: LayerBuilder, name: str, window: int) -
         heads = builder.layer_norm(*names, eps=config.norm_eps, order=gqa.head_order(config))
     norms = Norms(before_attention=builder.layer_norm(f"{name}.input_layernorm", eps=config.norm_eps))
     result, feed_forward = attention(builder, config, module, window, heads), gated_mlp(builder, config, f"{name}.mlp")
-    return Block(builder, config, result, feed_forward, norms, parallel=True)
+    return Block(builder, config, result, feed_forward, norms, parallel_residual=True)

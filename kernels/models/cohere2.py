@@ -27,7 +27,7 @@ def config(raw: ConfigReader) -> ModelConfig:
     nothing = dataclasses.replace(plain.rope, kind="none")
     return dataclasses.replace(
         plain,
-        pairs=True,
+        rope_interleaved=True,
         ropes={layer: nothing for layer, window in enumerate(windows) if not window},
         logit_scale=raw.number("logit_scale", 0.0625),
     )
@@ -60,4 +60,4 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
 def _layer(config: ModelConfig, builder: LayerBuilder, name: str, window: int) -> Block:
     norms = Norms(before_attention=builder.layer_norm(f"{name}.input_layernorm", eps=config.norm_eps))
     result = attention(builder, config, f"{name}.self_attn", window)
-    return Block(builder, config, result, gated_mlp(builder, config, f"{name}.mlp"), norms, parallel=True)
+    return Block(builder, config, result, gated_mlp(builder, config, f"{name}.mlp"), norms, parallel_residual=True)

@@ -10,8 +10,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from kernels.contract.caches import Latent, State
 from kernels.contract.errors import ConfigError
 from kernels.contract.limits import MAX_EXPERTS, MAX_EXPERTS_OF_MODEL, MAX_LAYERS, MAX_SIZE
 from kernels.contract.pooling import PoolingConfig
@@ -22,8 +23,11 @@ __all__ = [
     "MXFP4_BLOCK",
     "ConfigReader",
     "ExpertsConfig",
+    "IndexConfig",
     "LatentConfig",
     "ModelConfig",
+    "QueryGrowth",
+    "Recurrence",
     "RopeConfig",
     "local_config",
 ]
@@ -46,10 +50,11 @@ _WINDOW = 4096  # tokens, of every family with a pattern of windows
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. ``kind``: default | linear | llama3 | yarn | longrope | factors | none.
+    """Rotary position embedding. ``kind``: default | linear | llama3 | yarn | longrope | factors | proportional | none.
 
     Dynamic NTK scaling changes nothing up to ``max_position_embeddings`` and is read as default. none: heads are not
-    rotated, they have no positions (NoPE, Kazemnejad et al., arXiv 2305.19466).
+    rotated, they have no positions (NoPE, Kazemnejad et al., arXiv 2305.19466). proportional: the frequencies of a
+    whole head, of which only the highest are kept.
     """
 
     theta: float
@@ -67,6 +72,7 @@ class RopeConfig:
     factors: tuple[float, ...] = ()  # factors; longrope, beyond original_length: each pair of dimensions has its own
     short_factors: tuple[float, ...] = ()  # longrope, up to original_length
     dim: int = 0  # numbers of a head that are rotated, the first ones; 0: all
+    head_dim: int = 0  # of heads that are rotated so; 0: as the model's
 
 
 @dataclass(frozen=True)
@@ -75,10 +81,12 @@ class ExpertsConfig:
 
     ``layers``: which of the decoder's layers. ``chosen``: experts that a token takes. ``normalized``: whether their
     weights are made to add up to one. ``shared``: the inner dimension of an expert that all tokens take besides, 0:
-    there is none; ``weighted``: whether it is weighted by the sigmoid of a logit of its own. ``scores``, ``groups``,
-    ``top_groups``, ``pair_sum`` and ``scale``: as ``kernels.devices.experts.Routing``. ``corrected``: whether a
-    correction is added to scores for the choice. ``alpha``, ``limit``: as ``ClampedGate`` there. ``packed``: whether
-    they are stored in MXFP4.
+    there is none; ``shared_bias``: whether its projections have biases; ``weighted``: whether it is weighted by the
+    sigmoid of a logit of its own. ``result_scale``: of the sum of all experts. ``scores``, ``groups``, ``top_groups``,
+    ``pair_sum``, ``scale`` and ``jitter``: as ``kernels.devices.experts.Routing``. ``corrected``: whether a correction
+    is added to scores for the choice. ``alpha``, ``limit``: as ``ClampedGate`` there. ``packed``: whether they are
+    stored in MXFP4. ``activation``: silu | gelu_tanh, of gates. ``router_softcap``: ``cap * tanh(x / cap)`` of the
+    router's logits; 0: none. ``identities``: so many more experts return what they are given.
     """
 
     layers: frozenset[int]
@@ -94,9 +102,39 @@ class ExpertsConfig:
     pair_sum: bool = False
     scale: float = 1.0
     corrected: bool = False
+    jitter: float = 0.0
+    shared_bias: bool = False
+    result_scale: float = 1.0
     alpha: float = 1.0
     limit: float = 0.0
     packed: bool = False
+    activation: str = "silu"
+    router_softcap: float = 0.0
+    identities: int = 0
+
+
+@dataclass(frozen=True)
+class QueryGrowth:
+    """Queries grow with their positions, by ``1 + factor * ln(1 + (position + shift) // tokens)`` (Nakanishi,
+    arXiv 2501.19399)."""
+
+    factor: float
+    tokens: int
+    shift: int = 0
+
+
+@dataclass(frozen=True)
+class IndexConfig:
+    """The indexer of sparse attention (DeepSeek-AI, arXiv 2512.02556, section 2.1): ``heads`` of ``dim`` numbers score
+    all tokens before a query, which attends to the ``chosen`` best. ``own``: layers that have one; each other layer
+    takes what the last of them before it chose. ``rope_interleaved``: as ``ModelConfig``, of the indexer's heads.
+    """
+
+    heads: int
+    dim: int
+    chosen: int
+    own: frozenset[int]
+    rope_interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +142,8 @@ class LatentConfig:
     """Multi-head latent attention (MLA, DeepSeek-AI, arXiv 2405.04434, section 2.1). ``rank``: numbers of the vector
     that keys and values of all heads are made from; ``query_rank``: of the one that queries are, 0: there is none.
     ``plain_dim``, ``rope_dim``: numbers of a query and key head without and with a position. ``value_dim``: of a value.
-    ``apart``: whether weights of keys and of values are stored apart, as in newer GGUF files.
+    ``apart``: whether weights of keys and of values are stored apart, as in newer GGUF files. ``index``: of sparse
+    attention; None: all tokens are attended to. ``factor``: of the vector.
     """
 
     query_rank: int
@@ -113,25 +152,50 @@ class LatentConfig:
     rope_dim: int
     value_dim: int
     apart: bool = False
+    index: IndexConfig | None = None
+    factor: float = 1.0
+
+    def spec(self, indexed: bool = True) -> Latent:
+        """What a layer caches. ``indexed``: whether it has an indexer, if the model has any."""
+        return Latent(self.rank, self.rope_dim, self.index.dim if indexed and self.index is not None else 0)
+
+
+class Recurrence(Protocol):
+    """The sizes of layers that keep a state of each sequence, all of one kind. A frozen dataclass of the layer's."""
+
+    def state(self) -> State:
+        """What one layer keeps of a sequence, on a rank of these sizes."""
+        ...
+
+    def divided(self, size: int) -> Recurrence:
+        """The sizes that one of ``size`` ranks runs. Raises ConfigError, naming the numbers."""
+        ...
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder's sizes. ``windows[layer]`` is the layer's sliding window in tokens, 0 for full attention.
+    """A decoder's sizes. ``windows[layer]`` is the layer's sliding window in tokens, 0 for full attention, a negative
+    one for attention in chunks: a query sees the tokens since the last multiple.
 
-    ``rope``: of all layers but those in ``ropes``, which have their own. ``pairs``: whether neighbors of a head rotate
-    against one another, in place of its halves. ``attention_scale``: of queries times keys; 0: ``head_dim ** -0.5``.
-    ``attention_cap``, ``logit_cap``: ``cap * tanh(x / cap)`` of these numbers; 0: none. ``sinks``: whether each head
-    attends to one more token, whose value is 0. ``embedding_scale``,
+    ``rope``: of all layers but those in ``ropes``, which have their own. ``rope_interleaved``: whether neighbors of a
+    head rotate against one another, in place of its halves. ``attention_scale``: of queries times keys; 0: ``head_dim
+    ** -0.5``. ``attention_softcap``, ``logit_softcap``: ``cap * tanh(x / cap)`` of these numbers; 0: none. ``sinks``:
+    whether each head attends to one more token, whose value is 0. ``embedding_scale``,
     ``residual_scale`` and ``logit_scale`` multiply embeddings, what a layer adds to the residual stream, and logits.
-    ``norm_offset``: what norms add to their weights. ``parallel``: attention and feed-forward layer are added
-    together. ``layer_norms``: norms subtract the mean. ``all_kv_heads``: the whole model's, on one of several
+    ``norm_offset``: what norms add to their weights. ``parallel_residual``: attention and feed-forward layer are added
+    together. ``layer_norms``: norms subtract the mean. ``global_kv_heads``: the whole model's, on one of several
     ranks; else 0. ``pooling``: of a model that generates no text, which has no output to the vocabulary.
     ``reward_head``: the module of a family's own head that rewards; "": see ``layers.classification``.
-    ``query_growth``: (factor, tokens) by which queries grow with their positions, ``1 + factor * ln(1 + position //
-    tokens)``; a factor of 0: not. ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``.
+    ``query_growth``: of all queries; None: they do not grow. ``late_norms``: whether heads are normed after they are
+    rotated. ``qkv_clip``: queries, keys and values are clamped to it when they are projected; 0: they are not.
+    ``alibi``, ``growth_length``: whether ``Attention.attend_rows`` has ``slopes``, and its ``growth_length``.
+    ``head_norm``: what of the output to the vocabulary has a length of one, its rows | columns; "": nothing.
+    ``norm_bias``, ``head_bias``: whether norms of the residual stream, and the output to the vocabulary, have biases.
+    ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``.
+    ``recurrence``: of layers that keep states, ``recurrent`` says which these are.
     ``position_table``, ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;
-    ``first_position``: the row of an input's first token. ``code``: of a model that runs transformers' modeling code.
+    ``first_position``: the row of an input's first token. ``shared_caches``: layers that write no cache, and the one
+    whose cache each of them reads. ``code``: of a model that runs transformers' modeling code.
     """
 
     architecture: str
@@ -154,34 +218,61 @@ class ModelConfig:
     dtype: str | None  # as stored; None when config.json does not say
     experts: ExpertsConfig | None = None
     ropes: Mapping[int, RopeConfig] = field(default_factory=dict)
-    pairs: bool = False
+    rope_interleaved: bool = False
     attention_scale: float = 0.0
-    attention_cap: float = 0.0
+    attention_softcap: float = 0.0
     sinks: bool = False
-    logit_cap: float = 0.0
+    logit_softcap: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     norm_offset: float = 0.0
     activation: str = "silu"
-    parallel: bool = False
+    parallel_residual: bool = False
     layer_norms: bool = False
-    all_kv_heads: int = 0
+    global_kv_heads: int = 0
     pooling: PoolingConfig | None = None
     reward_head: str = ""
     latent: LatentConfig | None = None
-    query_growth: tuple[float, int] = (0.0, 1)
+    query_growth: QueryGrowth | None = None
+    qkv_clip: float = 0.0
+    late_norms: bool = False
+    alibi: bool = False
+    growth_length: int = 0
+    head_norm: str = ""
+    norm_bias: bool = False
+    head_bias: bool = False
+    recurrence: Recurrence | None = None
+    recurrent: frozenset[int] = frozenset()
     position_table: int = 0
     segments: int = 0
     first_position: int = 0
+    shared_caches: Mapping[int, int] = field(default_factory=dict)
     code: CodeModel | None = None
 
     @property
     def eager_attention(self) -> str:
-        """What attention has that only plain torch does, which reads a step's rows on the host; "": nothing."""
-        if self.attention_cap:
+        """What attention has that no captured pass does, since a step's rows are read on the host; "": nothing."""
+        if self.attention_softcap:
             return "attn_logit_softcapping"
-        return "the sinks of attention" if self.sinks else ""
+        if self.sinks or self.alibi:
+            return "the sinks of attention" if self.sinks else "ALiBi"
+        return "attention in chunks" if min(self.windows) < 0 else ""
+
+    @property
+    def row_attention(self) -> bool:
+        """Whether ``Attention.attend_rows`` computes it."""
+        return self.attention_softcap > 0 or self.sinks or self.alibi or self.growth_length > 0
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether attention reads a step's rows on the host on every device, so that no pass is captured."""
+        return bool(self.eager_attention) or (self.latent is not None and self.latent.index is not None)
+
+    @property
+    def scaled_queries(self) -> bool:
+        """Whether queries are multiplied after they are rotated."""
+        return self.query_growth is not None or self.late_norms
 
     @property
     def rotary_dim(self) -> int:
@@ -228,9 +319,10 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
         config,
         heads=config.heads // size,
         kv_heads=max(1, config.kv_heads // size),
-        all_kv_heads=config.kv_heads if size > 1 else 0,
+        global_kv_heads=config.kv_heads if size > 1 else 0,
         intermediate_size=config.intermediate_size // size,
         experts=experts,
+        recurrence=None if config.recurrence is None else config.recurrence.divided(size),
     )
 
 
@@ -253,9 +345,9 @@ class ConfigReader:
         self.raw = raw
         self.architecture = architecture
 
-    def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        """A whole number from 1 to ``most``."""
-        return _size(self.raw, key, default, most)
+    def size(self, key: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
+        """A whole number from 1 to ``maximum``."""
+        return _size(self.raw, key, default, maximum)
 
     def number(self, key: str, default: float) -> float:
         """A number above 0."""
@@ -266,7 +358,7 @@ class ConfigReader:
 
     @property
     def layers(self) -> int:
-        return self.size("num_hidden_layers", most=MAX_LAYERS)
+        return self.size("num_hidden_layers", maximum=MAX_LAYERS)
 
     def decoder(
         self,
@@ -332,10 +424,10 @@ class ConfigReader:
         )
 
     def latent_decoder(
-        self, *, experts: ExpertsConfig | None = None, eps: float = 1e-6, pairs: bool = True
+        self, *, experts: ExpertsConfig | None = None, eps: float = 1e-6, rope_interleaved: bool = True
     ) -> ModelConfig:
-        """The sizes of a decoder with latent attention. ``eps``: as ``decoder``. ``pairs``: as ``ModelConfig``, if
-        ``rope_interleave`` does not say it."""
+        """The sizes of a decoder with latent attention. ``eps``: as ``decoder``. ``rope_interleaved``: as
+        ``ModelConfig``, if ``rope_interleave`` does not say it."""
         raw, rank = self.raw, "q_lora_rank"
         latent = LatentConfig(
             0 if raw.get(rank) is None else self.size(rank),
@@ -362,8 +454,47 @@ class ConfigReader:
             plain,
             latent=latent,
             attention_scale=scale,
-            pairs=pairs if interleave is None else bool(interleave),
+            rope_interleaved=rope_interleaved if interleave is None else bool(interleave),
         )
+
+    def indexed_decoder(
+        self, *, experts: ExpertsConfig, eps: float = 1e-6, index_interleaved: bool = False
+    ) -> ModelConfig:
+        """``latent_decoder`` with an indexer. ``index_interleaved``: ``IndexConfig.rope_interleaved``, if
+        ``indexer_rope_interleave`` does not say it."""
+        plain = self.latent_decoder(experts=experts, eps=eps)
+        latent, interleave = plain.latent, self.raw.get("indexer_rope_interleave")
+        assert latent is not None, "of every latent decoder"
+        index = IndexConfig(
+            self.size("index_n_heads"),
+            self.size("index_head_dim"),
+            self.size("index_topk"),
+            self._indexed_layers(),
+            index_interleaved if interleave is None else bool(interleave),
+        )
+        if not latent.query_rank:
+            raise ConfigError(f"config.json: {self.architecture} needs q_lora_rank, which its indexer reads")
+        if index.dim < latent.rope_dim:
+            raise ConfigError(
+                f"config.json: index_head_dim {index.dim} is less than qk_rope_head_dim {latent.rope_dim}, the part of "
+                "it that is rotated"
+            )
+        return dataclasses.replace(plain, latent=dataclasses.replace(latent, index=index))
+
+    def _indexed_layers(self) -> frozenset[int]:
+        """The layers with an indexer of their own: those of ``indexer_types`` or ``index_topk_pattern``, or every
+        ``index_topk_freq``-th from ``index_skip_topk_offset`` on."""
+        layers = self.layers
+        kinds = self.raw.get("indexer_types") or self.raw.get("index_topk_pattern")
+        if kinds is None:
+            every, offset = self.size("index_topk_freq", 1), self.size("index_skip_topk_offset", 2)
+            return frozenset(layer for layer in range(layers) if max(layer - offset + 1, 0) % every == 0)
+        known = {"full": True, "F": True, "shared": False, "S": False}
+        if not isinstance(kinds, list | str) or len(kinds) != layers or not all(kind in known for kind in kinds):
+            raise ConfigError("config.json: indexer_types must say full or shared for each layer")
+        if not known[kinds[0]]:
+            raise ConfigError("config.json: indexer_types must begin with full: no layer is before it")
+        return frozenset(layer for layer, kind in enumerate(kinds) if known[kind])
 
     def local_rope(self, head_dim: int, theta: float) -> RopeConfig:
         """The rotation of layers with a window: ``rope_parameters.sliding_attention``, or ``rope_local_base_freq``."""
@@ -417,7 +548,7 @@ class ConfigReader:
         """Experts of a layer, and how many of them a token takes."""
         names = ("num_experts", "n_routed_experts", "num_local_experts")  # tools write any
         key = next((name for name in names if name in self.raw), "num_local_experts")
-        count = self.size(key, most=min(MAX_EXPERTS, MAX_EXPERTS_OF_MODEL // self.layers))
+        count = self.size(key, maximum=min(MAX_EXPERTS, MAX_EXPERTS_OF_MODEL // self.layers))
         chosen = self.size("num_experts_per_tok")
         if chosen > count:
             raise ConfigError(f"config.json: num_experts_per_tok {chosen} is more than {key} {count}")
@@ -473,25 +604,29 @@ class ConfigReader:
             raise ConfigError(f"config.json: first_k_dense_replace must be a whole number, and is {given!r}")
         return frozenset(layer for layer in range(given, layers) if layer % every == 0)
 
-    def _typed_windows(self) -> tuple[int, ...]:
-        """By ``layer_types``; empty where config.json has none."""
-        layers, kinds, window = self.layers, self.raw.get("layer_types"), self.size("sliding_window", _WINDOW)
+    def layer_types(self, *known: str, key: str = "layer_types") -> tuple[str, ...]:
+        """The kind of each layer, one of ``known``; empty where config.json does not say."""
+        kinds = self.raw.get(key)
         if kinds is None:
             return ()
-        known = ("full_attention", "sliding_attention")
-        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-            raise ConfigError("config.json: layer_types must say full_attention or sliding_attention for each layer")
+        if not isinstance(kinds, list) or len(kinds) != self.layers or any(kind not in known for kind in kinds):
+            raise ConfigError(f"config.json: {key} must say {' or '.join(known)} for each layer")
+        return tuple(kinds)
+
+    def _typed_windows(self) -> tuple[int, ...]:
+        """By ``layer_types``; empty where config.json has none."""
+        window, kinds = self.size("sliding_window", _WINDOW), self.layer_types("full_attention", "sliding_attention")
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-def _size(raw: Mapping[str, Any], key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+def _size(raw: Mapping[str, Any], key: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
     value = raw.get(key)
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"config.json: {key} must be a whole number of at least 1, and is {value!r}")
-    if value > most:
-        raise ConfigError(f"config.json: {key} must be at most {most}, and is {value}; is the file damaged?")
+    if value > maximum:
+        raise ConfigError(f"config.json: {key} must be at most {maximum}, and is {value}; is the file damaged?")
     return value
 
 
@@ -504,13 +639,13 @@ def _number(raw: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def _factors(given: object, name: str, count: int) -> tuple[float, ...]:
+def _factors(value: object, name: str, count: int) -> tuple[float, ...]:
     """A factor for each pair of dimensions."""
-    if not isinstance(given, list) or len(given) != count:
+    if not isinstance(value, list) or len(value) != count:
         raise ConfigError(f"{name} needs {count} factors")
-    if not all(isinstance(one, int | float) and math.isfinite(one) and one > 0 for one in given):
+    if not all(isinstance(one, int | float) and math.isfinite(one) and one > 0 for one in value):
         raise ConfigError(f"{name} needs numbers above 0")
-    return tuple(map(float, given))
+    return tuple(map(float, value))
 
 
 def _rope(

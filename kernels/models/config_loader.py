@@ -64,7 +64,7 @@ def read_config(
     pooling = read_pooling(Path(model_path), raw, is_embedding)
     if pooling is None:
         return config
-    longest = min(config.max_positions, pooling.most_tokens or config.max_positions)
+    longest = min(config.max_positions, pooling.max_tokens or config.max_positions)
     return dataclasses.replace(config, pooling=pooling, max_positions=longest)
 
 

@@ -76,7 +76,7 @@ class Decoder:
         self.device, self.rows = builder.ops, builder.rows
         self.captures = builder.captures
         self.hidden_size = config.hidden_size
-        self.reads_rows = bool(config.eager_attention)
+        self.reads_rows = config.reads_rows
         self._routes = builder.routes
         self._sparse = sorted(config.experts.layers) if config.experts is not None else []
         self.embeddings, self.head = vocab
@@ -85,12 +85,17 @@ class Decoder:
         context = builder.context or config.max_positions
         ropes = [config.ropes.get(layer, config.rope) for layer in range(config.layers)]
         kinds = list(dict.fromkeys(ropes))
-        self.rotaries = [RotaryEmbedding(rope, config.head_dim, builder.dtype, builder.ops, context) for rope in kinds]
+        self.rotaries = [
+            RotaryEmbedding(rope, rope.head_dim or config.head_dim, builder.dtype, builder.ops, context)
+            for rope in kinds
+        ]
         self.layers, self.norm = list(layers), norm
         self._rotary_of = {id(layer): kinds.index(rope) for layer, rope in zip(layers, ropes, strict=True)}
         paged = Paged(config.kv_heads, config.head_dim, config.head_dim)
         self._group_of = {
-            id(layer): Window(paged, window) for layer, window in zip(layers, config.windows, strict=True) if window
+            id(layer): Window(paged, abs(window), window < 0)
+            for layer, window in zip(layers, config.windows, strict=True)
+            if window
         }
         for layer, after in pairwise(self.layers):
             if after.first_norm is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.core.operators import Linear
 
-__all__ = ["Encoder", "EncoderBatch", "attend"]
+__all__ = ["Encoder", "EncoderBatch", "EncoderLayer", "attend"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class EncoderBatch:
     lengths: Sequence[int]
 
 
-EncoderLayer = Callable[[Tensor, Sequence[int]], Tensor]
-"""``[tokens, hidden]`` of inputs of these lengths -> the same."""
+EncoderLayer = Callable[[Tensor, EncoderBatch], Tensor]
+"""``[tokens, hidden]`` of these inputs -> the same."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Encoder:
         """The last hidden states [tokens, hidden]."""
         hidden = self.embed(batch)
         for layer in self.layers:
-            hidden = layer(hidden, batch.lengths)
+            hidden = layer(hidden, batch)
         return hidden
 
 

@@ -27,16 +27,23 @@ def config(raw: ConfigReader) -> ModelConfig:
     own = {"num_experts": raw.raw.get("moe_num_experts", 64), "num_experts_per_tok": raw.raw.get("moe_k", 6)}
     count, chosen = ConfigReader({**raw.raw, **own}, raw.architecture).expert_counts()
     inner = raw.size("moe_intermediate_size")
-    if raw.flag("use_bias"):
-        raise ConfigError("use_bias is not supported; use a model without biases")
+    bias = raw.flag("use_bias")
     alike = raw.raw.get("moe_num_shared_experts", 2)
     if type(alike) is not int or alike < 0:
         raise ConfigError(f"config.json: moe_num_shared_experts must be a whole number, and is {alike!r}")
     experts = ExpertsConfig(
-        _layers(raw), count, chosen, inner, normalized=True, shared=inner * alike, weighted=False, corrected=True
+        _layers(raw),
+        count,
+        chosen,
+        inner,
+        normalized=True,
+        shared=inner * alike,
+        weighted=False,
+        corrected=True,
+        shared_bias=bias,
     )
-    plain = raw.decoder(experts=experts, eps=1e-5, theta=500000.0, tied=True)
-    return dataclasses.replace(plain, pairs=True)
+    plain = raw.decoder(qkv_bias=bias, output_bias=bias, experts=experts, eps=1e-5, theta=500000.0, tied=True)
+    return dataclasses.replace(plain, rope_interleaved=True, mlp_bias=bias, head_bias=bias)
 
 
 def _layers(raw: ConfigReader) -> frozenset[int]:

@@ -39,8 +39,8 @@ def config(raw: ConfigReader) -> ModelConfig:
         plain,
         embedding_scale=plain.hidden_size**0.5,
         attention_scale=raw.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        attention_cap=given.number("attn_logit_softcapping", 0.0),
-        logit_cap=given.number("final_logit_softcapping", 0.0),
+        attention_softcap=given.number("attn_logit_softcapping", 0.0),
+        logit_softcap=given.number("final_logit_softcapping", 0.0),
         norm_offset=1.0,
     )
 

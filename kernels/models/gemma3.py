@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Iterator
 
 from kernels.contract.caches import CacheGroup
-from kernels.contract.errors import ConfigError
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, mlp, vocabulary
@@ -21,8 +20,6 @@ __all__ = ["build", "caches", "config", "tensors"]
 
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
-    if raw.flag("use_bidirectional_attention"):
-        raise ConfigError("use_bidirectional_attention is for embeddings; use a model that generates text")
     bias, windows = raw.flag("attention_bias"), raw.patterned_windows(6)
     plain = raw.decoder(
         qkv_bias=bias,
@@ -40,8 +37,8 @@ def config(raw: ConfigReader) -> ModelConfig:
         ropes={layer: local for layer, window in enumerate(windows) if window},
         embedding_scale=plain.hidden_size**0.5,
         attention_scale=raw.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        attention_cap=raw.number("attn_logit_softcapping", 0.0),
-        logit_cap=raw.number("final_logit_softcapping", 0.0),
+        attention_softcap=raw.number("attn_logit_softcapping", 0.0),
+        logit_softcap=raw.number("final_logit_softcapping", 0.0),
         norm_offset=1.0,
     )
 

@@ -64,8 +64,8 @@ def describe(header: GgufHeader) -> dict[str, Any]:
             "model; download it again"
         )
     if layers * experts.get("num_experts", 0) > MAX_EXPERTS_OF_MODEL:
-        most = MAX_EXPERTS_OF_MODEL // layers
-        raise meta.wrong(f"{name}.expert_count", f"at most {most} in each of {layers} layers")
+        max_experts = MAX_EXPERTS_OF_MODEL // layers
+        raise meta.wrong(f"{name}.expert_count", f"at most {max_experts} in each of {layers} layers")
     tensors = cut(header.tensors)
     window = 0 if entry.gguf_window == "ignored" else meta.number(f"{name}.attention.sliding_window", 0)  # 0: none
     if window and entry.gguf_window == "another":

@@ -22,7 +22,7 @@ __all__ = ["build", "caches", "config", "tensors"]
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
     plain = raw.decoder(qkv_bias=raw.flag("attention_bias", True), eps=1.5625e-7, head_dim=128, rotary=0.5)
-    return dataclasses.replace(plain, pairs=True)
+    return dataclasses.replace(plain, rope_interleaved=True)
 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:

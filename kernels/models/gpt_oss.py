@@ -145,9 +145,10 @@ def _packed(builder: ModelBuilder, name: str, apart: bool) -> list[Mxfp4Weight]:
     blocks, scales = builder.source.take([f"{name}_blocks"]), builder.source.take([f"{name}_scales"])
     if apart:
         return [
-            Mxfp4Weight.of(_apart(one), _apart(own), builder.dtype) for one, own in zip(blocks, scales, strict=True)
+            Mxfp4Weight.from_blocks(_apart(one), _apart(own), builder.dtype)
+            for one, own in zip(blocks, scales, strict=True)
         ]
-    return [Mxfp4Weight.of(one, own, builder.dtype) for one, own in zip(blocks, scales, strict=True)]
+    return [Mxfp4Weight.from_blocks(one, own, builder.dtype) for one, own in zip(blocks, scales, strict=True)]
 
 
 def _apart(rows: Tensor) -> Tensor:

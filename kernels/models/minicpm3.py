@@ -16,7 +16,7 @@ tensors, caches, build = deepseek_v3.tensors, deepseek_v3.caches, deepseek_v3.bu
 
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
-    plain = raw.latent_decoder(pairs=False)
+    plain = raw.latent_decoder(rope_interleaved=False)
     depth = raw.raw.get("scale_depth", 1.4)
     return dataclasses.replace(
         plain,

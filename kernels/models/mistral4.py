@@ -8,9 +8,9 @@ import dataclasses
 from typing import Any
 
 from kernels.models import deepseek_v2
-from kernels.models.config import ConfigReader, ModelConfig
+from kernels.models.config import ConfigReader, ModelConfig, QueryGrowth
 
-__all__ = ["build", "caches", "config", "tensors"]
+__all__ = ["build", "caches", "config", "query_growth", "tensors"]
 
 tensors, caches, build = deepseek_v2.tensors, deepseek_v2.caches, deepseek_v2.build
 
@@ -32,9 +32,13 @@ def config(raw: ConfigReader) -> ModelConfig:
         raw = ConfigReader({**raw.raw, "rope_parameters": _ROPE}, raw.architecture)
     experts = raw.deepseek_experts(raw.later_layers(), "softmax", pair_sum=True)
     plain = raw.latent_decoder(experts=experts)
+    return dataclasses.replace(plain, query_growth=query_growth(raw))
+
+
+def query_growth(raw: ConfigReader) -> QueryGrowth | None:
+    """By ``llama_4_scaling_beta`` of the rotation; None: config.json has none."""
     rope = raw.raw.get("rope_parameters") or raw.raw.get("rope_scaling")
     given = ConfigReader(rope if isinstance(rope, dict) else {}, raw.architecture)
     if given.raw.get("llama_4_scaling_beta") is None:
-        return plain
-    growth = given.number("llama_4_scaling_beta", 0.1), given.size("original_max_position_embeddings")
-    return dataclasses.replace(plain, query_growth=growth)
+        return None
+    return QueryGrowth(given.number("llama_4_scaling_beta", 0.1), given.size("original_max_position_embeddings"))

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.core.arrays import Bools, Longs
 from kernels.core.attention_rows import DecodeTokens
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Draw, Draws
@@ -19,21 +20,18 @@ from kernels.models.decoder import Decoder
 
 __all__ = ["NativeModel"]
 
-Bools = npt.NDArray[np.bool_]
-Longs = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True)
 class NativeModel:
     """Leaves of each token ``features`` [tokens, n], as their bits, its ``logits`` [tokens, vocab], their argmax in
-    ``tokens``, and in ``broken`` whether its logits are not to be used. ``draw``: the device's.
+    ``tokens``, and in ``nonfinite`` whether its logits are not to be used. ``draw``: the device's.
     """
 
     run: NativePass
     features: npt.NDArray[np.int16]
     logits: Tensor
     tokens: Longs
-    broken: Bools
+    nonfinite: Bools
     draw: Draw | None
 
     @classmethod
@@ -51,21 +49,21 @@ class NativeModel:
         greedy = device.sampling.greedy
         if greedy is None:
             return None
-        kept: list[Tensor] = []
+        tensors: list[Tensor] = []
 
         def whole(batch: ForwardBatch) -> Tensor:
             result = model.forward(batch, caches, capture)
             hidden, features = model.split(result) if capture else (result, result)
             logits = model.logits(hidden)
-            kept.extend((features, logits, *greedy(logits)))
+            tensors.extend((features, logits, *greedy(logits)))
             return result
 
         run = device.capture.native_pass(whole, windows, tokens)
-        if run is None or kept[0].dtype != torch.bfloat16:
+        if run is None or tensors[0].dtype != torch.bfloat16:
             return None
-        features, logits, argmax, broken = kept
+        features, logits, argmax, nonfinite = tensors
         bits: npt.NDArray[np.int16] = features.view(torch.int16).numpy()
-        return cls(run, bits, logits, argmax.numpy(), broken.numpy(), device.sampling.draw)
+        return cls(run, bits, logits, argmax.numpy(), nonfinite.numpy(), device.sampling.draw)
 
     def next(self, rows: DecodeTokens, draws: Draws | None, positions: Longs) -> tuple[Longs, Bools]:
         """Run ``rows``. -> what follows each of their tokens, and whether its logits are not to be used.
@@ -76,9 +74,9 @@ class NativeModel:
         self.run(rows)
         count = len(rows.ids)
         if draws is None:
-            return self.tokens[:count], self.broken[:count]
+            return self.tokens[:count], self.nonfinite[:count]
         assert self.draw is not None
         logits = self.logits[:count]
         drawn = self.draw(logits, draws, torch.from_numpy(positions), None, logits.shape[1])
         assert drawn is not None, "the device recorded the pass"
-        return drawn[0].numpy(), self.broken[:count]
+        return drawn[0].numpy(), self.nonfinite[:count]

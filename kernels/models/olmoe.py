@@ -4,9 +4,9 @@ every layer.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
-from kernels.contract.errors import ConfigError
 from kernels.models.config import ConfigReader, ExpertsConfig, ModelConfig
 from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, sparse
@@ -22,13 +22,12 @@ caches = gqa.caches
 
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
-    if raw.raw.get("clip_qkv") is not None:
-        raise ConfigError("clip_qkv is not supported; use a model without it")
     count, chosen = raw.expert_counts()
     layers, normalized = frozenset(range(raw.layers)), raw.flag("norm_topk_prob")
     bias, inner = raw.flag("attention_bias"), raw.size("intermediate_size")
     experts = ExpertsConfig(layers, count, chosen, inner, normalized)
-    return raw.decoder(qkv_bias=bias, output_bias=bias, experts=experts, eps=1e-5)
+    plain = raw.decoder(qkv_bias=bias, output_bias=bias, experts=experts, eps=1e-5)
+    return dataclasses.replace(plain, qkv_clip=raw.number("clip_qkv", 0.0))
 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kernels.contract.errors import ConfigError
-from kernels.contract.pooling import PoolingConfig
-from kernels.models.registry import HEADS, Entry, find_encoder
+from kernels.contract.pooling import DenseConfig, PoolingConfig
+from kernels.models.registry import BIDIRECTIONAL, HEADS, Entry, base_architecture, find_encoder
 
 __all__ = ["read_pooling"]
 
@@ -28,7 +28,22 @@ _MODES: Mapping[str, Literal["cls", "mean", "last"]] = {
 }
 """Modes of sentence-transformers that are run."""
 
-_MOST_LABELS = 65_536
+_MAX_LABELS = 65_536
+
+
+_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+"""Modules of sentence-transformers that are run, in their order."""
+
+_DENSE_ACTIVATIONS: Mapping[str, Literal["none", "tanh", "relu", "gelu", "sigmoid", "silu"]] = {
+    "Identity": "none",
+    "Tanh": "tanh",
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "Sigmoid": "sigmoid",
+    "SiLU": "silu",
+}
+
+_MAX_DENSE = 65_536
 
 
 def read_pooling(directory: Path, config: Mapping[str, Any], is_embedding: bool = False) -> PoolingConfig | None:
@@ -40,21 +55,27 @@ def read_pooling(directory: Path, config: Mapping[str, Any], is_embedding: bool 
     name = str(names[0]) if isinstance(names, list) and names else ""
     entry = find_encoder(name)
     encoder = entry is not None
+    both_ways = not encoder and _attends_both_ways(config)
+    if both_ways and (name.endswith(HEADS) or base_architecture(name) not in BIDIRECTIONAL):
+        raise ConfigError(
+            f"config.json: the tokens of {name} attend to those after them (is_causal, use_bidirectional_attention), "
+            f"which is run for embeddings of {', '.join(BIDIRECTIONAL)}; use another model"
+        )
     if name.endswith(HEADS):
         return _classifier(name, config, entry)
-    modules = _modules(directory)
+    modules, dense = _modules(directory)
     headless = name.endswith("Model") and not name.endswith("LMHeadModel")
     if not (modules or encoder or headless or is_embedding):
+        if both_ways:
+            raise ConfigError(
+                f"config.json: the tokens of {name} attend to those after them, so it generates no text; serve it with "
+                "--is-embedding"
+            )
         return None
-    if not encoder and config.get("is_causal") is False:
-        raise ConfigError(
-            f"config.json: is_causal false lets the tokens of {name} attend to those after them, and decoders are "
-            "run without; use another model"
-        )
-    mode: Literal["cls", "mean", "last"] = "cls" if encoder else "last"
+    mode: Literal["cls", "mean", "last"] = "cls" if encoder else "mean" if both_ways else "last"
     if "Pooling" in modules:
         mode = _mode(directory / modules["Pooling"])
-    if not encoder and mode != "last":
+    if not encoder and not both_ways and mode != "last":
         raise ConfigError(
             f"the pooling of {name} takes {mode}, and a decoder's vectors are those of the last token; use a "
             "model that was trained for that"
@@ -76,12 +97,49 @@ def read_pooling(directory: Path, config: Mapping[str, Any], is_embedding: bool 
         task="embed",
         mode=mode,
         normalize="Normalize" in modules or not modules,
-        encoder=encoder,
-        most_tokens=min(limits, default=0),
+        encoder=encoder or both_ways,
+        max_tokens=min(limits, default=0),
         prompts=prompts,
         default_prompt=default,
         lowercase=transformer.get("do_lower_case") is True,
+        dense=_dense(directory, dense, config.get("hidden_size")),
     )
+
+
+def _attends_both_ways(config: Mapping[str, Any]) -> bool:
+    """Whether a decoder's tokens attend to those after them."""
+    return config.get("is_causal") is False or config.get("use_bidirectional_attention") is True
+
+
+def _features(file: Path, config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if type(value) is not int or not 0 < value <= _MAX_DENSE:
+        raise ConfigError(f"{file}: {name} must be 1 to {_MAX_DENSE}, and is {value!r}")
+    return value
+
+
+def _dense(directory: Path, paths: list[str], size: Any) -> tuple[DenseConfig, ...]:
+    """The Dense modules in these directories. ``size``: numbers of a hidden state. Raises ConfigError."""
+    result: list[DenseConfig] = []
+    for path in paths:
+        file = directory / path / "config.json"
+        config = _read(file)
+        inputs, outputs = _features(file, config, "in_features"), _features(file, config, "out_features")
+        if type(size) is int and inputs != size:
+            raise ConfigError(f"{file}: in_features is {inputs}, and the vectors before it have {size} numbers")
+        function = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
+        kind = _DENSE_ACTIVATIONS.get(function.rpartition(".")[2])
+        if kind is None or not function.startswith("torch.nn.modules."):
+            raise ConfigError(
+                f"{file}: the activation_function {function[:80]!r} is not run; {', '.join(_DENSE_ACTIVATIONS)} of "
+                "torch.nn are"
+            )
+        for name in ("module_input_name", "module_output_name"):
+            if config.get(name) not in (None, "sentence_embedding"):
+                raise ConfigError(f"{file}: {name} {str(config[name])[:80]!r} is not run; sentence_embedding is")
+        result.append(DenseConfig(path, inputs, outputs, config.get("bias", True) is not False, kind))
+        size = outputs
+    return tuple(result)
 
 
 def _prompts(directory: Path) -> tuple[dict[str, str], str]:
@@ -121,7 +179,7 @@ def _classifier(name: str, config: Mapping[str, Any], encoder: Entry | None) -> 
         encoder=encoder is not None,
         labels=labels,
         activation=activation,
-        most_tokens=0 if encoder is None else _positions(encoder, config),
+        max_tokens=0 if encoder is None else _positions(encoder, config),
     )
 
 
@@ -149,8 +207,8 @@ def _labels(config: Mapping[str, Any], default: int) -> tuple[str, ...]:
         except ValueError:
             raise ConfigError("config.json: the keys of id2label must be numbers") from None
     count = config.get("num_labels", default)
-    if type(count) is not int or not 0 < count <= _MOST_LABELS:
-        raise ConfigError(f"config.json: num_labels must be 1 to {_MOST_LABELS}, and is {count!r}")
+    if type(count) is not int or not 0 < count <= _MAX_LABELS:
+        raise ConfigError(f"config.json: num_labels must be 1 to {_MAX_LABELS}, and is {count!r}")
     return tuple(f"LABEL_{number}" for number in range(count))
 
 
@@ -165,27 +223,35 @@ def _positions(encoder: Entry, config: Mapping[str, Any]) -> int:
     return count - offset
 
 
-def _modules(directory: Path) -> dict[str, str]:
-    """The modules of sentence-transformers and their directories, by class; empty without any. Raises ConfigError for
-    modules that are not run."""
+def _modules(directory: Path) -> tuple[dict[str, str], list[str]]:
+    """The modules of sentence-transformers and their directories, by class, and those of Dense modules, of which there
+    may be several; empty without any. Raises ConfigError for modules that are not run."""
     file = directory / "modules.json"
     if not file.is_file():
-        return {"Pooling": "1_Pooling"} if (directory / "1_Pooling" / "config.json").is_file() else {}
+        return ({"Pooling": "1_Pooling"} if (directory / "1_Pooling" / "config.json").is_file() else {}), []
     listed = _decode(file)
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise ConfigError(f"{file} must be a list of modules; download it again")
     result: dict[str, str] = {}
+    dense: list[str] = []
+    order = -1
     for one in listed:
         kind, path = str(one.get("type", "")).rpartition(".")[2], str(one.get("path", ""))
-        if kind not in ("Transformer", "Pooling", "Normalize"):
+        if kind not in _MODULES:
             raise ConfigError(
-                f"{file} lists the module {kind[:80]}, which is not run: Transformer, Pooling and Normalize are; use "
-                "another model"
+                f"{file} lists the module {kind[:80]}, which is not run: {', '.join(_MODULES)} are; use another model"
             )
         if path and (Path(path).name != path or path == ".."):
             raise ConfigError(f"{file} names a directory outside its own: {path[:80]!r}")
-        result[kind] = path
-    return result
+        place = _MODULES.index(kind)
+        if place < order or (place == order and kind != "Dense"):
+            raise ConfigError(f"{file}: modules are run in the order {', '.join(_MODULES)}; use another model")
+        order = place
+        if kind == "Dense":
+            dense.append(path)
+        else:
+            result[kind] = path
+    return result, dense
 
 
 def _mode(directory: Path) -> Literal["cls", "mean", "last"]:

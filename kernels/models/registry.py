@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kernels.weights.tensors import Tensors, TensorSpec
 
 __all__ = [
+    "BIDIRECTIONAL",
     "BUILT_IN",
     "GROUP",
     "HEADS",
@@ -103,42 +104,67 @@ BUILT_IN = (
     Entry("AfmoeForCausalLM", "kernels.models.afmoe"),
     Entry("ApertusForCausalLM", "kernels.models.apertus"),
     Entry("ArceeForCausalLM", "kernels.models.arcee"),
+    Entry("BaichuanForCausalLM", "kernels.models.baichuan"),
+    Entry("BailingMoeForCausalLM", "kernels.models.bailing_moe"),
+    Entry("BailingMoeV2ForCausalLM", "kernels.models.bailing_moe"),
     *_encoders("Bert", "kernels.models.bert"),
     Entry("Cohere2ForCausalLM", "kernels.models.cohere2"),
+    Entry("Cohere2MoeForCausalLM", "kernels.models.cohere2_moe"),
     Entry("CohereForCausalLM", "kernels.models.cohere"),
+    Entry("DbrxForCausalLM", "kernels.models.dbrx"),
     Entry("DeepseekV2ForCausalLM", "kernels.models.deepseek_v2", gguf="deepseek2", gguf_experts=True),
     Entry("DeepseekV3ForCausalLM", "kernels.models.deepseek_v3", gguf="deepseek2", gguf_experts=True),
+    Entry("DeepseekV32ForCausalLM", "kernels.models.deepseek_v32"),
     Entry("Ernie4_5_MoeForCausalLM", "kernels.models.ernie4_5_moe"),
     Entry("ExaoneForCausalLM", "kernels.models.exaone"),
     Entry("Exaone4ForCausalLM", "kernels.models.exaone4"),
+    Entry("ExaoneMoeForCausalLM", "kernels.models.exaone_moe"),
     Entry("Gemma2ForCausalLM", "kernels.models.gemma2"),
     Entry("Gemma3ForCausalLM", "kernels.models.gemma3"),
+    Entry("Gemma4ForCausalLM", "kernels.models.gemma4"),
+    Entry("GemmaForCausalLM", "kernels.models.gemma"),
     Entry("Glm4ForCausalLM", "kernels.models.glm4"),
     Entry("Glm4MoeForCausalLM", "kernels.models.glm4_moe"),
     Entry("Glm4MoeLiteForCausalLM", "kernels.models.glm4_moe_lite"),
     Entry("GlmForCausalLM", "kernels.models.glm"),
+    Entry("GlmMoeDsaForCausalLM", "kernels.models.glm_moe_dsa"),
     Entry("GptOssForCausalLM", "kernels.models.gpt_oss"),
     Entry("GraniteForCausalLM", "kernels.models.granite"),
     Entry("GraniteMoeForCausalLM", "kernels.models.granite_moe"),
+    Entry("Grok1ForCausalLM", "kernels.models.grok"),
+    Entry("HunYuanDenseV1ForCausalLM", "kernels.models.hunyuan"),
+    Entry("HunYuanMoEV1ForCausalLM", "kernels.models.hunyuan_moe"),
     Entry("InternLM2ForCausalLM", "kernels.models.internlm2"),
+    Entry("KimiLinearForCausalLM", "kernels.models.kimi_linear"),
+    Entry("Llama4ForCausalLM", "kernels.models.llama4"),
     Entry("LlamaForCausalLM", "kernels.models.llama", gguf="llama", gguf_window="ignored"),
+    Entry("LongcatFlashForCausalLM", "kernels.models.longcat_flash"),
     Entry("MiMoForCausalLM", "kernels.models.mimo"),
     Entry("MiniCPM3ForCausalLM", "kernels.models.minicpm3"),
     Entry("MiniMaxM2ForCausalLM", "kernels.models.minimax_m2"),
+    Entry("Ministral3ForCausalLM", "kernels.models.ministral3"),
     Entry("MinistralForCausalLM", "kernels.models.ministral"),
     Entry("Mistral4ForCausalLM", "kernels.models.mistral4"),
     Entry("MistralForCausalLM", "kernels.models.mistral", gguf="llama", gguf_window="ignored"),
     Entry("MixtralForCausalLM", "kernels.models.mixtral", gguf="llama", gguf_experts=True, gguf_window="ignored"),
     Entry("Olmo2ForCausalLM", "kernels.models.olmo2", gguf="olmo2", gguf_window="another"),
     Entry("Olmo3ForCausalLM", "kernels.models.olmo3"),
+    Entry("OlmoForCausalLM", "kernels.models.olmo"),
+    Entry("OlmoHybridForCausalLM", "kernels.models.olmo_hybrid"),
     Entry("OlmoeForCausalLM", "kernels.models.olmoe"),
     Entry("Phi3ForCausalLM", "kernels.models.phi3", gguf="phi3"),
+    Entry("PhimoeForCausalLM", "kernels.models.phimoe"),
     Entry("Qwen2ForCausalLM", "kernels.models.qwen2", gguf="qwen2"),
     Entry(
         "Qwen2MoeForCausalLM", "kernels.models.qwen2_moe", gguf="qwen2moe", gguf_experts=True, gguf_shared_expert=True
     ),
     Entry("Qwen3ForCausalLM", "kernels.models.qwen3", gguf="qwen3"),
     Entry("Qwen3MoeForCausalLM", "kernels.models.qwen3_moe", gguf="qwen3moe", gguf_experts=True),
+    Entry("Qwen3NextForCausalLM", "kernels.models.qwen3_next"),
+    Entry("Qwen3_5ForCausalLM", "kernels.models.qwen3_5"),
+    Entry("Qwen3_5ForConditionalGeneration", "kernels.models.qwen3_5"),
+    Entry("Qwen3_5MoeForCausalLM", "kernels.models.qwen3_5"),
+    Entry("Qwen3_5MoeForConditionalGeneration", "kernels.models.qwen3_5"),
     *_encoders("Roberta", "kernels.models.bert", padded_positions=True),
     Entry("SeedOssForCausalLM", "kernels.models.seed_oss"),
     Entry("SmolLM3ForCausalLM", "kernels.models.smollm3"),
@@ -147,6 +173,9 @@ BUILT_IN = (
     *_encoders("XLMRoberta", "kernels.models.bert", padded_positions=True),
 )
 _BY_ARCHITECTURE = {entry.architecture: entry for entry in BUILT_IN}
+
+BIDIRECTIONAL = ("Gemma3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Decoders that also embed with attention in both directions (``kernels.models.bidirectional``)."""
 
 HEADS = ("ForSequenceClassification", "ForRewardModel")
 """Endings of architectures that classify or reward."""
@@ -199,6 +228,8 @@ def _load(entry: Entry) -> Family:
 def base_architecture(name: str) -> str:
     """The generating form of an architecture that has a head of its own or none: ``Qwen3ForCausalLM`` of
     ``Qwen3Model``, ``Qwen3ForSequenceClassification`` and ``Qwen3ForRewardModel``."""
+    if name == "Gemma3TextModel":
+        return "Gemma3ForCausalLM"
     for suffix in (*HEADS, "Model"):
         if name.endswith(suffix):
             return f"{name.removesuffix(suffix)}ForCausalLM"
@@ -269,6 +300,10 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
         from kernels.models.fallback import model as fallback
 
         return fallback.build(config, builder)
+    if config.pooling is not None and config.pooling.encoder and find_encoder(config.architecture) is None:
+        from kernels.models import bidirectional
+
+        return bidirectional.build(config, builder)
     return find([config.architecture])[1].build(config, builder)
 
 
@@ -277,7 +312,8 @@ class Support:
     """What a family supports. ``gguf``: its name in GGUF files; "": none. ``experts``: layers of experts. ``windows``:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
     ``eager``: attention is what only plain torch does: its scores are capped, or heads have sinks. ``latent``: keys and
-    values are latent vectors. ``plain``: the layers have Llama's operators alone, which native code has.
+    values are latent vectors; ``indexed``: of which an indexer chooses some. ``states``: layers keep states of
+    sequences. ``plain``: the layers have Llama's operators alone, which native code has.
     """
 
     architecture: str
@@ -288,6 +324,8 @@ class Support:
     quantizable: bool
     eager: bool = False
     latent: bool = False
+    indexed: bool = False
+    states: bool = False
     plain: bool = True
 
 
@@ -309,6 +347,10 @@ _EXAMPLE = {
     "tie_word_embeddings": True,
     "first_k_dense_replace": 1,
     "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
@@ -338,6 +380,8 @@ def families() -> tuple[Support, ...]:
                 quantizable=any(spec.quantizable for spec in specs),
                 eager=bool(config.eager_attention),
                 latent=config.latent is not None,
+                indexed=config.latent is not None and config.latent.index is not None,
+                states=config.recurrence is not None,
                 plain=_is_plain(config),
             )
         )
@@ -346,7 +390,7 @@ def families() -> tuple[Support, ...]:
 
 def _is_plain(config: ModelConfig) -> bool:
     scales = {config.embedding_scale, config.residual_scale, config.logit_scale}
-    capped = config.logit_cap > 0 or bool(config.eager_attention)
+    capped = config.logit_softcap > 0 or bool(config.eager_attention)
     routed = config.experts is not None and (config.experts.corrected or config.experts.scale != 1.0)
-    plain = config.latent is None and not routed and not capped
+    plain = config.latent is None and not routed and not capped and not config.scaled_queries
     return config.activation == "silu" and scales == {1.0} and not config.layer_norms and plain

@@ -27,7 +27,7 @@ def config(raw: ConfigReader) -> ModelConfig:
         eps=1e-5,
         rotary=0.25,
     )
-    return dataclasses.replace(plain, parallel=raw.flag("use_parallel_residual"))
+    return dataclasses.replace(plain, parallel_residual=raw.flag("use_parallel_residual"))
 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
@@ -42,7 +42,7 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
             for part, count in (("q_layernorm", heads), ("k_layernorm", kv_heads)):
                 for head in range(count):
                     yield norm(f"{layer}.self_attn.{part}.norms.{head}", dim)
-        if not config.parallel:
+        if not config.parallel_residual:
             yield from biased_norm(f"{layer}.post_attention_layernorm", hidden, f"{gguf}.ffn_norm")
         yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
     yield from biased_norm("model.norm", hidden, "output_norm")
@@ -68,16 +68,16 @@ def _layer(config: ModelConfig, builder: LayerBuilder, name: str, window: int) -
     norms = Norms(
         before_attention=builder.layer_norm(f"{name}.input_layernorm", eps=config.norm_eps),
         before_mlp=None
-        if config.parallel
+        if config.parallel_residual
         else builder.layer_norm(f"{name}.post_attention_layernorm", eps=config.norm_eps),
     )
     result, feed_forward = attention(builder, config, module, window, heads), gated_mlp(builder, config, f"{name}.mlp")
-    return Block(builder, config, result, feed_forward, norms, config.parallel)
+    return Block(builder, config, result, feed_forward, norms, config.parallel_residual)
 
 
 def _own_heads(config: ModelConfig, builder: LayerBuilder) -> Iterator[tuple[str, int]]:
     """The query and key heads of this rank, as the checkpoint names and counts them; ranks may share a key head."""
     rank = builder.mesh.rank
-    first = rank * (config.all_kv_heads or config.kv_heads) // builder.mesh.size
+    first = rank * (config.global_kv_heads or config.kv_heads) // builder.mesh.size
     yield from (("q_layernorm", rank * config.heads + head) for head in range(config.heads))
     yield from (("k_layernorm", first + head) for head in range(config.kv_heads))

@@ -70,7 +70,7 @@ def _ids(ids: Sequence[int], vocab_size: int) -> np.ndarray[tuple[int], np.dtype
 
 
 class BatchEdits:
-    """The edits of a batch. `slots`: the rows with edits and their lists. `put`: copies an array to the device."""
+    """The edits of a batch. ``slots``: the rows with edits and their lists. ``put``: copies an array to the device."""
 
     def __init__(self, slots: Sequence[tuple[int, SlotEdits]], put: Put) -> None:
         self.masks = any(edits.masks for _, edits in slots)
@@ -105,7 +105,7 @@ class BatchEdits:
         logits[rows, ids] = kept
 
     def apply(self, logits: Tensor, slots: Tensor, positions: Tensor, held_until: Tensor, history: Tensor) -> None:
-        """Apply all edits to float32 `logits` [rows, vocab] in place.
+        """Apply all edits to float32 ``logits`` [rows, vocab] in place.
 
         slots and positions int64 [rows]; held_until int64 [rows]: the position from which stop tokens may be sampled;
         history int [max_slots, context]: token ids by slot.

@@ -31,11 +31,11 @@ def cut(
     top_p: Tensor,
     largest_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """Value float32 [n] and id int64 [n] of the last token kept by top-k and top-p in the `rows` of `logits`.
+    """Value float32 [n] and id int64 [n] of the last token kept by top-k and top-p in the ``rows`` of ``logits``.
 
     block_max float32 [n, blocks], row_max and temperature float32 [n], top_k int64 [n] (0: all), top_p [n], in the
     ``accumulator``'s dtype.
-    `largest_k`: top_k's maximum, known on the host. A row whose maximum is not finite gets an arbitrary cut.
+    ``largest_k``: top_k's maximum, known on the host. A row whose maximum is not finite gets an arbitrary cut.
     """
     if logits.device.type != "cpu" or largest_k == 0:
         values, ids = logits[rows].float().sort(dim=1, descending=True, stable=True)
@@ -65,7 +65,7 @@ def outside(
     top_p: Tensor,
     tokens: Tensor,
 ) -> Tensor:
-    """Whether each of `tokens` int64 [n] lies outside its row's nucleus: the tokens before it have probability p or
+    """Whether each of ``tokens`` int64 [n] lies outside its row's nucleus: the tokens before it have probability p or
     more. bool [n].
 
     Shapes as in ``cut``. Waits for the device. False in rows whose maximum is not finite.

@@ -26,11 +26,11 @@ def apply_penalties(
     presence: Tensor,
     counted: bool,
 ) -> None:
-    """Apply the three penalties to the `rows` int64 [n] of float32 `logits` [all rows, vocab], in place.
+    """Apply the three penalties to the ``rows`` int64 [n] of float32 ``logits`` [all rows, vocab], in place.
 
-    history int [n, width]: token ids, of which the first `lengths` int64 [n] are known (at least 1) and those from
-    `prompt_lengths` int64 [n] on are output. Repetition counts all of them, frequency and presence only the output. The
-    factors are float32 [n]. `counted`: whether any frequency or presence is not 0.
+    history int [n, width]: token ids, of which the first ``lengths`` int64 [n] are known (at least 1) and those from
+    ``prompt_lengths`` int64 [n] on are output. Repetition counts all of them, frequency and presence only the output.
+    The factors are float32 [n]. ``counted``: whether any frequency or presence is not 0.
     """
     vocab, width = logits.shape[1], history.shape[1]
     flat = logits.view(-1)

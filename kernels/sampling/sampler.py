@@ -30,7 +30,7 @@ __all__ = ["Noise", "SampledTokens", "Sampler"]
 
 _GREEDY_BELOW = 1e-5  # temperatures below are greedy
 _FEW_LOGITS = 1 << 14  # up to here processing all rows is faster than selecting some; the result is the same
-_MOST_K = 1024
+_MAX_K = 1024
 _PLANS = 8
 _GREEDY = SlotSampling(temperature=0.0)
 _SCORE_CHUNK = 1 << 24  # logits scored at once
@@ -41,7 +41,7 @@ class SampledTokens:
     """The result of ``Sampler.sample``. All tensors but ``top_counts`` are on the sampler's device."""
 
     tokens: Tensor  # int64 [rows]; 0 in a row that failed
-    broken: Tensor  # bool [rows]: the row's logits contain NaN or +inf, or only -inf
+    nonfinite: Tensor  # bool [rows]: the row's logits contain NaN or +inf, or only -inf
     logprobs: Tensor | None = None  # float32 [rows], NaN where not requested; None if no row requested them
     top_ids: Tensor | None = None  # int64 [rows, k], k the largest requested number; None if it is 0
     top_logprobs: Tensor | None = None  # float32 [rows, k], in order
@@ -50,7 +50,7 @@ class SampledTokens:
     @property
     def failed(self) -> list[int]:
         """Indices of the rows that failed. Waits for the device."""
-        return self.broken.nonzero().squeeze(1).tolist()
+        return self.nonfinite.nonzero().squeeze(1).tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class _Plan:
         self.largest_k = int(top_k.max(initial=0))
         # Whether a device's own kernel for top-k and top-p can run.
         cut_k = top_k[restricted]
-        self.plain_k = bool((cut_k == 0).all() or (cut_k.min() > 0 and cut_k.max() <= _MOST_K))
+        self.plain_k = bool((cut_k == 0).all() or (cut_k.min() > 0 and cut_k.max() <= _MAX_K))
         self.judged = put(judged) if len(judged) else None
         self.judged_p = put(top_p)
 
@@ -163,7 +163,7 @@ class _Plan:
         scored = np.flatnonzero(logprobs >= 0)
         self.scored = put(scored) if len(scored) else None
         self.top_counts = torch.from_numpy(logprobs.clip(min=0))
-        self.most = int(logprobs.max(initial=0))
+        self.max_logprobs = int(logprobs.max(initial=0))
         unedited = bool(state.unedited[at].all())
         self.plain = unedited and not len(sampled)
         self.masked = bool(state.masked[at].any())
@@ -194,7 +194,7 @@ class Sampler:
         own_mask: MaskLogits | None = None,
     ) -> None:
         self._apart = apart
-        self._most_plans = _PLANS + max_slots if apart else _PLANS
+        self._max_plans = _PLANS + max_slots if apart else _PLANS
         self._own_top_k_top_p, self._own_greedy, self._own_draw = own_top_k_top_p, own_greedy, own_draw
         self._own_mask = own_mask
         self._put = put or (lambda array: torch.from_numpy(array).to(self.device))
@@ -204,7 +204,7 @@ class Sampler:
         self._plans: dict[tuple[int, ...], _Plan] = {}
 
     def admit(self, slot: int, sampling: SlotSampling, prompt_length: int) -> None:
-        """Set the parameters of a request's slot. Tokens of its history from `prompt_length` on count as output."""
+        """Set the parameters of a request's slot. Tokens of its history from ``prompt_length`` on count as output."""
         self._slots.put(slot, sampling, prompt_length, self.vocab_size)
         self._plans.clear()
 
@@ -273,7 +273,7 @@ class Sampler:
         device, if the caller knows them. With host_slots, slots may be rows of a history that is not by slot.
         masks: tokens that rows may sample; the logits of the others may be overwritten, whatever their dtype.
 
-        A row with a NaN, +inf or only -inf fails alone (``SampledTokens.broken``). If bans leave no token, the most
+        A row with a NaN, +inf or only -inf fails alone (``SampledTokens.nonfinite``). If bans leave no token, the most
         likely allowed token is taken, or else the most likely of all; in rows with a mask the most likely that it
         allows. A row whose mask allows only -inf fails, too.
         """
@@ -293,7 +293,7 @@ class Sampler:
         rows = torch.arange(len(raw), device=raw.device)
         raw_blocks = block_maxima(raw)
         raw_max = raw_blocks.amax(-1)
-        broken = ~raw_max.isfinite()
+        nonfinite = ~raw_max.isfinite()
 
         work, blocks, row_max = raw, raw_blocks, raw_max
         if plan.edits is not None or plan.penalized is not None or masks is not None:
@@ -301,14 +301,14 @@ class Sampler:
                 work = raw.clone()
             if masks is not None:
                 masks.apply(work, self._own_mask)
-                broken |= work.amax(-1) == -torch.inf  # whatever edits leave below
+                nonfinite |= work.amax(-1) == -torch.inf  # whatever edits leave below
             if plan.edits is not None:
                 plan.edits.apply(work, slots, positions, plan.held_until, history)
             if plan.penalized is not None:
                 self._apply_penalties(plan, work, slots, positions, history, longest)
             blocks = block_maxima(work)
             row_max = blocks.amax(-1)
-            broken |= ~(row_max < torch.inf)
+            nonfinite |= ~(row_max < torch.inf)
 
         if plan.sampled is None:
             tokens = argmax(work, rows, blocks)
@@ -320,11 +320,11 @@ class Sampler:
             tokens[some] = self._draw(plan, work, blocks[some], row_max[some], positions[some])
         if masks is not None or (plan.edits is not None and plan.edits.masks):
             self._fall_back(plan.edits, masks, tokens, row_max == -torch.inf, raw)
-        tokens.masked_fill_(broken, 0)
+        tokens.masked_fill_(nonfinite, 0)
 
         if plan.scored is None:
-            return SampledTokens(tokens, broken)
-        return self._score(plan, raw, raw_blocks, raw_max, tokens, broken)
+            return SampledTokens(tokens, nonfinite)
+        return self._score(plan, raw, raw_blocks, raw_max, tokens, nonfinite)
 
     def _sample_apart(
         self,
@@ -349,21 +349,23 @@ class Sampler:
             )
             for row in range(len(logits))
         ]
-        tokens, broken = (torch.cat(parts) for parts in zip(*((one.tokens, one.broken) for one in result), strict=True))
+        tokens, nonfinite = (
+            torch.cat(parts) for parts in zip(*((one.tokens, one.nonfinite) for one in result), strict=True)
+        )
         if plan.scored is None:
-            return SampledTokens(tokens, broken)
+            return SampledTokens(tokens, nonfinite)
         missing = torch.full((1,), torch.nan, device=logits.device)
         logprobs = torch.cat([missing if one.logprobs is None else one.logprobs for one in result])
         widest = max(0 if one.top_ids is None else one.top_ids.shape[1] for one in result)
         if not widest:
-            return SampledTokens(tokens, broken, logprobs, top_counts=plan.top_counts)
+            return SampledTokens(tokens, nonfinite, logprobs, top_counts=plan.top_counts)
         top_ids = torch.zeros((len(result), widest), dtype=torch.int64, device=logits.device)
         top_logprobs = torch.full(top_ids.shape, torch.nan, device=logits.device)
         for row, one in enumerate(result):
             if one.top_ids is not None and one.top_logprobs is not None:
                 top_ids[row, : one.top_ids.shape[1]] = one.top_ids[0]
                 top_logprobs[row, : one.top_ids.shape[1]] = one.top_logprobs[0]
-        return SampledTokens(tokens, broken, logprobs, top_ids, top_logprobs, plan.top_counts.clamp(max=widest))
+        return SampledTokens(tokens, nonfinite, logprobs, top_ids, top_logprobs, plan.top_counts.clamp(max=widest))
 
     def score_prompt(self, logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of known tokens: logits [n, vocab] each predict one of the targets int64 [n].
@@ -390,7 +392,7 @@ class Sampler:
     def _plan(self, slots: tuple[int, ...]) -> _Plan:
         plan = self._plans.get(slots)
         if plan is None:
-            if len(self._plans) >= self._most_plans:
+            if len(self._plans) >= self._max_plans:
                 self._plans.clear()
             plan = self._plans[slots] = _Plan(self._slots, slots, self._put, self.device.type == "cpu")
         return plan
@@ -420,9 +422,9 @@ class Sampler:
             else:
                 floor[some], floor_id[some] = cut(logits, rows[some], blocks[some], *wanted)
         if plan.log_min_p is not None:
-            least = row_max + plan.temperature * plan.log_min_p
-            floor_id = torch.where(least > floor, vocab, floor_id)
-            floor = torch.maximum(least, floor)
+            min_logit = row_max + plan.temperature * plan.log_min_p
+            floor_id = torch.where(min_logit > floor, vocab, floor_id)
+            floor = torch.maximum(min_logit, floor)
         keys = keys_at(plan.keys, positions)
         if logits.device.type != "cpu":
             return race_over_all(logits, rows, row_max, keys, plan.temperature, floor, floor_id)
@@ -461,17 +463,19 @@ class Sampler:
 
     @staticmethod
     def _score(
-        plan: _Plan, raw: Tensor, blocks: Tensor, row_max: Tensor, tokens: Tensor, broken: Tensor
+        plan: _Plan, raw: Tensor, blocks: Tensor, row_max: Tensor, tokens: Tensor, nonfinite: Tensor
     ) -> SampledTokens:
         some = plan.scored
         assert some is not None
         normalizer = log_normalizer(raw, some, row_max[some])
         logprobs = torch.full_like(row_max, torch.nan)
         logprobs[some] = raw[some, tokens[some]] - normalizer
-        if plan.most == 0:
-            return SampledTokens(tokens, broken, logprobs, top_counts=plan.top_counts)
-        values, ids = top(raw, some, blocks[some], plan.most)
+        if plan.max_logprobs == 0:
+            return SampledTokens(tokens, nonfinite, logprobs, top_counts=plan.top_counts)
+        values, ids = top(raw, some, blocks[some], plan.max_logprobs)
         top_ids = torch.zeros((len(raw), ids.shape[1]), dtype=torch.int64, device=raw.device)
         top_logprobs = torch.full(top_ids.shape, torch.nan, device=raw.device)
         top_ids[some], top_logprobs[some] = ids, values - normalizer[:, None]
-        return SampledTokens(tokens, broken, logprobs, top_ids, top_logprobs, plan.top_counts.clamp(max=ids.shape[1]))
+        return SampledTokens(
+            tokens, nonfinite, logprobs, top_ids, top_logprobs, plan.top_counts.clamp(max=ids.shape[1])
+        )

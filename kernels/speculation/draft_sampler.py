@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.core.arrays import Ints, Longs
 from kernels.core.noise import clocks, keys_at
 from kernels.core.operators import Candidates, Greedy
 from kernels.devices.base import Device
@@ -47,21 +47,21 @@ class DraftSampler:
         return self._target(logits.argmax(-1) if self._greedy is None else self._greedy(logits)[0])
 
     def candidates(
-        self, logits: Tensor, noise: Noise | None, roots: Tensor, ahead: int | Tensor, most: int
+        self, logits: Tensor, noise: Noise | None, roots: Tensor, ahead: int | Tensor, count: int
     ) -> tuple[Tensor, Tensor]:
-        """The ``most`` best draft tokens and their log-probabilities, [rows * n, most] each, the best first."""
+        """The ``count`` best draft tokens and their log-probabilities, [rows * n, most] each, the best first."""
         if noise is None and self._few is not None:
-            chosen, scores = self._few(logits, most)
+            chosen, scores = self._few(logits, count)
             return self._target(chosen), scores
         total = logits.float().logsumexp(-1, keepdim=True)
         vocab = logits.shape[1]
         if noise is None:
-            values, chosen = logits.topk(min(most, vocab))
+            values, chosen = logits.topk(min(count, vocab))
             return self._target(chosen), values.float() - total
-        values, chosen = logits.topk(min(max(most, _SAMPLED), vocab))
+        values, chosen = logits.topk(min(max(count, _SAMPLED), vocab))
         ids = self._target(chosen)
         positions = roots.unsqueeze(1) + ahead
-        best, at = _add_gumbel_noise(values.float(), total, ids, noise, positions).topk(min(most, vocab))
+        best, at = _add_gumbel_noise(values.float(), total, ids, noise, positions).topk(min(count, vocab))
         return ids.gather(1, at), best
 
     def _target(self, chosen: Tensor) -> Tensor:
@@ -80,9 +80,6 @@ def _add_gumbel_noise(values: Tensor, total: Tensor, ids: Tensor, noise: Noise, 
     noisy = scaled - clocks(keys.unsqueeze(1), ids.to(torch.int32)).log()
     return torch.where(sampled, noisy.log_softmax(-1), values - total)
 
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 _GIVEN = 2  # fewest places in a row's own pages: of its root and of one draft token
 

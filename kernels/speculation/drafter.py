@@ -25,6 +25,7 @@ from torch import Tensor
 from kernels.contract.config import RunnerConfig
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import Admission
+from kernels.core.arrays import Ints, Longs
 from kernels.core.tree import Drafts, DraftTree
 from kernels.devices.base import Device
 from kernels.devices.prepared import VerifyOutputs
@@ -36,9 +37,6 @@ from kernels.speculation.native_drafts import NativeDrafts
 from kernels.state.slots import SlotTable
 
 __all__ = ["AcceptedRows", "DraftRows", "Drafter", "DrafterContext", "Observation"]
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ class Drafter(ABC):
 
     ``features``: whether it reads the target's hidden states; ``captured_layers`` names the layers before the target is
     built. ``stepwise``: whether each level takes a pass of the draft, so that shallow trees are cheaper.
-    ``depth``: the longest path of a tree, without the root. ``most_nodes``: the most nodes of a tree, with the root.
+    ``depth``: the longest path of a tree, without the root. ``max_nodes``: the most nodes of a tree, with the root.
     ``cache_bytes``: bytes of a token in all caches, which hold latent vectors if ``latent``. ``spare_bytes``: bytes of
     the caches beyond the target's pages.
     """
@@ -140,7 +138,7 @@ class Drafter(ABC):
     latent: bool = False
     spare_bytes: int = 0
     depth: int
-    most_nodes: int
+    max_nodes: int
 
     @abstractmethod
     def __init__(self, context: DrafterContext) -> None: ...
@@ -176,15 +174,15 @@ class Drafter(ABC):
     @property
     def branches(self) -> bool:
         """Whether its trees may be more than chains."""
-        return self.depth < self.most_nodes - 1
+        return self.depth < self.max_nodes - 1
 
     def levels(self, settings: SpeculativeSettings) -> tuple[int, ...]:
         """The number of verified draft tokens for drafts of 0, 1, .. ``depth`` levels."""
-        wide, most = settings.topk if self.depth < self.most_nodes - 1 else 1, self.most_nodes - 1
+        wide, max_drafts = settings.topk if self.depth < self.max_nodes - 1 else 1, self.max_nodes - 1
         seen = [0, *(wide + wide * wide * level if wide > 1 else level + 1 for level in range(self.depth))]
-        return tuple([min(nodes, most) for nodes in seen])
+        return tuple([min(nodes, max_drafts) for nodes in seen])
 
-    def reach(self) -> int:
+    def early_positions(self) -> int:
         """The most positions after a step's root that ``draft_early`` writes to; 0: it cannot draft early."""
         return 0
 
@@ -204,7 +202,7 @@ class Drafter(ABC):
         return None
 
     @abstractmethod
-    def observe(self, seen: Observation) -> None:
+    def observe(self, observation: Observation) -> None:
         """Fill the draft's cache, and store the state that ``draft`` starts from, by slot."""
 
     @abstractmethod

@@ -18,12 +18,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import StepBatch
+from kernels.core.arrays import Ints, Longs
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Acceptance
 from kernels.core.tree import Drafts, DraftTree, Growth, Level, chain
@@ -60,10 +60,10 @@ PlanDraft = Callable[[Tensor, Tensor, int, Tensor | None, Tensor | None, int], A
 class TorchGrowing:
     """``TreeBuilder`` in plain torch."""
 
-    def __init__(self, shape: TreeShape, given: AcceptedTokens, plan: PlanDraft, sampler: DraftSampler) -> None:
-        self._shape, self._given, self._plan, self._sampler = shape, given, plan, sampler
+    def __init__(self, shape: TreeShape, accepted: AcceptedTokens, plan: PlanDraft, sampler: DraftSampler) -> None:
+        self._shape, self._given, self._plan, self._sampler = shape, accepted, plan, sampler
         self._step = 0
-        self._seen = given.slots  # bit masks of the nodes that each node of the last level attends to
+        self._seen = accepted.slots  # bit masks of the nodes that each node of the last level attends to
 
     def observe(self) -> ForwardBatch:
         shape, given = self._shape, self._given
@@ -143,9 +143,6 @@ _ROWS = (1, 2, 4, 8, 16)
 _Passes = dict[int, tuple[Callable[[], None], list[DraftTree]]]
 """Passes by number of rows: the function that runs one, and the trees that it writes."""
 
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
-
 
 class EarlyDraftModel(Protocol):
     """An ``expansion.DraftModel`` that can start from the target's features."""
@@ -174,14 +171,14 @@ class EarlyDraftPasses:
     ) -> None:
         self._model, self._sampler, self._device, self._caches = model, sampler, context.device, caches
         self._states, self._shape = states, shape
-        reach, target = shape.first + shape.topk * shape.steps, context.target
-        columns = -(-(context.context + reach) // shape.page_size) + 1  # pages that a sequence may have
+        early_positions, target = shape.first + shape.topk * shape.steps, context.target
+        columns = -(-(context.context + early_positions) // shape.page_size) + 1  # pages that a sequence may have
         features = target.hidden_size * max(1, len(target.captures))
-        most, levels, home = max(_ROWS), shape.steps + 1, states.device
-        self._host = torch.zeros((most, 2 + columns), dtype=torch.int64, device=home)  # roots, slots, pages
-        self._outcome = torch.zeros((most, 2 + levels), dtype=torch.int64, device=home)
-        self._tokens = torch.zeros((most, levels), dtype=torch.int64, device=home)
-        self._features = torch.zeros((most * levels, features), dtype=states.dtype, device=home)
+        max_rows, levels, home = max(_ROWS), shape.steps + 1, states.device
+        self._host = torch.zeros((max_rows, 2 + columns), dtype=torch.int64, device=home)  # roots, slots, pages
+        self._outcome = torch.zeros((max_rows, 2 + levels), dtype=torch.int64, device=home)
+        self._tokens = torch.zeros((max_rows, levels), dtype=torch.int64, device=home)
+        self._features = torch.zeros((max_rows * levels, features), dtype=states.dtype, device=home)
         self._passes: _Passes = {}
         self._after_pass: _Passes = {}
 
@@ -213,7 +210,7 @@ class EarlyDraftPasses:
         return True
 
     @property
-    def reach(self) -> int:
+    def early_positions(self) -> int:
         """The most positions after the root that a pass writes to."""
         shape = self._shape
         return shape.steps + 1 + shape.first + shape.topk * (shape.steps - 1)
@@ -270,7 +267,7 @@ class EarlyDraftPasses:
 
     def _run(self, rows: int) -> DraftTree:
         model, levels, caches = self._model, self._shape.steps + 1, self._caches
-        given = AcceptedTokens(
+        accepted = AcceptedTokens(
             self._host[:rows, 0],
             self._host[:rows, 1],
             self._host[:rows, 2:],
@@ -279,7 +276,7 @@ class EarlyDraftPasses:
             self._features[: rows * levels],
             self._states,
         )
-        builder = self._make(given)
+        builder = self._make(accepted)
         batch = builder.observe()
         assert batch.states is not None
         states = builder.start(model.forward(batch, model.start(batch.states), caches))
@@ -289,10 +286,10 @@ class EarlyDraftPasses:
             states = model.forward(batch, batch.states, caches)
         return builder.tree(model.logits(states))
 
-    def _make(self, given: AcceptedTokens) -> TreeBuilder:
+    def _make(self, accepted: AcceptedTokens) -> TreeBuilder:
         drafting = self._device.drafting
-        own = None if drafting is None else drafting.make_tree_builder(self._shape, given)
-        return own or TorchGrowing(self._shape, given, self._device.attention.plan_draft, self._sampler)
+        own = None if drafting is None else drafting.make_tree_builder(self._shape, accepted)
+        return own or TorchGrowing(self._shape, accepted, self._device.attention.plan_draft, self._sampler)
 
 
 @dataclass(eq=False)
@@ -338,23 +335,23 @@ class EarlyDrafts:
             self._arrives()
         return True
 
-    def take_accepted(self, found: PassResult) -> VerifyResult:
+    def take_accepted(self, result: PassResult) -> VerifyResult:
         """Take the tokens that a pass accepted on the device, and start their copy to the host."""
-        assert found.accepted is not None
-        self._found, self._end = (found.accepted.outcome, found.accepted.tokens), found.end
+        assert result.accepted is not None
+        self._found, self._end = (result.accepted.outcome, result.accepted.tokens), result.end
         # Only the next accepting pass overwrites it, and that waits on the device (``after_copies``) or in
         # ``can_accept``.
-        self._arrives = self._device.memory.fetch([found.accepted.packed], lasting=True)
-        return VerifyResult.from_device(found.accepted)
+        self._arrives = self._device.memory.fetch([result.accepted.packed], lasting=True)
+        return VerifyResult.from_device(result.accepted)
 
     def arrival(self, accepted: Acceptance) -> PendingCopies:
-        """A function that waits for the last step's outcome, its tokens and which of these are broken."""
+        """A function that waits for the last step's outcome, its tokens and which of these are not finite."""
         begun = self._arrives if self._end else None
         fetched = begun or self._device.memory.fetch([accepted.packed], lasting=True)
 
         def arrives() -> list[Tensor]:
             here = accepted.on_host(fetched()[0])
-            return [here.outcome, here.tokens.reshape(-1), here.broken.reshape(-1)]
+            return [here.outcome, here.tokens.reshape(-1), here.nonfinite.reshape(-1)]
 
         return arrives
 
@@ -365,16 +362,16 @@ class EarlyDrafts:
 
         Only for steps whose requests all decode greedily and verify; others draft once the host knows the result.
         """
-        result, state, reach = self._found, self._slots, self._drafter.reach()
+        result, state, early_positions = self._found, self._slots, self._drafter.early_positions()
         self._found = self._grown = None
-        if run is None or result is None or not reach or not self._whole or run.features is None:
+        if run is None or result is None or not early_positions or not self._whole or run.features is None:
             return
         step = run.step
         if step.verifies < len(step.rows) or self._sampler.noise(step.slots.tolist()) is not None:
             return
-        if (step.starts + reach >= state.page_count[step.slots] * state.page_size).any():
+        if (step.starts + early_positions >= state.page_count[step.slots] * state.page_size).any():
             return
-        columns = int(step.starts.max() + reach) // state.page_size + 1
+        columns = int(step.starts.max() + early_positions) // state.page_size + 1
         end = self._end
         tree = self._drafter.draft_after_pass(end, len(step.slots)) if end else None
         if tree is None:
@@ -476,7 +473,7 @@ class OverlappedVerify:
     def issue(self, batch: StepBatch) -> OverlappedResult | None:
         """Launch the next pass after one whose outcome the host does not know, and draft after it. None if it must wait
         for the host; state is unchanged then."""
-        slots, generations, most = (
+        slots, generations, max_rows = (
             np.frombuffer(part, dtype=np.int32) for part in (batch.slots, batch.generations, batch.draft_limits)
         )
         at, speculator, state = slots.astype(np.int64), self._speculator, self._slots
@@ -484,13 +481,13 @@ class OverlappedVerify:
         if held is None or self._prepared.verify is None:
             return None
         run, tree = held
-        width, reach = tree.tokens.shape[1], speculator.drafter.reach()
+        width, early_positions = tree.tokens.shape[1], speculator.drafter.early_positions()
         draft_tokens = min(speculator.drafter.depth, width - 1)  # most draft tokens that the run accepts
         starts: Longs = run.step.starts + draft_tokens + 1
-        ends = starts + max(width, reach + 1)
-        if (most < width - 1).any() or (ends > state.page_count[at] * state.page_size).any():
+        ends = starts + max(width, early_positions + 1)
+        if (max_rows < width - 1).any() or (ends > state.page_count[at] * state.page_size).any():
             return None
-        if (starts + 1 >= state.longest).any() or (state.left(at) <= draft_tokens + 2).any():
+        if (starts + 1 >= state.max_length).any() or (state.left(at) <= draft_tokens + 2).any():
             return None
         pages = state.pages[at, : int(ends.max() - 1) // state.page_size + 1]
         self._device.memory.wait_for_copies()

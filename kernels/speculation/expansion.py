@@ -15,14 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.contract.caches import Latent
 from kernels.contract.errors import ConfigError
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
-from kernels.core.tree import MOST_NODES, Drafts, Growth, chain
+from kernels.core.tree import MAX_NODES, Drafts, Growth, chain
 from kernels.devices.capture import CaptureRequest
 from kernels.devices.draft_kernels import TreeShape
-from kernels.devices.latent_attention import make_latent
+from kernels.devices.latent_cache import make_latent_cache
 from kernels.devices.prepared import CapturedPasses, VerifyOutputs
 from kernels.models.config import ModelConfig
 from kernels.speculation.draft_sampler import DraftPlaces, DraftSampler
@@ -74,10 +73,10 @@ class Expansion:
         self._sampler = DraftSampler(model.ids, context.device.sampling.greedy, candidates)
         self._windows = sorted(set(model.config.windows))
         places = self.topk * (self.steps - 1)
-        if self.topk > 1 and places > MOST_NODES:
+        if self.topk > 1 and places > MAX_NODES:
             raise ConfigError(
                 f"--speculative-num-steps {self.steps} with --speculative-eagle-topk {self.topk} run {places} nodes "
-                f"through the draft, and at most {MOST_NODES} fit: lower one of them"
+                f"through the draft, and at most {MAX_NODES} fit: lower one of them"
             )
         self._places = DraftPlaces(context.device, config.page_size, config.max_slots, places, first)
         self._observing: CapturedPasses | None = None  # prepared passes over accepted tokens ...
@@ -88,7 +87,7 @@ class Expansion:
         """Bytes of a token."""
         config, dtype = self._model.config, self._context.dtype
         if (latent := config.latent) is not None:
-            return config.layers * Latent(latent.rank, latent.rope_dim).token_bytes(dtype.itemsize)
+            return config.layers * latent.spec().token_bytes(dtype.itemsize)
         return config.layers * self._device.cache.token_bytes(config.kv_heads, config.head_dim, dtype)
 
     @property
@@ -102,8 +101,7 @@ class Expansion:
         pages, page_size = self._places.cache_pages(pages), context.config.page_size
         if (latent := config.latent) is not None:
             place = context.dtype, self._device.torch_device
-            width = latent.rank + latent.rope_dim
-            self.caches = [make_latent(pages, page_size, width, *place) for _ in range(config.layers)]
+            self.caches = [make_latent_cache(latent.spec(), pages, page_size, *place) for _ in range(config.layers)]
             return self.caches
         self.caches = self._device.cache.make(
             config.layers, pages, page_size, config.kv_heads, config.head_dim, context.dtype
@@ -116,7 +114,7 @@ class Expansion:
         if model.config.latent is not None:  # its attention reads rows on the host
             return
         states = torch.zeros((1, model.width), dtype=context.dtype, device=device.torch_device)
-        most, page_size = context.config.max_slots - 1, context.config.page_size
+        max_rows, page_size = context.config.max_slots - 1, context.config.page_size
         columns = -(-(context.context + self._first + self.topk * self.steps) // page_size) + 1
 
         def observe(batch: ForwardBatch) -> Tensor:
@@ -134,11 +132,11 @@ class Expansion:
             return both
 
         self._observing = device.capture.decodes(
-            CaptureRequest(observe, self._windows, most, columns, agree, self.steps + 1, False, states)
+            CaptureRequest(observe, self._windows, max_rows, columns, agree, self.steps + 1, False, states)
         )
         if self.steps > 1:
             self._levels = device.capture.decodes(
-                CaptureRequest(choose, self._windows, most, columns, agree, self.topk, self.topk > 1, states)
+                CaptureRequest(choose, self._windows, max_rows, columns, agree, self.topk, self.topk > 1, states)
             )
 
     def prepare_early(
@@ -182,10 +180,10 @@ class Expansion:
         )
         return NativeChains.make(self._device, state, self._places, chain_model, rows, self.nodes)
 
-    def observe(self, seen: Observation, tokens: Tensor, states: Tensor) -> Tensor:
+    def observe(self, observation: Observation, tokens: Tensor, states: Tensor) -> Tensor:
         """Run ``tokens`` [tokens] at the observed positions -> output states [tokens, width]."""
-        attended = observed_rows(seen.starts, seen.counts, seen.pages)
-        batch = self._batch(tokens, seen.positions, seen.cache_index, attended, states)
+        attended = observed_rows(observation.starts, observation.counts, observation.pages)
+        batch = self._batch(tokens, observation.positions, observation.cache_index, attended, states)
         result = None if self._observing is None else self._observing.run(batch)
         return self._model.forward(batch, states, self.caches) if result is None else result
 

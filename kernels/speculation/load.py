@@ -24,7 +24,7 @@ from kernels.devices.base import Device
 from kernels.devices.select import select_device
 from kernels.models.config import ModelConfig, local_config
 from kernels.models.config_loader import parse_config, read_json
-from kernels.models.layers import gqa, mla, moe, pre_norm
+from kernels.models.layers import gqa, indexer, mla, moe, pre_norm
 from kernels.models.layers.builder import LayerBuilder
 from kernels.speculation.drafter import Drafter, DrafterContext
 from kernels.weights.gguf.header import is_gguf
@@ -204,6 +204,8 @@ def _sparse_tensors(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
     attention = gqa.tensors if config.latent is None else mla.tensors
     yield from pre_norm.norm_tensors(config, prefix, "")
     yield from attention(config, f"{prefix}.self_attn", "")
+    if (latent := config.latent) is not None and latent.index is not None:
+        yield from indexer.tensors(latent.index, f"{prefix}.self_attn", config.hidden_size, latent.query_rank)
     yield from moe.tensors(config.experts, config.hidden_size, prefix, "", moe.DEEPSEEK)
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.core.arrays import Longs
 from kernels.core.attention_rows import DecodeTokens
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Draw, Draws
@@ -45,7 +46,6 @@ __all__ = [
 LONGEST = 128
 """Most tokens of prompts that use the attention of decodes, one query after another."""
 
-Longs = npt.NDArray[np.int64]
 Raw = npt.NDArray[np.int16]
 
 
@@ -112,7 +112,7 @@ class NativeDrafts(ABC):
     """Drafting in one native call. A call returns False or None where it is not possible; then use the drafter."""
 
     @abstractmethod
-    def observe(self, seen: NativeObservation) -> bool:
+    def observe(self, observation: NativeObservation) -> bool:
         """As ``Drafter.observe``."""
 
     def cycle(self, target: NativeModel) -> DraftCycle | None:
@@ -167,7 +167,7 @@ class ChainModel:
 
 
 class NativeChains(NativeDrafts):
-    """Chains from a ``ChainModel``. ``most``: draft tokens that a row verifies."""
+    """Chains from a ``ChainModel``. ``max_drafts``: draft tokens that a row verifies."""
 
     def __init__(
         self,
@@ -176,10 +176,10 @@ class NativeChains(NativeDrafts):
         model: ChainModel,
         observe: ObserveTokens,
         passes: ChainDraftPasses,
-        most: int,
+        max_drafts: int,
     ) -> None:
         self._state, self._places, self._reached, self._first = state, places, model.reached, model.first
-        self._observe, self._passes, self._tokens, self._most = observe, passes, len(passes.left), most
+        self._observe, self._passes, self._tokens, self._max_drafts = observe, passes, len(passes.left), max_drafts
 
     @classmethod
     def make(
@@ -230,8 +230,8 @@ class NativeChains(NativeDrafts):
         )
         return cls(state, places, model, seeing, passes, nodes - 1)
 
-    def observe(self, seen: NativeObservation) -> bool:
-        state, slots, starts, counts = self._state, seen.slots, seen.starts, seen.counts
+    def observe(self, observation: NativeObservation) -> bool:
+        state, slots, starts, counts = self._state, observation.slots, observation.starts, observation.counts
         ends = starts + counts
         if self._first:  # it does not read the target's features
             starts = self._reached[slots]
@@ -241,7 +241,7 @@ class NativeChains(NativeDrafts):
                 return False
         if counts.sum() > self._tokens or counts.max() > LONGEST:
             return False
-        self._observe(slots, starts, counts, seen.features, seen.places)
+        self._observe(slots, starts, counts, observation.features, observation.places)
         self._reached[slots] = ends
         return True
 
@@ -249,8 +249,8 @@ class NativeChains(NativeDrafts):
         state, places = self._state, DraftCacheSlots(self._reached, self._first, *self._places.own)
         features = target.features if self._passes.seen.shape[1] else None
         return target.run.cycle(
-            *(self._passes, places, state.table, target.logits, target.tokens, target.broken, features),
-            *(self._most, state.longest),
+            *(self._passes, places, state.table, target.logits, target.tokens, target.nonfinite, features),
+            *(self._max_drafts, state.max_length),
         )
 
 
@@ -325,11 +325,13 @@ class NativeBlockDrafts(NativeDrafts):
         seeing = observing.observe(state.table, 0, seen, None, None)
         return cls(state, places, blocks, seeing, drafting, choice)
 
-    def observe(self, seen: NativeObservation) -> bool:
-        assert seen.features is not None
-        if seen.counts.sum() > self._tokens:
+    def observe(self, observation: NativeObservation) -> bool:
+        assert observation.features is not None
+        if observation.counts.sum() > self._tokens:
             return False
-        self._observe(seen.slots, seen.starts, seen.counts, seen.features, seen.places)
+        self._observe(
+            observation.slots, observation.starts, observation.counts, observation.features, observation.places
+        )
         return True
 
     def draft(

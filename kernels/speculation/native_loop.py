@@ -10,11 +10,10 @@ import time
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kernels.contract.step import RowError, StepBatch
-from kernels.core.arrays import ragged
+from kernels.core.arrays import Ints, Longs, ragged
 from kernels.core.attention_rows import DecodeTokens
 from kernels.core.operators import Draws
 from kernels.devices.prepared import DraftCycle
@@ -27,9 +26,6 @@ from kernels.state.native_grammars import MaskedRows, NativeChainsResult, Native
 __all__ = ["NativeDraftLoop", "NativeDraftResult"]
 
 _ONE = np.ones(1, dtype=np.int32).tobytes()
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 class NativeDraftResult(NamedTuple):
@@ -68,8 +64,8 @@ class NativeDraftLoop:
         self._device, self._state, self._sampler = speculator.device, speculator.slots, speculator.sampler
         self._max_rows, self._steps = max_rows, speculator.settings.num_steps
         drafter = speculator.drafter
-        self._depth, self._most, self._linear = drafter.depth, drafter.most_nodes - 1, not drafter.branches
-        self._verify = target.run.verify(self._state.table, target.logits, target.tokens, target.broken)
+        self._depth, self._max_drafts, self._linear = drafter.depth, drafter.max_nodes - 1, not drafter.branches
+        self._verify = target.run.verify(self._state.table, target.logits, target.tokens, target.nonfinite)
         self._cycle = drafts.cycle(target)
         self._rows: tuple[bytes, bytes] | None = None  # slots and generations of the bound rows
         self._slots: Longs = np.zeros(0, dtype=np.int64)
@@ -126,7 +122,7 @@ class NativeDraftLoop:
         state, slots = self._state, self._slots
         self._known = known = state.known[slots]
         self._room = room = state.page_count[slots] * state.page_size
-        fits = (state.computed[slots] + 1 == known) & (known <= room) & (known < state.longest)
+        fits = (state.computed[slots] + 1 == known) & (known <= room) & (known < state.max_length)
         return bool(fits.all())
 
     def check_over(self) -> bool:
@@ -177,12 +173,14 @@ class NativeDraftLoop:
         drafts = () if trees is None else trees.linear()
         return self._grammars.check_chains(self._masked, chains, self._target.logits, drafts)
 
-    def _show(self, batch: StepBatch, seen: NativeObservation, depths: bytes, continues: bool = False) -> None:
+    def _show(self, batch: StepBatch, observation: NativeObservation, depths: bytes, continues: bool = False) -> None:
         """Record accepted tokens for the drafter. ``continues``: as in ``Speculator.record_accepted``."""
-        self._speculator.record_accepted(seen, np.frombuffer(batch.generations, dtype=np.int32), continues)
+        self._speculator.record_accepted(observation, np.frombuffer(batch.generations, dtype=np.int32), continues)
         if self._records_acceptance:
             levels = np.frombuffer(depths, dtype=np.int32).tolist()
-            self._speculator.drafter.record_acceptance(seen.slots.tolist(), (seen.counts - 1).tolist(), levels)
+            self._speculator.drafter.record_acceptance(
+                observation.slots.tolist(), (observation.counts - 1).tolist(), levels
+            )
 
     def _draft(self, batch: StepBatch) -> NativeTrees | None:
         """The trees of all rows; only the root in rows that do not draft."""
@@ -190,7 +188,9 @@ class NativeDraftLoop:
         assert state.here is not None
         known, capacity, left = self._known, self._room, self._left - 1
         limits = np.minimum(np.frombuffer(batch.draft_limits, dtype=np.int32), capacity - known)
-        limits = np.minimum(limits, np.minimum(left, self._most) if self._linear else np.where(left > 0, self._most, 0))
+        limits = np.minimum(
+            limits, np.minimum(left, self._max_drafts) if self._linear else np.where(left > 0, self._max_drafts, 0)
+        )
         some = np.flatnonzero(limits > 0)
         roots = known - 1
         if not len(some):
@@ -253,8 +253,8 @@ class NativeDraftLoop:
         lengths = roots + counts
         pages = state.pages[slots, : int(lengths.max() - 1) // state.page_size + 1]
         tokens = DecodeTokens(ids, positions, index, pages, lengths, offsets, trees.bits)
-        sampled, broken = self._target.next(tokens, draws, positions + 1)
-        if broken.any():
+        sampled, nonfinite = self._target.next(tokens, draws, positions + 1)
+        if nonfinite.any():
             return None
         after = np.zeros((rows, width), dtype=np.int64)
         after[run] = sampled

@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.core.arrays import ragged
+from kernels.core.arrays import Bools, Ints, Longs, ragged
 from kernels.devices.base import Device
 from kernels.devices.memory import PendingCopies
 from kernels.speculation.drafter import Drafter, Observation
@@ -28,9 +27,6 @@ MAX_SLOT_BYTES = 1 << 20
 """The most bytes of features that are kept for one slot."""
 MIN_TOKENS, MAX_TOKENS = 64, 256
 """The most tokens that are kept for one slot: with large features, and with none."""
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 def max_backlog(width: int) -> int:
@@ -58,8 +54,8 @@ class Backlog:
 
     def __init__(self, state: SlotTable, width: int) -> None:
         self._state, self._width = state, width
-        self._most = max_backlog(width)
-        room = len(state.known) * self._most
+        self._max_steps = max_backlog(width)
+        room = len(state.known) * self._max_steps
         self._features: Raw = np.zeros((room, width), dtype=np.int16)  # the system allocates it as it is written
         self._full = room - 2 * len(state.known)  # beyond it two more steps may not fit
         self._kept = self._steps = 0
@@ -92,20 +88,23 @@ class Backlog:
             self._features[begin:end] = features
         span.steps += 1
         self._steps += 1
-        return self._steps + 1 < self._most and end < self._full
+        return self._steps + 1 < self._max_steps and end < self._full
 
-    def add_accepted(self, seen: NativeObservation, generations: Ints) -> bool:
+    def add_accepted(self, observation: NativeObservation, generations: Ints) -> bool:
         """Add the accepted tokens of a drafting step. Returns whether they fit, with room for two more steps; otherwise
         adds nothing."""
-        most, count = int(seen.counts.max()), len(seen.places)
-        if self._steps + most + 1 >= self._most or self._kept + count >= self._full:
+        max_count, count = int(observation.counts.max()), len(observation.places)
+        if self._steps + max_count + 1 >= self._max_steps or self._kept + count >= self._full:
             return False
-        slots, positions = np.repeat(seen.slots, seen.counts), ragged(seen.starts, seen.counts)
+        slots, positions = (
+            np.repeat(observation.slots, observation.counts),
+            ragged(observation.starts, observation.counts),
+        )
         begin, self._kept = self._kept, self._kept + count
-        self._spans.append(_Span(slots, np.repeat(generations, seen.counts), positions, begin, 1))
-        if seen.features is not None:
-            self._features[begin : self._kept] = seen.features[seen.places]
-        self._steps += most
+        self._spans.append(_Span(slots, np.repeat(generations, observation.counts), positions, begin, 1))
+        if observation.features is not None:
+            self._features[begin : self._kept] = observation.features[observation.places]
+        self._steps += max_count
         return True
 
     @property
@@ -132,18 +131,18 @@ class Backlog:
         owners, at, result = (np.concatenate(parts) for parts in (slots, positions, places))
         order = np.lexsort((at, owners))
         named, first, counts = np.unique(owners[order], return_index=True, return_counts=True)
-        least = np.argsort(counts, kind="stable")
-        rows = ragged(first[least], counts[least])
+        by_count = np.argsort(counts, kind="stable")
+        rows = ragged(first[by_count], counts[by_count])
         features = self._features if self._width else None
-        return NativeObservation(named[least], at[order][first[least]], counts[least], features, result[order][rows])
+        return NativeObservation(
+            named[by_count], at[order][first[by_count]], counts[by_count], features, result[order][rows]
+        )
 
 
 SHORT = 16
 """The most tokens of an observed row that does not count as a prompt."""
 MAX_PENDING = 16
 """The most decodes of a slot that wait to be observed together, on accelerators."""
-
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,16 +255,16 @@ class Observer:
             )
         )
 
-    def show(self, seen: NativeObservation, generations: Ints) -> None:
+    def show(self, observation: NativeObservation, generations: Ints) -> None:
         """Observe decodes that reached their last known token, together with kept tokens. Requires ``use_host``."""
         self.flush()
-        self._see(seen, generations, np.ones(len(seen.slots), dtype=bool))
+        self._see(observation, generations, np.ones(len(observation.slots), dtype=bool))
 
-    def defer_accepted(self, seen: NativeObservation, generations: Ints) -> None:
+    def defer_accepted(self, observation: NativeObservation, generations: Ints) -> None:
         """Defer a drafting step's accepted tokens if the next step does not draft; observe them now without room."""
         assert self._deferred is not None
-        if not self._deferred.add_accepted(seen, generations):
-            self.show(seen, generations)
+        if not self._deferred.add_accepted(observation, generations):
+            self.show(observation, generations)
 
     def defer_pending(self) -> None:
         """Defer the rows that were added last, unless they are long or much is already deferred."""
@@ -333,35 +332,41 @@ class Observer:
             self._tokens(backlog, parts, owner),
         )  # fmt: skip
 
-    def _show_alone(self, seen: _Rows) -> bool:
+    def _show_alone(self, rows: _Rows) -> bool:
         """The usual case: one step whose requests all still run, with decodes only or rows already in order."""
-        state, counts = self._slots, seen.counts
-        if not (state.active[seen.slots] & (state.generation[seen.slots] == seen.generations)).all():
+        state, counts = self._slots, rows.counts
+        if not (state.active[rows.slots] & (state.generation[rows.slots] == rows.generations)).all():
             return False
         kinds = (counts > 1).astype(np.int8) + (counts > SHORT)
         if len(counts) > 1 and (kinds[1:] < kinds[:-1]).any():
             return False
-        sampled = seen.sampled if self._drafter.needs_host_tokens else None
-        self._show(seen.slots, seen.starts, counts, seen.reached, self._features([seen], seen.places), sampled)
+        sampled = rows.sampled if self._drafter.needs_host_tokens else None
+        self._show(rows.slots, rows.starts, counts, rows.reached, self._features([rows], rows.places), sampled)
         return True
 
-    def _see(self, seen: NativeObservation, generations: Ints, reached: Bools) -> None:
+    def _see(self, observation: NativeObservation, generations: Ints, reached: Bools) -> None:
         """Observe on the host the rows of requests that still run."""
         state = self._slots
-        alive = state.active[seen.slots] & (state.generation[seen.slots] == generations)
+        alive = state.active[observation.slots] & (state.generation[observation.slots] == generations)
         if not alive.all():
-            places = seen.places[np.repeat(alive, seen.counts)]
-            seen = NativeObservation(seen.slots[alive], seen.starts[alive], seen.counts[alive], seen.features, places)
+            places = observation.places[np.repeat(alive, observation.counts)]
+            observation = NativeObservation(
+                observation.slots[alive],
+                observation.starts[alive],
+                observation.counts[alive],
+                observation.features,
+                places,
+            )
             reached = reached[alive]
-        if not len(seen.slots) or (self._native_drafts is not None and self._native_drafts.observe(seen)):
+        if not len(observation.slots) or (self._native_drafts is not None and self._native_drafts.observe(observation)):
             return
-        order = np.argsort((seen.counts > 1).astype(np.int8) + (seen.counts > SHORT), kind="stable")
-        first, counts = np.cumsum(seen.counts) - seen.counts, seen.counts[order]
+        order = np.argsort((observation.counts > 1).astype(np.int8) + (observation.counts > SHORT), kind="stable")
+        first, counts = np.cumsum(observation.counts) - observation.counts, observation.counts[order]
         features: Tensor | None = None
-        if seen.features is not None:
-            chosen = seen.features[seen.places[ragged(first[order], counts)]]
+        if observation.features is not None:
+            chosen = observation.features[observation.places[ragged(first[order], counts)]]
             features = torch.from_numpy(chosen).view(torch.bfloat16)
-        self._show(seen.slots[order], seen.starts[order], counts, reached[order], features, None)
+        self._show(observation.slots[order], observation.starts[order], counts, reached[order], features, None)
 
     def _features(self, backlog: list[_Rows], places: Longs) -> Tensor | None:
         held = [seen.features for seen in backlog if seen.features is not None]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import Admission
-from kernels.core.arrays import ragged
+from kernels.core.arrays import Ints, Longs, ragged
 from kernels.core.tree import Drafts
 from kernels.devices.base import Device
 from kernels.devices.memory import PendingCopies
@@ -30,9 +30,6 @@ from kernels.state.slots import SlotTable
 from kernels.state.step_rows import PrefilledRows, StepRows
 
 __all__ = ["Speculator"]
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 class Speculator:
@@ -121,12 +118,12 @@ class Speculator:
         ones = np.ones(len(slots), dtype=np.int64)
         self.record_accepted(NativeObservation(slots, self.slots.computed[slots] - 1, ones, None, ones), generations)
 
-    def record_accepted(self, seen: NativeObservation, generations: Ints, continues: bool = False) -> None:
+    def record_accepted(self, observation: NativeObservation, generations: Ints, continues: bool = False) -> None:
         """Record the accepted draft tokens of a step on the host, which are observed before the next step.
 
         ``continues``: whether the next step usually observes them itself (``can_continue``).
         """
-        self._accepted, self._continues = (seen, generations), continues
+        self._accepted, self._continues = (observation, generations), continues
 
     def can_continue(self, slots: Longs) -> bool:
         """Whether a step that observes by itself may continue without ``begin_step``.
@@ -255,16 +252,16 @@ class Speculator:
         self.early_drafts.drop()
         self._observer.drop()
 
-    def draft(self, step: StepRows, most: Longs, levels: int) -> StepRows:
-        """Draft for the decodes that may verify draft tokens: at most ``most`` int64 [rows], whose pages are already
-        granted. ``levels``: depth of the trees, 0 for the maximum.
+    def draft(self, step: StepRows, draft_limits: Longs, levels: int) -> StepRows:
+        """Draft for the decodes that may verify draft tokens: at most ``draft_limits`` int64 [rows], whose pages are
+        already granted. ``levels``: depth of the trees, 0 for the maximum.
         """
         state = self.slots
         head = slice(0, step.decodes)
         slots = step.slots[head]
         known = state.known[slots]
-        limits = np.minimum(most[head], state.page_count[slots] * state.page_size - known)
-        limits = np.minimum(limits, self.drafter.most_nodes - 1)
+        limits = np.minimum(draft_limits[head], state.page_count[slots] * state.page_size - known)
+        limits = np.minimum(limits, self.drafter.max_nodes - 1)
         wants = (step.starts[head] + 1 == known) & self._wants[slots] & (state.left(slots) > 1)
         masked = self.sampler.masked(tuple(slots.tolist()))
         if not self.is_exact:
@@ -329,7 +326,7 @@ class Speculator:
         verified: VerifyResult | None,
     ) -> PendingCopies | None:
         """Record a launched step; it is observed before the next one. Returns the copy that fetches outcome, tokens and
-        broken rows, if there is a single one."""
+        nonfinite rows, if there is a single one."""
         arrives = None
         if verified is not None and verified.accepted is not None:
             arrives = self.early_drafts.arrival(verified.accepted)

@@ -31,7 +31,7 @@ from kernels.weights.tensors import Role
 
 __all__ = ["head_rows", "read_token_map"]
 
-_MOST_BYTES = 64 << 20  # of a .pt file: eight million tokens
+_MAX_BYTES = 64 << 20  # of a .pt file: eight million tokens
 _READER_BYTES = 2 << 30  # most memory for reading one
 _READER_SECONDS = 120.0
 
@@ -51,11 +51,11 @@ def read_token_map(path: str | Path, vocab_size: int) -> Tensor:
             f"the token map {path} must be a list of token ids, and is {ids.dtype} of shape {list(ids.shape)}"
         )
     ids = ids.to(torch.int64)
-    least, most = int(ids.min()), int(ids.max())
-    if least < 0 or most >= vocab_size:
+    minimum, maximum = int(ids.min()), int(ids.max())
+    if minimum < 0 or maximum >= vocab_size:
         raise LoadError(
-            f"the token map {path} has ids from {least} to {most}; the model has 0 to {vocab_size - 1}: is it the map "
-            "of another model?"
+            f"the token map {path} has ids from {minimum} to {maximum}; the model has 0 to {vocab_size - 1}: is it the "
+            "map of another model?"
         )
     if len(set(ids.tolist())) < len(ids):
         raise LoadError(f"the token map {path} contains a token twice; create it again")
@@ -100,9 +100,9 @@ with os.fdopen(out, "w") as file:
 
 def _unpickle(path: Path) -> Any:
     """Content of a .pt file as JSON values. Raises LoadError."""
-    if path.stat().st_size > _MOST_BYTES:
+    if path.stat().st_size > _MAX_BYTES:
         raise LoadError(
-            f"the token map {path} has more than {_MOST_BYTES >> 20} MiB, which is too large for a list of tokens"
+            f"the token map {path} has more than {_MAX_BYTES >> 20} MiB, which is too large for a list of tokens"
         )
     try:
         with path.open("rb") as file:

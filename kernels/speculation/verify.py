@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +22,11 @@ import torch
 from torch import Tensor
 
 from kernels.contract.speculation import SpeculativeSettings
-from kernels.core.arrays import ragged
+from kernels.core.arrays import Longs, ragged
 from kernels.core.operators import Acceptance
 from kernels.core.tree import DraftTree, chain, unpack_bits
 from kernels.devices.base import Device
+from kernels.devices.latent_cache import move_latent
 from kernels.sampling.masks import RowMasks
 from kernels.sampling.sampler import SampledTokens, Sampler
 from kernels.state.slots import SlotTable
@@ -146,9 +148,6 @@ def path_history(tree: DraftTree, roots: Tensor, known: Tensor) -> Tensor:
     return history.scatter_(2, where, tokens)[..., :positions]
 
 
-Longs = npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True)
 class Samples:
     """The samples of a step, row after row: one in a row without draft tokens, else one after each of its tokens.
@@ -164,7 +163,7 @@ class Samples:
     verified: slice
 
     @classmethod
-    def of(cls, step: StepRows, known: Longs) -> Samples:
+    def from_step(cls, step: StepRows, known: Longs) -> Samples:
         """``known``: lengths by slot."""
         reached = step.starts + step.counts == known[step.slots]
         if step.verifies == len(step.rows):
@@ -211,34 +210,34 @@ class VerifyResult:
         step: StepRows,
         samples: Samples,
         sampled: SampledTokens,
-        found: AcceptedPath,
+        path: AcceptedPath,
         put: Callable[[Longs], Tensor],
     ) -> VerifyResult:
-        """The result of a step. ``found``: the accepted paths. ``put``: copies an array to the device."""
+        """The result of a step. ``path``: the accepted paths. ``put``: copies an array to the device."""
         assert step.drafts is not None
         part = samples.verified
         counts = step.counts[step.verifying]
-        levels = found.path.shape[1]
+        levels = path.path.shape[1]
         begins = put(part.start + np.cumsum(counts) - counts)
-        passed = (begins.unsqueeze(1) + found.path).reshape(-1)
+        passed = (begins.unsqueeze(1) + path.path).reshape(-1)
         total = len(samples.slots)
         device = passed.device
         entries = torch.cat(
             (torch.arange(part.start, device=device), passed, torch.arange(part.stop, total, device=device))
         )
-        tokens = torch.cat((sampled.tokens[: part.start], found.tokens.reshape(-1), sampled.tokens[part.stop :]))
-        broken = sampled.broken.index_select(0, entries)
-        own = broken[part.start : part.start + passed.numel()].view(-1, levels)
-        counted = torch.arange(levels, device=device) < found.counts.unsqueeze(1)
+        tokens = torch.cat((sampled.tokens[: part.start], path.tokens.reshape(-1), sampled.tokens[part.stop :]))
+        nonfinite = sampled.nonfinite.index_select(0, entries)
+        own = nonfinite[part.start : part.start + passed.numel()].view(-1, levels)
+        counted = torch.arange(levels, device=device) < path.counts.unsqueeze(1)
         unsound = (own & counted).any(1)
         depths = step.drafts.tree.depths
         run = torch.arange(depths.shape[1], device=device) < put(counts).unsqueeze(1)
         reach = depths.masked_fill(~run, 0).amax(1)
         outcome = torch.cat(
             (
-                torch.where(unsound, -found.counts, found.counts).unsqueeze(1),
+                torch.where(unsound, -path.counts, path.counts).unsqueeze(1),
                 reach.unsqueeze(1),
-                found.path,
+                path.path,
             ),
             1,
         )
@@ -258,7 +257,7 @@ class VerifyResult:
         chosen = replace(
             sampled,
             tokens=tokens,
-            broken=broken,
+            nonfinite=nonfinite,
             logprobs=None if sampled.logprobs is None else sampled.logprobs.index_select(0, entries),
             top_ids=None if sampled.top_ids is None else sampled.top_ids.index_select(0, entries),
             top_logprobs=None if sampled.top_logprobs is None else sampled.top_logprobs.index_select(0, entries),
@@ -274,8 +273,8 @@ class VerifyResult:
         counts, path, accepted = step.counts, found.path.numpy(), found.counts.numpy()
         rows, levels = path.shape
         passed = (step.offsets[:, None] + path).reshape(-1)
-        broken = sampled.broken.numpy()[passed]
-        own = broken.reshape(rows, levels) & (np.arange(levels) < accepted[:, None])
+        nonfinite = sampled.nonfinite.numpy()[passed]
+        own = nonfinite.reshape(rows, levels) & (np.arange(levels) < accepted[:, None])
         depths = step.drafts.tree.depths.numpy()
         run = np.arange(depths.shape[1]) < counts[:, None]
         outcome = np.empty((rows, levels + 2), dtype=np.int64)
@@ -283,7 +282,7 @@ class VerifyResult:
         outcome[:, 1] = np.where(run, depths, 0).max(1)
         outcome[:, 2:] = path
         return cls.from_outcome(
-            SampledTokens(found.tokens.reshape(-1), torch.from_numpy(broken)), torch.from_numpy(outcome)
+            SampledTokens(found.tokens.reshape(-1), torch.from_numpy(nonfinite)), torch.from_numpy(outcome)
         )
 
     @classmethod
@@ -294,9 +293,12 @@ class VerifyResult:
         return cls(chosen, index // levels, index % levels, outcome)
 
     @classmethod
-    def from_device(cls, found: Acceptance) -> VerifyResult:
+    def from_device(cls, acceptance: Acceptance) -> VerifyResult:
         """For rows that all verified and were accepted by the device: entries are [rows, levels]."""
-        return replace(cls.from_outcome(SampledTokens(found.tokens, found.broken), found.outcome), accepted=found)
+        return replace(
+            cls.from_outcome(SampledTokens(acceptance.tokens, acceptance.nonfinite), acceptance.outcome),
+            accepted=acceptance,
+        )
 
 
 class Verifier:
@@ -309,6 +311,8 @@ class Verifier:
         self._depth = depth
         self._lenient = settings.accept_threshold_single < 1 or settings.accept_threshold_acc < 1
         self._here = device.torch_device.type == "cpu"
+        self.latent = False
+        """Whether the target's caches hold latent vectors."""
         self._accepted: Tensor | None = None  # the rows of ``Drafting.accept`` in this step
         self._emitted = 0.0  # rounding remainder of settings.fixed_acceptance
 
@@ -322,9 +326,9 @@ class Verifier:
             return
         device = self._device.torch_device
         tree = chain(torch.zeros((1, nodes), dtype=torch.int64, device=device))
-        sampled, broken = (torch.zeros(nodes, dtype=dtype, device=device) for dtype in (torch.int64, torch.bool))
+        sampled, nonfinite = (torch.zeros(nodes, dtype=dtype, device=device) for dtype in (torch.int64, torch.bool))
         rows = self._device.memory.put_pinned(np.array([[0, 0, 1, 0]], dtype=np.int64))  # only a root, in slot 0
-        result = drafting.accept(tree, rows, sampled, broken, min(self._depth, nodes - 1), 0, table)
+        result = drafting.accept(tree, rows, sampled, nonfinite, min(self._depth, nodes - 1), 0, table)
         if result is not None:
             drafting.move_accepted(caches, sampled, result.rows, result.outcome)
 
@@ -419,7 +423,7 @@ class Verifier:
             return None
         numbers = np.stack((step.slots, step.starts, step.counts, step.offsets), 1)
         rows, table = self._device.memory.put_pinned(numbers), self._slots.tokens
-        result = drafting.accept(step.drafts.tree, rows, sampled.tokens, sampled.broken, depth, forced, table)
+        result = drafting.accept(step.drafts.tree, rows, sampled.tokens, sampled.nonfinite, depth, forced, table)
         if result is None:
             return None
         self._accepted = result.rows
@@ -479,7 +483,7 @@ class Verifier:
             warm.index_select(0, first),
         )
 
-    def _append(self, step: StepRows, samples: Samples, sampled: SampledTokens, found: AcceptedPath) -> None:
+    def _append(self, step: StepRows, samples: Samples, sampled: SampledTokens, path: AcceptedPath) -> None:
         """Append the sampled tokens to the table. In rows that verified the host counts them in ``begin_step``."""
         state, put, part = self._slots, self._device.memory.put, samples.verified
         if part.start > 0 or part.stop < len(samples.slots):
@@ -487,14 +491,14 @@ class Verifier:
             slots = samples.slots[index]
             tokens = sampled.tokens.index_select(0, put(index))
             state.append(slots, put(slots), put(samples.lengths[index]), tokens)
-        state.write(step.slots[step.verifying], step.starts[step.verifying] + 1, found.tokens)
+        state.write(step.slots[step.verifying], step.starts[step.verifying] + 1, path.tokens)
 
-    def move(self, step: StepRows, cache_index: Tensor, outcome: Tensor, caches: Sequence[object]) -> None:
+    def move(self, step: StepRows, cache_index: Tensor, outcome: Tensor, caches: Sequence[Any]) -> None:
         """Move the keys and values of accepted nodes to consecutive positions."""
         assert step.drafts is not None
         if step.drafts.tree.linear:
             return
-        rows, drafting = self._accepted, self._device.drafting
+        rows, drafting = self._accepted, None if self.latent else self._device.drafting
         if rows is not None and drafting is not None and drafting.move_accepted(caches, cache_index, rows, outcome):
             return
         counts, path = outcome[:, :1].abs(), outcome[:, 2:]
@@ -503,7 +507,10 @@ class Verifier:
         inside = levels < counts
         source = cache_index[(begins + torch.where(inside, path, 0)).reshape(-1)]
         target = cache_index[(begins + torch.where(inside, levels, 0)).reshape(-1)]
-        self._device.cache.move_all(caches, source, target, path.shape[1])
+        if self.latent:
+            move_latent(caches, source, target)
+        else:
+            self._device.cache.move_all(caches, source, target, path.shape[1])
 
 
 def _places(counts: Longs, width: int) -> Longs:

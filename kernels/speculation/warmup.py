@@ -23,6 +23,7 @@ from kernels.contract.config import RunnerConfig
 from kernels.contract.info import ModelInfo
 from kernels.contract.runner import RunningStep
 from kernels.contract.step import Admission, SlotSampling, StepBatch
+from kernels.core.arrays import Longs
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.tree import chain
@@ -50,13 +51,13 @@ def warm_up_drafts(start: Start, info: ModelInfo, drafter: Drafter, max_slots: i
     """Run warm-up steps with ``start`` (``ModelRunner.start``). They use free slots and pages and release them.
     ``info``: the runner's description."""
     stage = _Stage(start, info, drafter)
-    each = max(_SHORT, drafter.most_nodes)
+    each = max(_SHORT, drafter.max_nodes)
     most = min(max_slots - 1, max_step_tokens // each, stage.room(_SHORT))
     for rows in (rows for rows in _ROWS if rows <= most):
-        stage.alike(rows)
+        stage.run_equal(rows)
     if most > 1:
-        for draft_tokens in {1, drafter.most_nodes - 1}:
-            stage.beside(min(most, _BESIDE), draft_tokens)
+        for draft_tokens in {1, drafter.max_nodes - 1}:
+            stage.run_with_prompt(min(most, _BESIDE), draft_tokens)
     if most > 0:
         longest = min(max_step_tokens, stage.longest)
         for prompt in (*(prompt for prompt in _PROMPTS if prompt < longest), longest):
@@ -72,9 +73,11 @@ class _Stage:
 
     def __init__(self, start: Start, info: ModelInfo, drafter: Drafter) -> None:
         self._start, self._info, self._looks_up = start, info, drafter.needs_host_tokens
-        self._draft_tokens, self._levels = drafter.most_nodes - 1, range(1, drafter.depth) if drafter.stepwise else ()
+        self._draft_tokens, self._levels = drafter.max_nodes - 1, range(1, drafter.depth) if drafter.stepwise else ()
         # Positions that a request needs after its prompt.
-        self._behind = (_STEPS + len(self._levels)) * drafter.most_nodes + max(drafter.reach(), self._draft_tokens)
+        self._behind = (_STEPS + len(self._levels)) * drafter.max_nodes + max(
+            drafter.early_positions(), self._draft_tokens
+        )
         self._number, self._page = 0, 1
         self._running: deque[RunningStep] = deque()
         self._admitted: list[Admission] = []
@@ -91,7 +94,7 @@ class _Stage:
         info = self._info
         return min(info.context_length, (info.num_pages - 1) * info.page_size) - self._behind
 
-    def alike(self, rows: int) -> None:
+    def run_equal(self, rows: int) -> None:
         """Run steps of ``rows`` equal requests. Fewer draft tokens and levels are run for one row only."""
         slots = self._begin(range(1, rows + 1))
         for draft_tokens in (self._draft_tokens, self._draft_tokens, *((self._draft_tokens, 1) if rows == 1 else ())):
@@ -103,7 +106,7 @@ class _Stage:
         self._draft(slots, [self._draft_tokens] * rows)
         self._release(slots)
 
-    def beside(self, rows: int, draft_tokens: int) -> None:
+    def run_with_prompt(self, rows: int, draft_tokens: int) -> None:
         """Run requests with ``draft_tokens`` each together with a prompt, then with a request without draft tokens."""
         slots, last = self._begin(range(1, rows)), rows
         self._draft(slots, [draft_tokens] * len(slots))
@@ -194,8 +197,6 @@ _COMPILED_SIZES = (2, 4, 8, 16, 32, 64)  # tokens of a row; upper bounds of comp
 _COMPILED_ROWS = (1, 2, 8, 16)
 _COMPILED_LENGTHS = (64, 128, 256, 512, 1024, 2048)
 
-Longs = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True, eq=False)
 class TargetParts:
@@ -213,7 +214,7 @@ class TargetParts:
 def precompile_drafts(config: RunnerConfig, drafter: Drafter, target: TargetParts) -> None:
     """Run passes that verify and observe, with ``drafter`` over the first page of its own caches."""
     passes = _Passes(config.page_size, drafter, target)
-    most, longest = drafter.most_nodes, config.max_step_tokens
+    most, longest = drafter.max_nodes, config.max_step_tokens
     for nodes in sorted({min(most, size) for size in _COMPILED_SIZES}):
         result = passes.verify(nodes)
     # The split of sequences depends on their lengths and number, no longer on the tokens that each verifies.

@@ -6,12 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.contract.caches import GroupPages, PageRun
+from kernels.core.arrays import Ints, Longs
 from kernels.state.slot_error import SlotError
 
 __all__ = ["BoundedTable"]
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 class BoundedTable:
@@ -20,9 +18,9 @@ class BoundedTable:
     The cache reclaims the pages of columns that no further step reads without a notification: ``rows`` leaves them out.
     """
 
-    def __init__(self, group: GroupPages, max_slots: int, longest: int) -> None:
+    def __init__(self, group: GroupPages, max_slots: int, max_length: int) -> None:
         self.group = group
-        self.pages: Ints = np.zeros((max_slots, -(-longest // group.page_tokens)), dtype=np.int32)
+        self.pages: Ints = np.zeros((max_slots, -(-max_length // group.page_tokens)), dtype=np.int32)
         self.ends: Longs = np.zeros(max_slots, dtype=np.int64)  # number of granted columns, including reclaimed ones
 
     def admit(self, slot: int, run: PageRun) -> None:
@@ -52,7 +50,7 @@ class BoundedTable:
         """int32 [rows, columns]: the pages that rows of ``counts`` tokens from ``starts`` on read and write; the null
         page in all other columns."""
         size = self.group.page_tokens
-        first = np.maximum(starts - self.group.reach, 0) // size
+        first = np.maximum(starts - self.group.lookback, 0) // size
         last = (starts + counts - 1) // size
         columns = np.arange(int(last.max()) + 1)
         inside = (columns >= first[:, None]) & (columns <= last[:, None])

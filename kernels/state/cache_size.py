@@ -53,9 +53,9 @@ def cache_pages(
         return sizes.bytes(pages) if sizes is not None else pages * page_bytes
 
     def pages_in(budget: int) -> int:
-        return sizes.most_pages(budget, most + 1) - 1 if sizes is not None else budget // page_bytes - 1
+        return sizes.max_pages(budget, max_pages + 1) - 1 if sizes is not None else budget // page_bytes - 1
 
-    most = (config.max_slots - 1) * pages_for(context + ahead)
+    max_pages = (config.max_slots - 1) * pages_for(context + ahead)
     if config.max_total_tokens:
         pages = pages_for(config.max_total_tokens)
         if bytes_of(pages + 1) > memory.free:
@@ -66,9 +66,9 @@ def cache_pages(
         return pages + 1
     if config.mem_fraction_static:
         budget = int(config.mem_fraction_static * memory.total) - weight_bytes
-        pages = min(most, pages_in(min(budget, memory.free)))
+        pages = min(max_pages, pages_in(min(budget, memory.free)))
     else:
-        pages = min(most, pages_in(int(default_fraction * memory.free)))
+        pages = min(max_pages, pages_in(int(default_fraction * memory.free)))
         if default_tokens:
             pages = min(pages, max(pages_for(default_tokens), pages_for(context + 1)))
     if pages < 1:

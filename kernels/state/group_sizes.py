@@ -11,7 +11,7 @@ from kernels.contract.caches import CacheGroup, GroupPages, Latent, Paged, State
 
 __all__ = ["GroupBytes", "GroupSizes", "snapshot_pages"]
 
-_MOST_SNAPSHOT_PAGES = 256
+_MAX_SNAPSHOT_PAGES = 256
 """Most main pages between two snapshots of a state."""
 _SNAPSHOT_PAGES = 16
 """The same if no other group determines the bytes of a page."""
@@ -31,7 +31,7 @@ def snapshot_pages(state_bytes: int, page_bytes: int) -> int:
     if not page_bytes:
         return _SNAPSHOT_PAGES
     pages = 1
-    while pages < _MOST_SNAPSHOT_PAGES and pages * page_bytes < state_bytes:
+    while pages < _MAX_SNAPSHOT_PAGES and pages * page_bytes < state_bytes:
         pages *= 2
     return pages
 
@@ -51,7 +51,7 @@ class GroupSizes:
     context: int
 
     @classmethod
-    def of(
+    def from_groups(
         cls,
         groups: Sequence[CacheGroup],
         token_bytes: GroupBytes,
@@ -96,10 +96,10 @@ class GroupSizes:
         """Bytes of all groups."""
         return sum(group.num_pages * group.page_bytes for group in self.with_pages(pages))
 
-    def most_pages(self, budget: int, most: int) -> int:
-        """The most main pages, page 0 included and at most ``most``, with which all groups fit in ``budget`` bytes; 0
+    def max_pages(self, budget: int, limit: int) -> int:
+        """The most main pages, page 0 included and at most ``limit``, with which all groups fit in ``budget`` bytes; 0
         if none fit."""
-        low, high = 0, most
+        low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
             if self.bytes(middle) <= budget:

@@ -32,7 +32,7 @@ class StepWrites:
     last: Longs
     pages: Ints
 
-    def of(self, slot: int, generation: int) -> list[int]:
+    def pages_of(self, slot: int, generation: int) -> list[int]:
         """Pages that this request writes to."""
         (rows,) = np.nonzero((self.slots == slot) & (self.generations == generation))
         return [page for row in rows for page in self.pages[row, self.first[row] : self.last[row] + 1].tolist()]
@@ -49,7 +49,7 @@ class StepWrites:
 
 
 class InFlightWrites:
-    """Writes of the steps without a result. The model's thread begins steps and takes broken rows; the thread that
+    """Writes of the steps without a result. The model's thread begins steps and takes nonfinite rows; the thread that
     waits for results finishes steps."""
 
     def __init__(self) -> None:
@@ -60,9 +60,9 @@ class InFlightWrites:
         """Record a launched step."""
         self._running.append(writes)
 
-    def finish(self, writes: StepWrites, broken: Sequence[RowError]) -> None:
-        """Record the result of a step. ``broken``: its rows that are not finite."""
-        self._finished.append((writes, broken))
+    def finish(self, writes: StepWrites, nonfinite: Sequence[RowError]) -> None:
+        """Record the result of a step. ``nonfinite``: its rows that are not finite."""
+        self._finished.append((writes, nonfinite))
 
     @property
     def is_empty(self) -> bool:
@@ -73,9 +73,9 @@ class InFlightWrites:
         """Forget the finished steps. -> their rows that are not finite, each with its step's writes."""
         result: list[tuple[StepWrites, RowError]] = []
         while self._finished:
-            writes, broken = self._finished.popleft()
+            writes, nonfinite = self._finished.popleft()
             self._running.remove(writes)
-            result += [(writes, error) for error in broken]
+            result += [(writes, error) for error in nonfinite]
         return result
 
     def among(self, pages: Ints) -> list[int]:

@@ -131,7 +131,7 @@ class SlotUpdates:
                 self._clear_bounded(index, pages)
             if state.active[error.slot] and state.generation[error.slot] == error.generation:
                 self._drop(error.slot)
-            self._clear([page for page in writes.of(error.slot, error.generation) if not state.holds(page)])
+            self._clear([page for page in writes.pages_of(error.slot, error.generation) if not state.holds(page)])
 
     def _clear_in_flight(self, batch: StepBatch) -> None:
         """Clear pages that change owners while a step writes to them for a request that has ended."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.contract.caches import GroupPages
 from kernels.contract.step import Admission
 from kernels.contract.tasks import Classify, Embed, NextToken
+from kernels.core.arrays import Ints, Longs
 from kernels.core.attention_rows import TokenTable
 from kernels.devices.base import Device
 from kernels.state.bounded_tables import BoundedTable
@@ -25,9 +26,6 @@ _STOPS = 8
 
 SLACK = 2
 """Positions by which a sequence may exceed its context, in steps sent before its end was known."""
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 class SlotTable:
@@ -55,8 +53,8 @@ class SlotTable:
         self.page_size = page_size
         self.num_pages = num_pages
         self.vocab_size = vocab_size
-        longest = context + SLACK * (1 + max_drafts)
-        self.tokens = device.memory.zeros_by_slot(max_slots, longest + max_drafts)  # int32, on the device
+        max_length = context + SLACK * (1 + max_drafts)
+        self.tokens = device.memory.zeros_by_slot(max_slots, max_length + max_drafts)  # int32, on the device
         # If the device is the host, numpy indexes a few of them several times as fast as torch.
         self.here: npt.NDArray[Any] | None = self.tokens.numpy() if self.tokens.device.type == "cpu" else None
         self.known: Longs = np.zeros(max_slots, dtype=np.int64)  # tokens in `tokens`
@@ -68,7 +66,7 @@ class SlotTable:
         self.pooled: dict[int, Embed | Classify | NextToken] = {}  # by slot: tasks whose results are vectors
         self.generation: Ints = np.zeros(max_slots, dtype=np.int32)
         self.active = np.zeros(max_slots, dtype=bool)
-        self.longest = longest
+        self.max_length = max_length
         self._targets: Longs = np.full(max_slots, _NO_TARGET, dtype=np.int64)
         self._stops: dict[int, tuple[frozenset[int], int]] = {}  # (stop tokens, position from which they count)
         # Some of them, for drafting: draft tokens after a stop token are useless.
@@ -76,9 +74,9 @@ class SlotTable:
         self._stops_from: Longs = np.zeros(max_slots, dtype=np.int64)
         self._searched: Longs = np.zeros(max_slots, dtype=np.int64)  # positions already searched for stop tokens
         self._stopped = np.zeros(max_slots, dtype=bool)
-        self.pages: Ints = np.zeros((max_slots, -(-(longest + max_drafts) // page_size)), dtype=np.int32)
+        self.pages: Ints = np.zeros((max_slots, -(-(max_length + max_drafts) // page_size)), dtype=np.int32)
         self.page_count: Longs = np.zeros(max_slots, dtype=np.int64)
-        self.bounded = [BoundedTable(group, max_slots, longest) for group in bounded]
+        self.bounded = [BoundedTable(group, max_slots, max_length) for group in bounded]
 
     @property
     def table(self) -> TokenTable:
@@ -247,7 +245,7 @@ class SlotTable:
         known, computed = self.known[safe], self.computed[safe]
         last = computed + counts
         fine = inside & self.active[safe] & (self.generation[safe] == generations) & (counts > 0) & (last <= known)
-        fine &= (last <= self.page_count[safe] * self.page_size) & (known < self.longest)
+        fine &= (last <= self.page_count[safe] * self.page_size) & (known < self.max_length)
         for table in self.bounded:
             fine &= table.holds(safe, last)
         if fine.all() and len(set(slots.tolist())) == len(slots):
@@ -269,7 +267,7 @@ class SlotTable:
         if not self.active[slot]:
             return f"slot {slot} holds no request"
         known, computed, pages = int(self.known[slot]), int(self.computed[slot]), int(self.page_count[slot])
-        if known >= self.longest:
+        if known >= self.max_length:
             return f"slot {slot} has no room for another token: the context is {self.context} tokens"
         if count < 1 or computed + count > known:
             return f"slot {slot} cannot run {count} tokens: {computed} of {known} known ones are computed"

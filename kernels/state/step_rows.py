@@ -8,13 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.contract.step import RowError
+from kernels.core.arrays import Longs
 from kernels.core.tree import Drafts
 from kernels.devices.memory import PendingCopies
 from kernels.state.slots import SlotTable
 
 __all__ = ["PrefilledRows", "StepRows"]
-
-Longs = npt.NDArray[np.int64]
 
 
 class StepRows:

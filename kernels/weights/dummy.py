@@ -58,11 +58,11 @@ class DummyWeights:
             target.zero_()
         elif spec.role in (Role.NIBBLES, Role.EXPONENTS):
             whole = self.read(name)
-            target.copy_(whole if part is None else part.of(whole))
+            target.copy_(whole if part is None else part.narrow(whole))
         else:
             seed = zlib.crc32(f"{self._seed} {name}".encode())  # the CPU's generator uses 32 bits of a seed
             generator = torch.Generator(target.device).manual_seed(seed)
             whole = target if part is None else target.new_empty(spec.shape)
             whole.normal_(0.0, 0.02, generator=generator)
             if part is not None:
-                target.copy_(part.of(whole))
+                target.copy_(part.narrow(whole))

@@ -183,7 +183,7 @@ class WeightLoader:
                     raise
                 self._tell_once(module, error)
                 dense = whole.dequantize(self._dtype)
-                floats = torch.cat([part.of(dense) for part in parts], parts[0].dimension).to(self._device)
+                floats = torch.cat([part.narrow(dense) for part in parts], parts[0].dimension).to(self._device)
                 self._count(math.prod(spec.shape), floats.nbytes)
                 return floats
         except PartError as error:

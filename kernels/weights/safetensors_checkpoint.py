@@ -189,10 +189,12 @@ class SafetensorsCheckpoint:
                 elif dtype not in stored.dtypes:
                     wrong.append(f"{name} is stored as {dtype}, not as one of {', '.join(stored.dtypes)}")
         layers = {_layer(name) for name in self._tensors} - {""}
+        unread = {name for spec in self._tensors.values() for name in spec.unread}
         for name in self._file_of:
             if (
                 _layer(name) in layers
                 and name not in expected
+                and name not in unread
                 and not name.endswith(".inv_freq")
                 and not (scheme is not None and scheme.ignores(name, self._tensors))
             ):

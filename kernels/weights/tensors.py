@@ -69,7 +69,7 @@ class Part:
         """The part's shape."""
         return (*whole[: self.dimension], self.end - self.begin, *whole[self.dimension + 1 :])
 
-    def of(self, whole: Tensor) -> Tensor:
+    def narrow(self, whole: Tensor) -> Tensor:
         """A view of the part."""
         return whole.narrow(self.dimension, self.begin, self.end - self.begin)
 
@@ -151,6 +151,7 @@ class TensorSpec:
 
     ``name``: its Hugging Face name, which ends in ``.weight`` or ``.bias``. ``split``: how ranks divide it; None: each
     rank has all of it. ``gguf``: None where GGUF files have no such tensor. ``aliases``: other names in safetensors.
+    ``unread``: tensors that safetensors may hold beside it and that are not read.
     """
 
     name: str
@@ -160,6 +161,7 @@ class TensorSpec:
     gguf: GgufPlace | None = None
     aliases: tuple[str, ...] = ()
     stacked: StackedExpert | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:

@@ -49,7 +49,7 @@ class LogOutput(logging.Handler):
         context: Callable[[], LogContext] | None = None,
         secrets: Sequence[str] = (),
         repeats: Repeats | None = None,
-        most_waiting: int = _MAX_WAITING,
+        max_waiting: int = _MAX_WAITING,
     ) -> None:
         super().__init__()
         self.setFormatter(lines)
@@ -62,7 +62,7 @@ class LogOutput(logging.Handler):
         ]
         self._secrets = sorted(forms, key=len, reverse=True)  # a secret may be a prefix of another
         self._repeats = repeats or Repeats()
-        self._most_waiting = most_waiting
+        self._max_waiting = max_waiting
         self._changed = threading.Condition()
         self._waiting: list[str] = []
         self._size = 0
@@ -119,7 +119,7 @@ class LogOutput(logging.Handler):
 
     def _put(self, line: str, *, always: bool) -> None:
         with self._changed:
-            if self._closed or (self._size > self._most_waiting and not always):
+            if self._closed or (self._size > self._max_waiting and not always):
                 self.dropped += 1
                 self._dropped += 1
                 return

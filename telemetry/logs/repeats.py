@@ -37,16 +37,16 @@ class Repeats:
     line of code with different texts (such as aborts with their ids). All others are logged: records below WARNING are
     separate events, and CRITICAL must never be hidden.
 
-    At most ``most`` texts and as many lines of code are remembered.
+    At most ``max_records`` texts and as many lines of code are remembered.
     """
 
-    def __init__(self, *, window: float = 30.0, burst: int = 10, most: int = 256) -> None:
+    def __init__(self, *, window: float = 30.0, burst: int = 10, max_records: int = 256) -> None:
         self._window = window
         self._burst = burst
-        self._most = most
+        self._max_records = max_records
         self._texts: OrderedDict[tuple[object, ...], _Seen] = OrderedDict()
         self._places: OrderedDict[tuple[object, ...], _Seen] = OrderedDict()
-        self._forgotten: deque[RepeatedRecords] = deque(maxlen=most)
+        self._forgotten: deque[RepeatedRecords] = deque(maxlen=max_records)
 
     def admit(self, record: logging.LogRecord, text: str, now: float) -> bool:
         """Whether to log ``record`` with the message ``text``; otherwise it is counted."""
@@ -76,7 +76,7 @@ class Repeats:
             self._forget(kept, key)
             seen = None
         if seen is None:
-            if len(kept) >= self._most:
+            if len(kept) >= self._max_records:
                 self._forget(kept, next(iter(kept)))
             seen = kept[key] = _Seen(since=now, text=text)
         return seen

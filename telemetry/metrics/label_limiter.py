@@ -11,17 +11,17 @@ T = TypeVar("T", bound=Hashable)
 
 
 class LabelLimiter(Generic[T]):
-    """The first ``most`` values are kept; later ones become ``other``."""
+    """The first ``max_labels`` values are kept; later ones become ``other``."""
 
-    def __init__(self, other: T, most: int = 100) -> None:
+    def __init__(self, other: T, max_labels: int = 100) -> None:
         self._other = other
-        self._most = most
+        self._max_labels = max_labels
         self._known: set[T] = set()
 
     def __call__(self, value: T) -> T:
         if value in self._known:
             return value
-        if len(self._known) >= self._most:
+        if len(self._known) >= self._max_labels:
             return self._other
         self._known.add(value)
         return value

@@ -177,9 +177,9 @@ class RequestMetrics:
         self._add("input_tokens", timeline.prompt_tokens)
         self._add("output_tokens", timeline.output_tokens)
         self._add("choices", max(1, len(outcome.finish_reasons)))
-        most = timeline.request.get("gen_ai.request.max_tokens")
-        if isinstance(most, int):
-            self._add("max_tokens", most)
+        max_tokens = timeline.request.get("gen_ai.request.max_tokens")
+        if isinstance(max_tokens, int):
+            self._add("max_tokens", max_tokens)
         self._measure_sequences(timeline, (*labels, *custom))
 
     def _measure_sequences(self, timeline: RequestTimeline, labels: tuple[str, ...]) -> None:

@@ -3,7 +3,7 @@
     POST /v1/chat/completions                      the HTTP exchange, child of the client's span
       chat MODEL                                   the request; marks are its events
         admission, tokenize, queue, cache          a span a hop, with the hop's own times
-        prefill -> forward                         a span a chunk; `forward` comes from the worker's process
+        prefill -> forward                         a span a chunk; ``forward`` comes from the worker's process
         decode, detokenize, stream
 
 At level 0 nothing new is traced; level 1 is shown above. At level 2 each step has its own trace, linked to its

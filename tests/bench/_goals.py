@@ -21,8 +21,8 @@ class Goal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     benchmark: str
     points: tuple[str, ...]
     metric: str
-    least: float | None = None
-    most: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
     best: bool = False
 
 

@@ -15,7 +15,7 @@ from actors.caching.cache_manager import CacheManager
 from actors.protocol import (
     DetokenizerProtocol,
     Emit,
-    Fence,
+    FlushOutputs,
     SequenceSpec,
     Submit,
     WorkerConfig,
@@ -69,7 +69,7 @@ class _Drain(Actor[DetokenizerProtocol]):
         self._steps.add()
 
     @handles
-    def fence(self, message: Fence) -> None:
+    def flush(self, message: FlushOutputs) -> None:
         """Do nothing: nothing is pending."""
 
 

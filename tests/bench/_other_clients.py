@@ -7,16 +7,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import app.understudy
+from tests.kits.real_server import running
+from tests.kits.tiny_encoder import make_tiny_encoder
 
 __all__ = [
     "anthropic_ways",
     "guidellm_ways",
     "langchain_anthropic_ways",
     "langchain_ollama_ways",
+    "litellm_encoder_ways",
     "litellm_other_ways",
     "lm_eval_ways",
     "ollama_ways",
@@ -32,7 +36,7 @@ def _root(url: str) -> str:
 def anthropic_ways(url: str, model: str) -> Iterator[Way]:
     from anthropic import Anthropic
 
-    from tests.bench.clients import MOST_TOKENS, PATIENCE, PERSON, TOOL, WEATHER, Person, need, user
+    from tests.bench.clients import MAX_TOKENS, PATIENCE, PERSON, TOOL, WEATHER, Person, need, user
 
     client = Anthropic(base_url=_root(url), api_key="none", max_retries=0, timeout=PATIENCE)
     function = TOOL["function"]
@@ -42,7 +46,7 @@ def anthropic_ways(url: str, model: str) -> Iterator[Way]:
         "description": function["description"],
         "input_schema": function["parameters"],
     }
-    options: Any = {"model": model, "max_tokens": MOST_TOKENS}
+    options: Any = {"model": model, "max_tokens": MAX_TOKENS}
 
     def called(text: str, choice: Any) -> object:
         answer = client.messages.create(**options, messages=user(text), tools=[tool], tool_choice=choice)
@@ -71,10 +75,10 @@ def anthropic_ways(url: str, model: str) -> Iterator[Way]:
 def ollama_ways(url: str, model: str) -> Iterator[Way]:
     import ollama
 
-    from tests.bench.clients import MOST_TOKENS, PERSON, TOOL, WEATHER, Person, user
+    from tests.bench.clients import MAX_TOKENS, PERSON, TOOL, WEATHER, Person, user
 
     client = ollama.Client(host=_root(url))
-    options: Any = {"num_predict": MOST_TOKENS}
+    options: Any = {"num_predict": MAX_TOKENS}
 
     def formed(form: Any) -> object:
         return client.chat(model, user(PERSON), format=form, options=options).message.content
@@ -152,12 +156,12 @@ def litellm_other_ways(url: str, model: str) -> Iterator[Way]:
     """litellm over completions, responses, and Anthropic's and Ollama's APIs."""
     import litellm
 
-    from tests.bench.clients import MOST_TOKENS, TOOL, WEATHER, need, user
+    from tests.bench.clients import MAX_TOKENS, TOOL, WEATHER, need, user
 
     ours: Any = {"model": f"openai/{model}", "api_base": url, "api_key": "none"}
 
     def respond() -> object:
-        answer: Any = litellm.responses(**ours, input="Hello!", max_output_tokens=MOST_TOKENS)
+        answer: Any = litellm.responses(**ours, input="Hello!", max_output_tokens=MAX_TOKENS)
         return need(answer.output[-1].content[0].text, str)
 
     def complete_text() -> object:
@@ -166,7 +170,7 @@ def litellm_other_ways(url: str, model: str) -> Iterator[Way]:
         return need(answer.choices[0].text, str)
 
     def stream() -> object:
-        parts: Any = litellm.completion(**ours, messages=user("Hello!"), stream=True, max_tokens=MOST_TOKENS)
+        parts: Any = litellm.completion(**ours, messages=user("Hello!"), stream=True, max_tokens=MAX_TOKENS)
         return "".join(part.choices[0].delta.content or "" for part in parts)
 
     yield "a stream", stream
@@ -175,7 +179,7 @@ def litellm_other_ways(url: str, model: str) -> Iterator[Way]:
 
     for provider, base in (("anthropic", _root(url)), ("ollama_chat", _root(url))):
         options: dict[str, Any] = {
-            "model": f"{provider}/{model}", "api_base": base, "api_key": "none", "max_tokens": MOST_TOKENS,
+            "model": f"{provider}/{model}", "api_base": base, "api_key": "none", "max_tokens": MAX_TOKENS,
         }  # fmt: skip
 
         def complete(options: dict[str, Any] = options) -> object:
@@ -193,6 +197,47 @@ def litellm_other_ways(url: str, model: str) -> Iterator[Way]:
         yield f"{provider}, text", complete
         yield f"{provider}, tools", called
         yield f"{provider}, a stream", streamed
+
+
+@contextmanager
+def _encoder(labels: int) -> Iterator[str]:
+    """The URL of a server of a tiny encoder with random weights: it embeds, or with ``labels`` it scores pairs."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_tiny_encoder(Path(folder) / "encoder", labels=labels)
+        with running(Path(folder) / "log", str(Path(folder) / "encoder"), "--served-model-name", "encoder") as server:
+            yield server.url
+
+
+def litellm_encoder_ways(url: str, model: str) -> Iterator[Way]:
+    """litellm over the APIs of models that generate no text."""
+    import litellm
+
+    from tests.bench.clients import need_equal
+
+    texts = ["one two three", "the lazy dog"]
+
+    def embed(provider: str, path: str, **options: Any) -> object:
+        with _encoder(0) as base:
+            answer: Any = litellm.embedding(
+                f"{provider}/encoder", texts, api_base=f"{base}{path}", api_key="none", **options
+            )
+        return need_equal([len(item["embedding"]) for item in answer.data], [options.get("dimensions", 32)] * 2)
+
+    def rerank(provider: str, path: str) -> object:
+        with _encoder(1) as base:
+            answer: Any = litellm.rerank(
+                f"{provider}/encoder", "the capital", texts, api_base=f"{base}{path}", api_key="none", top_n=2
+            )
+        return need_equal({item["index"] for item in answer.results}, {0, 1})
+
+    yield "embedding", lambda: embed("openai", "/v1")
+    yield "embedding, hosted_vllm", lambda: embed("hosted_vllm", "/v1")
+    yield "embedding, ollama", lambda: embed("ollama", "")
+    yield "embedding, jina_ai", lambda: embed("jina_ai", "/v1/embeddings")
+    yield "rerank, hosted_vllm", lambda: rerank("hosted_vllm", "")
+    yield "rerank, jina_ai", lambda: rerank("jina_ai", "/v1/rerank")
+    yield "rerank, cohere", lambda: rerank("cohere", "")
+    yield "rerank, infinity", lambda: rerank("infinity", "")
 
 
 CAPITALS = ({"question": "The capital of France is", "choices": ["Paris", "Rome"], "answer": 0},

@@ -123,13 +123,13 @@ class _Engine:
             found.append(np.frombuffer(result.prompt_logprobs, np.float32))
         return np.concatenate(found)
 
-    def greedy(self, prompts: list[list[int]], ends: set[int], most: int) -> list[list[int]]:
+    def greedy(self, prompts: list[list[int]], ends: set[int], max_tokens: int) -> list[list[int]]:
         """The greedy continuation of each prompt."""
         admitted = self.admissions(prompts)
         slots = list(range(1, len(prompts) + 1))
         counts = [len(prompt) for prompt in prompts]
         found: list[list[int]] = [[] for _ in prompts]
-        for at in range(most):
+        for at in range(max_tokens):
             if not slots:
                 break
             result = self.step(slots, counts, admitted if at == 0 else None, range(1, SLOTS) if at == 0 else ())

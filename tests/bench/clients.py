@@ -32,6 +32,7 @@ from tests.bench._other_clients import (
     guidellm_ways,
     langchain_anthropic_ways,
     langchain_ollama_ways,
+    litellm_encoder_ways,
     litellm_other_ways,
     lm_eval_ways,
     ollama_ways,
@@ -41,7 +42,7 @@ from tests.kits.real_server import running
 
 PERSON = "Anna is 30 years old. Who is it?"
 WEATHER = "What is the weather in Oslo?"
-MOST_TOKENS = 256
+MAX_TOKENS = 256
 PATIENCE = 120.0
 
 
@@ -84,7 +85,7 @@ def openai_ways(url: str, model: str) -> Iterator[Way]:
 
     client = OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE)
     create: Any = client.chat.completions.create
-    options: dict[str, Any] = {"model": model, "max_tokens": MOST_TOKENS}
+    options: dict[str, Any] = {"model": model, "max_tokens": MAX_TOKENS}
 
     def parsed(**keywords: Any) -> Any:
         return client.chat.completions.parse(**options, **keywords).choices[0].message
@@ -130,7 +131,7 @@ def openai_responses_ways(url: str, model: str) -> Iterator[Way]:
 
     client = OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE)
     create: Any = client.responses.create
-    options: dict[str, Any] = {"model": model, "max_output_tokens": MOST_TOKENS}
+    options: dict[str, Any] = {"model": model, "max_output_tokens": MAX_TOKENS}
     tool = {"type": "function", "name": "get_weather", "parameters": TOOL["function"]["parameters"]}  # type: ignore[index]
 
     def called(choice: object, text: str = WEATHER) -> object:
@@ -195,7 +196,7 @@ def instructor_ways(url: str, model: str) -> Iterator[Way]:
 
             kind = Iterable[Person]
         found = patched.chat.completions.create(
-            model=model, messages=user(PERSON), response_model=kind, max_retries=0, max_tokens=MOST_TOKENS
+            model=model, messages=user(PERSON), response_model=kind, max_retries=0, max_tokens=MAX_TOKENS
         )
         return need(next(iter(found)) if mode.name == "PARALLEL_TOOLS" else found, Person)
 
@@ -211,7 +212,7 @@ def pydantic_ai_ways(url: str, model: str) -> Iterator[Way]:
     from pydantic_ai.providers.openai import OpenAIProvider
 
     served = OpenAIChatModel(model, provider=OpenAIProvider(base_url=url, api_key="none"))
-    settings: Any = {"max_tokens": MOST_TOKENS}
+    settings: Any = {"max_tokens": MAX_TOKENS}
 
     def run_with(kind: Any) -> object:
         agent: Any = Agent(served, output_type=kind(Person), model_settings=settings)
@@ -242,7 +243,7 @@ def langchain_ways(url: str, model: str) -> Iterator[Way]:
 
     options: dict[str, Any] = {
         "base_url": url, "api_key": SecretStr("none"), "model": model, "max_retries": 0, "timeout": PATIENCE,
-        "max_completion_tokens": MOST_TOKENS,
+        "max_completion_tokens": MAX_TOKENS,
     }  # fmt: skip
     chat = ChatOpenAI(**options)
     responses = ChatOpenAI(**options, use_responses_api=True)
@@ -275,7 +276,7 @@ def litellm_ways(url: str, model: str) -> Iterator[Way]:
 
     litellm.suppress_debug_info = True
     options: dict[str, Any] = {
-        "model": f"openai/{model}", "api_base": url, "api_key": "none", "max_tokens": MOST_TOKENS, "num_retries": 0,
+        "model": f"openai/{model}", "api_base": url, "api_key": "none", "max_tokens": MAX_TOKENS, "num_retries": 0,
     }  # fmt: skip
 
     def called(choice: str, text: str) -> object:
@@ -300,7 +301,7 @@ def llama_index_ways(url: str, model: str) -> Iterator[Way]:
     def made(functions: bool) -> Any:
         return OpenAILike(
             model=model, api_base=url, api_key="none", is_chat_model=True, is_function_calling_model=functions,
-            max_tokens=MOST_TOKENS, max_retries=0, timeout=PATIENCE, context_window=2048,
+            max_tokens=MAX_TOKENS, max_retries=0, timeout=PATIENCE, context_window=2048,
         )  # fmt: skip
 
     def get_weather(city: str) -> str:
@@ -345,7 +346,7 @@ def agents_ways(url: str, model: str) -> Iterator[Way]:
                 served = api(model=model, openai_client=client)
                 agent: Any = Agent(name="a", model=served, **keywords)
                 if hands_off:
-                    settings = ModelSettings(max_tokens=MOST_TOKENS, tool_choice="required")
+                    settings = ModelSettings(max_tokens=MAX_TOKENS, tool_choice="required")
                     agent = Agent(name="first", model=served, handoffs=[agent], model_settings=settings)
                 if not streamed:
                     return await Runner.run(agent, text, max_turns=4)
@@ -366,11 +367,11 @@ def agents_ways(url: str, model: str) -> Iterator[Way]:
 
     def with_tool(api: Any, choice: str | None) -> object:
         cities.clear()
-        settings = ModelSettings(tool_choice=choice, max_tokens=MOST_TOKENS)
+        settings = ModelSettings(tool_choice=choice, max_tokens=MAX_TOKENS)
         run(WEATHER, api, tools=[get_weather], model_settings=settings)
         return cities[0]
 
-    settings = ModelSettings(max_tokens=MOST_TOKENS)
+    settings = ModelSettings(max_tokens=MAX_TOKENS)
     apis: dict[str, Any] = {"responses": OpenAIResponsesModel, "chat": OpenAIChatCompletionsModel}
     for name, api in apis.items():
         yield (
@@ -401,7 +402,9 @@ PACKAGES: dict[str, Callable[[str, str], Iterator[Way]]] = {
     "instructor": instructor_ways,
     "pydantic-ai-slim": pydantic_ai_ways,
     "langchain-openai": langchain_ways,
-    "litellm": lambda url, model: chain(litellm_ways(url, model), litellm_other_ways(url, model)),
+    "litellm": lambda url, model: chain(
+        litellm_ways(url, model), litellm_other_ways(url, model), litellm_encoder_ways(url, model)
+    ),
     "llama-index-llms-openai-like": llama_index_ways,
     "openai-agents": agents_ways,
     "anthropic": anthropic_ways,

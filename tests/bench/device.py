@@ -9,7 +9,7 @@ on an H200 (2026-11-20). They leave out what the actors cost; ``engine``, the sa
 over HTTP from client processes, and the start of a server to its first answer are the whole program's.
 
 Options: ``--only NAME[,NAME...]`` of checks, decode, offline, prefill, engine, online, start; ``--model 8b,0.6b``
-(or v2-lite);
+(or 30b, v2-lite);
 ``--only products`` times the products of few tokens, every way there is to make them, ``--only chain`` those of a
 layer as they follow one another, ``--only prompts`` the attention of prompts, and ``--only latent`` that over latent
 vectors; ``--only speculative`` says what drafting tokens ahead costs and gains (``device_speculative``);
@@ -44,14 +44,14 @@ from tests.bench.device_speculative import speculative
 
 __all__ = ["main"]
 
-_MOST_WORKERS = 12
+_MAX_WORKERS = 12
 
 
 def checks(word: str) -> bool:
     """Whether all tests with the word in their names pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10"]
     if find_spec("xdist") is not None:
-        workers = max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) - 2))
+        workers = max(1, min(_MAX_WORKERS, (os.cpu_count() or 1) - 2))
         command += ["-n", str(workers), "--dist", "worksteal"]
     if word:
         command += ["-k", word]

@@ -47,8 +47,8 @@ def main(argv: list[str] | None = None) -> int:
             rows = AttentionRows(np.array([prefix]), np.array([tokens]), np.arange(pages, dtype=np.int32)[None], 0)
             queries = torch.randn(tokens, _HEADS, _PLAIN + _ROPE).bfloat16()
             cells = []
-            for name, least in _FORMS.items():
-                with patch.object(latent_attention, "_EXPANDED", least), torch.inference_mode():
+            for name, minimum in _FORMS.items():
+                with patch.object(latent_attention, "_EXPANDED", minimum), torch.inference_mode():
                     cells.append(min(_time(queries, cache, rows, heads) for _ in range(arguments.repeats)))
                 record(f"{tokens} tokens behind {prefix}, {name}", "time", cells[-1], "ms")
             print(f"{prefix:>8}{tokens:>8}" + "".join(f"{cell:12.2f}" for cell in cells), flush=True)

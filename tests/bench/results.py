@@ -61,13 +61,13 @@ def verdict(goal: Goal, rows: Sequence[Row]) -> tuple[str, str]:
         return "", "not measured"
     values = [row.median for row in found]
     if goal.best:
-        values = [max(values) if goal.least is not None else min(values)]
+        values = [max(values) if goal.minimum is not None else min(values)]
     low, high = min(values), max(values)
     short = 0.0  # the part of the goal that is missing
-    if goal.least is not None and low < goal.least:
-        short = 1 - low / goal.least
-    elif goal.most is not None and high > goal.most:
-        short = high / goal.most - 1 if goal.most else math.inf
+    if goal.minimum is not None and low < goal.minimum:
+        short = 1 - low / goal.minimum
+    elif goal.maximum is not None and high > goal.maximum:
+        short = high / goal.maximum - 1 if goal.maximum else math.inf
     met = "met" if not short else f"within {_NEAR:.0%}" if short <= _NEAR else "not met"
     text = number(low) if low == high else f"{number(low)} to {number(high)}"
     return _with_unit(text, found[0].unit), met

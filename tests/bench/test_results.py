@@ -72,15 +72,15 @@ def test_line_that_is_no_row_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bounds", "values", "expected"),
     [
-        ({"most": 2}, (1, 2), ("1 to 2 ms", "met")),
-        ({"most": 2}, (1, 3), ("1 to 3 ms", "not met")),
-        ({"most": 200}, (203,), ("203 ms", "within 2%")),
-        ({"least": 200}, (197,), ("197 ms", "within 2%")),
-        ({"most": 0}, (0.01,), ("0.01 ms", "not met")),
-        ({"least": 2}, (2.5, 2), ("2 to 2.50 ms", "met")),
-        ({"least": 2}, (1.5, 3), ("1.50 to 3 ms", "not met")),
-        ({"least": 2, "best": True}, (1.5, 3), ("3 ms", "met")),
-        ({"least": 2}, (), ("", "not measured")),
+        ({"maximum": 2}, (1, 2), ("1 to 2 ms", "met")),
+        ({"maximum": 2}, (1, 3), ("1 to 3 ms", "not met")),
+        ({"maximum": 200}, (203,), ("203 ms", "within 2%")),
+        ({"minimum": 200}, (197,), ("197 ms", "within 2%")),
+        ({"maximum": 0}, (0.01,), ("0.01 ms", "not met")),
+        ({"minimum": 2}, (2.5, 2), ("2 to 2.50 ms", "met")),
+        ({"minimum": 2}, (1.5, 3), ("1.50 to 3 ms", "not met")),
+        ({"minimum": 2, "best": True}, (1.5, 3), ("3 ms", "met")),
+        ({"minimum": 2}, (), ("", "not measured")),
     ],
 )
 def test_verdict_of_a_goal(bounds, values, expected) -> None:

@@ -35,9 +35,9 @@ COMPARED = frozenset(f"{family}ForCausalLM" for family, _ in (FAMILIES | LATENT 
 
 def matrix() -> str:
     """A row for the families that work alike, a column for each device; most capable families first."""
-    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    alike: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for name, _, cells in _families():
-        alike[cells].append(name)
+        alike[cells].add(name)
     rows = sorted(alike.items(), key=lambda row: (-len("".join(row[0]).replace("²", "")), row[1]))
     lines = [["; ".join(sorted(names)), *cells] for cells, names in rows]
     others = f"{len(code_architectures())} other architectures, by [transformers' code](.github/docs/models.md)"
@@ -90,7 +90,7 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
     """What a device does for a family, by the letters of ``FEATURES``. Every device has linear layers of floats, and a
     cache whose tokens can be moved, which is all that the verification of draft tokens needs. Capped attention reads a
     plain cache and the host's rows; a CPU's programs have the operators of plain families alone."""
-    paged = not (family.eager or family.latent)
+    paged = not (family.eager or family.latent or family.states)
     yield "F"
     if family.quantizable:
         yield "Q"
@@ -98,11 +98,13 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
         yield "K"
     if paged and any(name.startswith("fp8") for name in features.cache_dtypes):
         yield "E"
-    if paged:
+    if paged or (family.latent and not family.states and not features.plans_latent):
         yield "S"
     if features.collectives:
         yield "T"
-    if features.captures and (paged or (family.latent and features.plans_latent)) and (family.plain or not cpu):
+    host = family.states or family.indexed  # what they do reads a step's rows there
+    captured = paged or (family.latent and features.plans_latent and not host)
+    if features.captures and captured and (family.plain or not cpu):
         yield "G"
 
 

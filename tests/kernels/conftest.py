@@ -18,10 +18,15 @@ from kernels.execution.runner import ModelRunner
 from tests.kits.driver import (
     COMMON,
     DEEPSEEK,
+    DELTA,
     DENSE,
+    DIVIDED,
     EXPERTS,
     FAMILIES,
     GPT_OSS,
+    HYBRID,
+    INDEXED,
+    KIMI_LINEAR,
     LATENT,
     ROUTED,
     SHARED,
@@ -29,6 +34,7 @@ from tests.kits.driver import (
     VOCAB,
     Driver,
 )
+from tests.kits.published import PUBLISHED, save_published
 
 
 @pytest.fixture
@@ -68,8 +74,23 @@ DIVISIBLE |= {
 
 DIVISIBLE |= {
     "parallel-deepseek-v3": ("DeepseekV3", DEEPSEEK | {"vocab_size": 212}),
+    "parallel-deepseek-v3.2": ("DeepseekV32", INDEXED | {"vocab_size": 212}),
     "parallel-gpt-oss": ("GptOss", GPT_OSS | {"vocab_size": 212}),
     "parallel-minicpm3": ("MiniCPM3", DEEPSEEK | {"vocab_size": 212, "pad_token_id": 0}),
+    "parallel-qwen3-next": ("Qwen3Next", SHARED | DELTA | {"vocab_size": 212}),
+}
+
+DIVISIBLE |= {
+    "parallel-qwen3-next": ("Qwen3Next", SHARED | DELTA | {"vocab_size": 212}),
+    "parallel-qwen3.5": ("Qwen3_5Text", DELTA | {"vocab_size": 212}),
+    "parallel-kimi-linear": ("KimiLinear", KIMI_LINEAR | {"vocab_size": 212}),
+    "parallel-olmo-hybrid": ("OlmoHybrid", {"num_hidden_layers": 4, "pad_token_id": 0, "vocab_size": 212}),
+}
+
+DIVISIBLE |= {
+    f"parallel-{name}": (family, options | {"vocab_size": 212})
+    for name, (family, options) in (DENSE | LATENT | ROUTED).items()
+    if name in DIVIDED
 }
 
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {  # whose sizes the CPU's native operators take
@@ -85,20 +106,31 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {  # whose sizes the CPU's nativ
 class Reference:
     """A transformers model and the directory it is saved in."""
 
+    model: Any
+    path: Path
+
     def __init__(self, name: str, directory: Path, **save: Any) -> None:
         import torch
         import transformers
+        from safetensors.torch import save_file
 
-        family, options = (FAMILIES | DENSE | LATENT | ROUTED | SPARSE | DIVISIBLE | NATIVE)[name]
+        family, options = (FAMILIES | DENSE | HYBRID | LATENT | ROUTED | SPARSE | DIVISIBLE | NATIVE)[name]
         torch.manual_seed(sum(name.encode()))
         config = getattr(transformers, f"{family}Config")(**COMMON | options)
         model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
-        for parameter in model.parameters():  # far from uniform predictions, biases and norms that count
+        for part, parameter in model.named_parameters():  # far from uniform predictions, biases and norms that count
             parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
+            if part.endswith("A_log"):  # states that remember some tens of tokens
+                parameter.data.sub_(4.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.3)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         model.save_pretrained(directory, **save)
+        if family in PUBLISHED:
+            tensors = PUBLISHED[family](model.config, model.state_dict())
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
         self.model, self.path = model, directory
 
     def logprobs(self, tokens: Sequence[int]) -> Any:
@@ -116,6 +148,21 @@ class Reference:
         return tokens
 
 
+class PublishedReference(Reference):
+    """A model of a family that transformers lacks, by a description in plain torch."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        sizes = {"vocab_size": 212} if name.startswith("parallel-") else {}
+        self.path, self.forward = directory, save_published(name.removeprefix("parallel-"), directory, sizes)
+
+    def logprobs(self, tokens: Sequence[int]) -> Any:
+        """float32 [tokens, vocab]"""
+        import torch
+
+        with torch.inference_mode():
+            return self.forward(torch.tensor(tokens)).log_softmax(-1)
+
+
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
     """A family's model by name, made once."""
@@ -123,7 +170,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 
     def get(name: str) -> Reference:
         if name not in made:
-            made[name] = Reference(name, tmp_path_factory.mktemp(name))
+            published = name.removeprefix("parallel-") in PUBLISHED
+            made[name] = (PublishedReference if published else Reference)(name, tmp_path_factory.mktemp(name))
         return made[name]
 
     return get

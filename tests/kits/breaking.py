@@ -286,7 +286,7 @@ async def breakable(model: Path | str, monkeypatch: pytest.MonkeyPatch, **keywor
     """An engine for fault injection. After it is closed no resource may be left. Resources of earlier tests, such as a
     build, may end meanwhile; no others may appear.
     """
-    monkeypatch.setattr("actors.runtime.process.child_process._FIRST_DELAY", 0.0)
+    monkeypatch.setattr("actors.runtime.process.child_process._MIN_DELAY_SECONDS", 0.0)
     monkeypatch.setattr(logging.getLogger("troupe"), "handlers", [Forgetful()])
     wire = Wire()
     wire.install(monkeypatch)

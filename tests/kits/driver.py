@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kernels.contract.caches import PageGrants, PageRun
 from kernels.contract.info import ModelInfo
 from kernels.contract.step import Admission, SlotSampling, StepBatch, StepResult
 from kernels.execution.runner import ModelRunner
@@ -18,11 +19,16 @@ from kernels.execution.runner import ModelRunner
 __all__ = [
     "COMMON",
     "DEEPSEEK",
+    "DELTA",
     "DENSE",
+    "DIVIDED",
     "EXPERTS",
     "FAMILIES",
     "GPT_OSS",
     "GREEDY",
+    "HYBRID",
+    "INDEXED",
+    "KIMI_LINEAR",
     "LATENT",
     "LLAMA3_ROPE",
     "ROUTED",
@@ -71,6 +77,9 @@ class Driver:
         self.borrowed: dict[int, int] = {}
         self.generation: dict[int, int] = {}
         self.number = 0
+        self.free_bounded = [list(range(1, group.num_pages)) for group in info.bounded_groups]
+        self.bounded: dict[int, list[list[int]]] = {}  # pages of each bounded group, by slot
+        self._granted_bounded: list[list[tuple[int, int]]] = [[] for _ in self.free_bounded]
         self._admitted: list[Admission] = []
         self._released: list[int] = []
         self._granted: list[tuple[int, int]] = []
@@ -84,12 +93,14 @@ class Driver:
         shared: Sequence[int] = (),
         adapter: int = 0,
     ) -> None:
-        """``shared``: pages that already hold the first tokens."""
+        """``shared``: pages that already hold the first tokens; they are computed again if there are bounded groups."""
+        shared = () if self.free_bounded else shared
         self.generation[slot] = self.generation.get(slot, 0) + 1
         self.tokens[slot] = [*prompt, *output]
         self.computed[slot] = len(shared) * self.info.page_size
         self.pages[slot] = list(shared)
         self.borrowed[slot] = len(shared)
+        self.bounded[slot] = [[] for _ in self.free_bounded]
         self._admitted.append(
             Admission(
                 slot=slot,
@@ -100,6 +111,7 @@ class Driver:
                 pages=pack(shared),
                 sampling=sampling,
                 adapter=adapter,
+                bounded=tuple(PageRun(0) for _ in self.free_bounded),
             )
         )
 
@@ -108,6 +120,8 @@ class Driver:
         pages = self.pages.pop(slot)
         if not keep_pages:
             self.free.extend(pages[self.borrowed[slot] :])
+        for free, held in zip(self.free_bounded, self.bounded.pop(slot), strict=True):
+            free.extend(held)
         del self.tokens[slot], self.computed[slot]
         self._released.append(slot)
         return pages
@@ -127,6 +141,7 @@ class Driver:
                 page = self.free.pop()
                 self.pages[slot].append(page)
                 self._granted.append((slot, page))
+            self._grant_bounded(slot, self.computed[slot] + count)
         self.number += 1
         result = self.runner.run(
             StepBatch(
@@ -138,17 +153,30 @@ class Driver:
                 page_ids=pack(page for _, page in self._granted),
                 admitted=tuple(self._admitted),
                 released=pack(self._released),
+                bounded=tuple(
+                    PageGrants(pack(slot for slot, _ in grants), pack(page for _, page in grants))
+                    for grants in self._granted_bounded
+                ),
                 draft_limits=pack(most.get(slot, 0) for slot, _ in rows) if most else b"",
                 unobserved=unobserved,
             )
         )
         self._admitted, self._released, self._granted = [], [], []
+        self._granted_bounded = [[] for _ in self.free_bounded]
         tokens = iter(ints(result.tokens))
         for (slot, count), accepted in zip(rows, ints(result.accepted), strict=True):
             self.computed[slot] += accepted if most.get(slot) else count
             self.tokens[slot].extend(next(tokens) for _ in range(accepted))
         assert next(tokens, None) is None
         return result
+
+    def _grant_bounded(self, slot: int, tokens: int) -> None:
+        """Grant the slot pages of every bounded group for so many tokens, and keep all that it had."""
+        for index, group in enumerate(self.info.bounded_groups):
+            held, free = self.bounded[slot][index], self.free_bounded[index]
+            while len(held) * group.page_tokens < tokens:
+                held.append(free.pop())
+                self._granted_bounded[index].append((slot, held[-1]))
 
     def pending(self, slot: int) -> int:
         """Tokens of the slot that have not run."""
@@ -192,6 +220,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 WINDOWED = {"num_hidden_layers": 4, "sliding_window": 21, "head_dim": 16}
 LAYERED_ROPE = {"full_attention": YARN_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+EQUAL_YARN = YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}
+GROWING_YARN = EQUAL_YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}
+NTK_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
 LAYER_TYPES = [*3 * ["sliding_attention"], "full_attention"]
 PADDED = {"pad_token_id": 0}
 
@@ -213,6 +244,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with norms, rotatio
         "Gemma3Text",
         PADDED | WINDOWED | {"rope_parameters": LAYERED_ROPE, "query_pre_attn_scalar": 24, "layer_types": LAYER_TYPES},
     ),
+    "gemma": ("Gemma", PADDED | {"head_dim": 16}),
     "glm": ("Glm", PADDED | {"head_dim": 16, "attention_bias": True}),
     "glm4": ("Glm4", PADDED | {"head_dim": 12}),
     "granite": (
@@ -225,7 +257,10 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with norms, rotatio
             "tie_word_embeddings": True,
         },
     ),
+    "hunyuan": ("HunYuanDenseV1", PADDED | {"head_dim": 16, "rope_parameters": NTK_ROPE}),
     "ministral": ("Ministral", WINDOWED),
+    "ministral3": ("Ministral3", PADDED | {"head_dim": 16, "rope_parameters": GROWING_YARN}),
+    "olmo": ("Olmo", PADDED | {"clip_qkv": 2.0}),
     "olmo3": ("Olmo3", PADDED | WINDOWED | {"rope_parameters": LAYERED_ROPE, "num_key_value_heads": 4}),
     "phi4-mini": ("Phi3", PADDED | {"head_dim": 16, "partial_rotary_factor": 0.75, "sliding_window": None}),
     "seed-oss": ("SeedOss", PADDED | {"head_dim": 16}),
@@ -240,8 +275,6 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with norms, rotatio
 }
 
 LATENT_YARN = YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.9}
-EQUAL_YARN = YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}
-GROWING_YARN = EQUAL_YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}
 DEEPSEEK = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,
@@ -260,20 +293,49 @@ DEEPSEEK = {
     "num_nextn_predict_layers": 0,
 }
 
+INDEXED = DEEPSEEK | {"index_n_heads": 8, "index_head_dim": 12, "index_topk": 16}
+SHARED_INDEX = ["full", "shared", "full", "shared"]
+
+LONGCAT = DEEPSEEK | {
+    "num_layers": 2,
+    "ffn_hidden_size": 80,
+    "expert_ffn_hidden_size": 32,
+    "moe_topk": 3,
+    "zero_expert_num": 3,
+    "head_dim": 8,
+    "routed_scaling_factor": 2.0,
+}
+
 LATENT: dict[str, tuple[str, dict[str, Any]]] = {  # decoders with latent attention
     "deepseek-v2": ("DeepseekV2", DEEPSEEK | {"topk_method": "group_limited_greedy", "rope_parameters": EQUAL_YARN}),
     "deepseek-v2-lite": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy"}),
     "deepseek-v3": ("DeepseekV3", DEEPSEEK | {"rope_parameters": LATENT_YARN, "attention_bias": True}),
     "kimi-k2": ("DeepseekV3", DEEPSEEK | {"n_group": 1, "topk_group": 1, "rope_interleave": False}),
     "glm4-moe-lite": ("Glm4MoeLite", DEEPSEEK | {"tie_word_embeddings": True}),
+    "longcat-flash": ("LongcatFlash", LONGCAT),
     "mistral4": (
         "Mistral4",
         DEEPSEEK | {"norm_topk_prob": True, "rope_parameters": GROWING_YARN, "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek-v3.2": ("DeepseekV32", INDEXED | {"rope_parameters": LATENT_YARN, "norm_topk_prob": True}),
+    "glm5": (
+        "GlmMoeDsa",
+        INDEXED | {"n_group": 1, "topk_group": 1, "num_hidden_layers": 4, "indexer_types": SHARED_INDEX},
     ),
     "minicpm3": ("MiniCPM3", DEEPSEEK | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32, "pad_token_id": 0}),
 }
 
 SHARED = EXPERTS | {"shared_expert_intermediate_size": 96}
+
+DBRX = {
+    "d_model": 48,
+    "n_heads": 4,
+    "n_layers": 3,
+    "max_seq_len": 256,
+    "attn_config": {"clip_qkv": 2.0, "kv_n_heads": 2, "rope_theta": 500000.0},
+    "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 6, "moe_top_k": 2},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
 
 GPT_OSS = {
     "num_hidden_layers": 4,
@@ -283,6 +345,30 @@ GPT_OSS = {
     "sliding_window": 21,
     "rope_parameters": YARN_ROPE | {"truncate": False},
     "attn_implementation": "eager",  # which has sinks
+}
+
+GEMMA4 = PADDED | {
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 21,
+    "layer_types": ["sliding_attention", "full_attention"] + 2 * ["sliding_attention"] + 2 * ["full_attention"],
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+}
+
+LLAMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 6,
+    "attention_chunk_size": 32,
+    "no_rope_layer_interval": 3,
+    "floor_scale": 8,
+    "attn_scale": 0.4,
 }
 
 ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, gates or attention of their own
@@ -303,6 +389,45 @@ ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, ga
             "moe_num_shared_experts": 2,
         },
     ),
+    "cohere2-moe": (
+        "Cohere2Moe",
+        PADDED
+        | WINDOWED
+        | {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 32, "num_shared_experts": 2}
+        | {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 64, "sliding_window_pattern": 3},
+    ),
+    "cohere2-moe-sigmoid": (
+        "Cohere2Moe",
+        PADDED
+        | WINDOWED
+        | {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 32, "num_shared_experts": 1}
+        | {"expert_selection_fn": "sigmoid", "shared_expert_combination_strategy": "sum", "rms_norm_eps": 1e-5},
+    ),
+    "dbrx": ("Dbrx", DBRX),
+    "ernie4.5-moe-biased": (
+        "Ernie4_5_Moe",
+        PADDED | {"moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 32, "use_bias": True},
+    ),
+    "exaone-moe": (
+        "ExaoneMoe",
+        PADDED
+        | WINDOWED
+        | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+        | {"n_group": 4, "topk_group": 2, "sliding_window_pattern": 2},
+    ),
+    "gemma4": ("Gemma4Text", GEMMA4),
+    "gemma4-equal": (
+        "Gemma4Text",
+        GEMMA4
+        | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 9.0},
+    ),
+    "gemma4-moe": (
+        "Gemma4Text",
+        GEMMA4
+        | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
+    ),
     "glm4-moe": ("Glm4Moe", DEEPSEEK | {"num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True}),
     "gpt-oss": ("GptOss", GPT_OSS),
     "granite-moe": (
@@ -316,11 +441,85 @@ ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, ga
             "logits_scaling": 3.0,
         },
     ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1",
+        PADDED | {"head_dim": 16, "num_experts": 6, "moe_topk": 2, "intermediate_size": 32},
+    ),
+    "llama4": (
+        "Llama4Text",
+        LLAMA4 | {"rope_parameters": LLAMA3_ROPE, "interleave_moe_layer_step": 2},
+    ),
+    "llama4-full": (
+        "Llama4Text",
+        LLAMA4 | {"attention_chunk_size": None, "use_qk_norm": False, "num_experts_per_tok": 2},
+    ),
     "minimax-m2": (
         "MiniMaxM2",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 32},
     ),
     "olmoe": ("Olmoe", PADDED | {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32}),
+    "olmoe-clipped": (
+        "Olmoe",
+        PADDED | {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32, "clip_qkv": 0.9},
+    ),
+    "phimoe": (
+        "Phimoe",
+        {"num_local_experts": 6, "intermediate_size": 32, "router_jitter_noise": 0.2, "attention_bias": True}
+        | {"lm_head_bias": True},
+    ),
+}
+
+DIVIDED = (
+    "cohere2-moe",
+    "dbrx",
+    "ernie4.5-moe-biased",
+    "exaone-moe",
+    "gemma",
+    "gemma4",
+    "gemma4-equal",
+    "gemma4-moe",
+    "hunyuan",
+    "hunyuan-moe",
+    "llama4",
+    "longcat-flash",
+    "ministral3",
+    "olmo",
+    "olmoe-clipped",
+    "phimoe",
+)
+"""Families that also run on two ranks, with a vocabulary that is divided by two."""
+
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+    "num_hidden_layers": 4,
+}
+"""Three layers of gated delta nets before one of attention."""
+
+KIMI_LINEAR = {key: value for key, value in DEEPSEEK.items() if key != "n_routed_experts"} | {
+    "num_local_experts": 8,
+    "num_hidden_layers": 5,
+    "q_lora_rank": None,
+    "linear_head_dim": 12,
+    "linear_num_heads": 2,
+    "pad_token_id": 0,
+}
+
+HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some layers keep states
+    "qwen3-next": ("Qwen3Next", SHARED | DELTA | {"num_hidden_layers": 5}),
+    "qwen3.5": ("Qwen3_5Text", DELTA | {"tie_word_embeddings": True}),
+    "qwen3.5-moe": ("Qwen3_5MoeText", SHARED | DELTA | {"layer_types": [*2 * ["linear_attention", "full_attention"]]}),
+    "kimi-linear": ("KimiLinear", KIMI_LINEAR),
+    "olmo-hybrid": ("OlmoHybrid", {"num_hidden_layers": 4, "pad_token_id": 0, "rope_parameters": None}),
+    "olmo-hybrid-rotated": (
+        "OlmoHybrid",
+        {"num_hidden_layers": 4, "pad_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+        | {"linear_num_key_heads": 2, "linear_key_head_dim": 12, "linear_allow_neg_eigval": False},
+    ),
 }
 
 SPARSE: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models

@@ -51,10 +51,10 @@ class SampledTokens(str):
     whole: bool
 
 
-def sample(backend: str, grammar: Grammar, seed: int = 0, most: int = 300) -> SampledTokens:
+def sample(backend: str, grammar: Grammar, seed: int = 0, max_tokens: int = 300) -> SampledTokens:
     """A random text of a grammar: each token is one of those allowed, short texts preferred."""
     rng, matcher, tokens = random.Random(seed), compiler(backend).compile(grammar).result(30)(), []
-    for _ in range(most):
+    for _ in range(max_tokens):
         found = allowed(matcher)
         if not found:
             raise AssertionError(f"nothing may follow {tokenizer().decode(tokens)!r}")

@@ -184,21 +184,22 @@ class _StateLayer(_Mixer):
     def mix(self, x: Tensor, cache: Any, batch: ForwardBatch) -> Tensor:
         out = x.new_empty(len(x), self.heads * self.dim)
 
-        def advance(tokens: slice, states: list[Tensor]) -> list[Tensor]:
+        def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
             memory, before = states
             mine = x[tokens]
-            shifted = torch.cat((before.unsqueeze(0), mine[:-1]))
-            inputs = mine + 0.5 * shifted
-            q, k, v = (part(inputs).view(-1, self.heads, self.dim) for part in (self.queries, self.keys, self.values))
-            decay = torch.sigmoid(self.gate(inputs) + 2.0)
+            shifted = torch.cat((before.unsqueeze(1), mine[:, :-1]), 1)
+            inputs = (mine + 0.5 * shifted).flatten(0, 1)
+            shape = (*tokens.shape, self.heads, self.dim)
+            q, k, v = (part(inputs).view(shape) for part in (self.queries, self.keys, self.values))
+            decay = torch.sigmoid(self.gate(inputs) + 2.0).view(*tokens.shape, self.heads, 1, 1)
             found = []
-            for at in range(len(inputs)):
-                memory = memory * decay[at, :, None, None] + torch.einsum("hk,hv->hkv", k[at], v[at])
-                found.append(torch.einsum("hk,hkv->hv", q[at], memory).flatten())
-            out[tokens] = torch.stack(found) * self.dim**-0.5
-            return [memory, mine[-1]]
+            for at in range(tokens.shape[1]):
+                memory = memory * decay[:, at] + torch.einsum("nhk,nhv->nhkv", k[:, at], v[:, at])
+                found.append(torch.einsum("nhk,nhkv->nhv", q[:, at], memory).flatten(1))
+            out[tokens] = torch.stack(found, 1) * self.dim**-0.5
+            return [memory, mine[:, -1]]
 
-        advance_states(cache, batch.bounded[self.spec], advance)
+        advance_states(cache, batch.bounded[self.spec].segments, advance)
         return out
 
 

@@ -44,9 +44,9 @@ class _Layer:
     folds_bias: bool = False
 
 
-def _rows(weight: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    scale = weight.abs().amax(1, keepdim=True) / most
-    return (weight / scale).round().clamp(-most - 1, most), scale
+def _rows(weight: Tensor, max_value: int) -> tuple[Tensor, Tensor]:
+    scale = weight.abs().amax(1, keepdim=True) / max_value
+    return (weight / scale).round().clamp(-max_value - 1, max_value), scale
 
 
 def _layer(kind: str, weight: Tensor, bias: Tensor | None, group: int, seen: tuple[float, float] | None) -> _Layer:

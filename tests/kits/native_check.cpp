@@ -297,20 +297,20 @@ void check_rows() {
     const int64_t vocab = 1000;  // no multiple of 16
     std::vector<bf16> logits = random_bf16(rows * vocab, 2);
     std::vector<int64_t> ids(rows);
-    std::vector<uint8_t> broken(rows);
+    std::vector<uint8_t> nonfinite(rows);
     std::vector<int64_t> positions(rows, 5);
     step.positions = positions.data();
     logits[vocab + 997] = logits[vocab + 13] = narrowed(3), logits[2 * vocab + 1] = narrowed(NAN);
-    op = {}, op.kind = GREEDY, op.a = logits.data(), op.b = broken.data(), op.out = ids.data(), op.i0 = op.stride_a = vocab;
+    op = {}, op.kind = GREEDY, op.a = logits.data(), op.b = nonfinite.data(), op.out = ids.data(), op.i0 = op.stride_a = vocab;
     run_op(op, step);
-    expect(ids[1] == 13 && !broken[0] && !broken[1] && broken[2], "GREEDY");
+    expect(ids[1] == 13 && !nonfinite[0] && !nonfinite[1] && nonfinite[2], "GREEDY");
     std::vector<Draw> draws(rows, Draw{{1, 2}, 0.7f, -INFINITY, 0.9, 20});
-    op.kind = DRAW, op.b = draws.data(), op.i4 = reinterpret_cast<int64_t>(broken.data()), op.i1 = vocab;
+    op.kind = DRAW, op.b = draws.data(), op.i4 = reinterpret_cast<int64_t>(nonfinite.data()), op.i1 = vocab;
     step.rows = 1;
     run_op(op, step);
     int64_t better = 0;
     for (int64_t i = 0; i < vocab; i++) better += to_float(logits[i]) > to_float(logits[ids[0]]);
-    expect(better < 20 && !broken[0], "DRAW takes one of the top 20");
+    expect(better < 20 && !nonfinite[0], "DRAW takes one of the top 20");
 }
 
 // Attention of queries over a cache of one sequence. `count`: queries, the last tokens of `tokens`. `kind`: of the cache's numbers.

@@ -43,11 +43,11 @@ class PreparedSteps(Capture):
             return left(hidden, logits, given, slots, at + 1)
 
         def left(hidden, logits, given, slots, lengths):
-            broken = ~logits.isfinite().all(-1)
-            argmax = logits.argmax(-1).masked_fill(broken, 0).to(torch.int32)
+            nonfinite = ~logits.isfinite().all(-1)
+            argmax = logits.argmax(-1).masked_fill(nonfinite, 0).to(torch.int32)
             grows = torch.from_numpy(given.grows)
             table[slots[grows], lengths[grows]] = argmax[grows]
-            argmax.masked_fill_(broken, -1)
+            argmax.masked_fill_(nonfinite, -1)
             arrives = (lambda: [argmax]) if device.brings else None
             return CapturedStepResult(hidden, logits, torch.full_like(argmax, -1) if device.brings else argmax, arrives)
 

@@ -45,11 +45,11 @@ class MarkedTokenizer:
         state = compiled()
         return all(state.follow(token) for token in [*self.encode(text), _EOS])
 
-    def sample(self, compiled: Callable[[], Matcher], seed: int, most: int = 600) -> str:
+    def sample(self, compiled: Callable[[], Matcher], seed: int, max_tokens: int = 600) -> str:
         """A random text of the grammar, which must end."""
         rng, state, ids = random.Random(seed), compiled(), []
         row = np.zeros(-(-self._size // 32), dtype=np.int32)
-        for _ in range(most):
+        for _ in range(max_tokens):
             state.fill(row)
             bits = np.unpackbits(row.view(np.uint8), count=self._size, bitorder="little")
             allowed = [int(token) for token in np.flatnonzero(bits) if token >= _EOS]

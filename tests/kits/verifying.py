@@ -68,8 +68,8 @@ def made(
     )
     free = (torch.randperm(total - 1, generator=generator) + 1).tolist()
     tables = np.zeros((len(starts), columns), dtype=np.int32)
-    most = max((count for _, count in drafts), default=1)
-    parents = [tree_parents(generator, most) if trees else [*range(-1, most - 1)] for _ in drafts]
+    max_drafts = max((count for _, count in drafts), default=1)
+    parents = [tree_parents(generator, max_drafts) if trees else [*range(-1, max_drafts - 1)] for _ in drafts]
     queries, expected = [], []
     for row, (start, count, length) in enumerate(zip(starts.tolist(), counts.tolist(), lengths.tolist(), strict=True)):
         pages = [free.pop() for _ in range(-(-length // page_size))]
@@ -96,7 +96,7 @@ def made(
             expected.append(torch.einsum("ht,thd->hd", weights, values).flatten())
     tree = None
     if trees:
-        tree = tree_of(torch.zeros(len(drafts), most), torch.tensor(parents)).bits[:, drafted:].contiguous()
+        tree = tree_of(torch.zeros(len(drafts), max_drafts), torch.tensor(parents)).bits[:, drafted:].contiguous()
     rows = AttentionRows(
         starts,
         counts,

@@ -62,7 +62,7 @@ def test_other_records_are_not_touched() -> None:
 
 
 def test_memory_is_bounded_and_what_is_forgotten_is_reported() -> None:
-    repeats = Repeats(most=8, burst=10**9)
+    repeats = Repeats(max_records=8, burst=10**9)
     for number in range(1000):
         repeats.admit(record(line=number), f"warning {number}", 0)
         repeats.admit(record(line=number), f"warning {number}", 0)

@@ -71,7 +71,7 @@ def test_events_that_differ_in_a_field_are_no_repetition(logger: logging.Logger)
 
 def test_logging_does_not_wait_for_a_slow_reader(logger: logging.Logger) -> None:
     stream = Clogged()
-    output = LogOutput(stream, SHORT, most_waiting=1000)
+    output = LogOutput(stream, SHORT, max_waiting=1000)
     logger.addHandler(output)
     logger.info("first")
     assert stream.full.wait(60)

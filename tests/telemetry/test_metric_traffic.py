@@ -101,5 +101,5 @@ async def test_a_blocked_loop_shows_as_lag() -> None:
 
 
 def test_label_values_of_clients_are_bounded() -> None:
-    bounded: LabelLimiter[str] = LabelLimiter("other", most=2)
+    bounded: LabelLimiter[str] = LabelLimiter("other", max_labels=2)
     assert [bounded(value) for value in ("a", "b", "c", "a", "d")] == ["a", "b", "other", "a", "other"]

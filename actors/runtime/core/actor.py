@@ -43,8 +43,8 @@ class EarlyReply(Generic[R]):
 
 
 class Handler(NamedTuple):
-    """A method that handles a message type; `awaits`: whether it is a coroutine function; `in_thread`: whether it runs
-    in the actor's thread."""
+    """A method that handles a message type; ``awaits``: whether it is a coroutine function; ``in_thread``: whether it
+    runs in the actor's thread."""
 
     method: str
     awaits: bool
@@ -65,9 +65,9 @@ def handles(target: F, /) -> F: ...
 def handles(target: Any, /) -> Any:
     """Mark a method of an actor as the handler of a message type.
 
-    `@handles` takes the type from the annotation of the method's parameter (a union means each of its members) and
-    compares the return annotation with the message's reply when the class is created. `@handles(Match)` names the type;
-    then a type checker compares the reply too. A plain method runs without a coroutine, which is cheaper.
+    ``@handles`` takes the type from the annotation of the method's parameter (a union means each of its members) and
+    compares the return annotation with the message's reply when the class is created. ``@handles(Match)`` names the
+    type; then a type checker compares the reply too. A plain method runs without a coroutine, which is cheaper.
     """
     if isinstance(target, type) and issubclass(target, Message):
         message = target
@@ -98,7 +98,7 @@ def handles_in_thread(target: F, /) -> F:
 
 
 class Actor(Generic[P]):
-    """Handles the messages of protocol `P`, one at a time.
+    """Handles the messages of protocol ``P``, one at a time.
 
     The next message waits until the handler has returned, even while it awaits. An exception derived from RequestError
     goes to the caller. Any other exception is a crash: the caller gets ActorDied and the supervisor decides what
@@ -106,7 +106,7 @@ class Actor(Generic[P]):
     """
 
     context: ActorContext[P]
-    """Set by the system before `started`."""
+    """Set by the system before ``started``."""
 
     _handlers: dict[type[Message[Any, Any]], Handler] | None = None
 
@@ -125,8 +125,8 @@ class Actor(Generic[P]):
     def prepare(cls, *config: Any) -> None:
         """Do work that needs no incarnation, such as imports, in a child process before it starts.
 
-        `config`: the arguments of the constructor. A standby child has already done this when it takes over. It must
-        not acquire exclusive resources. Errors are dropped here; `started` should raise them again.
+        ``config``: the arguments of the constructor. A standby child has already done this when it takes over. It must
+        not acquire exclusive resources. Errors are dropped here; ``started`` should raise them again.
         """
 
     async def started(self) -> None:

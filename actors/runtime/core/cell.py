@@ -118,7 +118,7 @@ class Cell:
             self.system.events.dead_letter(self.name, envelope, "full")
 
     async def wait_for_room(self, envelope: Envelope) -> None:
-        """Wait until a message from `tell` that waits for room is enqueued or has become a dead letter."""
+        """Wait until a message from ``tell`` that waits for room is enqueued or has become a dead letter."""
         accepted = self.loop.create_future()
         envelope.accepted = accepted
         timer = None
@@ -159,7 +159,7 @@ class Cell:
         else:
             envelope.reply.set_exception(error)
 
-    def bury(self, envelope: Envelope, reason: str, cause: BaseException | None) -> None:
+    def discard(self, envelope: Envelope, reason: str, cause: BaseException | None) -> None:
         """Reply for a message that was accepted and can no longer be handled."""
         if envelope.accepted is not None and not envelope.accepted.done():
             envelope.accepted.set_result(False)
@@ -173,12 +173,12 @@ class Cell:
     def give_back(self, envelope: Envelope, cause: BaseException | None) -> None:
         """Retry or refuse a message that was being handled when its incarnation ended."""
         if envelope.reply is not None or not envelope.message.redeliver:
-            self.bury(envelope, "lost in a crash" if cause is not None else "cancelled", cause)
+            self.discard(envelope, "lost in a crash" if cause is not None else "cancelled", cause)
             return
         if cause is not None:
             envelope.crashes += 1
         if envelope.crashes >= 2:
-            self.bury(envelope, "poison", cause)
+            self.discard(envelope, "poison", cause)
         else:
             self.mailbox.put_first(envelope)
 
@@ -231,7 +231,7 @@ class Cell:
             if envelope.reply is None:
                 self.mailbox.put_first(envelope)
             else:
-                self.bury(envelope, "stopped", cause)
+                self.discard(envelope, "stopped", cause)
         for envelope in reversed(in_hand):
             self.give_back(envelope, cause)
         if cause is not None:
@@ -247,16 +247,16 @@ class Cell:
         elif self.fragile:
             self.close(cause)
         elif incarnation.was_started or not incarnation.awaited:
-            self.fell(cause)
+            self.report_crash(cause)
 
-    def fell(self, cause: BaseException) -> None:
+    def report_crash(self, cause: BaseException) -> None:
         """Report a crash to the supervisor."""
         if self.system.stopping:
             return
         if self.group is not None and (self.group.busy or self.supervision.restarts_group):
-            self.group.fell(self, cause)
+            self.group.on_crash(self, cause)
         else:
-            self.solo.fell(self, cause)
+            self.solo.on_crash(self, cause)
 
     def close(self, cause: BaseException | None) -> None:
         """Stop permanently: fail all waiters and free the name."""
@@ -270,7 +270,7 @@ class Cell:
             self.group.leave(self)
         self.solo.abandon()
         for envelope in list(self.mailbox.drain()):
-            self.bury(envelope, "stopped", cause)
+            self.discard(envelope, "stopped", cause)
         watchers, self.watchers = self.watchers, set()
         for watcher in watchers:
             watcher.watched.discard(self)

@@ -37,7 +37,8 @@ class SystemClock:
 
 @contextmanager
 def within(clock: Clock, seconds: float) -> Iterator[anyio.CancelScope]:
-    """Cancel the body after `seconds` of `clock`, without an exception: check `cancel_called` of the yielded scope."""
+    """Cancel the body after ``seconds`` of ``clock``, without an exception: check ``cancel_called`` of the yielded
+    scope."""
     with anyio.CancelScope() as scope:
         timer = clock.call_later(seconds, scope.cancel)
         try:

@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class Terminated(Message[Any, None], frozen=True):
-    """A watched actor has stopped permanently. `cause` is empty after an orderly stop."""
+    """A watched actor has stopped permanently. ``cause`` is empty after an orderly stop."""
 
     name: str
     cause: str
@@ -47,9 +47,9 @@ class ActorContext(Generic[P]):
         return self._cell.system.clock
 
     def watch(self, ref: ActorRef[Any]) -> None:
-        """Receive one Terminated when the actor of `ref` stops permanently, or at once if it already has.
+        """Receive one Terminated when the actor of ``ref`` stops permanently, or at once if it already has.
 
-        A restart does not count. The watch ends with this incarnation; watch again in `started`.
+        A restart does not count. The watch ends with this incarnation; watch again in ``started``.
         """
         if Terminated not in self._cell.accepts:
             raise UnknownMessage(self.name, Terminated.__name__)
@@ -75,8 +75,8 @@ class ActorContext(Generic[P]):
     ) -> None:
         """Ask without waiting for the reply, which arrives in this actor's own mailbox.
 
-        `on_reply` or `on_error` converts it to a message, or to None for none. It is dropped if this incarnation has
-        died meanwhile. The reply lane is never full. If the target's lane is, the message waits for room until its
+        ``on_reply`` or ``on_error`` converts it to a message, or to None for none. It is dropped if this incarnation
+        has died meanwhile. The reply lane is never full. If the target's lane is, the message waits for room until its
         timeout, so bound the number of pipes in flight (credits).
         """
         cell = ref._cell
@@ -96,11 +96,11 @@ class ActorContext(Generic[P]):
             raise
 
     def parent_tell(self, message: Message[Any, None]) -> None:
-        """Send a one-way message to the `events` listener given when this actor was spawned."""
+        """Send a one-way message to the ``events`` listener given when this actor was spawned."""
         self._cell.emit(message)
 
     def crash(self, error: BaseException) -> None:
-        """Crash as if a handler had raised `error`. The current handler is cancelled."""
+        """Crash as if a handler had raised ``error``. The current handler is cancelled."""
         self._incarnation.crash(error)
 
     def stop_self(self) -> None:

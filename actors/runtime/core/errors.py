@@ -35,7 +35,7 @@ class MessageTooLarge(RequestError):
 
 
 class ActorDied(Exception):
-    """The actor died while it had the message, or has stopped permanently. `cause` is None after an orderly stop."""
+    """The actor died while it had the message, or has stopped permanently. ``cause`` is None after an orderly stop."""
 
     def __init__(self, name: str, cause: BaseException | None = None) -> None:
         super().__init__(name, cause)
@@ -63,7 +63,7 @@ class AskTimeout(TimeoutError):
 
 
 class MailboxFull(Exception):
-    """`offer` found the lane full. Merge, drop or use `tell`, which waits."""
+    """``offer`` found the lane full. Merge, drop or use ``tell``, which waits."""
 
     def __init__(self, name: str, capacity: int) -> None:
         super().__init__(name, capacity)

@@ -18,9 +18,9 @@ class EventKind(enum.StrEnum):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """An event of an actor. `at`: its time, in seconds of the system's clock. For a death that is the time when it was
-    first known, which may be well before the event: a process is reaped first. `message` and `reason` are set for dead
-    letters only."""
+    """An event of an actor. ``at``: its time, in seconds of the system's clock. For a death that is the time when it
+    was first known, which may be well before the event: a process is reaped first. ``message`` and ``reason`` are set
+    for dead letters only."""
 
     kind: EventKind
     actor: str
@@ -46,7 +46,7 @@ class Observer(Protocol):
         traceparent: str | None,
         error: BaseException | None,
     ) -> None:
-        """A message was handled after `wait` in the mailbox, which now holds `depth` more."""
+        """A message was handled after ``wait`` in the mailbox, which now holds ``depth`` more."""
 
     def ask_timeout(self, actor: str, message: str) -> None: ...
 
@@ -56,7 +56,7 @@ class Observer(Protocol):
 
 
 class ActorStatus(msgspec.Struct, frozen=True):
-    """One line of `ActorSystem.describe`. Ages are in seconds."""
+    """One line of ``ActorSystem.describe``. Ages are in seconds."""
 
     name: str
     state: str

@@ -1,4 +1,4 @@
-"""Incarnation: one run of an actor, from `started` to its end. A restart is a new one behind the same mailbox."""
+"""Incarnation: one run of an actor, from ``started`` to its end. A restart is a new one behind the same mailbox."""
 
 import asyncio
 import math
@@ -59,7 +59,7 @@ class Incarnation(ABC):
 
     @abstractmethod
     def crash(self, error: BaseException) -> None:
-        """End now, because of `error`."""
+        """End now, because of ``error``."""
 
     def _fall(self) -> None:
         if self.fell_at is None:
@@ -101,7 +101,7 @@ class Incarnation(ABC):
         self.request_stop()
 
     async def stop(self, timeout: float) -> None:
-        """Request a stop, and cancel after `timeout` seconds. Returns when it has ended.
+        """Request a stop, and cancel after ``timeout`` seconds. Returns when it has ended.
 
         The stop completes even if the caller is cancelled meanwhile.
         """
@@ -181,7 +181,7 @@ class LocalIncarnation(Incarnation):
             await self._actor.stopping()
 
     async def before_stopping(self) -> None:
-        """Runs after the last message of an orderly stop, before the actor's own `stopping`."""
+        """Runs after the last message of an orderly stop, before the actor's own ``stopping``."""
 
     async def _serve(self) -> None:
         cell = self.cell

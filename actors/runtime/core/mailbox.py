@@ -122,11 +122,11 @@ class Mailbox:
         return envelope
 
     def on_work(self, callback: Callable[[], None] | None) -> None:
-        """Call `callback` whenever a message is enqueued, until it is replaced."""
+        """Call ``callback`` whenever a message is enqueued, until it is replaced."""
         self._on_work = callback
 
     async def wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wait until a message may have been enqueued or `wake` is called. May return spuriously."""
+        """Wait until a message may have been enqueued or ``wake`` is called. May return spuriously."""
         waker = loop.create_future()
 
         def wake() -> None:

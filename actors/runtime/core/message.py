@@ -39,15 +39,15 @@ class Lane(enum.IntEnum):
 
 
 class Message(msgspec.Struct, Generic[P, R_co], frozen=True, tag=True):
-    """A message of protocol `P` (a marker class, never instantiated) with a reply of type `R_co`.
+    """A message of protocol ``P`` (a marker class, never instantiated) with a reply of type ``R_co``.
 
-    `Message[P, None]` may be sent by tell, offer or ask; any other may only be asked. The class name is the tag on the
-    wire, so it must be unique within its protocol.
+    ``Message[P, None]`` may be sent by tell, offer or ask; any other may only be asked. The class name is the tag on
+    the wire, so it must be unique within its protocol.
     """
 
     lane: ClassVar[Lane] = Lane.DATA
     redeliver: ClassVar[bool] = False
-    """Redeliver a message from `tell` to the next incarnation once if its handler crashed; a second crash makes it
+    """Redeliver a message from ``tell`` to the next incarnation once if its handler crashed; a second crash makes it
     poison."""
     timed: ClassVar[bool] = True
     """Whether the watchdog checks how long its handler takes; a handler that it skips bounds its own time."""
@@ -83,12 +83,12 @@ def _arguments(message: type[Message[Any, Any]]) -> tuple[Any, Any]:
 
 
 def protocol_of(message: type[Message[Any, Any]]) -> Any:
-    """The marker class of the protocol that `message` belongs to."""
+    """The marker class of the protocol that ``message`` belongs to."""
     return _arguments(message)[0]
 
 
 def reply_type(message: type[Message[Any, Any]]) -> Any:
-    """The reply type of `message`; `type(None)` for a one-way message."""
+    """The reply type of ``message``; ``type(None)`` for a one-way message."""
     return _arguments(message)[1]
 
 

@@ -27,7 +27,7 @@ class ActorRef(Generic[P]):
     async def tell(self, message: Message[P, None], *, deadline: float | None = None) -> None:
         """Send, and wait while the lane is full.
 
-        A message that is unhandled at `deadline` (seconds of the system's monotonic clock) is dropped and counted,
+        A message that is unhandled at ``deadline`` (seconds of the system's monotonic clock) is dropped and counted,
         wherever it waits. A message to a stopped actor becomes a dead letter. Raises UnknownMessage.
         """
         cell = self._cell
@@ -42,7 +42,7 @@ class ActorRef(Generic[P]):
         cell.offer(Envelope(message, current_traceparent.get(), cell.monotonic(), None, None))
 
     async def ask(self, message: Message[P, R], *, timeout: float) -> R:
-        """Send, and wait for the reply for at most `timeout` seconds, time in the mailbox included.
+        """Send, and wait for the reply for at most ``timeout`` seconds, time in the mailbox included.
 
         Raises AskTimeout, ActorDied, UnknownMessage, and the RequestError that the handler raised. If the caller is
         cancelled or times out before the handler starts, the message is not handled.

@@ -1,6 +1,6 @@
 """Supervision after a crash: restart the actor, restart its group, or escalate after too many restarts.
 
-The restart intensity is OTP's (supervisor, `intensity` and `period`); RESTART_GROUP is its one_for_all.
+The restart intensity is OTP's (supervisor, ``intensity`` and ``period``); RESTART_GROUP is its one_for_all.
 """
 
 import enum
@@ -27,8 +27,8 @@ class Strategy(enum.Enum):
 
 @dataclass(frozen=True)
 class Backoff:
-    """The delay before a restart, in seconds: `first`, times `factor` for each restart in the window, up to `max`, with
-    a relative `jitter` to both sides."""
+    """The delay before a restart, in seconds: ``first``, times ``factor`` for each restart in the window, up to
+    ``max``, with a relative ``jitter`` to both sides."""
 
     first: float = 0.1
     factor: float = 2.0
@@ -36,16 +36,16 @@ class Backoff:
     jitter: float = 0.1
 
     def delay(self, earlier: int, rng: random.Random) -> float:
-        """Seconds to wait after `earlier` restarts in the window."""
+        """Seconds to wait after ``earlier`` restarts in the window."""
         base = min(self.max, self.first * self.factor ** min(earlier, 64))
         return base * (1.0 + self.jitter * (2.0 * rng.random() - 1.0))
 
 
 @dataclass(frozen=True)
 class Supervision:
-    """How an actor is supervised: at most `max_restarts` within `within` seconds; one more crash escalates.
+    """How an actor is supervised: at most ``max_restarts`` within ``within`` seconds; one more crash escalates.
 
-    `counts` is called at each crash, synchronously, and returns whether the crash counts.
+    ``counts`` is called at each crash, synchronously, and returns whether the crash counts.
     """
 
     strategy: Strategy = Strategy.RESTART_ONE
@@ -59,8 +59,8 @@ class Supervision:
         return self.strategy is Strategy.RESTART_GROUP
 
     def admit(self, history: deque[float], now: float, rng: random.Random, *, counts: bool = True) -> float | None:
-        """Record a restart at `now`; returns the seconds to wait before it, or None after too many restarts. A restart
-        that does not count is admitted and not recorded."""
+        """Record a restart at ``now``; returns the seconds to wait before it, or None after too many restarts. A
+        restart that does not count is admitted and not recorded."""
         while history and history[0] <= now - self.within:
             history.popleft()
         if not counts and self.strategy is not Strategy.ESCALATE:
@@ -81,15 +81,15 @@ class Unit:
     def __init__(self, system: "ActorSystem", members: "list[Cell]") -> None:
         self._system = system
         self.members = members  # in order of spawn
-        self._fallen: dict[Cell, tuple[BaseException, bool]] = {}  # (cause, whether it counts)
+        self._crashed: dict[Cell, tuple[BaseException, bool]] = {}  # (cause, whether it counts)
         self._restarts: deque[float] = deque()
         self._job: anyio.CancelScope | None = None
         self._round: anyio.CancelScope | None = None
         self.busy = False
 
-    def fell(self, cell: "Cell", cause: BaseException) -> None:
+    def on_crash(self, cell: "Cell", cause: BaseException) -> None:
         """Record a crash and start the recovery."""
-        self._fallen[cell] = (cause, cell.supervision.counts())
+        self._crashed[cell] = (cause, cell.supervision.counts())
         if self._round is not None:
             self._round.cancel()  # starting the others is pointless
         if not self.busy:
@@ -98,38 +98,38 @@ class Unit:
     def _begin(self) -> None:
         self.busy = True
         self._job = anyio.CancelScope()
-        self._system.start_task(self._recover, "restart " + " ".join(cell.name for cell in self._fallen), self._job)
+        self._system.start_task(self._recover, "restart " + " ".join(cell.name for cell in self._crashed), self._job)
 
     def abandon(self) -> None:
         """Cancel the recovery of crashed members."""
-        self._fallen.clear()
+        self._crashed.clear()
         if self._job is not None:
             self._job.cancel()
 
     def leave(self, cell: "Cell") -> None:
         """Remove a member that has stopped permanently."""
-        self._fallen.pop(cell, None)
+        self._crashed.pop(cell, None)
         if cell in self.members:
             self.members.remove(cell)
 
     async def _recover(self, job: anyio.CancelScope) -> None:
         with job:
-            while self._fallen:
+            while self._crashed:
                 await self._restart(job)
         # Not reached when the whole system is cancelled: then no actor restarts.
         self._job = None
         self.busy = False
-        if self._fallen and not self._system.stopping:  # one crashed after this job was cancelled
+        if self._crashed and not self._system.stopping:  # one crashed after this job was cancelled
             self._begin()
 
     async def _restart(self, job: anyio.CancelScope) -> None:
         system = self._system
         together = len(self.members) > 1
-        leader, (cause, counts) = next(iter(self._fallen.items()))
+        leader, (cause, counts) = next(iter(self._crashed.items()))
         history = self._restarts if together else leader.restarts
         delay = leader.supervision.admit(history, system.clock.monotonic(), system.random, counts=counts)
         if delay is None:
-            self._fallen.clear()
+            self._crashed.clear()
             system.escalate(leader, cause)
             return
         members = list(self.members)
@@ -138,7 +138,7 @@ class Unit:
                 member.solo.abandon()
             for member in reversed(members):
                 await member.halt()
-        self._fallen.clear()
+        self._crashed.clear()
         await system.clock.sleep(delay)
         try:
             with anyio.CancelScope() as self._round:
@@ -150,7 +150,7 @@ class Unit:
                     except (Exception, SystemExit) as error:
                         if member.stopping or member.closed:
                             continue  # it was stopping: continue without it
-                        self._fallen[member] = (error, member.supervision.counts())
+                        self._crashed[member] = (error, member.supervision.counts())
                         break
         finally:
             self._round = None

@@ -16,11 +16,11 @@ __all__ = ["SystemEvents"]
 
 
 class SystemEvents:
-    """Publishes events. `log_death` replaces the log record of an actor's death; `observer` has any methods of
-    :class:`Observer`; `monotonic`: the system's clock, in seconds.
+    """Publishes events. ``log_death`` replaces the log record of an actor's death; ``observer`` has any methods of
+    :class:`Observer`; ``monotonic``: the system's clock, in seconds.
 
-    `handled` is called for each handled message with the cell, the envelope, seconds in the mailbox and in the handler,
-    and the exception of the handler; it is None without an observer.
+    ``handled`` is called for each handled message with the cell, the envelope, seconds in the mailbox and in the
+    handler, and the exception of the handler; it is None without an observer.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SystemEvents:
         self._observe_restarted = getattr(observer, "restarted", None)
 
     def listen(self, callback: Callable[[Event], None]) -> None:
-        """Call `callback` for each event; one that raises is logged."""
+        """Call ``callback`` for each event; one that raises is logged."""
         self._callbacks.append(callback)
 
     def emit(
@@ -55,7 +55,7 @@ class SystemEvents:
         cause: BaseException | None = None,
         at: float | None = None,
     ) -> None:
-        """Log an event of an actor and pass it to the listeners. `at`: its time; None for now."""
+        """Log an event of an actor and pass it to the listeners. ``at``: its time; None for now."""
         event = Event(kind, actor, self._monotonic() if at is None else at, incarnation, cause)
         if kind is EventKind.DIED and self._log_death is not None:
             self._log_death(event)

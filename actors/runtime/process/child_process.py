@@ -13,8 +13,8 @@ from actors.runtime.process.wire import ChildSpec
 
 __all__ = ["ChildProcess", "Standby"]
 
-_FIRST_DELAY = 2.0
-_LAST_DELAY = 120.0
+_MIN_DELAY_SECONDS = 2.0
+_MAX_DELAY_SECONDS = 120.0
 """Seconds before a standby is launched: the new incarnation comes first. The delay grows while standbys keep dying."""
 
 
@@ -133,7 +133,7 @@ class Standby:
         self._notify()
 
     async def run(self) -> None:
-        delay = _FIRST_DELAY
+        delay = _MIN_DELAY_SECONDS
         try:
             while not self._dismissed:
                 await self._until(lambda: self._wanted or self._dismissed)
@@ -144,11 +144,11 @@ class Standby:
                 try:
                     self._child = self._launch()
                 except OSError:  # no memory or no processes left: the restart will report it
-                    delay = min(2 * delay, _LAST_DELAY)
+                    delay = min(2 * delay, _MAX_DELAY_SECONDS)
                     continue
                 self._child.on_exit = self._lost
                 await self._until(lambda: self._child is None or self._dismissed)
-                delay = min(2 * delay, _LAST_DELAY) if self._wanted else _FIRST_DELAY
+                delay = min(2 * delay, _MAX_DELAY_SECONDS) if self._wanted else _MIN_DELAY_SECONDS
         finally:
             child = self.take()
             if child is not None:

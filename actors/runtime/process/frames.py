@@ -83,7 +83,7 @@ class Frames:
         self._make_room(start, end, needed)
 
     def _make_room(self, start: int, end: int, needed: int) -> None:
-        """Move the beginning of a frame of `needed` bytes into a buffer that holds all of it."""
+        """Move the beginning of a frame of ``needed`` bytes into a buffer that holds all of it."""
         view, held = self._view, end - start
         if held == 0 and len(view) > _BUFFER:
             self._view = memoryview(bytearray(_BUFFER))

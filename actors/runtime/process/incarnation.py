@@ -21,7 +21,7 @@ from actors.runtime.process.wire import Death, LogLine, pack_header, unpack_erro
 
 __all__ = ["ProcessIncarnation"]
 
-_KILL_AFTER = 1.0
+_KILL_AFTER_SECONDS = 1.0
 """Seconds between the end of a child's link and SIGKILL."""
 
 _STANDBY_PATIENCE_SECONDS = 10.0
@@ -35,9 +35,9 @@ _HEADROOM = 512
 class ProcessIncarnation(Incarnation):
     """One child process.
 
-    Messages stay in this mailbox until the child has room: at most `window` of each lane are in flight. A child handles
-    them in order, in its mailbox and in its thread. So when it dies, only the oldest of each lane in each of these can
-    have been begun; the others return to the mailbox, and every ask in flight fails with ActorDied.
+    Messages stay in this mailbox until the child has room: at most ``window`` of each lane are in flight. A child
+    handles them in order, in its mailbox and in its thread. So when it dies, only the oldest of each lane in each of
+    these can have been begun; the others return to the mailbox, and every ask in flight fails with ActorDied.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ProcessIncarnation(Incarnation):
             finally:
                 self.cell.mailbox.on_work(None)
                 with anyio.CancelScope(shield=True):
-                    await self._see_off()
+                    await self._reap()
         finally:
             self.mark_ended()
 
@@ -164,7 +164,7 @@ class ProcessIncarnation(Incarnation):
         else:
             self._heartbeat_timer = self.cell.call_later(limit - silent, self._watch_heartbeat)
 
-    async def _see_off(self) -> None:
+    async def _reap(self) -> None:
         """Wait for the child's end or kill it; reap it and close its links."""
         if self._heartbeat_timer is not None:
             self._heartbeat_timer.cancel()
@@ -174,7 +174,7 @@ class ProcessIncarnation(Incarnation):
         gone = self._gone
         if not gone:
             child.kill()
-        with anyio.move_on_after(_KILL_AFTER):
+        with anyio.move_on_after(_KILL_AFTER_SECONDS):
             await self._until(lambda: child.exited)
         if not child.exited:
             child.kill()

@@ -13,8 +13,8 @@ __all__ = ["Link"]
 class Link:
     """One end of a socket pair or TCP connection, driven by the event loop.
 
-    `on_frame(kind, correlation, body)` must not keep `body`, a view of the receive buffer. `on_lost(error)` is called
-    once, with None at the end of the stream.
+    ``on_frame(kind, correlation, body)`` must not keep ``body``, a view of the receive buffer. ``on_lost(error)`` is
+    called once, with None at the end of the stream.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Link:
     def rebind(
         self, on_frame: Callable[[int, int, memoryview], None], on_lost: Callable[[BaseException | None], None]
     ) -> None:
-        """Send further frames to new callbacks. A link that is already lost soon calls the new `on_lost`."""
+        """Send further frames to new callbacks. A link that is already lost soon calls the new ``on_lost``."""
         self._on_frame = on_frame
         self._on_lost = on_lost
         if self.closed:
@@ -142,7 +142,7 @@ class Link:
             self._on_lost(error)
 
     def close(self) -> None:
-        """Close the socket; `on_lost` is not called. May be called again."""
+        """Close the socket; ``on_lost`` is not called. May be called again."""
         if self.closed:
             return
         self.closed = True

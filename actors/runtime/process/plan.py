@@ -70,7 +70,7 @@ def plan_process(
 
 
 def launch(cell: Cell, plan: ProcessPlan, launcher: Launcher) -> ChildProcess:
-    """Start a child that prepares to become the actor of `cell`. Raises OSError when no process can be started."""
+    """Start a child that prepares to become the actor of ``cell``. Raises OSError when no process can be started."""
     spec = ChildSpec(
         name=cell.name,
         target=plan.target,

@@ -1,4 +1,4 @@
-"""The thread of an actor in a child process: see `handles_in_thread`."""
+"""The thread of an actor in a child process: see ``handles_in_thread``."""
 
 import contextlib
 import socket
@@ -19,10 +19,10 @@ __all__ = ["ActorThread"]
 
 
 class ActorThread:
-    """Reads, handles and answers messages from `sock` until :meth:`end` or the end of the stream.
+    """Reads, handles and answers messages from ``sock`` until :meth:`end` or the end of the stream.
 
-    `handlers`: by message type, called with the message and its send time. `crash`: called with any exception but a
-    RequestError, from this thread or from the one that completes a Later; then the thread ends. `limit`: bytes of a
+    ``handlers``: by message type, called with the message and its send time. ``crash``: called with any exception but a
+    RequestError, from this thread or from the one that completes a Later; then the thread ends. ``limit``: bytes of a
     frame.
     """
 

@@ -97,14 +97,14 @@ def unpack_header(body: memoryview) -> tuple[float | None, str | None, memoryvie
 
 
 def name_of(cls: type) -> str:
-    """`module:name` of a class. Raises ValueError if another process cannot import it."""
+    """``module:name`` of a class. Raises ValueError if another process cannot import it."""
     if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
         raise ValueError(f"a child process cannot import {cls.__qualname__}: put it at the top level of a module")
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def import_name(name: str) -> Any:
-    """Import the object called `module:name`."""
+    """Import the object called ``module:name``."""
     module, _, qualified = name.partition(":")
     result: Any = importlib.import_module(module)
     for part in qualified.split("."):
@@ -141,7 +141,7 @@ def carried(value: object) -> str:
 
 
 def unpack_error(body: memoryview) -> Exception:
-    """Decode an error of `pack_error`, with its own class if this process has imported it. Imports nothing."""
+    """Decode an error of ``pack_error``, with its own class if this process has imported it. Imports nothing."""
     remote = msgspec.msgpack.decode(body, type=RemoteError)
     known: list[type[Exception]] = [RequestError, AskTimeout, UnknownMessage]
     while known:

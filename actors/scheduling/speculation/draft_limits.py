@@ -72,25 +72,25 @@ class DraftLimits:
             return
         limits: list[int] = []
         max_extra: list[int] = []
-        for sequence, most in zip(rows, wanted, strict=True):
-            if most:
+        for sequence, limit in zip(rows, wanted, strict=True):
+            if limit:
                 root = sequence.scheduled - 1 + sequence.max_extra
-                pages = -(-(root + most + 1) // page_size) - sequence.pages
+                pages = -(-(root + limit + 1) // page_size) - sequence.pages
                 if pages > spare:
-                    most = max(min(most, sequence.capacity - root - 1), 0)
+                    limit = max(min(limit, sequence.capacity - root - 1), 0)
                 elif pages > 0:
-                    step.grow(sequence, pages, page_size)
+                    step.request(sequence, pages, page_size)
                     spare -= pages
-            accepts = min(most, self._depth)
+            accepts = min(limit, self._depth)
             sequence.max_extra += accepts
-            limits.append(most)
+            limits.append(limit)
             max_extra.append(accepts)
         if any(limits):
             step.draft_limits, step.max_extra = limits, max_extra
             step.budget -= sum(limits)
 
     def _adapt(self, policy: AdaptivePolicy, step: StepBuilder, wanted: list[int]) -> list[int]:
-        drafting = [sequence for sequence, most in zip(step.decodes, wanted, strict=True) if most]
+        drafting = [sequence for sequence, limit in zip(step.decodes, wanted, strict=True) if limit]
         if not drafting:
             policy.add_declined()
             return wanted
@@ -100,7 +100,7 @@ class DraftLimits:
         levels = policy.choose([sequence.acceptance for sequence in drafting if sequence.acceptance is not None])
         step.draft_levels, step.adapted = max(levels), len(drafting)
         chosen = iter(levels)
-        return [min(most, self._nodes[next(chosen)]) if most else 0 for most in wanted]
+        return [min(limit, self._nodes[next(chosen)]) if limit else 0 for limit in wanted]
 
     def learn(self, flight: InFlightStep, result: StepResult) -> None:
         """Update the policy with the result of a step."""
@@ -143,6 +143,6 @@ class DraftLimits:
 
 def draft_limit(sequence: Sequence, info: ModelInfo) -> int:
     """Most draft tokens of this request that a step may verify."""
-    most: int = info.speculative_nodes - 1
+    limit: int = info.speculative_nodes - 1
     requested: int = sequence.spec.sampling.max_drafts
-    return most if requested < 0 else min(requested, most)
+    return limit if requested < 0 else min(requested, limit)

@@ -144,7 +144,7 @@ async def list_files(service: Service, exchange: Exchange, body: None) -> Respon
     files = [
         file for file in store.newest_first() if service.sees(exchange, file.owner) and purpose in (None, file.purpose)
     ]
-    shown, more = page(files, _id, most=10_000, default=10_000)
+    shown, more = page(files, _id, maximum=10_000, default=10_000)
     answers = [_file_answer(file) for file in shown]
     first, last = _ends(answers)
     return json_response(FileList(data=answers, first_id=first, last_id=last, has_more=more))
@@ -242,7 +242,7 @@ async def create_batch(service: Service, exchange: Exchange, body: BatchRequest)
 
 async def list_batches(service: Service, exchange: Exchange, body: None) -> Response:
     records = [record for record in _runner(service).newest_first() if service.sees(exchange, record.owner)]
-    shown, more = page(records, _id, most=100, default=20)
+    shown, more = page(records, _id, maximum=100, default=20)
     answers = [batch_answer(record) for record in shown]
     first, last = _ends(answers)
     return json_response(BatchList(data=answers, first_id=first, last_id=last, has_more=more))

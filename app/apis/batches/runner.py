@@ -52,7 +52,7 @@ class Gate:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._most = max(1, min(MAX_AT_ONCE, service.arguments.max_running_requests // 2))
+        self._max_concurrent = max(1, min(MAX_AT_ONCE, service.arguments.max_running_requests // 2))
         self.running = 0
         self._interactive = -_REST  # when an interactive request was last seen
 
@@ -62,7 +62,7 @@ class Gate:
         now = time.monotonic()
         if interactive_requests(self._service):
             self._interactive = now
-        return max(1, self._most // _SHARE) if now - self._interactive < _REST else self._most
+        return max(1, self._max_concurrent // _SHARE) if now - self._interactive < _REST else self._max_concurrent
 
     async def enter(self) -> None:
         """Wait for a place. Follow it with :meth:`leave`."""

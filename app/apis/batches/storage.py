@@ -18,7 +18,7 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from actors.options import ArgumentError
-from actors.requests.admission import most_for_one
+from actors.requests.admission import max_per_tenant
 
 __all__ = [
     "FileStore",
@@ -100,7 +100,7 @@ class FileStore:
 
     def __init__(self, folder: Path, limit: int, tenants: int = 1) -> None:
         self.limit = limit
-        self._share = most_for_one(limit, tenants)
+        self._share = max_per_tenant(limit, tenants)
         self._files: dict[str, StoredFile] = {}
         self._held: dict[str, int] = {}  # bytes by owner, with those that are being written
         self._writing: Counter[str] = Counter()  # files by owner

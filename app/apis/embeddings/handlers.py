@@ -121,8 +121,11 @@ def require_embeddings(service: Service, model: str) -> None:
 def check_dimensions(service: Service, dimensions: int | None) -> None:
     """Raise 400 for more numbers than a vector has."""
     info = service.engine.model_info
-    if dimensions is not None and info is not None and 0 < info.hidden_size < dimensions:
-        raise _too_many(info.hidden_size)
+    if dimensions is None or info is None:
+        return
+    size = info.pooling.dense[-1].outputs if info.pooling is not None and info.pooling.dense else info.hidden_size
+    if 0 < size < dimensions:
+        raise _too_many(size)
 
 
 def _too_many(size: int) -> ApiError:

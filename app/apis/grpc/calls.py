@@ -6,11 +6,9 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
-
-import grpc
 
 from actors.runtime import current_traceparent
+from app.apis.grpc.transport import Call, ended_by
 from app.server.auth import AccessLevel
 from app.server.background import detached_exchange
 from app.server.errors import ApiError
@@ -20,59 +18,23 @@ from app.server.routes import Route
 from app.server.service import Service
 from telemetry.logs.lines import Event
 
-__all__ = ["answer_call", "headers_of", "refuse", "seconds_left"]
+__all__ = ["answer_call"]
 
 log = logging.getLogger("troupe.grpc")
 
-_CODES = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
-    401: grpc.StatusCode.UNAUTHENTICATED,
-    403: grpc.StatusCode.PERMISSION_DENIED,
-    404: grpc.StatusCode.NOT_FOUND,
-    422: grpc.StatusCode.INVALID_ARGUMENT,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    499: grpc.StatusCode.CANCELLED,
-    500: grpc.StatusCode.INTERNAL,
-    503: grpc.StatusCode.UNAVAILABLE,
-    504: grpc.StatusCode.DEADLINE_EXCEEDED,
-}
 _GONE = 499
 
 
-def headers_of(metadata: Any) -> list[tuple[bytes, bytes]]:
-    """A call's metadata as HTTP's headers."""
-    return [
-        (name.encode(), value if isinstance(value, bytes) else value.encode("latin-1", "replace"))
-        for name, value in metadata or ()
-    ]
-
-
-def seconds_left(context: Any) -> float | None:
-    """Until the client's deadline; None without one."""
-    left: float | None = context.time_remaining()
-    return None if left is None else min(max(left, 1e-3), 86400.0)
-
-
-async def refuse(context: Any, error: ApiError) -> None:
-    """End a call with the status of an error. Where waiting helps, ``retry-after`` says how many seconds."""
-    trailing = [("error-code", error.code or str(error.status))]
-    if (retry := error.headers().get("Retry-After")) is not None:
-        trailing.append(("retry-after", retry))
-    code = _CODES.get(error.status, grpc.StatusCode.UNKNOWN)
-    await context.abort(code, error.message, tuple(trailing))
-
-
 @asynccontextmanager
-async def answer_call(service: Service, route: Route, context: Any) -> AsyncIterator[Exchange]:
+async def answer_call(service: Service, route: Route, call: Call) -> AsyncIterator[Exchange]:
     """The exchange of a call that needs a key. Errors end it with their status, a client that leaves aborts what it has
     in the engine."""
-    headers = headers_of(context.invocation_metadata())
+    headers = call.headers
     try:
         tenant = service.keyring.check(AccessLevel.USER, headers, None)
     except ApiError as error:
         service.count_http(route.path, error.status)
-        await refuse(context, error)
-        raise
+        raise ended_by(error) from None
     label, traceparent = labels_of(headers)
     tracing, status, failure = service.engine.tracing, 200, None
     span = None
@@ -108,4 +70,4 @@ async def answer_call(service: Service, route: Route, context: Any) -> AsyncIter
                 )
             )
     if failure is not None:
-        await refuse(context, failure)
+        raise ended_by(failure)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from app.apis.grpc.calls import headers_of, refuse
-from app.apis.grpc.messages import METHODS, POOL, SERVICE, message
+from actors.options import Arguments
+from app.apis.grpc.messages import METHODS, POOL, SERVICE
 from app.apis.grpc.servicer import Servicer
+from app.apis.grpc.transport import Call, CallEnded, Method, ended_by, grpc_application
 from app.server.auth import AccessLevel
 from app.server.errors import ApiError
-from app.server.request_body import MAX_BODY
+from app.server.hypercorn import configuration, listen, serve_until
 from app.server.service import Service
 
 __all__ = ["GrpcServer"]
@@ -25,16 +27,12 @@ log = logging.getLogger("troupe.grpc")
 
 _STOP_SECONDS = 2.0
 _WATCH_SECONDS = 0.5
-_STREAMS = 1024  # of one connection at a time
+_STREAMS = 768  # of one connection at a time; Hypercorn closes connections at 1,000
+_IDLE_SECONDS = 7200.0
+"""Before a connection without calls is closed. gRPC's clients keep theirs, and a call on one that closes fails."""
 for _module in (health_pb2, reflection_pb2):  # reflection describes all services from one pool
     POOL.AddSerializedFile(_module.DESCRIPTOR.serialized_pb)
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_BODY),
-    ("grpc.max_concurrent_streams", _STREAMS),
-    ("grpc.max_metadata_size", 64 * 1024),
-    ("grpc.so_reuseport", 0),  # another server on the port is an error
-)
 
 
 class GrpcServer:
@@ -42,37 +40,59 @@ class GrpcServer:
 
     def __init__(self, service: Service) -> None:
         """Bind the port. Raises OSError when it is in use."""
-        servicer = Servicer(service)
-        self._server = grpc.aio.server(interceptors=(_KeyedReflection(service),), options=_OPTIONS)
-        handlers = {
-            name: (grpc.unary_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler)(
-                getattr(servicer, name),
-                request_deserializer=message(request).FromString,
-                response_serializer=message(response).SerializeToString,
-            )
-            for name, (request, response, streams) in METHODS.items()
-        }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        health_pb2_grpc.add_HealthServicer_to_server(_Health(servicer), self._server)
-        reflection.enable_server_reflection((SERVICE, _HEALTH, reflection.SERVICE_NAME), self._server, POOL)
-        arguments = service.arguments
-        host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-        place = f"{host}:{arguments.grpc_port}"
+        self._config = _configuration(service.arguments)
         try:
-            self.port: int = self._server.add_insecure_port(place)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {place} for gRPC; choose another --grpc-port") from error
+            self._sockets = listen(self._config)
+        except OSError as error:
+            raise OSError(f"cannot listen on {self._config.bind[0]} for gRPC; choose another --grpc-port") from error
+        self.port: int = self._sockets.insecure_sockets[0].getsockname()[1]
+        self._application: Any = grpc_application(_methods(service))
+        self._stop = asyncio.Event()
+        self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        await self._server.start()
+        self._serving = asyncio.create_task(
+            serve_until(self._stop.wait, self._application, self._config, self._sockets, first_request=_IDLE_SECONDS),
+            name="troupe-grpc",
+        )
         log.info("gRPC listens on port %d", self.port)
 
     async def stop(self) -> None:
         """Admit no call; those that run have a moment to end."""
-        await self._server.stop(_STOP_SECONDS)
+        self._stop.set()
+        if self._serving is None:
+            for bound in self._sockets.insecure_sockets:
+                bound.close()
+            return
+        await asyncio.wait({self._serving}, timeout=2 * _STOP_SECONDS)  # from Python 3.12 on it waits for connections
+        self._serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._serving
 
 
-class _Health(health_pb2_grpc.HealthServicer):
+def _configuration(arguments: Arguments) -> Any:
+    config = configuration(arguments)
+    config.bind = [f"{config.bind[0].rpartition(':')[0]}:{arguments.grpc_port}"]
+    config.h2_max_concurrent_streams = _STREAMS
+    config.keep_alive_timeout = _IDLE_SECONDS
+    config.keep_alive_max_requests = 1 << 62  # a channel has one connection, and the calls that run would be cut
+    config.graceful_timeout = _STOP_SECONDS
+    return config
+
+
+def _methods(service: Service) -> dict[str, Method]:
+    """The methods of all services, by their paths."""
+    servicer = Servicer(service)
+    health = _Health(servicer)
+    return {
+        **{f"/{SERVICE}/{name}": Method(getattr(servicer, name), streams) for name, (*_, streams) in METHODS.items()},
+        f"/{_HEALTH}/Check": Method(health.Check, False),
+        f"/{_HEALTH}/Watch": Method(health.Watch, True),
+        f"/{reflection.SERVICE_NAME}/ServerReflectionInfo": Method(_Reflection(service).ServerReflectionInfo, True),
+    }
+
+
+class _Health:
     """gRPC's health service, open like HTTP's probes. The empty name stands for all services."""
 
     def __init__(self, servicer: Servicer) -> None:
@@ -84,13 +104,15 @@ class _Health(health_pb2_grpc.HealthServicer):
         status = health_pb2.HealthCheckResponse
         return int(status.SERVING if self._servicer.health()[0] else status.NOT_SERVING)
 
-    async def Check(self, request: Any, context: Any) -> Any:
+    async def Check(self, call: Call) -> Any:
+        request = await call.request(health_pb2.HealthCheckRequest)
         status = self._status(request.service)
         if status is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"There is no service {request.service[:80]!r} here.")
+            raise CallEnded(grpc.StatusCode.NOT_FOUND, f"There is no service {request.service[:80]!r} here.")
         return health_pb2.HealthCheckResponse(status=status)
 
-    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+    async def Watch(self, call: Call) -> AsyncIterator[Any]:
+        request = await call.request(health_pb2.HealthCheckRequest)
         sent: int | None = None
         while True:
             status = self._status(request.service)
@@ -102,24 +124,18 @@ class _Health(health_pb2_grpc.HealthServicer):
             await asyncio.sleep(_WATCH_SECONDS)
 
 
-class _KeyedReflection(grpc.aio.ServerInterceptor):
-    """Demands a key for the description of the services, as HTTP does for its own."""
+class _Reflection:
+    """The description of the services, for those with a key, as HTTP's own."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._servicer = reflection.aio.ReflectionServicer((SERVICE, _HEALTH, reflection.SERVICE_NAME), POOL)
 
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
-        if not call.method.startswith("/grpc.reflection."):
-            return await continuation(call)
+    async def ServerReflectionInfo(self, call: Call) -> AsyncIterator[Any]:
         try:
-            self._service.keyring.check(AccessLevel.USER, headers_of(call.invocation_metadata), None)
+            self._service.keyring.check(AccessLevel.USER, call.headers, None)
         except ApiError as error:
-            return grpc.stream_stream_rpc_method_handler(_refusal(error))
-        return await continuation(call)
-
-
-def _refusal(error: ApiError) -> Callable[[Any, Any], Awaitable[None]]:
-    async def handler(requests: Any, context: Any) -> None:
-        await refuse(context, error)
-
-    return handler
+            raise ended_by(error) from None
+        requests = call.messages(reflection_pb2.ServerReflectionRequest)
+        async for response in self._servicer.ServerReflectionInfo(requests, None):
+            yield response

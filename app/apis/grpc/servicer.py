@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from app.apis.embeddings.handlers import task_all
-from app.apis.grpc.calls import answer_call, seconds_left
+from app.apis.grpc.calls import answer_call
 from app.apis.grpc.generation import check_fields, check_start, generate_item, prompt_of, responses, submitted
 from app.apis.grpc.messages import METHODS, SERVICE, message
+from app.apis.grpc.transport import Call
 from app.server.auth import AccessLevel
 from app.server.errors import ApiError, invalid
 from app.server.routes import Route
@@ -50,27 +51,29 @@ class Servicer:
         self._service = service
         self._started = time.time()
 
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+    async def Generate(self, call: Call) -> AsyncIterator[Any]:
         """Tokens of a prompt, as they come (``stream``) or at the end."""
         service = self._service
-        async with answer_call(service, _ROUTES["Generate"], context) as exchange:
+        async with answer_call(service, _ROUTES["Generate"], call) as exchange:
+            request = await call.request(message("GenerateRequest"))
             service.require_ready()
             item, names = generate_item(request)
-            stream = submitted(service, exchange, item, names, seconds_left(context))
+            stream = submitted(service, exchange, item, names, call.seconds_left())
             await service.accepted([stream], names)
             check_start(item, stream.prompt_tokens)
             label = request.request_id or exchange.request_id
             async for response in responses(exchange, stream, item, label, chunks=request.stream):
                 yield response
 
-    async def Embed(self, request: Any, context: Any) -> Any:
+    async def Embed(self, call: Call) -> Any:
         """The vector of an input: an embedding, or the numbers of the model's head as they are."""
         service = self._service
-        async with answer_call(service, _ROUTES["Embed"], context) as exchange:
+        async with answer_call(service, _ROUTES["Embed"], call) as exchange:
+            request = await call.request(message("EmbedRequest"))
             service.require_ready()
             check_fields(request)
             task = self._task(list(request.token_type_ids), len(request.tokenized.input_ids))
-            options = {"label": request.request_id or None, "timeout": seconds_left(context)}
+            options = {"label": request.request_id or None, "timeout": call.seconds_left()}
             result = await task_all(service, exchange, [(prompt_of(request), task)], "tokenized", **options)
             vector, tokens = result[0]
             exchange.tokens = (tokens, 0)
@@ -91,9 +94,9 @@ class Servicer:
             raise invalid("token_type_ids: tell the texts of a pair apart, and this model embeds one text.")
         return Embed(pooling is None or pooling.normalize)
 
-    async def HealthCheck(self, request: Any, context: Any) -> Any:
+    async def HealthCheck(self, call: Call) -> Any:
         """Whether the engine admits requests and makes progress."""
-        async with answer_call(self._service, _ROUTES["HealthCheck"], context):
+        async with answer_call(self._service, _ROUTES["HealthCheck"], call):
             healthy, reason = self.health()
             return message("HealthCheckResponse")(healthy=healthy, message=reason)
 
@@ -105,17 +108,18 @@ class Servicer:
         health = self._service.engine.health()
         return health.ok, health.reason
 
-    async def Abort(self, request: Any, context: Any) -> Any:
+    async def Abort(self, call: Call) -> Any:
         """Abort the requests with this id of the same key."""
-        async with answer_call(self._service, _ROUTES["Abort"], context) as exchange:
+        async with answer_call(self._service, _ROUTES["Abort"], call) as exchange:
+            request = await call.request(message("AbortRequest"))
             if not request.request_id:
                 raise invalid("request_id: is missing.", param="request_id")
             count = await self._service.abort(request.request_id, exchange.tenant)
             return message("AbortResponse")(success=count > 0, message=f"{count} requests are aborted.")
 
-    async def GetModelInfo(self, request: Any, context: Any) -> Any:
+    async def GetModelInfo(self, call: Call) -> Any:
         """What the model is and what it takes."""
-        async with answer_call(self._service, _ROUTES["GetModelInfo"], context):
+        async with answer_call(self._service, _ROUTES["GetModelInfo"], call):
             engine, arguments = self._service.engine, self._service.arguments
             info = engine.model_info
             pooling = info.pooling if info is not None else None
@@ -135,9 +139,9 @@ class Servicer:
                 num_labels=len(labels),
             )
 
-    async def GetServerInfo(self, request: Any, context: Any) -> Any:
+    async def GetServerInfo(self, call: Call) -> Any:
         """The server's arguments and state."""
-        async with answer_call(self._service, _ROUTES["GetServerInfo"], context):
+        async with answer_call(self._service, _ROUTES["GetServerInfo"], call):
             loads = self._service.engine.loads()
             answer = message("GetServerInfoResponse")(
                 active_requests=sum(bool(exchange.stream_ids) for exchange in self._service.live),
@@ -152,9 +156,10 @@ class Servicer:
             answer.start_time.FromSeconds(int(self._started))
             return answer
 
-    async def GetLoads(self, request: Any, context: Any) -> Any:
+    async def GetLoads(self, call: Call) -> Any:
         """Load for routers, of each replica."""
-        async with answer_call(self._service, _ROUTES["GetLoads"], context):
+        async with answer_call(self._service, _ROUTES["GetLoads"], call):
+            request = await call.request(message("GetLoadsRequest"))
             loads = self._service.engine.loads()
             if request.HasField("dp_rank"):
                 if not 0 <= request.dp_rank < len(loads):

@@ -52,14 +52,14 @@ def params_of(service: Service, body: OwnFields) -> SamplingParams:
     """Raises 400 for what this server does otherwise than Ollama."""
     options = body.options or Options()
     _check_context(service, options)
-    most = options.num_predict
-    if most in (-1, -2):
-        most = None
+    max_tokens = options.num_predict
+    if max_tokens in (-1, -2):
+        max_tokens = None
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs: needs logprobs true beside it.", param="top_logprobs")
     stop = options.stop if options.stop is not None else []
     return SamplingParams(
-        max_tokens=most,
+        max_tokens=max_tokens,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,

@@ -54,6 +54,7 @@ class RerankAnswer(msgspec.Struct, kw_only=True):
 class CohereResult(msgspec.Struct):
     index: int
     relevance_score: float
+    document: DocumentText | msgspec.UnsetType = msgspec.UNSET
 
 
 class CohereAnswer(msgspec.Struct, kw_only=True):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from quart import Response
 
@@ -78,7 +79,10 @@ async def cohere_rerank(service: Service, exchange: Exchange, body: CohereRerank
     falls = service.arguments.schedule_low_priority_values_first
     options = {"priority": body.priority if falls or body.priority is None else -body.priority}
     result, _ = await _ranked(service, exchange, body.query, texts, None, options)
-    results = [CohereResult(index, relevance) for index, relevance in result[: body.top_n]]
+    results = [
+        CohereResult(index, relevance, DocumentText(texts[index]) if body.return_documents else msgspec.UNSET)
+        for index, relevance in result[: body.top_n]
+    ]
     meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
     return json_response(CohereAnswer(id=exchange.request_id, results=results, meta=meta))
 

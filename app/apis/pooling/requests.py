@@ -61,12 +61,13 @@ class RerankRequest(_Options, kw_only=True):
 
 
 class CohereRerankRequest(msgspec.Struct, kw_only=True):
-    """``POST /v2/rerank`` of Cohere."""
+    """``POST /v2/rerank`` of Cohere. ``return_documents``: of its first version, and what litellm sends."""
 
     query: Text
     documents: Documents
     model: Name | None = None
     top_n: Count | None = None
+    return_documents: bool = False
     priority: Annotated[int, Meta(ge=0, le=999)] | None = None
 
 

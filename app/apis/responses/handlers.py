@@ -182,7 +182,7 @@ async def list_input_items(service: Service, exchange: Exchange, response_id: st
 def _item_list(items: list[dict[str, object]]) -> ItemList:
     """The page of items that the query asks for; ``items``: oldest first."""
     word("include")
-    return shown_items(*page(items[::-1], lambda item: str(item["id"]), most=MAX_SHOWN, default=SHOWN))
+    return shown_items(*page(items[::-1], lambda item: str(item["id"]), maximum=MAX_SHOWN, default=SHOWN))
 
 
 def shown_items(items: list[dict[str, object]], more: bool) -> ItemList:

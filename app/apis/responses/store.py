@@ -14,7 +14,7 @@ import msgspec
 
 from actors.options import ArgumentError
 from actors.protocol.requests import LIMITS
-from actors.requests.admission import most_for_one
+from actors.requests.admission import max_per_tenant
 from app.apis.responses.answers import ResponseAnswer
 
 __all__ = ["MAX_CONVERSATION", "MAX_ITEMS", "History", "ItemPage", "ResponseStore", "StoredResponse", "TooLong"]
@@ -122,7 +122,7 @@ class ResponseStore:
 
     def __init__(self, path: Path | None, limit: int, seconds: float, tenants: int = 1) -> None:
         self.limit = limit
-        self._share = most_for_one(limit, tenants)
+        self._share = max_per_tenant(limit, tenants)
         self._seconds = seconds
         try:
             self._db = sqlite3.connect(":memory:" if path is None else path, isolation_level=None)

@@ -163,16 +163,16 @@ async def detokenize(service: Service, exchange: Exchange, body: DetokenizeReque
         raise invalid(
             f"tokens: at most {LIMITS.prompts} lists; you gave {len(body.tokens)}. Split the request.", param="tokens"
         )
-    most = max(service.engine.context_length, _STRINGS)
+    max_length = max(service.engine.context_length, _STRINGS)
     lists: list[list[int]] = []
     for number, item in enumerate(body.tokens if many else [body.tokens]):
         at = f"tokens[{number}]" if many else "tokens"
         ids = [token for token in item if isinstance(token, int)] if isinstance(item, list) else []
         if not isinstance(item, list) or len(ids) < len(item):
             raise invalid("tokens: either ids or lists of ids, not both.", param=at)
-        if len(item) > most:
+        if len(item) > max_length:
             raise invalid(
-                f"{at}: has {len(item)} tokens; at most {most} are decoded at once. Split the request.", param=at
+                f"{at}: has {len(item)} tokens; at most {max_length} are decoded at once. Split the request.", param=at
             )
         lists.append(ids)
     with service.text_request(exchange):

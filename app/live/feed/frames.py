@@ -127,7 +127,7 @@ def _load(engine: Engine, now: float) -> LoadView:
         step_seconds=round(board.step_run_seconds, 6),
         step_age=round(board.step_age(now), 4),
         output_tokens=board.output_tokens,
-        refused=intake.tickets.refused if intake is not None else 0,
+        refused=intake.admission.refused if intake is not None else 0,
     )
     load = board.scheduler
     if load is not None:

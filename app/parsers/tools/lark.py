@@ -127,8 +127,10 @@ class Rules:
                 case _:
                     raise Unenforceable(f"{keyword}{f' {value}' if keyword == 'format' else ''} of a string")
         if schema.get("minLength") or schema.get("maxLength") is not None:
-            most = schema.get("maxLength")
-            parts.append(f"/(?s:.{{{int(schema.get('minLength') or 0)},{'' if most is None else int(most)}}})/")
+            max_length = schema.get("maxLength")
+            parts.append(
+                f"/(?s:.{{{int(schema.get('minLength') or 0)},{'' if max_length is None else int(max_length)}}})/"
+            )
         return self.add(" & ".join(parts[1:] or parts), terminal=True)
 
 

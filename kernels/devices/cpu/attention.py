@@ -62,15 +62,15 @@ class CpuAttention(Attention[CpuCache, CpuPlan]):
             return native.rotary(x, cos, sin, out)
         super().rotate(x, cos, sin, out)
 
-    def place_heads(
+    def norm_rope_cache(
         self, qkv: Tensor, heads: int, norm: Norm | None, cos: Tensor, sin: Tensor, cache: CpuCache, index: Tensor
     ) -> Tensor:
         kept = cache.kept if isinstance(cache, Pages8bit) else cache
         if kept is None or not (norm is None or isinstance(norm, CpuNorm)):
-            return super().place_heads(qkv, heads, norm, cos, sin, cache, index)
-        native = self._fitting(qkv.dtype, Native.fits_place(qkv.shape[2]))
+            return super().norm_rope_cache(qkv, heads, norm, cos, sin, cache, index)
+        native = self._fitting(qkv.dtype, Native.fits_norm_rope_cache(qkv.shape[2]))
         if native is None:
-            return super().place_heads(qkv, heads, norm, cos, sin, cache, index)
+            return super().norm_rope_cache(qkv, heads, norm, cos, sin, cache, index)
         weight = None if norm is None else (norm.plain, norm.eps)
-        native.place(qkv, heads, weight, cos, sin, kept, index)
+        native.norm_rope_cache(qkv, heads, weight, cos, sin, kept, index)
         return qkv[:, :heads]

@@ -29,16 +29,16 @@ class CpuCapture(Capture):
         self._ranks = ranks
 
     def decodes(self, request: CaptureRequest) -> CapturedPasses | None:
-        most, states = max(request.max_rows * request.tokens, request.prompts), request.states
-        held = None if states is None else states.new_zeros(most, states.shape[1])
-        program = self.record(request.forward, request.windows, most, held)
+        max_tokens, states = max(request.max_rows * request.tokens, request.prompts), request.states
+        held = None if states is None else states.new_zeros(max_tokens, states.shape[1])
+        program = self.record(request.forward, request.windows, max_tokens, held)
         if program is None:
             return None
 
         def decode(batch: ForwardBatch) -> Tensor | None:
             return program.run(batch, with_short(next(iter(batch.plans.values())).rows))
 
-        return CapturedPasses((request.max_rows,), decode, most)
+        return CapturedPasses((request.max_rows,), decode, max_tokens)
 
     def native_pass(
         self,

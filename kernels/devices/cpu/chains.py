@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from kernels.core.arrays import Longs
 from kernels.core.attention_rows import TokenTable
 from kernels.core.operators import Draws
 from kernels.devices.cpu.native.library import Chain, Cycle, CycleOutput, Observation, Op, RowTokens, Table
@@ -25,8 +26,6 @@ from kernels.devices.prepared import (
 __all__ = ["cycle", "described", "observe", "verify"]
 
 _IDLE = 4
-
-Longs = npt.NDArray[np.int64]
 
 
 def described(table: TokenTable) -> Table:
@@ -54,10 +53,10 @@ def observe(
     native, where, rows = program.native, described(table), RowTokens()
     seen = _observation(ahead, inputs, left, states)
     before = (native.address, program.ops, program.count, ctypes.byref(where), ctypes.byref(rows), ctypes.byref(seen))
-    held = (program, table, where, inputs, left, states)
+    keep_alive = (program, table, where, inputs, left, states)
 
     def run(slots: Longs, starts: Longs, counts: Longs, features: npt.NDArray[np.int16] | None, places: Longs) -> None:
-        assert held
+        assert keep_alive
         rows.rows = len(slots)
         rows.slots, rows.starts, rows.counts = slots.ctypes.data, starts.ctypes.data, counts.ctypes.data
         if features is not None:
@@ -69,10 +68,10 @@ def observe(
 
 
 def _observation(ahead: int, inputs: Tensor, left: Tensor | None, states: Tensor | None) -> Observation:
-    seen = Observation(ahead=ahead, inputs=inputs.data_ptr(), width=inputs.shape[1])
+    observation = Observation(ahead=ahead, inputs=inputs.data_ptr(), width=inputs.shape[1])
     if left is not None and states is not None:
-        seen.left, seen.states, seen.kept = left.data_ptr(), states.data_ptr(), states.shape[1]
-    return seen
+        observation.left, observation.states, observation.kept = left.data_ptr(), states.data_ptr(), states.shape[1]
+    return observation
 
 
 def cycle(
@@ -85,10 +84,10 @@ def cycle(
     table: TokenTable,
     logits: Tensor,
     argmax: Longs,
-    broken: npt.NDArray[np.bool_],
+    nonfinite: npt.NDArray[np.bool_],
     features: npt.NDArray[np.int16] | None,
-    most: int,
-    longest: int,
+    max_drafts: int,
+    max_length: int,
 ) -> DraftCycle:
     """See ``NativePass.cycle``."""
     native, ids, room = model.native, draft.ids, len(draft.headed)
@@ -125,10 +124,10 @@ def cycle(
         ctypes.addressof(model.ops),
         model.count,
         argmax.ctypes.data,
-        broken.ctypes.data,
+        nonfinite.ctypes.data,
         ctypes.addressof(draws[2]),
-        most,
-        longest,
+        max_drafts,
+        max_length,
         ctypes.addressof(observing.ops),
         observing.count,
         seen,
@@ -138,32 +137,46 @@ def cycle(
     emitted, drafted, depths = np.zeros((3, room), dtype=np.int32)
     tokens, kept = np.zeros(len(argmax), dtype=np.int32), np.zeros(len(argmax), dtype=np.int64)
     ended = np.zeros(room, dtype=np.bool_)
-    found = CycleOutput(*[part.ctypes.data for part in (roots, accepted, emitted, drafted, depths, tokens, kept)])
-    found.ended = ended.ctypes.data
+    output = CycleOutput(*[part.ctypes.data for part in (roots, accepted, emitted, drafted, depths, tokens, kept)])
+    output.ended = ended.ctypes.data
     where = described(table)
     call = native.library.cycle
     before = (native.address, ctypes.byref(settings), ctypes.byref(where))
-    held: tuple[object, ...]
-    held = (model, observing, head, then, draft, places, table, logits, argmax, broken, features, chosen, unsound)
-    held += (drawn, unfit, draws, ended)
-    into = ctypes.byref(found)
+    keep_alive: tuple[object, ...]
+    keep_alive = (
+        model,
+        observing,
+        head,
+        then,
+        draft,
+        places,
+        table,
+        logits,
+        argmax,
+        nonfinite,
+        features,
+        chosen,
+        unsound,
+    )
+    keep_alive += (drawn, unfit, draws, ended)
+    into = ctypes.byref(output)
     last, at = np.zeros(0, dtype=np.int64), 0
 
     def run(
         slots: Longs, drafts: bytes, left: Longs | None, steps: int, how: Draws | None, unseen: bool
     ) -> tuple[CycleResult | None, bool]:
         nonlocal last, at
-        assert held
+        assert keep_alive
         rows = len(slots)
         if slots is not last:  # each question for an address takes a microsecond or more
             last, at = slots, slots.ctypes.data
         drawing = None if how is None else how.ctypes.data
-        most_left = None if left is None else left.ctypes.data
-        code = call(*before, at, rows, drafts, most_left, steps, drawing, unseen, into)
+        left_address = None if left is None else left.ctypes.data
+        code = call(*before, at, rows, drafts, left_address, steps, drawing, unseen, into)
         if code == _IDLE:
             rows = 0
         elif code:
-            return None, bool(found.seen)
+            return None, bool(output.seen)
         counts = accepted[:rows]
         total = int(counts[0]) if rows == 1 else int(counts.sum())
         result = CycleResult(
@@ -174,28 +187,28 @@ def cycle(
             drafted[:rows].tobytes(),
             depths[:rows].tobytes(),
             tokens[:total].tobytes(),
-            found.drafted_at,
-            bool(found.over),
+            output.drafted_at,
+            bool(output.over),
         )
-        return result, bool(found.seen)
+        return result, bool(output.seen)
 
     return run
 
 
 def verify(
-    program: Program, table: TokenTable, logits: Tensor, argmax: Longs, broken: npt.NDArray[np.bool_]
+    program: Program, table: TokenTable, logits: Tensor, argmax: Longs, nonfinite: npt.NDArray[np.bool_]
 ) -> VerifyChains:
     """See ``NativePass.verify``."""
     native, where, rows = program.native, described(table), RowTokens()
     drawn, unsound = np.zeros(len(argmax), dtype=np.int64), np.zeros(len(argmax), dtype=np.bool_)
     draw = native.drawing(logits, drawn, unsound)
     before = (native.address, program.ops, program.count, ctypes.byref(where), ctypes.byref(rows))
-    results, drawing = (argmax.ctypes.data, broken.ctypes.data), ctypes.byref(draw)
+    results, drawing = (argmax.ctypes.data, nonfinite.ctypes.data), ctypes.byref(draw)
     call = native.library.verify
-    held = (program, table, where, logits, argmax, broken, drawn, unsound)
+    keep_alive = (program, table, where, logits, argmax, nonfinite, drawn, unsound)
 
     def run(slots: Longs, roots: Longs, counts: Longs, tokens: Longs, draws: Draws | None) -> Longs | None:
-        assert held
+        assert keep_alive
         accepted = np.empty(len(slots), dtype=np.int64)
         rows.rows = len(slots)
         rows.slots, rows.starts, rows.counts = slots.ctypes.data, roots.ctypes.data, counts.ctypes.data

@@ -14,8 +14,8 @@ from kernels.devices.cpu import chains
 from kernels.devices.cpu.native.library import Head, RowTokens
 from kernels.devices.cpu.program import Program
 from kernels.devices.prepared import (
-    Advance,
     ChainDraftPasses,
+    DecodeCall,
     DraftCacheSlots,
     DraftCycle,
     NativePass,
@@ -40,8 +40,8 @@ class CpuPass:
         self._program.run_decodes(rows)
 
     def advance(
-        self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]
-    ) -> Advance:
+        self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], nonfinite: npt.NDArray[np.bool_]
+    ) -> DecodeCall:
         program = self._program
         native, result = program.native, np.zeros(len(argmax), dtype=np.int32)
         drawn, unsound = np.zeros(len(argmax), dtype=np.int64), np.zeros(len(argmax), dtype=np.bool_)
@@ -49,12 +49,12 @@ class CpuPass:
         described = chains.described(table)
         run = native.library.advance
         before = (native.address, program.ops, program.count, ctypes.byref(described))
-        results = (argmax.ctypes.data, broken.ctypes.data)
+        results = (argmax.ctypes.data, nonfinite.ctypes.data)
         where, drawing = result.ctypes.data, ctypes.byref(draw)
-        held = (program, table, logits, argmax, broken, drawn, unsound)
+        keep_alive = (program, table, logits, argmax, nonfinite, drawn, unsound)
 
         def advance(slots: npt.NDArray[np.int64], draws: Draws | None, masks: Masks | None) -> bytes | None:
-            assert held
+            assert keep_alive
             if draws is not None:
                 draw.b, draw.i2 = draws.ctypes.data, 0 if masks is None else masks.ctypes.data
             code = run(*before, slots.ctypes.data, len(slots), *results, None if draws is None else drawing, where)
@@ -76,21 +76,21 @@ class CpuPass:
         table: TokenTable,
         logits: Tensor,
         argmax: npt.NDArray[np.int64],
-        broken: npt.NDArray[np.bool_],
+        nonfinite: npt.NDArray[np.bool_],
         features: npt.NDArray[np.int16] | None,
-        most: int,
-        longest: int,
+        max_drafts: int,
+        max_length: int,
     ) -> DraftCycle:
         assert isinstance(draft.observe, CpuPass)
         assert isinstance(draft.head, CpuPass)
         assert isinstance(draft.then, CpuPass)
         passes = (self._program, draft.observe._program, draft.head._program, draft.then._program)
-        return chains.cycle(*passes, draft, places, table, logits, argmax, broken, features, most, longest)
+        return chains.cycle(*passes, draft, places, table, logits, argmax, nonfinite, features, max_drafts, max_length)
 
     def verify(
-        self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]
+        self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], nonfinite: npt.NDArray[np.bool_]
     ) -> VerifyChains:
-        return chains.verify(self._program, table, logits, argmax, broken)
+        return chains.verify(self._program, table, logits, argmax, nonfinite)
 
     def prefill(
         self,
@@ -98,22 +98,22 @@ class CpuPass:
         table: TokenTable,
         hidden: Tensor,
         last: Tensor,
-        found: PassLogits,
-        broken: npt.NDArray[np.bool_],
+        output: PassLogits,
+        nonfinite: npt.NDArray[np.bool_],
     ) -> PrefillCall:
         assert isinstance(head, CpuPass)
         model, then = self._program, head._program
         native, room = model.native, len(last)
         where, rows, tokens = chains.described(table), RowTokens(), np.zeros(room, dtype=np.int32)
         drawn, unsound = np.zeros(room, dtype=np.int64), np.zeros(room, dtype=np.bool_)
-        draw = native.drawing(found.logits, drawn, unsound)
+        draw = native.drawing(output.logits, drawn, unsound)
         ending = Head(
             ctypes.addressof(then.ops), then.count, hidden.data_ptr(), hidden.stride(0), last.data_ptr(), last.shape[1]
         )
         call = native.library.prefill
         before = (native.address, model.ops, model.count, *map(ctypes.byref, (where, rows, ending)))
-        results, drawing = (found.tokens.data_ptr(), broken.ctypes.data), ctypes.byref(draw)
-        held = (model, then, table, where, hidden, last, found, broken, drawn, unsound)
+        results, drawing = (output.tokens.data_ptr(), nonfinite.ctypes.data), ctypes.byref(draw)
+        keep_alive = (model, then, table, where, hidden, last, output, nonfinite, drawn, unsound)
 
         def prefill(
             slots: npt.NDArray[np.int64],
@@ -122,7 +122,7 @@ class CpuPass:
             draws: Draws | None,
             masks: Masks | None,
         ) -> bytes | None:
-            assert held
+            assert keep_alive
             rows.rows = len(slots)
             rows.slots, rows.starts, rows.counts = slots.ctypes.data, starts.ctypes.data, counts.ctypes.data
             if draws is not None:

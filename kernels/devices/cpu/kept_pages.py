@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
+
+from kernels.core.arrays import Ints, Longs
 
 __all__ = ["kept_pages"]
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 def kept_pages(pages: Ints, lengths: Longs, page_size: int, first: Longs | None = None) -> tuple[Ints, Longs]:

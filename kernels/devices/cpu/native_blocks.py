@@ -113,8 +113,8 @@ def _codes(rows: BlockRows | GroupedWeight, begin: int, end: int) -> Codes:
     return Codes(some.unpacked().unflatten(1, (-1, rows.group)), some.scales)
 
 
-def _blocks(found: Codes) -> tuple[list[Tensor | None], _Blocks]:
+def _blocks(codes: Codes) -> tuple[list[Tensor | None], _Blocks]:
     """And what must live until they were packed."""
-    parts = (found.codes, found.scales, found.zeros, found.whole, found.whole_zeros)
+    parts = (codes.codes, codes.scales, codes.zeros, codes.whole, codes.whole_zeros)
     held = [None if part is None else part.contiguous() for part in parts]
     return held, _Blocks(*(None if part is None else part.data_ptr() for part in held))

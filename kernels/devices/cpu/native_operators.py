@@ -60,7 +60,7 @@ class NativeOperators:
             self.building = start_build(source)
             if self.building is not None:
                 _log.info(
-                    "the native operators are compiled in the background, once on this machine, which takes a minute "
+                    "The native operators are compiled in the background, once on this machine, which takes a minute "
                     "or more; steps are slower until then"
                 )
 
@@ -75,7 +75,7 @@ class NativeOperators:
         self.current = Native(library, self.threads, self.batch_invariant)
         for layer in self._adopting:
             layer.adopt(self.current)
-        _log.info("the compiled native operators are in use now")
+        _log.info("The compiled native operators are in use now.")
         return True
 
     def wait(self) -> Native | None:
@@ -83,7 +83,7 @@ class NativeOperators:
         bf16 is slow.
         """
         if self.current is None and self.building is not None:
-            _log.info("the native operators are compiled, once on this machine, before the model is loaded")
+            _log.info("The native operators are compiled, once on this machine, before the model is loaded.")
             self.building.wait()
             self.renew()
         return self.current

@@ -26,7 +26,7 @@ __all__ = ["Cache8bit", "Native", "NativeWeight"]
 
 _EMBED, _ANGLES, _NORM = range(3)
 _ROTARY, _WRITE, _ATTENTION, _SILU, _EXPERTS, _GREEDY, _ADD = range(4, 11)
-_WRITE_8BIT, _FAKE_QUANTIZE, _PLACE, _DRAW = range(14, 18)
+_WRITE_8BIT, _FAKE_QUANTIZE, _NORM_ROPE_CACHE, _DRAW = range(14, 18)
 _CACHE_TYPES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
 _HEAD_DIMS = (32, 64, 96, 128, 256)
 
@@ -130,9 +130,9 @@ class Native(OperatorRunner):
         """As ``linear``, with a weight in blocks; ``gated``: in those of one type."""
         return self._multiply(x, weight.outputs // 2 if gated else weight.outputs, products(weight, bias, gated))
 
-    def _multiply(self, x: Tensor, width: int, found: MatmulOps) -> Tensor:
+    def _multiply(self, x: Tensor, width: int, ops: MatmulOps) -> Tensor:
         out = self._empty(len(x), width)
-        for op, first, kept in found:
+        for op, first, kept in ops:
             op.a, op.stride_a = x.data_ptr(), x.stride(0)
             op.out, op.stride_out = out[:, first:].data_ptr(), width
             op.invariant = self.batch_invariant
@@ -229,10 +229,10 @@ class Native(OperatorRunner):
         self._call(_of(op, cache), Step(len(keys_values), index=index.data_ptr()), *_held(cache))
 
     @staticmethod
-    def fits_place(dim: int) -> bool:
+    def fits_norm_rope_cache(dim: int) -> bool:
         return dim in _HEAD_DIMS
 
-    def place(
+    def norm_rope_cache(
         self,
         qkv: Tensor,
         heads: int,
@@ -251,7 +251,7 @@ class Native(OperatorRunner):
         kv_heads = (every - heads) // 2
         weight, eps = norm or (None, 0.0)
         op = Op(
-            kind=_PLACE,
+            kind=_NORM_ROPE_CACHE,
             a=qkv.data_ptr(),
             b=cos.data_ptr(),
             c=sin.data_ptr(),
@@ -318,17 +318,17 @@ class Native(OperatorRunner):
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The most likely ids int64 [rows] of ``logits`` [rows, vocab], and whether a row's are not to be used."""
-        tokens, broken = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
+        tokens, nonfinite = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
         op = Op(
             kind=_GREEDY,
             a=logits.data_ptr(),
-            b=broken.data_ptr(),
+            b=nonfinite.data_ptr(),
             out=tokens.data_ptr(),
             stride_a=logits.stride(0),
             i0=logits.shape[1],
         )
-        self._call(op, Step(len(logits)), tokens, broken)
-        return tokens, broken
+        self._call(op, Step(len(logits)), tokens, nonfinite)
+        return tokens, nonfinite
 
     def draw(
         self,
@@ -342,19 +342,19 @@ class Native(OperatorRunner):
     ) -> tuple[Tensor, Tensor]:
         """The same, sampled as ``draws`` [rows] say; see ``kernels.core.operators.Draw``. Never recorded."""
         count = len(draws)
-        tokens, broken = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.bool_)
-        op = self.drawing(logits, tokens, broken)
+        tokens, nonfinite = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.bool_)
+        op = self.drawing(logits, tokens, nonfinite)
         op.b, op.c, op.i1 = draws.ctypes.data, None if ids is None else ids.data_ptr(), vocab
         op.i2 = 0 if masks is None else masks.ctypes.data
         op.offsets = None if rows is None else rows.ctypes.data
         step = Step(count)
         step.positions = positions.data_ptr()
         self.library.run(self._engine, ctypes.byref(op), 1, step)
-        return torch.from_numpy(tokens), torch.from_numpy(broken)
+        return torch.from_numpy(tokens), torch.from_numpy(nonfinite)
 
-    def drawing(self, logits: Tensor, tokens: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]) -> Op:
-        """To draw of ``logits`` [rows, vocab] to ``tokens`` and ``broken`` [rows], but for how, which is its ``b``, and
-        the address of masks, its ``i2``."""
+    def drawing(self, logits: Tensor, tokens: npt.NDArray[np.int64], nonfinite: npt.NDArray[np.bool_]) -> Op:
+        """To draw of ``logits`` [rows, vocab] to ``tokens`` and ``nonfinite`` [rows], but for how, which is its ``b``,
+        and the address of masks, its ``i2``."""
         return Op(
             kind=_DRAW,
             a=logits.data_ptr(),
@@ -363,7 +363,7 @@ class Native(OperatorRunner):
             i0=logits.shape[1],
             i1=logits.shape[1],
             i3=-(-logits.shape[1] // 32),
-            i4=broken.ctypes.data,
+            i4=nonfinite.ctypes.data,
         )
 
     def empty_attention(self, queries: Tensor) -> Tensor:

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.core.arrays import Longs
 from kernels.core.attention_rows import AttentionRows
-from kernels.core.tree import MOST_NODES, chain_bits, unpack_bits, within_window
+from kernels.core.tree import MAX_NODES, chain_bits, unpack_bits, within_window
 from kernels.devices.cpu.operators import Cache8bit, Native
 from kernels.devices.cpu.program import step_of
-
-Longs = npt.NDArray[np.int64]
 
 __all__ = [
     "SHORT",
@@ -109,10 +108,10 @@ class AttentionPlanner:
         begin = 0
         while begin < len(order):
             longest = int(sizes[order[begin]])
-            least = 0 if longest <= SMALL_PAGES else longest // 2
+            min_length = 0 if longest <= SMALL_PAGES else longest // 2
             limit = begin + max(1, GATHER_TOKENS // (longest * self.page_size))
             end = begin + 1
-            while end < min(limit, len(order)) and sizes[order[end]] > least:
+            while end < min(limit, len(order)) and sizes[order[end]] > min_length:
                 end += 1
             taken = np.sort(order[begin:end])
             some = firsts[taken], first_pages[taken], lengths[taken]
@@ -213,10 +212,10 @@ def in_drafts(rows: AttentionRows) -> AttentionRows:
     first = rows.decodes + rows.verifies
     if first == len(rows.starts):
         return rows
-    parts = -(-rows.counts[first:] // MOST_NODES)
+    parts = -(-rows.counts[first:] // MAX_NODES)
     row = np.repeat(np.arange(first, len(rows.starts)), parts)
-    begin = (np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts)) * MOST_NODES
-    starts, counts = rows.starts[row] + begin, np.minimum(rows.counts[row] - begin, MOST_NODES)
+    begin = (np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts)) * MAX_NODES
+    starts, counts = rows.starts[row] + begin, np.minimum(rows.counts[row] - begin, MAX_NODES)
     return AttentionRows(
         np.concatenate((rows.starts[:first], starts)),
         np.concatenate((rows.counts[:first], counts)),
@@ -260,9 +259,9 @@ def native_attention(
 ) -> Tensor:
     """``paged_attention`` by native operators, whose plan it is."""
     out = native.empty_attention(queries)
-    step, held = step_of(plan.rows)
+    step, keep_alive = step_of(plan.rows)
     native.attention(queries, cache, step, plan.window, scale, out)
-    del held
+    del keep_alive
     return out
 
 
@@ -337,7 +336,7 @@ def _hidden(rows: AttentionRows, chosen: Longs, base: Longs, length: int, window
     bits = chain_bits(queries, torch.device("cpu")).expand(len(chosen), queries)
     if rows.tree is not None:
         bits = rows.tree[torch.from_numpy(chosen - rows.decodes), :queries]
-    seen = unpack_bits(within_window(bits, window), MOST_NODES).numpy()
+    seen = unpack_bits(within_window(bits, window), MAX_NODES).numpy()
     place = np.broadcast_to((base - roots)[:, None, None] + np.arange(length), (len(chosen), queries, length))
-    result = ~np.take_along_axis(seen, np.clip(place, 0, MOST_NODES - 1), 2) | (place >= MOST_NODES)
+    result = ~np.take_along_axis(seen, np.clip(place, 0, MAX_NODES - 1), 2) | (place >= MAX_NODES)
     return np.where(place < 0, place < seen.sum(2, keepdims=True) - window if window else False, result)

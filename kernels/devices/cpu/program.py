@@ -32,7 +32,7 @@ class Program:
     count: int
     out: Tensor
     states: Tensor | None
-    kept: list[object]
+    keep_alive: list[object]
 
     @classmethod
     def record(
@@ -58,7 +58,7 @@ class Program:
         except NotNative:
             return None
         ops = recording.ops
-        return cls(native, (Op * len(ops))(*ops), len(ops), out, states, recording.kept)
+        return cls(native, (Op * len(ops))(*ops), len(ops), out, states, recording.keep_alive)
 
     def run_decodes(self, rows: DecodeTokens) -> None:
         """Run the recorded operators; their outputs are the results."""
@@ -86,14 +86,14 @@ class Program:
             return None
         if self.states is not None and batch.states is not None:
             self.states[:count].copy_(batch.states)
-        step, held = step_of(rows)
+        step, keep_alive = step_of(rows)
         ids = batch.token_ids if batch.token_ids.dtype == torch.int32 else batch.token_ids.to(torch.int32)
         step.rows = count
         step.ids = ids.data_ptr()
         step.positions = batch.positions.data_ptr()
         step.index = batch.cache_index.data_ptr()
         self.native.run(self.ops, self.count, step)
-        del held
+        del keep_alive
         return self.out[:count]
 
 

@@ -68,9 +68,9 @@ class OperatorRunner:
     def run(self, ops: Any, count: int, step: Step) -> None:
         self.library.run(self._engine, ops, count, step)
 
-    def _call(self, op: Op, step: Step, *kept: object) -> None:
+    def _call(self, op: Op, step: Step, *keep_alive: object) -> None:
         if self._recording is not None:
-            self._recording.add(op, kept)
+            self._recording.add(op, keep_alive)
         else:
             self.library.run(self._engine, ctypes.byref(op), 1, step)
 
@@ -106,13 +106,13 @@ class Recording:
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self.ops: list[Op] = []
-        self.kept: list[object] = []
+        self.keep_alive: list[object] = []
         self._arena = _Arena()
-        self.kept.append(self._arena)
+        self.keep_alive.append(self._arena)
 
-    def add(self, op: Op, kept: tuple[object, ...]) -> None:
+    def add(self, op: Op, keep_alive: tuple[object, ...]) -> None:
         self.ops.append(op)
-        self.kept.extend(kept)
+        self.keep_alive.extend(keep_alive)
 
     def empty(self, rows: int, width: int) -> Tensor:
         if rows != self.rows:

@@ -89,10 +89,12 @@ class CudaCapture(Capture):
         config = self._config
         if config.disable_prompt_graphs or config.disable_graph_padding:  # no two such steps have the same numbers
             return None
-        most = min(config.max_step_tokens, config.graph_max_tokens or max(config.graph_tokens, default=_PROMPT_TOKENS))
+        largest = min(
+            config.max_step_tokens, config.graph_max_tokens or max(config.graph_tokens, default=_PROMPT_TOKENS)
+        )
         graphs = PromptGraphs(
             request,
-            prompt_sizes(config.graph_tokens, most, max_rows),
+            prompt_sizes(config.graph_tokens, largest, max_rows),
             self._caches.kv_heads,
             config.page_size,
             not config.all_prompt_graphs,
@@ -114,8 +116,10 @@ class CudaCapture(Capture):
         config = self._config
         if config.disable_graphs or self._experts.reads_back:
             return []
-        most = config.graph_max_rows or self._default_graph_rows()
-        return graph_sizes(config.graph_rows, most if tokens == 1 else max(_DRAFTING_ROWS, most // tokens), max_rows)
+        largest = config.graph_max_rows or self._default_graph_rows()
+        return graph_sizes(
+            config.graph_rows, largest if tokens == 1 else max(_DRAFTING_ROWS, largest // tokens), max_rows
+        )
 
     def _default_graph_rows(self) -> int:
         """Largest batch of graphs by default: graphs take memory and time to capture, so smaller on small devices."""

@@ -280,14 +280,14 @@ def invariant_attention_kernel(
         there = (line < each * group) & (query < count)
         place = token + query
         last = root + tl.minimum(query, count - 1)  # position that a query sees, all up to it
-        most = root + tl.minimum(first_query + each, count)
+        end = root + tl.minimum(first_query + each, count)
         if tree:
             path = tl.load(bits + row * bits_stride + first_query).to(tl.uint64, bitcast=True)
             node = tl.arange(0, 64)
             before = path & ((tl.full([64], 1, tl.int64) << node) - 1).to(tl.uint64, bitcast=True)
             turn = tl.where(((path >> node.to(tl.uint64)) & 1) != 0, ones(before), 1 << 30)
-            most = root + tl.sum((turn < 64).to(tl.int32), 0)
-            last = tl.zeros([lines], tl.int32) + most - 1
+            end = root + tl.sum((turn < 64).to(tl.int32), 0)
+            last = tl.zeros([lines], tl.int32) + end - 1
         mask = there[:, None] & (at < dim)[None, :]
         q = tl.load(queries + place[:, None] * query_stride + head[:, None] * dim + at[None, :], mask=mask, other=0.0)
         first = 0
@@ -296,16 +296,16 @@ def invariant_attention_kernel(
         top = tl.full([lines], -float("inf"), tl.float32)
         norm = tl.zeros([lines], tl.float32)
         total = tl.zeros([lines, dim_block], tl.float32)
-        for index in tl.range(first, (most + block - 1) // block, num_stages=stages):
+        for index in tl.range(first, (end + block - 1) // block, num_stages=stages):
             position = index * block + offset
             where = position
             if tree:
                 hidden = (turn[None, :] == (position - root)[:, None]).to(tl.int32)
                 where = tl.minimum(position, root) + tl.sum(hidden * node[None, :], 1)
-            page = tl.load(table + where // page_size, mask=position < most, other=0).to(tl.int64)
+            page = tl.load(table + where // page_size, mask=position < end, other=0).to(tl.int64)
             spot = (page * 2 * kv_heads + kv_head) * page_size + where % page_size
             keys = cache + spot[:, None] * dim + at[None, :]
-            inside = (position < most)[:, None] & (at < dim)[None, :]
+            inside = (position < end)[:, None] & (at < dim)[None, :]
             k = tl.load(keys, mask=inside, other=0.0).to(q.dtype)
             v = tl.load(keys + kv_heads * page_size * dim, mask=inside, other=0.0).to(q.dtype)
             score = tl.dot(q, tl.trans(k), input_precision=precision) * scale
@@ -335,17 +335,17 @@ def _attend(
     state: Tensor,
     pages: Tensor,
     bits: Tensor | None,
-    most: int,
+    end: int,
     window: int,
     scale: float,
     out: Tensor,
 ) -> None:
-    """``most``: queries of a row."""
+    """``end``: queries of a row."""
     _, heads, dim = queries.shape
     _, _, kv_heads, page_size, _ = cache.shape
     group, wide = heads // kv_heads, queries.element_size() == 4
     each = max(1, _LINES // group) if bits is None else 1
-    tiles = triton.cdiv(most, each)
+    tiles = triton.cdiv(end, each)
     pdl = overlapping(queries.device)
     invariant_attention_kernel[(len(state) * tiles, kv_heads)](
         queries,

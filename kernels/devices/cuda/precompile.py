@@ -28,7 +28,7 @@ from kernels.devices.cuda.launch import precompiling
 __all__ = ["of_each_kind", "precompile_passes"]
 
 _log = logging.getLogger("troupe.kernels.cuda")
-_MOST_THREADS = 8
+_MAX_THREADS = 8
 
 _Size = TypeVar("_Size", int, tuple[int, int])
 
@@ -46,7 +46,7 @@ def precompile_passes(passes: Callable[[], None], device: torch.device, pool: Ex
     if pool is not None:
         kernels = _compile(passes, device, pool)
     else:
-        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="troupe-compile") as own:
+        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="troupe-compile") as own:
             kernels = _compile(passes, device, own)
     _log.info("%d kernels are ready after %.2f s.", kernels, time.perf_counter() - begun)
 

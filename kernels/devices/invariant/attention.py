@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.core.arrays import Longs
 from kernels.core.attention_rows import AttentionRows
 from kernels.devices.invariant.elementwise import by_lines, pairwise_sum
 from kernels.devices.invariant.matmul import rows_alike
@@ -33,8 +34,6 @@ Read = Callable[[Tensor], Tensor]
 """Places in the cache int64 [n] -> their keys and values [n, 2, kv_heads, dim], floats of any size."""
 Put = Callable[[npt.NDArray[np.int64] | npt.NDArray[np.bool_]], Tensor]
 """How an array gets to the device."""
-
-Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -81,12 +80,12 @@ class InvariantPlan:
             result = self._groups[queries, numbers] = self._grouped(queries, max(1, _NUMBERS // numbers))
         return result
 
-    def _grouped(self, queries: int, most: int) -> list[_Group]:
+    def _grouped(self, queries: int, query_count: int) -> list[_Group]:
         groups: list[_Group] = []
         units: list[_Unit] = []
         blocks = 0
         for unit in self._units(queries):
-            if units and blocks + len(unit.blocks) > most:
+            if units and blocks + len(unit.blocks) > query_count:
                 groups.append(self._group(units, queries))
                 units, blocks = [], 0
             units.append(unit)
@@ -207,21 +206,21 @@ def attend(queries: Tensor, kv_heads: int, read: Read, plan: InvariantPlan, scal
     """``queries`` [tokens, heads, dim] -> [tokens, heads * dim] in their dtype; all sums are float32."""
     tokens, heads, dim = queries.shape
     wide = queries.float() * scale
-    most, lines = _queries(heads, kv_heads, dim, wide)
+    query_count, lines = _queries(heads, kv_heads, dim, wide)
     out = torch.empty((tokens, heads * dim), dtype=queries.dtype, device=queries.device)
     numbers = kv_heads * (2 * dim * _KEYS + 2 * lines * _KEYS)
-    for group in plan.groups(most, numbers):
-        result = _attend(wide, kv_heads, read, group, most, lines)
+    for group in plan.groups(query_count, numbers):
+        result = _attend(wide, kv_heads, read, group, query_count, lines)
         out.index_copy_(0, group.to, result.index_select(0, group.found).to(out.dtype))
     return out
 
 
-def _attend(queries: Tensor, kv_heads: int, read: Read, group: _Group, most: int, lines: int) -> Tensor:
+def _attend(queries: Tensor, kv_heads: int, read: Read, group: _Group, query_count: int, lines: int) -> Tensor:
     """-> float32 [units * most, heads * dim]."""
     _, heads, dim = queries.shape
     shared = heads // kv_heads
-    used = most * shared
-    apart = queries.index_select(0, group.query_tokens).view(-1, most, kv_heads, shared, dim).transpose(1, 2)
+    used = query_count * shared
+    apart = queries.index_select(0, group.query_tokens).view(-1, query_count, kv_heads, shared, dim).transpose(1, 2)
     units = len(apart)
     grouped = queries.new_zeros((units, kv_heads, lines, dim))
     grouped[:, :, :used] = apart.reshape(units, kv_heads, used, dim)
@@ -232,7 +231,7 @@ def _attend(queries: Tensor, kv_heads: int, read: Read, group: _Group, most: int
     scores = queries.new_empty((len(group.pairs), kv_heads, lines, _KEYS))
     for pair, (unit, block) in enumerate(group.pairs):
         torch.bmm(grouped[unit], keys[block], out=scores[pair])
-    scores[:, :, :used].unflatten(2, (most, shared)).masked_fill_(group.hidden, -torch.inf)
+    scores[:, :, :used].unflatten(2, (query_count, shared)).masked_fill_(group.hidden, -torch.inf)
     top = queries.new_full((units, kv_heads, lines), -torch.inf)
     highest = scores.amax(-1)
     for pairs, at in group.turns:
@@ -248,4 +247,6 @@ def _attend(queries: Tensor, kv_heads: int, read: Read, group: _Group, most: int
         norm[at] += sums[pairs]
         total[at] += parts[pairs]
     total = total[:, :, :used] / norm[:, :, :used].unsqueeze(-1)
-    return total.view(units, kv_heads, most, shared, dim).transpose(1, 2).reshape(units * most, heads * dim)
+    return (
+        total.view(units, kv_heads, query_count, shared, dim).transpose(1, 2).reshape(units * query_count, heads * dim)
+    )

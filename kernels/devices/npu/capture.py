@@ -42,8 +42,8 @@ class NpuCapture(Capture):
             return None
         if self._caches.dtype == torch.int8 and (tokens > 1 or any(request.windows)):
             return None  # a varying number of its pages is dequantized
-        most = config.graph_max_rows or self._default_graph_rows()
-        sizes = graph_sizes(config.graph_rows, most, request.max_rows)
+        max_rows = config.graph_max_rows or self._default_graph_rows()
+        sizes = graph_sizes(config.graph_rows, max_rows, request.max_rows)
         if tokens > 1:  # each padding token of a row needs a separate slot of the null page
             sizes = [size for size in sizes if size * tokens <= config.page_size]
         if not sizes:

@@ -31,7 +31,7 @@ from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8W
 
 __all__ = ["NpuExpertLayers", "NpuExperts"]
 
-_MOST = 65535
+_MAX_DIM = 65535
 """The largest dimension of npu_grouped_matmul."""
 _HALVES = (torch.bfloat16, torch.float16)
 _TILE = {2: (16, 16), 1: (16, 32)}
@@ -78,7 +78,7 @@ class NpuExperts(StackedExperts[_Stack]):
     @staticmethod
     def kind(weight: Tensor | QuantizedWeight, soc: Soc) -> tuple[object, ...] | None:
         """The kind that all experts of a layer must share; None if the operators of ``soc`` do not take the weight."""
-        if max(weight.shape) > _MOST or weight.dtype not in _HALVES:
+        if max(weight.shape) > _MAX_DIM or weight.dtype not in _HALVES:
             return None
         if isinstance(weight, Tensor):
             return (Tensor,)
@@ -96,7 +96,7 @@ class NpuExperts(StackedExperts[_Stack]):
         return None
 
     def stack(self, weights: Sequence[Projection]) -> _Stack:
-        before = ExpertInputs.of(weights)
+        before = ExpertInputs.from_weights(weights)
         floats = [weight for weight in weights if isinstance(weight, Tensor)]
         if floats:
             return _Stack(self._tiles(torch.stack([weight.t() for weight in floats])))

@@ -103,11 +103,11 @@ def check_cache(pages: int, page_size: int, kv_heads: int, dim: int) -> None:
             f"{kv_heads} key heads of {dim} are more than the {_KEY_ELEMENTS} elements of a token that the fused "
             "attention reads; use --attention-backend torch_native"
         )
-    most = _INT32 // (page_size * kv_heads * dim)
-    if pages > most:
+    max_pages = _INT32 // (page_size * kv_heads * dim)
+    if pages > max_pages:
         raise UnsupportedError(
             f"{pages} pages make a layer's cache larger than the fused attention can address; "
-            f"use --max-total-tokens {(most - 1) * page_size}"
+            f"use --max-total-tokens {(max_pages - 1) * page_size}"
         )
 
 

@@ -20,7 +20,7 @@ MX_BLOCK = 32
 """Inputs that share a scale."""
 
 _PAIR = 2 * MX_BLOCK
-_MOST = 65535
+_MAX_DIM = 65535
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -63,7 +63,7 @@ def mx_fits(weight: Fp8Weight, soc: Soc) -> bool:
         and weight.activation == "dynamic"
         and weight.dtype in _HALVES
         and weight.shape[1] % _PAIR == 0
-        and max(weight.shape) <= _MOST
+        and max(weight.shape) <= _MAX_DIM
     )
 
 

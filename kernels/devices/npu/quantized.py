@@ -10,9 +10,9 @@ from kernels.devices.npu.operators import FRACTAL_NZ
 from kernels.devices.npu.soc import Soc
 from kernels.weights.quantization.weights import Int8Weight, StaticActivation
 
-__all__ = ["MOST", "NpuInt8Linear", "NpuStaticLinear"]
+__all__ = ["MAX_DIM", "NpuInt8Linear", "NpuStaticLinear"]
 
-MOST = 65535
+MAX_DIM = 65535
 """The largest dimension of npu_quant_matmul."""
 
 _TILE = (16, 32)  # of int8
@@ -46,7 +46,7 @@ class NpuInt8Linear:
         return (
             weight.activation == "dynamic"
             and weight.dtype in (torch.bfloat16, torch.float16)
-            and max(weight.shape) <= MOST
+            and max(weight.shape) <= MAX_DIM
         )
 
 
@@ -90,7 +90,7 @@ class NpuStaticLinear:
     def fits(weight: Int8Weight) -> bool:
         """Whether the operators support the weight."""
         static = isinstance(weight.activation, StaticActivation)
-        return static and weight.dtype == torch.bfloat16 and max(weight.shape) <= MOST
+        return static and weight.dtype == torch.bfloat16 and max(weight.shape) <= MAX_DIM
 
 
 def _tiles(weight: Int8Weight, soc: Soc) -> Tensor:

@@ -18,7 +18,7 @@ import torch_npu
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
-from kernels.core.tree import MOST_NODES, unpack_bits, within_window
+from kernels.core.tree import MAX_NODES, unpack_bits, within_window
 from kernels.devices.npu.fused_attention import LayerCache
 
 __all__ = ["TreePart", "hidden_keys", "mask_keys", "plan_trees", "tree_attention"]
@@ -47,7 +47,7 @@ class TreePart:
 
 def mask_keys(columns: int, page_size: int) -> int:
     """Keys of a mask for page tables of ``columns``: with room for a tree that starts at their last token."""
-    return columns * page_size + MOST_NODES
+    return columns * page_size + MAX_NODES
 
 
 def plan_trees(rows: AttentionRows, window: int, page_size: int, put: Put) -> TreePart:
@@ -80,12 +80,12 @@ def hidden_keys(rows: AttentionRows, queries: int, keys: int, window: int, put: 
         bits = F.pad(bits, (0, queries - bits.shape[1]), value=1)
     given = rows.starts[rows.decodes : rows.decodes + rows.verifies] if rows.roots is None else rows.roots
     roots = put(given.astype(np.int64)).view(-1, 1, 1)
-    seen = unpack_bits(within_window(bits, window), MOST_NODES)
+    seen = unpack_bits(within_window(bits, window), MAX_NODES)
     place = torch.arange(keys, device=bits.device).view(1, 1, -1) - roots
     hidden = (place >= 0).to(torch.int8).repeat(1, queries, 1)
     if window:
         hidden |= (place < seen.sum(-1, keepdim=True) - window).to(torch.int8)
-    own = roots + torch.arange(MOST_NODES, device=bits.device)
+    own = roots + torch.arange(MAX_NODES, device=bits.device)
     hidden.scatter_(2, own.repeat(1, queries, 1), (~seen).to(torch.int8))
     return hidden.unsqueeze(1)
 

@@ -10,14 +10,14 @@ from kernels.weights.quantization.weights import GroupedWeight, Int8Weight, Quan
 
 __all__ = ["NpuWeightOnlyLinear", "fits_weight_only"]
 
-_MOST = 65535
+_MAX_DIM = 65535
 _GROUPS = 32
 """Divisor of the operator's group sizes."""
 
 
 def fits_weight_only(weight: QuantizedWeight) -> bool:
     """Whether the operator supports the weight."""
-    if weight.dtype not in (torch.bfloat16, torch.float16) or max(weight.shape) > _MOST:
+    if weight.dtype not in (torch.bfloat16, torch.float16) or max(weight.shape) > _MAX_DIM:
         return False
     if isinstance(weight, Int8Weight):
         return weight.activation is None

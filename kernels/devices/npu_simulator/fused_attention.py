@@ -21,10 +21,10 @@ __all__ = ["Attention"]
 LAYOUTS = ("TND", "BSND", "BSH", "BNSD")
 MASK = 2048
 TND_HEAD_DIMS = (128, 192, 256)
-MOST_ENTRIES = 4096
-MOST_RATIO = 64
-MOST_HEADS = 256
-MOST_HEAD_DIM = 512
+MAX_ENTRIES = 4096
+MAX_RATIO = 64
+MAX_HEADS = 256
+MAX_HEAD_DIM = 512
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Attention:
             self.need(self.key_scale is None, "key_antiquant_scale", "is for keys of int8")
         dims = {"TND": 3, "BSH": 3, "BSND": 4, "BNSD": 4}[self.layout]
         self.need(self.query.dim() == dims, "query", f"{self.layout} has {dims} dimensions, not {self.query.dim()}")
-        self.need(0 < self.heads <= MOST_HEADS, "num_heads", f"{self.heads} must be 1 to {MOST_HEADS}")
+        self.need(0 < self.heads <= MAX_HEADS, "num_heads", f"{self.heads} must be 1 to {MAX_HEADS}")
         axis = {"TND": 1, "BSND": 2, "BNSD": 1}.get(self.layout)
         if axis is not None:
             found = self.query.shape[axis]
@@ -85,10 +85,10 @@ class Attention:
             width = self.query.shape[-1]
             self.need(width % self.heads == 0, "num_heads", f"{self.heads} must divide the query's width {width}")
         ratio = self.heads / self.kv_heads
-        whole = ratio == int(ratio) and ratio <= MOST_RATIO
-        rule = f"{self.heads} query heads over {self.kv_heads} must be a whole number up to {MOST_RATIO}"
+        whole = ratio == int(ratio) and ratio <= MAX_RATIO
+        rule = f"{self.heads} query heads over {self.kv_heads} must be a whole number up to {MAX_RATIO}"
         self.need(whole, "num_key_value_heads", rule)
-        self.need(self.head_dim <= MOST_HEAD_DIM, "query", f"head dim {self.head_dim} is above {MOST_HEAD_DIM}")
+        self.need(self.head_dim <= MAX_HEAD_DIM, "query", f"head dim {self.head_dim} is above {MAX_HEAD_DIM}")
         if self.layout == "TND":
             dtypes(name, (torch.bfloat16,), query=self.query)  # facts 2.2: the documentation's TND is bf16 only
             rule = f"TND takes head dims {TND_HEAD_DIMS}, not {self.head_dim}: use BSND or pad the heads"
@@ -136,8 +136,8 @@ class Attention:
             self.need(ends == sorted(ends), "actual_seq_lengths", f"must be cumulative (no leading 0), is {ends[:8]}")
             rule = f"queryT must be equal to last actualSeqQ: {total} tokens, last entry {ends[-1]} (561002)"
             self.need(ends[-1] == total, "actual_seq_lengths", rule)
-            rule = f"{len(ends)} entries, {MOST_ENTRIES} are the most"
-            self.need(len(ends) <= MOST_ENTRIES, "actual_seq_lengths", rule)
+            rule = f"{len(ends)} entries, {MAX_ENTRIES} are the most"
+            self.need(len(ends) <= MAX_ENTRIES, "actual_seq_lengths", rule)
             self.need(self.kv_lengths, "actual_seq_lengths_kv", "TND needs the key lengths")
         elif self.lengths is not None:
             batch, longest = self.query.shape[0], self.query_tokens()

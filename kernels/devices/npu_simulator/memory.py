@@ -15,7 +15,7 @@ __all__ = ["NZ", "Aliases", "is_npu", "new_like"]
 
 NZ = 29
 
-MOST_CACHED = 65536
+MAX_CACHED = 65536
 
 
 def is_npu(value: Any) -> bool:
@@ -77,7 +77,7 @@ class Aliases:
         key = (address, size)
         result = self._storages.get(key)
         if result is None:
-            if len(self._storages) >= MOST_CACHED:
+            if len(self._storages) >= MAX_CACHED:
                 self._storages.clear()
             memory = (ctypes.c_byte * size).from_address(address)
             result = self._storages[key] = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()

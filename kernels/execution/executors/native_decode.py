@@ -34,7 +34,7 @@ class NativeDecode:
         self._state, self._sampler = loaded.slots, loaded.sampler
         self._features = None if unobserved or loaded.speculator is None else model.features
         self._draw, self._max_rows, self._unobserved = model.draw, max_rows, unobserved
-        self._advance = model.run.advance(loaded.slots.table, model.logits, model.tokens, model.broken)
+        self._advance = model.run.advance(loaded.slots.table, model.logits, model.tokens, model.nonfinite)
         self._checked: tuple[bytes, bytes, bytes] | None = (
             None  # slots, generations and counts of the last checked rows
         )
@@ -114,7 +114,7 @@ class NativeDecode:
         return RunningStep(lambda: result, True, self._context.idle_work if skipped_drafts else None)
 
     def advance(self) -> bytes | None:
-        """Run the rows that were checked last: see ``Advance``."""
+        """Run the rows that were checked last: see ``DecodeCall``."""
         state = self._state
         if state.stops and state.may_be_over(self._slots) and not state.left(self._slots).any():
             return b""

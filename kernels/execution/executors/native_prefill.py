@@ -81,8 +81,8 @@ class NativePrefill:
         heading = device.capture.native_pass(head, windows, max_rows, last)
         if heading is None:
             return None
-        logits, argmax, broken = kept[2:]
-        call = body.prefill(heading, loaded.slots.table, hidden, last, PassLogits(logits, argmax), broken.numpy())
+        logits, argmax, nonfinite = kept[2:]
+        call = body.prefill(heading, loaded.slots.table, hidden, last, PassLogits(logits, argmax), nonfinite.numpy())
         bits: npt.NDArray[np.int16] = features.view(torch.int16).numpy()
         return cls(context, call, bits, logits, max_rows, unobserved)
 

@@ -20,9 +20,10 @@ from torch import Tensor
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Linear, Norm, PendingResidual
 from kernels.devices.linear import norm_of_sum
-from kernels.models.config import ModelConfig
+from kernels.models.config import ModelConfig, QueryGrowth
 from kernels.models.layers import gqa
 from kernels.models.layers.builder import LayerBuilder
+from kernels.models.layers.rotary import alibi_slopes, grow
 
 __all__ = [
     "AttentionLayer",
@@ -59,7 +60,8 @@ class AttentionLayer(Protocol):
 
 class SelfAttention:
     """Attention of normed tokens, projected back. ``qkv``: the heads of queries, keys and values. ``norm``: of query
-    and key heads. ``sinks`` float32 [heads]: as ``Attention.attend_rows``."""
+    and key heads. ``sinks`` float32 [heads]: as ``Attention.attend_rows``. ``weights`` [dim]: of the rotated queries.
+    ``growth``: of these, too. ``plain``: ``Attention.attend_rows`` computes it in any case."""
 
     def __init__(
         self,
@@ -71,32 +73,57 @@ class SelfAttention:
         *,
         norm: Norm | None = None,
         sinks: Tensor | None = None,
+        weights: Tensor | None = None,
+        growth: QueryGrowth | None = None,
+        plain: bool = False,
     ) -> None:
         self.attention, self.rows, self.qkv, self.output = builder.ops.attention, builder.rows, qkv, output
         self.heads, self.total, self.dim = config.heads, config.heads + 2 * config.kv_heads, config.head_dim
-        self.window, self.norm, self.cap = window, norm, config.attention_cap
+        self.window, self.norm, self.cap = window, norm, config.attention_softcap
         self.scale = config.attention_scale or config.head_dim**-0.5
         refuse = builder.ops.elementwise.compose(lambda x: x, lambda x: x)
-        self.sinks = sinks
-        self._uncaptured = refuse if config.eager_attention else None  # it reads the host's rows
+        self.sinks, self.weights, self.growth = sinks, weights, growth
+        self.slopes, self.growth_length = None, config.growth_length
+        if config.alibi:
+            slopes = alibi_slopes(config.heads * builder.mesh.size)[builder.mesh.rank * config.heads :][: config.heads]
+            self.slopes = torch.tensor(slopes, device=builder.ops.torch_device)
+        self._unrecorded = None if weights is None and growth is None else refuse  # programs scale no queries
+        self._uncaptured = refuse if plain or config.row_attention else None  # it reads the host's rows
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
     ) -> Tensor:
         """As ``AttentionLayer``."""
         heads = self.qkv(x).view(-1, self.total, self.dim)
-        queries = self.attention.place_heads(heads, self.heads, self.norm, cos, sin, cache, batch.cache_index)
+        queries = self.attention.norm_rope_cache(heads, self.heads, self.norm, cos, sin, cache, batch.cache_index)
+        if self._unrecorded is not None:
+            queries = self._scaled(self._unrecorded(queries), batch.positions)
         if self._uncaptured is None:
             result = self.attention.attend(queries, cache, batch.plans[self.window], self.scale)
         else:
             queries, rows = self._uncaptured(queries), batch.rows
             assert rows is not None, "such attention is part of no captured pass"
-            result = self.attention.attend_rows(queries, cache, rows, self.window, self.scale, self.cap, self.sinks)
+            result = self.attention.attend_rows(
+                queries,
+                cache,
+                rows,
+                self.window,
+                self.scale,
+                self.cap,
+                self.sinks,
+                slopes=self.slopes,
+                growth_length=self.growth_length,
+            )
         if wanted is not None:
             result = result.index_select(0, wanted)
             if self.rows is not None:
                 self.rows.select(wanted)
         return self.output(result)
+
+    def _scaled(self, queries: Tensor, positions: Tensor) -> Tensor:
+        if self.weights is not None:
+            queries = queries * self.weights
+        return queries if self.growth is None else grow(queries, positions, self.growth)
 
 
 def attention(
@@ -110,7 +137,8 @@ def attention(
         )
     qkv = gqa.projection(builder, config, f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj")
     sinks = builder.source.take([f"{module}.sinks"]) if config.sinks else None
-    return SelfAttention(builder, config, qkv, builder.row_parallel(f"{module}.o_proj"), window, norm=norm, sinks=sinks)
+    output, growth = builder.row_parallel(f"{module}.o_proj"), config.query_growth
+    return SelfAttention(builder, config, qkv, output, window, norm=norm, sinks=sinks, growth=growth)
 
 
 def wide_attention(builder: LayerBuilder, config: ModelConfig, module: str, window: int) -> SelfAttention:
@@ -137,7 +165,8 @@ def wide_attention(builder: LayerBuilder, config: ModelConfig, module: str, wind
         elementwise.add_rows(values, None, out[:, last:])
         return out
 
-    return SelfAttention(builder, config, qkv, builder.row_parallel(f"{module}.o_proj"), window)
+    output = builder.row_parallel(f"{module}.o_proj")
+    return SelfAttention(builder, config, gqa.clipped(builder, config, qkv), output, window)
 
 
 def wide_norm(builder: LayerBuilder, module: str, eps: float, order: Sequence[int] | None = None) -> Norm | Linear:
@@ -184,10 +213,10 @@ class Block:
         attention: AttentionLayer,
         mlp: Linear,
         norms: Norms,
-        parallel: bool = False,
+        parallel_residual: bool = False,
     ) -> None:
         self.elementwise = builder.ops.elementwise
-        self.attention, self.mlp, self.norms, self.parallel = attention, mlp, norms, parallel
+        self.attention, self.mlp, self.norms, self.parallel_residual = attention, mlp, norms, parallel_residual
         factor = config.residual_scale
         self._scale = builder.ops.elementwise.compose(lambda x: x * factor, lambda x: x) if factor != 1.0 else None
 
@@ -218,7 +247,7 @@ class Block:
         result = self.attention(normed, cos, sin, cache, batch, wanted)
         if wanted is not None:
             normed, residual = normed.index_select(0, wanted), residual.index_select(0, wanted)
-        if self.parallel:
+        if self.parallel_residual:
             result = self.elementwise.add_pending(result, self.mlp(normed))
             return self._summand(result, None), residual
         result = self._summand(result, norms.after_attention)

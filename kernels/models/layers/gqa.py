@@ -11,14 +11,24 @@ from torch import Tensor
 from kernels.contract.caches import CacheGroup, Paged, Window
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Linear, Norm, PendingResidual
-from kernels.devices.attention import ProjectedHeads
+from kernels.devices.attention import QkvProjection
 from kernels.devices.linear import NormThenLinear, ResidualLinear
 from kernels.models.config import ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.rotary import rotary_order
 from kernels.weights.tensors import GgufPlace, Role, TensorSpec, by_inputs, by_outputs, linear, norm
 
-__all__ = ["Attention", "Heads", "attention", "caches", "head_order", "projection", "tensors", "wide_tensors"]
+__all__ = [
+    "Attention",
+    "Heads",
+    "attention",
+    "caches",
+    "clipped",
+    "head_order",
+    "projection",
+    "tensors",
+    "wide_tensors",
+]
 
 
 def tensors(config: ModelConfig, module: str, gguf: str, interleaved: bool = False) -> Iterator[TensorSpec]:
@@ -57,7 +67,7 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     paged = Paged(config.kv_heads, config.head_dim, config.head_dim)
     return tuple(
         CacheGroup(
-            Window(paged, window) if window else paged,
+            Window(paged, abs(window), window < 0) if window else paged,
             tuple(layer for layer, other in enumerate(config.windows) if other == window),
         )
         for window in dict.fromkeys(config.windows)
@@ -66,16 +76,25 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
 
 def head_order(config: ModelConfig) -> list[int] | None:
     """The order of each head's numbers in which halves rotate against one another; None: as they are stored."""
-    return rotary_order(config.head_dim, config.rotary_dim, config.pairs)
+    return rotary_order(config.head_dim, config.rotary_dim, config.rope_interleaved)
 
 
 def projection(builder: LayerBuilder, config: ModelConfig, *modules: str) -> Linear:
     """Queries, keys and values of ``modules``, the numbers of each query and key head in ``head_order``."""
     order, dim, rotated = head_order(config), config.head_dim, config.heads + config.kv_heads
     if order is None:
-        return builder.linear(*modules)
+        return clipped(builder, config, builder.linear(*modules))
     places = [head * dim + place for head in range(rotated) for place in order]
-    return builder.ordered([*places, *range(rotated * dim, (rotated + config.kv_heads) * dim)], *modules)
+    places += range(rotated * dim, (rotated + config.kv_heads) * dim)
+    return clipped(builder, config, builder.ordered(places, *modules))
+
+
+def clipped(builder: LayerBuilder, config: ModelConfig, projection: Linear) -> Linear:
+    """``projection`` of queries, keys and values, clamped where the model does so."""
+    limit = config.qkv_clip
+    if not limit:
+        return projection
+    return builder.ops.elementwise.compose(lambda x: projection(x).clamp_(-limit, limit), lambda x: x)
 
 
 def attention(builder: LayerBuilder, config: ModelConfig, module: str, window: int) -> Attention:
@@ -122,19 +141,22 @@ class Attention:
         norms: Norm | None = None,
         scale: float = 0.0,
     ) -> None:
-        self._make_heads, self._attend = builder.ops.attention.make_heads, builder.ops.attention.attend
+        self._make_qkv_projection, self._attend = (
+            builder.ops.attention.make_qkv_projection,
+            builder.ops.attention.attend,
+        )
         self.heads, self.qkv, self.output, self.window, self.head_norms = heads, qkv, output, window, norms
         self.scale, self.rows = scale or heads.dim**-0.5, builder.rows
 
-    def after_norm(self, projection: NormThenLinear) -> ProjectedHeads[Any]:
+    def after_norm(self, projection: NormThenLinear) -> QkvProjection[Any]:
         """All from ``projection``, of ``qkv``, up to attention."""
         heads = self.heads
-        return self._make_heads(projection, heads.count, heads.kv_count, heads.dim, self.head_norms)
+        return self._make_qkv_projection(projection, heads.count, heads.kv_count, heads.dim, self.head_norms)
 
     def forward(
         self, queries: Tensor, residual: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None = None
     ) -> tuple[PendingResidual, Tensor]:
-        """Attention of the placed ``queries`` [tokens, heads, dim], projected into the ``residual`` stream, as
+        """Attention of the rotated ``queries`` [tokens, heads, dim], projected into the ``residual`` stream, as
         ``ResidualLinear`` returns it. ``wanted`` int64 [rows]: of these tokens alone."""
         result = self._attend(queries, cache, batch.plans[self.window], self.scale)
         if wanted is not None:

@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kernels.contract.caches import CacheGroup, Latent
+from kernels.contract.caches import CacheGroup
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Linear
 from kernels.devices.latent_attention import LatentHeads
 from kernels.models.config import LatentConfig, ModelConfig
 from kernels.models.layers.builder import LayerBuilder
-from kernels.models.layers.rotary import rotary_order
+from kernels.models.layers.indexer import Indexer
+from kernels.models.layers.rotary import grow, rotary_order
 from kernels.weights.tensors import TensorSpec, by_inputs, by_outputs, linear, norm
 
 __all__ = ["LatentAttention", "attention", "caches", "tensors"]
@@ -58,20 +58,23 @@ def tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
     """One vector of each token, in every layer."""
-    latent = _sizes(config)
-    return (CacheGroup(Latent(latent.rank, latent.rope_dim), tuple(range(config.layers))),)
+    return (CacheGroup(_sizes(config).spec(), tuple(range(config.layers))),)
 
 
-def attention(builder: LayerBuilder, config: ModelConfig, module: str, window: int) -> LatentAttention:
+def attention(
+    builder: LayerBuilder, config: ModelConfig, module: str, window: int, indexer: Indexer | None = None
+) -> LatentAttention:
     """The layer of ``tensors``, without a ``window``."""
     assert not window, "latent attention sees all tokens"
-    return LatentAttention(builder, config, module)
+    return LatentAttention(builder, config, module, indexer)
 
 
 class LatentAttention:
-    """The layer of ``tensors``: attention of normed tokens, projected back."""
+    """The layer of ``tensors``: attention of normed tokens, projected back. ``indexer``: chooses what is attended to,
+    in this layer or in one before it; None: all tokens are."""
 
-    def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str) -> None:
+    def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str, indexer: Indexer | None = None) -> None:
+        self.indexer, self.module = indexer, module
         self.sizes = latent = _sizes(config)
         self.attention, self.rows = builder.ops.attention, builder.rows
         self.heads, self.scale, self.growth = config.heads, config.attention_scale, config.query_growth
@@ -99,6 +102,8 @@ class LatentAttention:
         else:
             both = _floats(builder, f"{module}.kv_b_proj").view(heads, -1, latent.rank)
             keys, values = both.split((latent.plain_dim, latent.value_dim), 1)
+        if latent.factor != 1.0:
+            keys, values = keys * latent.factor, values * latent.factor
         return LatentHeads(keys.contiguous(), values.transpose(1, 2).contiguous())
 
     def __call__(
@@ -106,16 +111,23 @@ class LatentAttention:
     ) -> Tensor:
         """As ``AttentionLayer``."""
         attention = self.attention
+        indexer = self.indexer
         queries, vectors = self.down(x).tensor_split((self.split,), 1)
         if self.queries is not None and self.query_norm is not None:
-            queries = self.queries(self.query_norm(queries.contiguous()))
+            compressed = self.query_norm(queries.contiguous())
+            if indexer is not None and indexer.module == self.module:
+                indexer.choose(x, compressed, cos, sin, cache.keys, batch)
+                cache = cache.vectors
+            queries = self.queries(compressed)
         queries = queries.view(len(x), self.heads, -1)
         queries = attention.place_latent(queries, vectors, self.norm, cos, sin, cache, batch.cache_index)
-        if self.growth[0]:
-            factor, length = self.growth
-            steps = torch.div(batch.positions, length, rounding_mode="floor").float()
-            queries = queries * (1.0 + factor * torch.log1p(steps)).to(queries.dtype).view(-1, 1, 1)
-        result = attention.attend_latent(queries, cache, batch, self.expansion, self.scale).flatten(1)
+        if self.growth is not None:
+            queries = grow(queries, batch.positions, self.growth)
+        if indexer is None or indexer.chosen is None:
+            result = attention.attend_latent(queries, cache, batch, self.expansion, self.scale).flatten(1)
+        else:
+            result = attention.attend_chosen(queries, cache, batch, self.expansion, self.scale, indexer.chosen)
+            result = result.flatten(1)
         if wanted is not None:
             result = result.index_select(0, wanted)
             if self.rows is not None:
@@ -144,10 +156,10 @@ def _head_order(config: ModelConfig, before: int, heads: int) -> list[int]:
     """The order of the outputs of ``heads`` in which the halves of their rotated parts, which follow ``before`` others,
     rotate against one another."""
     rotated = _sizes(config).rope_dim
-    order = rotary_order(rotated, rotated, config.pairs) or range(rotated)
+    order = rotary_order(rotated, rotated, config.rope_interleaved) or range(rotated)
     head = [*range(before), *(before + place for place in order)]
     return [index * len(head) + place for index in range(heads) for place in head]
 
 
 def _ordered(builder: LayerBuilder, config: ModelConfig, order: Sequence[int], *modules: str) -> Linear:
-    return builder.ordered(order, *modules) if config.pairs else builder.linear(*modules)
+    return builder.ordered(order, *modules) if config.rope_interleaved else builder.linear(*modules)

@@ -5,25 +5,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.core.operators import Linear
-from kernels.devices.experts import ExpertWeights, Routing
+from kernels.devices.experts import Experts, ExpertWeights, Routing
 from kernels.models.config import ExpertsConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.weights.tensors import GgufPlace, Role, StackedExpert, TensorSpec, by_inputs, by_outputs, linear
 
-__all__ = ["DEEPSEEK", "QWEN", "ExpertNames", "SparseFeedForward", "tensors"]
+__all__ = ["DEEPSEEK", "QWEN", "ExpertNames", "SparseFeedForward", "gelu_and_mul", "tensors"]
 
 
 @dataclass(frozen=True)
 class ExpertNames:
     """A checkpoint's names of a layer's expert block and of an expert's projections; and in the block of the expert
     that all tokens take, of the router, and of the correction of its scores, "": there is none. ``boxed``: it is
-    one row of a matrix. ``both``, ``down_of_all``: the tensors of all experts, in a layer."""
+    one row of a matrix. ``both``, ``down_of_all``: the tensors of all experts, in a layer. ``shared_parts``: gate, up
+    and down of the expert that all tokens take, where they are named otherwise."""
 
     block: str
     gate: str
@@ -35,6 +38,12 @@ class ExpertNames:
     boxed: bool = False
     both: str = "mlp.experts.gate_up_proj"
     down_of_all: str = "mlp.experts.down_proj"
+    shared_parts: tuple[str, str, str] | None = None
+
+    @property
+    def shared_projections(self) -> tuple[str, str, str]:
+        """Gate, up and down of the expert that all tokens take."""
+        return self.shared_parts or (self.gate, self.up, self.down)
 
 
 QWEN = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
@@ -51,12 +60,17 @@ def tensors(
     """
     block, stored = f"{layer}.{names.block}", f"{layer}.mlp"
     (router,) = linear(
-        f"{block}.{names.router}", (config.count, hidden), None, f"{gguf}.ffn_gate_inp", role=Role.ROUTER
+        f"{block}.{names.router}",
+        (config.count + config.identities, hidden),
+        None,
+        f"{gguf}.ffn_gate_inp",
+        role=Role.ROUTER,
     )
     yield router if block == stored else dataclasses.replace(router, aliases=(f"{stored}.gate.weight",))
     if names.correction:
         corrected = GgufPlace(f"{gguf}.exp_probs_b.bias")
-        shape = (1, config.count) if names.boxed else (config.count,)
+        count = config.count + config.identities
+        shape = (1, count) if names.boxed else (count,)
         other = () if block == stored else (f"{stored}.{names.correction}",)
         yield TensorSpec(f"{block}.{names.correction}", shape, Role.WIDE, None, corrected, other)
     inner, count = config.inner, config.count
@@ -74,11 +88,12 @@ def tensors(
             weight = f"{block}.experts.{expert}.{name}.weight"
             yield TensorSpec(weight, shape, role, split, apart, (), stacked)
     if config.shared:
-        name, width = f"{block}.{names.shared}", config.shared
-        outputs, inputs = by_outputs((width, width)), by_inputs(width, width)
-        yield from linear(f"{name}.{names.gate}", (width, hidden), outputs, f"{gguf}.ffn_gate_shexp")
-        yield from linear(f"{name}.{names.up}", (width, hidden), outputs, f"{gguf}.ffn_up_shexp")
-        yield from linear(f"{name}.{names.down}", (hidden, width), inputs, f"{gguf}.ffn_down_shexp", role=Role.DOWN)
+        name, width, bias = f"{block}.{names.shared}", config.shared, config.shared_bias
+        outputs, inputs, place = by_outputs((width, width)), by_inputs(width, width), f"{gguf}.ffn_down_shexp"
+        gate, up, last = names.shared_projections
+        yield from linear(f"{name}.{gate}", (width, hidden), outputs, f"{gguf}.ffn_gate_shexp", bias=bias)
+        yield from linear(f"{name}.{up}", (width, hidden), outputs, f"{gguf}.ffn_up_shexp", bias=bias)
+        yield from linear(f"{name}.{last}", (hidden, width), inputs, place, bias=bias, role=Role.DOWN)
         if config.weighted:
             yield from linear(f"{name}_gate", (1, hidden), None, f"{gguf}.ffn_gate_inp_shexp", role=Role.ROUTER)
 
@@ -89,8 +104,8 @@ class SharedExpert:
 
     def __init__(self, builder: LayerBuilder, names: ExpertNames, module: str, weighted: bool) -> None:
         self._elementwise = builder.ops.elementwise
-        self.gate_up = builder.gated(f"{module}.{names.gate}", f"{module}.{names.up}")
-        down = f"{module}.{names.down}"
+        *gates, down = (f"{module}.{name}" for name in names.shared_projections)
+        self.gate_up = builder.gated(*gates)
         builder.refuse_adapters((down,))
         self.down = builder.ops.linear.make_projection(builder.source.projection([down]), builder.row_bias(down))
         self.weight: Linear | None = None
@@ -113,7 +128,8 @@ class SparseFeedForward:
 
     def __init__(self, builder: LayerBuilder, config: ExpertsConfig, layer: str, names: ExpertNames = QWEN) -> None:
         block, source = f"{layer}.{names.block}", builder.source
-        self.group, self._routes = builder.mesh, builder.routes
+        self.group, self._routes, factor = builder.mesh, builder.routes, config.result_scale
+        self._scaled = builder.ops.elementwise.compose(lambda x: x * factor, lambda x: x) if factor != 1.0 else None
         experts = []
         for expert in range(config.count):
             name = f"{block}.experts.{expert}"
@@ -127,7 +143,7 @@ class SparseFeedForward:
         router = f"{block}.{names.router}"
         weight, bias = source.take([f"{router}.weight"]), source.biases([router])
         correction = source.take([f"{block}.{names.correction}"]) if names.correction else None
-        self.experts = builder.ops.experts.make(weight, bias, experts, _routing(config, correction))
+        self.experts = _experts(builder, config, weight, bias, experts, correction=correction)
         self.shared: SharedExpert | None = None
         if config.shared:
             self.shared = SharedExpert(builder, names, f"{block}.{names.shared}", config.weighted)
@@ -138,7 +154,42 @@ class SparseFeedForward:
         out = self.experts(x)
         if self.shared is not None:
             out = self.shared.add(x, out)
+        if self._scaled is not None:
+            out = self._scaled(out)
         return out if self.group.size == 1 else self.group.all_reduce(out)
+
+
+def _experts(
+    builder: LayerBuilder,
+    config: ExpertsConfig,
+    router: Tensor,
+    bias: Tensor | None,
+    experts: Sequence[ExpertWeights],
+    *,
+    correction: Tensor | None,
+) -> Experts:
+    """A device's kernels know SwiGLU's gates, and routers without caps, alone."""
+    layers, routing, cap = builder.ops.experts, _routing(config, correction), config.router_softcap
+    if config.activation == "silu" and not cap and not config.identities:
+        return layers.make(router, bias, experts, routing)
+    linear = layers.make_router(router, bias, routing)
+    capped = (
+        builder.ops.elementwise.compose(lambda x: torch.tanh(linear(x) / cap) * cap, lambda x: x) if cap else linear
+    )
+    return layers.make_in_turn(
+        capped,
+        experts,
+        routing,
+        "they have other gates, routers or neighbors than kernels know",
+        None if config.activation == "silu" else gelu_and_mul,
+        identities=config.identities if builder.mesh.rank == 0 else -config.identities,
+    )
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """``gelu(gate) * up`` of gate | up [tokens, 2 * n], by the approximation by tanh."""
+    gate, up = x.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def _routing(config: ExpertsConfig, correction: Tensor | None) -> Routing:
@@ -151,4 +202,5 @@ def _routing(config: ExpertsConfig, correction: Tensor | None) -> Routing:
         config.pair_sum,
         config.scale,
         correction,
+        config.jitter,
     )

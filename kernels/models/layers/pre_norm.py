@@ -21,7 +21,7 @@ from kernels.models.layers.gqa import Attention
 from kernels.models.layers.mlp import FeedForward
 from kernels.weights.tensors import TensorSpec, norm
 
-__all__ = ["PreNormLayer", "layer", "norm_tensors", "tensors"]
+__all__ = ["PreNormLayer", "layer", "norm_tensors", "stream_norm", "tensors"]
 
 
 def tensors(config: ModelConfig, module: str, gguf: str = "", interleaved: bool = False) -> Iterator[TensorSpec]:
@@ -32,9 +32,18 @@ def tensors(config: ModelConfig, module: str, gguf: str = "", interleaved: bool 
 
 
 def norm_tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
-    """The norms before attention and before the feed-forward layer."""
-    yield norm(f"{module}.input_layernorm", config.hidden_size, f"{gguf}.attn_norm")
-    yield norm(f"{module}.post_attention_layernorm", config.hidden_size, f"{gguf}.ffn_norm")
+    """The norms before attention and before the feed-forward layer, which is the same one where both are parallel."""
+    yield from stream_norm(config, f"{module}.input_layernorm", f"{gguf}.attn_norm")
+    if not config.parallel_residual:
+        yield from stream_norm(config, f"{module}.post_attention_layernorm", f"{gguf}.ffn_norm")
+
+
+def stream_norm(config: ModelConfig, module: str, gguf: str = "") -> Iterator[TensorSpec]:
+    """A norm of the residual stream."""
+    weight = norm(module, config.hidden_size, gguf)
+    yield weight
+    if config.norm_bias:
+        yield weight.bias()
 
 
 def layer(builder: LayerBuilder, config: ModelConfig, module: str, window: int) -> PreNormLayer:

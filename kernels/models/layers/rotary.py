@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kernels.core.operators import Linear
 from kernels.devices.base import Device
-from kernels.models.config import RopeConfig
+from kernels.models.config import QueryGrowth, RopeConfig
 
-__all__ = ["RotaryEmbedding", "inverse_frequencies", "rotary_order"]
+__all__ = ["RotaryEmbedding", "alibi_slopes", "grow", "inverse_frequencies", "rotary_order"]
 
 
 class RotaryEmbedding:
@@ -52,6 +52,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, context: int = 0) -> 
     match config.kind:
         case "none":
             return torch.zeros_like(base), 1.0
+        case "proportional":
+            return 1.0 / (config.theta ** (pairs * head_dim / config.head_dim)) / config.factor, 1.0
         case "linear":
             return base / config.factor, 1.0
         case "llama3":
@@ -66,17 +68,31 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, context: int = 0) -> 
     return base, 1.0
 
 
-def rotary_order(head_dim: int, rotary_dim: int, pairs: bool) -> list[int] | None:
+def grow(queries: Tensor, positions: Tensor, growth: QueryGrowth) -> Tensor:
+    """``queries`` [tokens, heads, dim] at ``positions`` int64 [tokens], grown."""
+    steps = torch.div(positions + growth.shift, growth.tokens, rounding_mode="floor").float()
+    return queries * (1.0 + growth.factor * torch.log1p(steps)).to(queries.dtype).view(-1, 1, 1)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Of each head: powers of ``2 ** (-8 / n)``, for n the greatest power of two up to ``heads``; those of more heads
+    lie between these (Press et al., arXiv 2108.12409)."""
+    power = 1 << (heads.bit_length() - 1)
+    first = [2.0 ** (-8 * head / power) for head in range(1, power + 1)]
+    return first + [2.0 ** (-4 * head / power) for head in range(1, 2 * (heads - power), 2)]
+
+
+def rotary_order(head_dim: int, rotary_dim: int, interleaved: bool) -> list[int] | None:
     """The order of a head's numbers in which number i rotates against number ``i + head_dim / 2``; None: as they are.
 
-    ``rotary_dim``: so many of them are rotated, the first ones. ``pairs``: each against its neighbor, else halves
+    ``rotary_dim``: so many of them are rotated, the first ones. ``interleaved``: each against its neighbor, else halves
     against one another. Queries and keys in the same order have the same products.
     """
-    if rotary_dim == head_dim and not pairs:
+    if rotary_dim == head_dim and not interleaved:
         return None
     rotated, others = list(range(rotary_dim)), list(range(rotary_dim, head_dim))
     half, rest = rotary_dim // 2, len(others) // 2
-    first, second = (rotated[::2], rotated[1::2]) if pairs else (rotated[:half], rotated[half:])
+    first, second = (rotated[::2], rotated[1::2]) if interleaved else (rotated[:half], rotated[half:])
     return [*first, *others[:rest], *second, *others[rest:]]
 
 

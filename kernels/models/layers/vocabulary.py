@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.contract.errors import ConfigError
 from kernels.core.operators import Linear, Lookup
 from kernels.devices.linear import TableLookup
 from kernels.distributed.group import Group
 from kernels.models.config import ModelConfig
 from kernels.models.layers.builder import ModelBuilder
+from kernels.weights.quantization.weights import Projection
 from kernels.weights.tensors import TensorSpec, embedding, output
 
 __all__ = ["VocabularyEmbedding", "VocabularyHead", "tensors", "vocabulary"]
@@ -20,8 +23,11 @@ __all__ = ["VocabularyEmbedding", "VocabularyHead", "tensors", "vocabulary"]
 def tensors(config: ModelConfig, embed: str = "model.embed_tokens", head: str = "lm_head") -> Iterator[TensorSpec]:
     """The table of embeddings, and the output where it has a weight of its own."""
     yield embedding(embed, config.vocab_size, config.hidden_size, "token_embd")
+    weight = output(head, config.vocab_size, config.hidden_size, "output")
     if not config.tied_embeddings:
-        yield output(head, config.vocab_size, config.hidden_size, "output")
+        yield weight
+    if config.head_bias:
+        yield weight.bias()
 
 
 def vocabulary(
@@ -38,16 +44,38 @@ def vocabulary(
     if config.tied_embeddings and builder.fp32_head:
         floats = builder.source.take([f"{embed}.weight"])
         linear = ops.linear.make_float_head(floats, True)
-        return _ends(builder, config, ops.linear.make_lookup(floats), linear, len(floats))
+        return _ends(
+            builder, config, ops.linear.make_lookup(floats), _biased(builder, config, linear, head), len(floats)
+        )
     table = builder.source.table(embed)
     if config.tied_embeddings:
         lookup, linear = ops.linear.make_tied(table)
     else:
         lookup = ops.linear.make_lookup(table)
-        weight = builder.source.projection([head])
+        weight = _normed(builder, config, builder.source.projection([head]))
         layers = ops.linear
         linear = layers.make_float_head(weight, False) if builder.fp32_head else layers.make_projection(weight, None)
-    return _ends(builder, config, lookup, linear, table.shape[0])
+    return _ends(builder, config, lookup, _biased(builder, config, linear, head), table.shape[0])
+
+
+def _normed(builder: ModelBuilder, config: ModelConfig, weight: Projection) -> Projection:
+    """The weight of the output, whose rows or columns have a length of one where the model asks for it."""
+    if not config.head_norm:
+        return weight
+    if not isinstance(weight, Tensor):
+        raise ConfigError(f"the output of {config.architecture} is normed when it is loaded; leave it unquantized")
+    wide = weight.float()
+    if config.head_norm == "rows":
+        return F.normalize(wide).to(weight.dtype)
+    squares = wide.square().sum(0, keepdim=True)
+    length = (squares if builder.mesh.size == 1 else builder.mesh.all_reduce(squares)).sqrt()
+    return (wide / length.clamp(min=1e-7)).to(weight.dtype)
+
+
+def _biased(builder: ModelBuilder, config: ModelConfig, linear: Linear, head: str) -> Linear:
+    """``linear`` with the output's bias, if the model has one."""
+    bias = builder.source.biases([head]) if config.head_bias else None
+    return linear if bias is None else builder.ops.elementwise.compose(lambda x: linear(x) + bias, lambda x: x)
 
 
 def _ends(
@@ -56,8 +84,8 @@ def _ends(
     """Embedding and output head, with the factors and the cap that the model has."""
     compose, mesh = builder.ops.elementwise.compose, builder.mesh
     lookup = _scaled(builder, config, lookup)
-    if (scale := config.logit_scale) != 1.0 or config.logit_cap:
-        cap, logits = config.logit_cap, linear
+    if (scale := config.logit_scale) != 1.0 or config.logit_softcap:
+        cap, logits = config.logit_softcap, linear
 
         def scaled(x: Tensor) -> Tensor:
             result = logits(x) * scale if scale != 1.0 else logits(x)

@@ -24,7 +24,7 @@ from kernels.contract.speculation import SpeculativeSettings
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import PendingResidual
-from kernels.core.tree import MOST_NODES, Drafts, chain
+from kernels.core.tree import MAX_NODES, Drafts, chain
 from kernels.devices.capture import CaptureRequest
 from kernels.devices.linear import norm_of_sum
 from kernels.devices.prepared import CapturedPasses, VerifyOutputs
@@ -143,8 +143,8 @@ class DflashDrafter(Drafter):
         checkpoint = open_checkpoint(context)
         layers = self.captured_layers(settings, context.full_config)
         block = settings.block_size or settings.num_draft_tokens
-        if not 2 <= block <= MOST_NODES:
-            raise ConfigError(f"--speculative-dflash-block-size must be 2 to {MOST_NODES}, not {block}")
+        if not 2 <= block <= MAX_NODES:
+            raise ConfigError(f"--speculative-dflash-block-size must be 2 to {MAX_NODES}, not {block}")
         self._context, self._block = context, block
         self._features = len(layers) * context.full_config.hidden_size
         self._mask = checkpoint.setting("dflash_config", "mask_token_id")
@@ -160,14 +160,14 @@ class DflashDrafter(Drafter):
         self._blocks: CapturedPasses | None = None  # prepared passes over blocks
         device = context.device.torch_device
         self._ahead = torch.arange(block, device=device)
-        self._everything = torch.full((1, block), (1 << block) - 1 if block < MOST_NODES else -1, device=device)
+        self._everything = torch.full((1, block), (1 << block) - 1 if block < MAX_NODES else -1, device=device)
         self.parameters, self.weight_bytes = self._model.parameters, self._model.weight_bytes
         model = self._model.config
         layer_bytes = context.device.cache.token_bytes(model.kv_heads, model.head_dim, context.dtype)
         self.cache_bytes = model.layers * layer_bytes
         self.spare_bytes = self._places.spare_tokens * self.cache_bytes
-        self.most_nodes = min(block, settings.num_draft_tokens)
-        self.depth = self.most_nodes - 1
+        self.max_nodes = min(block, settings.num_draft_tokens)
+        self.depth = self.max_nodes - 1
 
     @classmethod
     def captured_layers(cls, settings: SpeculativeSettings, model: ModelConfig) -> tuple[int, ...]:
@@ -204,15 +204,15 @@ class DflashDrafter(Drafter):
             dtype=context.dtype,
             features=self._features,
             block=self._block,
-            nodes=self.most_nodes,
+            nodes=self.max_nodes,
             mask=self._mask,
             rows=rows,
         )
         return NativeBlockDrafts.make(context.device, state, self._places, blocks)
 
-    def observe(self, seen: Observation) -> None:
-        assert seen.features is not None, "made from features"
-        self._model.observe(seen.features, seen.positions, seen.cache_index, self._caches)
+    def observe(self, observation: Observation) -> None:
+        assert observation.features is not None, "made from features"
+        self._model.observe(observation.features, observation.positions, observation.cache_index, self._caches)
 
     def draft(self, rows: DraftRows) -> Drafts:
         count, block, device = len(rows.slots), self._block, self._context.device
@@ -232,7 +232,7 @@ class DflashDrafter(Drafter):
         )
         hidden = None if self._blocks is None else self._blocks.run(batch)
         hidden = self._model.forward(batch, self._caches) if hidden is None else hidden
-        wanted = self.most_nodes
+        wanted = self.max_nodes
         logits = self._model.head(hidden.view(count, block, -1)[:, 1:wanted].flatten(0, 1))
         drafted = self._sampler.best(logits, rows.noise, rows.root_positions, self._ahead[1:wanted])
         tokens = torch.cat((tokens[:, :1], drafted.view(count, -1)), 1)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.contract.step import Admission
+from kernels.core.arrays import Longs
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm, PendingResidual
 from kernels.core.tree import Drafts, DraftTree
@@ -27,6 +28,7 @@ from kernels.distributed.group import Group
 from kernels.models.config import ModelConfig
 from kernels.models.layers import block, gqa, mla, mlp, moe
 from kernels.models.layers.block import AttentionLayer
+from kernels.models.layers.indexer import Indexer
 from kernels.models.layers.rotary import RotaryEmbedding
 from kernels.models.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from kernels.speculation.drafter import AcceptedRows, Drafter, DrafterContext, DraftRows, Observation
@@ -38,9 +40,6 @@ from kernels.speculation.token_map import head_rows, read_token_map
 from kernels.state.slots import SlotTable
 
 __all__ = ["HeadDrafter", "HeadLayer", "HeadModel", "SharedEnds", "SparseHeadLayer", "open_checkpoint"]
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 def open_checkpoint(context: DrafterContext) -> DraftCheckpoint:
@@ -112,11 +111,12 @@ class SparseHeadLayer:
 
     def __init__(self, weights: DraftWeights, prefix: str, context: DrafterContext) -> None:
         config, builder, name = weights.local, weights.builder, f"{prefix}.self_attn"
-        self.attention: AttentionLayer = (
-            block.attention(builder, config, name, config.windows[0])
-            if config.latent is None
-            else mla.attention(builder, config, name, 0)
-        )
+        self.attention: AttentionLayer
+        if (latent := config.latent) is None:
+            self.attention = block.attention(builder, config, name, config.windows[0])
+        else:
+            indexer = Indexer(builder, latent.index, name, latent.rope_dim) if latent.index is not None else None
+            self.attention = mla.attention(builder, config, name, 0, indexer)
         norm_weight = weights.take([f"{prefix}.post_attention_layernorm.weight"])
         self.norm = context.device.elementwise.make_norm(norm_weight, config.norm_eps)
         assert config.experts is not None
@@ -181,7 +181,7 @@ class HeadDrafter(Drafter):
         self._expansion = Expansion(context, model)
         self.parameters, self.weight_bytes = model.weights.parameters, model.weights.weight_bytes
         self.cache_bytes = self._expansion.cache_bytes
-        self.depth, self.most_nodes = context.settings.num_steps, context.settings.num_draft_tokens
+        self.depth, self.max_nodes = context.settings.num_steps, context.settings.num_draft_tokens
         shape = (context.config.max_slots, model.width)
         self._states = torch.zeros(shape, dtype=context.dtype, device=context.device.torch_device)
         self.spare_bytes = self._expansion.spare_bytes
@@ -197,8 +197,8 @@ class HeadDrafter(Drafter):
         self._expansion.capture(agree)
         self._early = self._expansion.prepare_early(self._model, self._states, agree, ends)
 
-    def reach(self) -> int:
-        return 0 if self._early is None else self._early.reach
+    def early_positions(self) -> int:
+        return 0 if self._early is None else self._early.early_positions
 
     def draft_early(self, accepted: AcceptedRows) -> DraftTree | None:
         if self._early is None or not self._early.size(len(accepted.roots)):
@@ -218,11 +218,11 @@ class HeadDrafter(Drafter):
     def admit(self, admission: Admission, tokens: npt.NDArray[np.int32]) -> None:
         self._observed[admission.slot] = -1
 
-    def observe(self, seen: Observation) -> None:
-        assert seen.features is not None, "made from features"
-        self._observed[seen.slots] = seen.starts + seen.counts
-        states = self._expansion.observe(seen, seen.next_tokens, self._model.start(seen.features))
-        self._states.index_copy_(0, seen.device_slots, states.index_select(0, seen.last))
+    def observe(self, observation: Observation) -> None:
+        assert observation.features is not None, "made from features"
+        self._observed[observation.slots] = observation.starts + observation.counts
+        states = self._expansion.observe(observation, observation.next_tokens, self._model.start(observation.features))
+        self._states.index_copy_(0, observation.device_slots, states.index_select(0, observation.last))
 
     def draft(self, rows: DraftRows) -> Drafts:
         drafts = self._expansion.draft(rows, self._states.index_select(0, rows.device_slots))

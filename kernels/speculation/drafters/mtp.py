@@ -30,6 +30,7 @@ from torch import Tensor
 
 from kernels.contract.errors import ConfigError, LoadError
 from kernels.contract.step import Admission
+from kernels.core.arrays import Ints, Longs
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.tree import Drafts, DraftTree, chain
@@ -46,9 +47,6 @@ from kernels.state.slots import SlotTable
 from kernels.weights.tensors import Tensors, TensorSpec
 
 __all__ = ["DEEPSEEK", "MIMO", "Layout", "MtpDrafter", "MtpModel", "MultiHeads"]
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 class MultiHeads(Drafter):
@@ -69,7 +67,7 @@ class MultiHeads(Drafter):
         config, slots = heads[0].config, context.config.max_slots
         layer_bytes = context.device.cache.token_bytes(config.kv_heads, config.head_dim, context.dtype)
         self.cache_bytes = len(heads) * layer_bytes
-        self.depth, self.most_nodes = self._kept, min(self._kept + 1, context.settings.num_draft_tokens)
+        self.depth, self.max_nodes = self._kept, min(self._kept + 1, context.settings.num_draft_tokens)
         shape = (slots * self._kept, config.hidden_size)
         self._features = torch.zeros(shape, dtype=context.dtype, device=context.device.torch_device)
         self._states = torch.zeros_like(self._features)
@@ -86,26 +84,30 @@ class MultiHeads(Drafter):
     def admit(self, admission: Admission, tokens: Ints) -> None:
         self._held[admission.slot] = 0
 
-    def observe(self, seen: Observation) -> None:
-        assert seen.features is not None, "made from features"
+    def observe(self, observation: Observation) -> None:
+        assert observation.features is not None, "made from features"
         # Earlier positions, whose tokens were not all known, run again if their features are stored.
-        again = np.where(self._next[seen.slots] == seen.starts, np.minimum(self._held[seen.slots], self._kept - 1), 0)
-        starts, counts = seen.starts - again, seen.counts + again
+        again = np.where(
+            self._next[observation.slots] == observation.starts,
+            np.minimum(self._held[observation.slots], self._kept - 1),
+            0,
+        )
+        starts, counts = observation.starts - again, observation.counts + again
         rows = np.repeat(np.arange(len(starts)), counts)
         place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)  # in its row
         positions = starts[rows] + place
-        new = np.cumsum(seen.counts) - seen.counts
-        kept = seen.slots[rows] * self._kept + self._kept - again[rows] + place
+        new = np.cumsum(observation.counts) - observation.counts
+        kept = observation.slots[rows] * self._kept + self._kept - again[rows] + place
         count = len(self._features)
         source = np.where(place < again[rows], kept, count + new[rows] + place - again[rows])
-        features = torch.cat((self._features, seen.features)).index_select(0, self._put(source))
-        table, at = seen.table.view(-1), self._after(seen.slots[rows], positions, seen.table)
-        index = self._index(rows, positions, seen.pages)
-        plans = self._plans(observed_rows(starts, counts, seen.pages))
+        features = torch.cat((self._features, observation.features)).index_select(0, self._put(source))
+        table, at = observation.table.view(-1), self._after(observation.slots[rows], positions, observation.table)
+        index = self._index(rows, positions, observation.pages)
+        plans = self._plans(observed_rows(starts, counts, observation.pages))
         last = np.cumsum(counts) - 1
         behind = np.arange(self._kept) - self._kept + 1
         keep = self._put(np.maximum(last[:, None] + behind, (last - counts + 1)[:, None]).reshape(-1))
-        into = self._put((seen.slots[:, None] * self._kept + np.arange(self._kept)).reshape(-1))
+        into = self._put((observation.slots[:, None] * self._kept + np.arange(self._kept)).reshape(-1))
         self._features.index_copy_(0, into, features.index_select(0, keep))
         states = features
         for number, (head, cache) in enumerate(zip(self._heads, self._caches, strict=True)):
@@ -113,8 +115,8 @@ class MultiHeads(Drafter):
             states = head.forward(batch, states, [cache])
             if number == 0:
                 self._states.index_copy_(0, into, states.index_select(0, keep))
-        self._held[seen.slots] = np.minimum(counts, self._kept)
-        self._next[seen.slots] = seen.starts + seen.counts
+        self._held[observation.slots] = np.minimum(counts, self._kept)
+        self._next[observation.slots] = observation.starts + observation.counts
 
     def draft(self, rows: DraftRows) -> Drafts:
         steps = max(1, min(rows.steps, self._kept, int(rows.limits.max())))
@@ -147,7 +149,7 @@ class MultiHeads(Drafter):
                 )
             logits = self._heads[step].logits(states.index_select(0, last))
             tokens[:, step + 1] = self._sampler.best(logits, rows.noise, rows.root_positions, 1 + step)
-        nodes = np.where(known, np.minimum(rows.limits, min(steps, self.most_nodes - 1)), 0) + 1
+        nodes = np.where(known, np.minimum(rows.limits, min(steps, self.max_nodes - 1)), 0) + 1
         return Drafts(chain(tokens[:, : steps + 1]), nodes)
 
     def _put(self, array: Longs) -> Tensor:
@@ -241,8 +243,9 @@ class MtpModel:
             )
         prefixes = prefixes[:count]
         architecture = context.full_config.architecture
-        experts = {"first_k_dense_replace": 0, "mlp_layer_types": None}  # a head has them as the last layers do
-        whole = checkpoint.config(architecture, 1, prefixes[0], layer_types=None, sliding_window=None, **experts)
+        # A head has experts as the last layers do, and an indexer of its own.
+        own = {"first_k_dense_replace": 0, "mlp_layer_types": None, "indexer_types": None, "index_topk_pattern": None}
+        whole = checkpoint.config(architecture, 1, prefixes[0], layer_types=None, sliding_window=None, **own)
         if whole.latent is not None and count > 1:
             raise ConfigError("several heads with latent attention are not run: leave --enable-multi-layer-eagle out")
         need_same_hidden_size(checkpoint, whole, context.full_config)
@@ -279,14 +282,14 @@ class MtpDrafter(Drafter):
         self._drafter: Drafter = MultiHeads(context, model.heads) if several else HeadDrafter(context, model.heads[0])
         self.parameters, self.weight_bytes = model.weights.parameters, model.weights.weight_bytes
         self.cache_bytes, self.spare_bytes = self._drafter.cache_bytes, self._drafter.spare_bytes
-        self.depth, self.most_nodes = self._drafter.depth, self._drafter.most_nodes
+        self.depth, self.max_nodes = self._drafter.depth, self._drafter.max_nodes
         self.latent = self._drafter.latent
 
     def make_caches(self, pages: int) -> list[Any]:
         return self._drafter.make_caches(pages)
 
-    def observe(self, seen: Observation) -> None:
-        self._drafter.observe(seen)
+    def observe(self, observation: Observation) -> None:
+        self._drafter.observe(observation)
 
     def draft(self, rows: DraftRows) -> Drafts:
         return self._drafter.draft(rows)
@@ -297,8 +300,8 @@ class MtpDrafter(Drafter):
     def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:
         return self._drafter.native_drafts(state, rows)
 
-    def reach(self) -> int:
-        return self._drafter.reach()
+    def early_positions(self) -> int:
+        return self._drafter.early_positions()
 
     def draft_early(self, accepted: AcceptedRows) -> DraftTree | None:
         return self._drafter.draft_early(accepted)

@@ -147,14 +147,14 @@ class NgramPruner:
         """Mark the nodes to verify in one step: the most likely ones, in the number that maximizes the expected tokens
         a second. A tree has at most ``limits`` of them besides its root. Up to ``FREE_TOKENS`` tokens, all are
         verified."""
-        tokens = sum(min(len(each.tokens), most + 1) for each, most in zip(trees, limits, strict=True))
+        tokens = sum(min(len(each.tokens), limit + 1) for each, limit in zip(trees, limits, strict=True))
         if tokens <= FREE_TOKENS:
-            for tree, most in zip(trees, limits, strict=True):
-                tree.verified.update(range(1, min(len(tree.tokens), most + 1)))
+            for tree, limit in zip(trees, limits, strict=True):
+                tree.verified.update(range(1, min(len(tree.tokens), limit + 1)))
             return
         result: list[tuple[float, int, int]] = []
         best, kinds, chosen = len(trees) / self._cost(len(trees), 0, False), self._chances, None
-        least = -best * (DRAFT_TOKEN_COST if self._reads else DEVICE_TOKEN_COST)
+        cost = -best * (DRAFT_TOKEN_COST if self._reads else DEVICE_TOKEN_COST)
         for row, (slot, tree) in enumerate(zip(slots, trees, strict=True)):
             right, expected = self._own.get(slot, (0.0, 0.0))
             own = -min((right + 1) / (expected + 1), 1.5)
@@ -162,24 +162,24 @@ class NgramPruner:
             for node, kind in enumerate(tree.kinds[1:], 1):
                 chance = min(chances[parents[node]], kinds[kind])
                 chances.append(chance)
-                if own * chance < least:  # the rest costs more time than it saves
+                if own * chance < cost:  # the rest costs more time than it saves
                     result.append((max(own * chance, -1.0), row, node))
             tree.chances = chances
         result.sort()  # parents before children: at equal chances they have smaller numbers
         for branched in (False, True) if any(trees[row].later[node] for _, row, node in result) else (False,):
-            rate, kept = self._most(result, trees, limits, branched)
+            rate, kept = self._best_size(result, trees, limits, branched)
             if rate > best:
                 best, chosen = rate, kept
         for row, node in chosen or ():
             trees[row].verified.add(node)
 
-    def _most(
+    def _best_size(
         self, found: list[tuple[float, int, int]], trees: Sequence[NgramTree], limits: Sequence[int], branched: bool
     ) -> tuple[float, list[tuple[int, int]]]:
         """The best ratio of a step's expected tokens to its cost, and its nodes: rows and numbers."""
         rows, left, kept = len(trees), list(limits), [{0} for _ in trees]
         nodes: list[tuple[int, int]] = []
-        best, most, tokens = 0.0, 0, float(rows)
+        best, max_nodes, tokens = 0.0, 0, float(rows)
         for negative, row, node in found:
             tree = trees[row]
             if not left[row] or tree.parents[node] not in kept[row] or (tree.later[node] and not branched):
@@ -190,8 +190,8 @@ class NgramPruner:
             tokens -= negative
             rate = tokens / self._cost(rows, len(nodes), branched)
             if rate > best:
-                best, most = rate, len(nodes)
-        return best, nodes[:most]
+                best, max_nodes = rate, len(nodes)
+        return best, nodes[:max_nodes]
 
     def _cost(self, rows: int, trees: int, branched: bool) -> float:
         """Time of a step in units of reading the weights once."""
@@ -232,8 +232,8 @@ class NgramDrafter(Drafter):
         self._trees: dict[int, NgramTree] = {}  # by slot: trees drafted after the last of these
         self.forced: Callable[[int, int], list[int]] = lambda slot, length: []
         """Tokens that a slot's grammar forces after so many tokens: see ``GrammarSlots.forced``."""
-        self.most_nodes = settings.num_draft_tokens
-        self.depth = min(self.most_nodes, self._settings.max_depth) - 1
+        self.max_nodes = settings.num_draft_tokens
+        self.depth = min(self.max_nodes, self._settings.max_depth) - 1
 
     def admit(self, admission: Admission, tokens: Ints) -> None:
         slot, known = admission.slot, admission.computed + 1
@@ -255,12 +255,12 @@ class NgramDrafter(Drafter):
         if sequence is not None:
             self._trie.close(sequence)
 
-    def observe(self, seen: Observation) -> None:
-        if seen.sampled is None:
+    def observe(self, observation: Observation) -> None:
+        if observation.sampled is None:
             raise ValueError("n-gram drafts need tokens on the host, but the observation has none")
-        ends = (seen.starts + seen.counts + 1).tolist()
+        ends = (observation.starts + observation.counts + 1).tolist()
         for slot, start, end, sampled in zip(
-            seen.slots.tolist(), seen.starts.tolist(), ends, seen.sampled, strict=True
+            observation.slots.tolist(), observation.starts.tolist(), ends, observation.sampled, strict=True
         ):
             # Prompt tokens that ran unobserved are added here.
             begin = max(self.extended(slot, start), start - MAX_ADDED_TOKENS)
@@ -289,7 +289,7 @@ class NgramDrafter(Drafter):
             if before is not None:
                 self._pruner.record_outcomes(slot, before)
             # A row with NaN logits is not observed, but runs until the host knows: do not draft for it.
-            nodes = self.most_nodes if self._extended[slot] == root + 1 else 1
+            nodes = self.max_nodes if self._extended[slot] == root + 1 else 1
             forced = self.forced(slot, root + 1)[: min(nodes, self.depth + 1) - 1]
             if forced:  # nothing is learned from them
                 nodes = len(forced) + 1
@@ -323,9 +323,9 @@ class NgramDrafter(Drafter):
     def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:
         return NativeNgrams(self, state)
 
-    def extended(self, slot: int, most: int) -> int:
-        """Number of the slot's tokens in the trie from position 0 on, at most ``most``."""
-        return min(self._extended[slot], most)
+    def extended(self, slot: int, max_nodes: int) -> int:
+        """Number of the slot's tokens in the trie from position 0 on, at most ``max_nodes``."""
+        return min(self._extended[slot], max_nodes)
 
     def extend(self, slot: int, start: int, tokens: Ints) -> None:
         """Add the slot's ``tokens`` from position ``start`` on. Known tokens are skipped, and so is a gap before
@@ -349,10 +349,12 @@ class NativeNgrams(NativeDrafts):
     def __init__(self, drafter: NgramDrafter, state: SlotTable) -> None:
         self._drafter, self._state = drafter, state
 
-    def observe(self, seen: NativeObservation) -> bool:
+    def observe(self, observation: NativeObservation) -> bool:
         here = self._state.here
         assert here is not None
-        for slot, start, count in zip(seen.slots.tolist(), seen.starts.tolist(), seen.counts.tolist(), strict=True):
+        for slot, start, count in zip(
+            observation.slots.tolist(), observation.starts.tolist(), observation.counts.tolist(), strict=True
+        ):
             begin = max(
                 self._drafter.extended(slot, start), start - MAX_ADDED_TOKENS
             )  # tokens that ran unobserved are added here
@@ -399,17 +401,17 @@ def draft_tree(
 class _Tree:
     """A tree under construction. ``place`` finds the node of a token below a parent, or adds it."""
 
-    def __init__(self, root: int, most: int) -> None:
+    def __init__(self, root: int, max_nodes: int) -> None:
         self.tokens = [root]
         self.parents = [-1]
         self.windows = [0]
         self.window = 0  # of nodes to add
-        self._most = most
+        self._max_nodes = max_nodes
         self._places: dict[tuple[int, int], int] = {}
 
     @property
     def full(self) -> bool:
-        return len(self.tokens) >= self._most
+        return len(self.tokens) >= self._max_nodes
 
     def place(self, parent: int, token: int) -> int:
         """The node's number; -1 when it is new and the tree is full."""
@@ -417,7 +419,7 @@ class _Tree:
         place = self._places.get(key)
         if place is None:
             place = len(self.tokens)
-            if place >= self._most:
+            if place >= self._max_nodes:
                 return -1
             self._places[key] = place
             self.tokens.append(token)
@@ -432,7 +434,7 @@ def _breadth(settings: NgramSettings, longest: int, length: int) -> int:
     return settings.min_breadth + (settings.max_breadth - settings.min_breadth) * (longest - length) // span
 
 
-def _breadth_first(tree: _Tree, generation: Generation, node: int, breadth: int, least: int) -> None:
+def _breadth_first(tree: _Tree, generation: Generation, node: int, breadth: int, min_breadth: int) -> None:
     level = [(0, node)]
     token = generation.token
     while level:
@@ -444,7 +446,7 @@ def _breadth_first(tree: _Tree, generation: Generation, node: int, breadth: int,
                     return
                 below.append((place, child))
         level = below
-        breadth = max(least, breadth // 2)
+        breadth = max(min_breadth, breadth // 2)
 
 
 def _add_most_frequent(tree: _Tree, generation: Generation, node: int, widest: int) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -20,6 +19,7 @@ from kernels.contract.caches import is_plain
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import same_tokens
 from kernels.contract.step import Admission
+from kernels.core.arrays import Ints, Longs
 from kernels.core.batch import ForwardBatch
 from kernels.core.tree import Drafts
 from kernels.distributed.group import Group
@@ -79,10 +79,6 @@ class PaddedEmbedding:
         return whole
 
 
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
-
-
 class StandaloneModel:
     """A decoder as a draft model. Its only state is its cache."""
 
@@ -124,8 +120,8 @@ class StandaloneModel:
         self._decoder = decoder
         self._head = self._decoder.logits
         if settings.token_map or whole.vocab_size > target:
-            least = min(whole.vocab_size, target)
-            ids = read_token_map(settings.token_map, least) if settings.token_map else torch.arange(least)
+            vocab_size = min(whole.vocab_size, target)
+            ids = read_token_map(settings.token_map, vocab_size) if settings.token_map else torch.arange(vocab_size)
             rows = head_rows(context, settings.draft_model_path, load_format, whole, self._decoder, ids)
             self._head = VocabularyHead(Group(), context.device.linear.make_dense(rows, None))
             self._decoder.head = self._head  # frees the memory of the whole head
@@ -153,12 +149,12 @@ class StandaloneDrafter(Drafter):
         self._model = StandaloneModel(context)
         self._expansion = Expansion(context, self._model, first=1)
         self._windows = sorted(set(self._model.config.windows))
-        self._page_size, self._most = context.config.page_size, context.config.max_step_tokens
+        self._page_size, self._max_tokens = context.config.page_size, context.config.max_step_tokens
         self._filled: Longs = np.zeros(slots, dtype=np.int64)
         self._states = torch.zeros((slots, self._model.width), dtype=context.dtype, device=context.device.torch_device)
         self.parameters, self.weight_bytes = self._model.parameters, self._model.weight_bytes
         self.depth = settings.num_steps
-        self.most_nodes = settings.num_draft_tokens
+        self.max_nodes = settings.num_draft_tokens
         self.cache_bytes = self._expansion.cache_bytes
         self.spare_bytes = self._expansion.spare_bytes
 
@@ -171,9 +167,9 @@ class StandaloneDrafter(Drafter):
     def admit(self, admission: Admission, tokens: Ints) -> None:
         self._filled[admission.slot] = admission.computed
 
-    def observe(self, seen: Observation) -> None:
-        known = np.minimum(seen.starts + seen.counts + 1, seen.capacity)
-        self._fill(seen.slots, known, seen.pages, seen.table)
+    def observe(self, observation: Observation) -> None:
+        known = np.minimum(observation.starts + observation.counts + 1, observation.capacity)
+        self._fill(observation.slots, known, observation.pages, observation.table)
 
     def draft(self, rows: DraftRows) -> Drafts:
         short = np.flatnonzero(self._filled[rows.slots] <= rows.roots)
@@ -189,7 +185,7 @@ class StandaloneDrafter(Drafter):
     def _run(self, slots: Longs, counts: Longs, pages: Ints, table: Tensor) -> None:
         """Run the next ``counts`` tokens of each slot, or as many as fit into a step, the shortest rows first."""
         order = np.argsort(counts, kind="stable")
-        counts = np.diff(np.minimum(np.cumsum(counts[order]), self._most), prepend=0)
+        counts = np.diff(np.minimum(np.cumsum(counts[order]), self._max_tokens), prepend=0)
         rows, counts = order[counts > 0], counts[counts > 0]
         slots, pages, put = slots[rows], pages[rows], self._device.memory.put
         starts, ends = self._filled[slots], np.cumsum(counts)

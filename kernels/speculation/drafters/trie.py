@@ -28,9 +28,9 @@ from kernels.contract.speculation import NgramSettings
 from kernels.devices.cpu.native.library import built, start_build
 from kernels.speculation.drafters.trie_source import SOURCE
 
-__all__ = ["MOST_CHILDREN", "Generation", "NativeSequence", "NativeTrie", "NgramTrie", "TrieSequence", "make_trie"]
+__all__ = ["MAX_CHILDREN", "Generation", "NativeSequence", "NativeTrie", "NgramTrie", "TrieSequence", "make_trie"]
 
-MOST_CHILDREN = 64
+MAX_CHILDREN = 64
 """Children of a node that a draft looks at: the most recent ones."""
 
 WIDE = 8
@@ -65,13 +65,13 @@ class Generation:
             child = self.after[child]
         return child
 
-    def children(self, node: int, most: int = MOST_CHILDREN) -> list[int]:
-        """At most ``most`` children of ``node``, the last seen first."""
+    def children(self, node: int, count: int = MAX_CHILDREN) -> list[int]:
+        """At most ``count`` children of ``node``, the last seen first."""
         child = self.first[node]
         if child < 0:
-            return list(islice(reversed(self.tables[-1 - child].values()), most))
+            return list(islice(reversed(self.tables[-1 - child].values()), count))
         result: list[int] = []
-        while child and len(result) < most:
+        while child and len(result) < count:
             result.append(child)
             child = self.after[child]
         return result
@@ -228,16 +228,18 @@ class NgramTrie:
             sequence.generation = self._young.number
 
 
-PATIENCE = 20.0
+PATIENCE_SECONDS = 20.0
 """Seconds that a start waits for the compiler, its own or that of another process."""
-MOST_NODES = 2**31 - 1
+MAX_NODES = 2**31 - 1
 """The most nodes of a generation, whose ids have 32 bits."""
 
 
 class _Settings(ctypes.Structure):
     """``Settings`` of trie.cpp."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("shortest", "longest", "least", "widest", "by_probability"))
+    _fields_ = tuple(
+        (name, ctypes.c_int64) for name in ("min_match", "max_match", "min_breadth", "max_breadth", "by_probability")
+    )
 
 
 class _Library:
@@ -333,7 +335,7 @@ class NativeTrie:
 def make_trie(capacity: int, depth: int) -> NgramTrie | NativeTrie:
     """Make a native trie if it can be compiled, else one in Python. Raises ValueError, as ``NgramTrie``."""
     trie = NgramTrie(capacity, depth)
-    library = _library() if capacity // 2 < MOST_NODES else None
+    library = _library() if capacity // 2 < MAX_NODES else None
     return trie if library is None else NativeTrie(library, capacity, depth)
 
 
@@ -342,7 +344,7 @@ def _library() -> _Library | None:
     path = built(SOURCE)
     if path is None:
         compiling = start_build(SOURCE)
-        latest = time.monotonic() + PATIENCE
+        latest = time.monotonic() + PATIENCE_SECONDS
         while compiling is not None and compiling.poll() is None:
             if time.monotonic() > latest:
                 return None

@@ -263,7 +263,7 @@ class GgufCheckpoint:
         if len(info.shape) == 1:
             whole = self._quants.dequantize(rows, kind).reshape(-1)
             values = torch.from_numpy(np.array(whole if order is None else whole[order], np.float32))
-            target.copy_(values if part is None else part.of(values))
+            target.copy_(values if part is None else part.narrow(values))
             return
         first, last = (part.begin, part.end) if part is not None and part.dimension == 0 else (0, len(rows))
         step = max(1, _CHUNK // info.shape[1])
@@ -277,7 +277,7 @@ class GgufCheckpoint:
             if factor != 1.0:
                 values *= factor
             if part is not None and part.dimension == 1:
-                values = part.of(values)
+                values = part.narrow(values)
             target[begin - first : end - first].copy_(values)
 
 

@@ -21,7 +21,7 @@ __all__ = ["GgufHeader", "TensorInfo", "is_gguf", "read_header", "read_text"]
 T = TypeVar("T")
 
 VERSIONS = (2, 3)
-MOST_NAMES = 1 << 24
+MAX_NAMES = 1 << 24
 """The most keys, tensors, or elements of an array. No model has more."""
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -147,10 +147,10 @@ class _Reader:
         layout = "<" + code
         return struct.unpack_from(layout, self.data, self.take(struct.calcsize(layout)))[0]
 
-    def count(self, what: str, least: int) -> int:
-        """Read a number of items that take at least ``least`` bytes each."""
+    def count(self, what: str, minimum: int) -> int:
+        """Read a number of items that take at least ``minimum`` bytes each."""
         number: int = self.scalar("Q")
-        if number > MOST_NAMES or number * least > self.size - self.at:
+        if number > MAX_NAMES or number * minimum > self.size - self.at:
             raise GgufError(
                 f"{self.path} is cut short or damaged: it speaks of {number} {what}, and has {self.size - self.at} "
                 "bytes left; download it again"

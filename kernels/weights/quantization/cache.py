@@ -12,7 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["CACHE_DTYPES", "NONE", "SCALE", "LayerScales", "most", "narrow", "round_fixed", "round_tokens", "widen"]
+__all__ = [
+    "CACHE_DTYPES",
+    "NONE",
+    "SCALE",
+    "LayerScales",
+    "max_value",
+    "narrow",
+    "round_fixed",
+    "round_tokens",
+    "widen",
+]
 
 CACHE_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -31,7 +41,7 @@ NONE = -128
 _TINY = torch.finfo(torch.bfloat16).tiny
 
 
-def most(dtype: torch.dtype) -> float:
+def max_value(dtype: torch.dtype) -> float:
     """The largest number that is used."""
     return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
 
@@ -61,7 +71,7 @@ class LayerScales:
 def round_tokens(x: Tensor, dtype: torch.dtype, scale_dtype: torch.dtype = SCALE) -> tuple[Tensor, Tensor]:
     """Quantize ``x`` [..., dim] with dynamic scales -> values in ``dtype``, and scales [...], one for each vector of
     ``dim`` numbers. A vector that is not finite gets a scale that is not finite, and so it is read back."""
-    wide, largest = x.float(), most(dtype)
+    wide, largest = x.float(), max_value(dtype)
     scales = (wide.abs().amax(-1) / largest).clamp_(min=_TINY).to(scale_dtype)
     return _rounded(wide / scales.float().unsqueeze(-1), dtype), scales
 
@@ -79,7 +89,7 @@ def round_fixed(x: Tensor, fixed: LayerScales, dtype: torch.dtype, marked: bool 
 
 
 def _rounded(wide: Tensor, dtype: torch.dtype) -> Tensor:
-    largest = most(dtype)
+    largest = max_value(dtype)
     if dtype != torch.int8:
         return wide.clamp_(-largest, largest).to(dtype)
     return wide.round_().clamp_(-largest, largest).nan_to_num_(0.0).to(dtype)

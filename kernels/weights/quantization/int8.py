@@ -18,14 +18,14 @@ def round_tokens(x: Tensor, weight: Int8Weight) -> tuple[Tensor, Tensor]:
     """Quantize ``x`` [tokens, inputs] as the weight's activation says -> int8 of the same shape, and scales f32
     [tokens, 1]. The scale of a token that is not finite is not finite."""
     wide = x.float()
-    activation, most = weight.activation, wide.abs().amax(-1, keepdim=True)
+    activation, amax = weight.activation, wide.abs().amax(-1, keepdim=True)
     if isinstance(activation, StaticActivation):
         whole = (wide / activation.scale).round_()
         if activation.offset is not None:
             whole += activation.offset
-        scales = torch.where(most.isfinite(), activation.scale, most)
+        scales = torch.where(amax.isfinite(), activation.scale, amax)
         return whole.clamp_(-128, 127).to(torch.int8), scales
-    scales = most.div_(127).clamp_(min=_TINY)
+    scales = amax.div_(127).clamp_(min=_TINY)
     return (wide / scales).round_().clamp_(-127, 127).to(torch.int8), scales
 
 
@@ -35,8 +35,8 @@ def sums_are_exact() -> bool:
 
     Processors without VNNI (before Cascade Lake and Zen 4) add two products in 16 bits, which may saturate.
     """
-    most = torch.full((32, 64), 127, dtype=torch.int8)
-    return bool((torch._int_mm(most, most.t()) == 127 * 127 * 64).all())
+    largest = torch.full((32, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(largest, largest.t()) == 127 * 127 * 64).all())
 
 
 def exact_products(whole: Tensor, values: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class Mxfp4Weight(GgufWeight):
     """A weight in MXFP4."""
 
     @classmethod
-    def of(cls, blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Mxfp4Weight:
+    def from_blocks(cls, blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Mxfp4Weight:
         """``blocks`` uint8 [outputs, blocks, 16] and ``scales`` uint8 [outputs, blocks], as stored. ``dtype``: of
         activations."""
         data = torch.cat((scales.unsqueeze(-1), blocks), -1).contiguous()

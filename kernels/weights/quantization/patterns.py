@@ -80,10 +80,10 @@ class Patterns:
     def _count_repeats(self, text: str, field: str) -> None:
         """Raises ConfigError."""
         counts = [max(1, *map(_number, count.split(","))) for count in _COUNTS.findall(text)]
-        most = math.prod(counts) if _NESTED.search(text) else max(counts, default=1)
-        if most == 1:
+        repeats = math.prod(counts) if _NESTED.search(text) else max(counts, default=1)
+        if repeats == 1:
             return
-        self._repeated -= most * len(text)
+        self._repeated -= repeats * len(text)
         if self._repeated < 0:
             raise ConfigError(
                 f"quantization_config: {field}: {text!r} repeats too much; use patterns with smaller counts"

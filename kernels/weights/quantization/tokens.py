@@ -12,8 +12,8 @@ _TINY = torch.finfo(torch.float32).tiny
 
 def clip_tokens(x: Tensor, share: Tensor) -> Tensor:
     """Clamp ``x`` [tokens, inputs] to ``share`` [1] of each token's largest magnitude."""
-    most = x.abs().amax(-1, keepdim=True) * share.to(x.dtype)
-    return torch.minimum(torch.maximum(x, -most), most)
+    amax = x.abs().amax(-1, keepdim=True) * share.to(x.dtype)
+    return torch.minimum(torch.maximum(x, -amax), amax)
 
 
 def fake_quantize_tokens(x: Tensor) -> Tensor:

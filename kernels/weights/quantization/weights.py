@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.weights.tensors import Part
 
 __all__ = [
-    "FP8_MOST",
+    "FP8_MAX",
     "Activation",
     "Fp8Weight",
     "GroupedWeight",
@@ -34,7 +34,7 @@ __all__ = [
     "within",
 ]
 
-FP8_MOST = 448.0
+FP8_MAX = 448.0
 """The largest e4m3 number."""
 
 
@@ -133,10 +133,10 @@ class Int8Weight(QuantizedWeight):
     def part(self, part: Part) -> Self:
         if part.dimension == 1:
             correction = self.correction if part.begin == 0 else None
-            return dataclasses.replace(self, values=part.of(self.values).contiguous(), correction=correction)
-        correction = None if self.correction is None else part.of(self.correction)
+            return dataclasses.replace(self, values=part.narrow(self.values).contiguous(), correction=correction)
+        correction = None if self.correction is None else part.narrow(self.correction)
         return dataclasses.replace(
-            self, values=part.of(self.values), scales=part.of(self.scales), correction=correction
+            self, values=part.narrow(self.values), scales=part.narrow(self.scales), correction=correction
         )
 
     def join(self, others: Sequence[QuantizedWeight]) -> Self | None:
@@ -186,9 +186,9 @@ class GroupedWeight(QuantizedWeight):
         if part.dimension == 0:
             return dataclasses.replace(
                 self,
-                values=part.of(self.values),
-                scales=part.of(self.scales),
-                zeros=None if self.zeros is None else part.of(self.zeros),
+                values=part.narrow(self.values),
+                scales=part.narrow(self.scales),
+                zeros=None if self.zeros is None else part.narrow(self.zeros),
             )
         if self.order is not None:
             raise PartError(
@@ -197,7 +197,9 @@ class GroupedWeight(QuantizedWeight):
             )
         if self.group == self.shape[1]:  # an output's inputs share one scale, and so do those of a part
             bytes_ = Part(1, part.begin * self.bits // 8, part.end * self.bits // 8)
-            return dataclasses.replace(self, values=bytes_.of(self.values).contiguous(), group=part.end - part.begin)
+            return dataclasses.replace(
+                self, values=bytes_.narrow(self.values).contiguous(), group=part.end - part.begin
+            )
         if part.begin % self.group or part.end % self.group:
             raise PartError(
                 f"inputs {part.begin} to {part.end} cut a group of {self.group} that share a scale; use a smaller "
@@ -207,9 +209,9 @@ class GroupedWeight(QuantizedWeight):
         bytes_ = Part(1, part.begin * self.bits // 8, part.end * self.bits // 8)
         return dataclasses.replace(
             self,
-            values=bytes_.of(self.values).contiguous(),
-            scales=groups.of(self.scales).contiguous(),
-            zeros=None if self.zeros is None else groups.of(self.zeros).contiguous(),
+            values=bytes_.narrow(self.values).contiguous(),
+            scales=groups.narrow(self.scales).contiguous(),
+            zeros=None if self.zeros is None else groups.narrow(self.zeros).contiguous(),
         )
 
     def join(self, others: Sequence[QuantizedWeight]) -> Self | None:
@@ -240,10 +242,10 @@ class Fp8Weight(QuantizedWeight):
         return (self.values.float() * wide).to(dtype)
 
     def part(self, part: Part) -> Self:
-        values = part.of(self.values).contiguous()
+        values = part.narrow(self.values).contiguous()
         if self.block is None:
             return dataclasses.replace(
-                self, values=values, scales=self.scales if part.dimension else part.of(self.scales)
+                self, values=values, scales=self.scales if part.dimension else part.narrow(self.scales)
             )
         size, whole = self.block[part.dimension], self.shape[part.dimension]
         if part.begin % size or (part.end % size and part.end != whole):
@@ -251,7 +253,7 @@ class Fp8Weight(QuantizedWeight):
                 f"{('outputs', 'inputs')[part.dimension]} {part.begin} to {part.end} cut a block of {size} that share "
                 "a scale; use a smaller --tensor-parallel-size"
             )
-        scales = Part(part.dimension, part.begin // size, -(-part.end // size)).of(self.scales).contiguous()
+        scales = Part(part.dimension, part.begin // size, -(-part.end // size)).narrow(self.scales).contiguous()
         return dataclasses.replace(self, values=values, scales=scales)
 
     def join(self, others: Sequence[QuantizedWeight]) -> Self | None:
@@ -276,8 +278,8 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
 def quantize_fp8(weight: Tensor) -> Fp8Weight:
     """Quantize ``weight`` [outputs, inputs] to e4m3, with a scale for each output."""
     wide = weight.float()
-    scales = wide.abs().amax(1).div_(FP8_MOST).clamp_(min=torch.finfo(torch.float32).tiny)
-    held = (wide / scales[:, None]).clamp_(-FP8_MOST, FP8_MOST)
+    scales = wide.abs().amax(1).div_(FP8_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
+    held = (wide / scales[:, None]).clamp_(-FP8_MAX, FP8_MAX)
     host = held.cpu() if held.device.type == "npu" else held  # which has no cast to it
     return Fp8Weight(host.to(torch.float8_e4m3fn).to(held.device), scales)
 

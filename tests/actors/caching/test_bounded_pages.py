@@ -6,7 +6,7 @@ import pytest
 
 from actors.caching import CacheCorrupted, PrefixCache
 from actors.caching.bounded_pages import BoundedPages
-from actors.protocol import CacheUpdate, Commit, Grow, OpenSequence, PeekPrefixes
+from actors.protocol import AllocatePages, CacheUpdate, CommitTokens, OpenSequence, PeekPrefixes
 from kernels.contract.caches import CacheGroup, GroupPages, Paged, State, Window
 
 PAGE = 2
@@ -33,35 +33,35 @@ def make(*groups, pages=40, **options):
 
 
 def run(cache, number, ids, *, salt=b""):
-    """A sequence of these tokens from its beginning to its end; returns its lease."""
-    lease = cache.open(OpenSequence(sequence=number, tokens=pack(ids), salt=salt))
-    pages = -(-(len(ids) - lease.cached) // PAGE)
-    cache.turn(CacheUpdate(grows=(Grow(number, pages),)))
-    cache.turn(CacheUpdate(commits=(Commit(number, b"", len(ids)),), closes=(number,)))
+    """A sequence of these tokens from its beginning to its end; returns its cached prefix."""
+    prefix = cache.open(OpenSequence(sequence=number, tokens=pack(ids), salt=salt))
+    pages = -(-(len(ids) - prefix.cached) // PAGE)
+    cache.update(CacheUpdate(allocations=(AllocatePages(number, pages),)))
+    cache.update(CacheUpdate(commits=(CommitTokens(number, b"", len(ids)),), closed=(number,)))
     cache.check()
-    return lease
+    return prefix
 
 
 def test_a_window_needs_only_its_last_pages():
     cache = make(window(3))
     run(cache, 0, range(10))
-    lease = run(cache, 1, [*range(10), 50])
-    (held,) = lease.bounded
-    assert lease.cached == 10
+    prefix = run(cache, 1, [*range(10), 50])
+    (held,) = prefix.bounded
+    assert prefix.cached == 10
     assert (held.first, len(unpack(held.pages))) == (4, 1)  # tokens 8 and 9 are the two before the next
 
 
 def test_columns_outside_the_window_are_released_while_a_sequence_runs():
     cache = make(window(5), enabled=False)
     cache.open(OpenSequence(sequence=0, tokens=pack(range(30))))
-    cache.turn(CacheUpdate(grows=(Grow(0, 15),)))
+    cache.update(CacheUpdate(allocations=(AllocatePages(0, 15),)))
     assert cache.usage().bounded[0].used == 15
     for computed, used in ((4, 15), (6, 14), (17, 9), (29, 3)):
-        cache.turn(CacheUpdate(commits=(Commit(0, b"", computed),)))
+        cache.update(CacheUpdate(commits=(CommitTokens(0, b"", computed),)))
         cache.check()
         assert cache.usage().bounded[0].used == used
     assert cache.usage().used == 15
-    cache.turn(CacheUpdate(closes=(0,)))
+    cache.update(CacheUpdate(closed=(0,)))
     assert cache.usage().bounded[0].free == 20
 
 
@@ -70,16 +70,16 @@ def test_a_prefix_of_a_state_ends_at_a_snapshot():
     run(cache, 0, range(15))
     assert cache.usage().bounded[0].evictable == 2  # after tokens 6 and 12; the state after 15 is no snapshot
     assert cache.peek(PeekPrefixes(tokens=(pack(range(12)), pack(range(13))), salts=(b"", b""))) == [6, 12]
-    lease = run(cache, 1, range(12))
-    assert lease.cached == 6
-    assert [(held.first, len(unpack(held.pages))) for held in lease.bounded] == [(0, 1)]
+    prefix = run(cache, 1, range(12))
+    assert prefix.cached == 6
+    assert [(held.first, len(unpack(held.pages))) for held in prefix.bounded] == [(0, 1)]
 
 
 def test_every_group_must_be_able_to_go_on():
     cache = make(window(4), state(2), state(3))
     run(cache, 0, range(40))
-    lease = run(cache, 1, range(40))
-    assert lease.cached == 36  # the last multiple of 4 and 6
+    prefix = run(cache, 1, range(40))
+    assert prefix.cached == 36  # the last multiple of 4 and 6
 
 
 def test_a_prefix_ends_before_a_page_that_was_evicted():
@@ -102,9 +102,9 @@ def test_a_shared_page_is_held_until_the_last_sequence_closes():
     for number in (1, 2):
         assert cache.open(OpenSequence(sequence=number, tokens=pack(range(9)))).cached == 8
     assert cache.usage().bounded[0].used == 4
-    cache.turn(CacheUpdate(closes=(1,)))
+    cache.update(CacheUpdate(closed=(1,)))
     assert cache.usage().bounded[0].used == 4
-    cache.turn(CacheUpdate(closes=(2,)))
+    cache.update(CacheUpdate(closed=(2,)))
     assert cache.usage().bounded[0].used == 0
     cache.check()
 
@@ -121,7 +121,7 @@ def test_more_pages_than_there_are_is_a_defect_of_the_scheduler():
     cache = make(window(30, pages=3))
     cache.open(OpenSequence(sequence=0, tokens=pack(range(30))))
     with pytest.raises(CacheCorrupted, match="all 3 pages of a window group"):
-        cache.turn(CacheUpdate(grows=(Grow(0, 4),)))
+        cache.update(CacheUpdate(allocations=(AllocatePages(0, 4),)))
 
 
 def test_groups_that_do_not_fit_the_main_pages_are_refused():

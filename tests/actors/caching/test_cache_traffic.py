@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from actors.caching import PrefixCache
-from actors.protocol import CacheUpdate, Commit, Grow, OpenSequence, PeekPrefixes
+from actors.protocol import AllocatePages, CacheUpdate, CommitTokens, OpenSequence, PeekPrefixes
 from kernels.contract.caches import CacheGroup, GroupPages, Paged, State, Window
 
 PAGE = 2
@@ -44,21 +44,21 @@ class CacheTraffic(RuleBasedStateMachine):
     @rule(ids=words, salt=salts, use_cache=st.booleans())
     def open(self, ids, salt, use_cache):
         peeked = self.cache.peek(PeekPrefixes(tokens=(pack(ids),), salts=(salt,)))[0]
-        lease = self.cache.open(OpenSequence(sequence=self.next, tokens=pack(ids), salt=salt, use_cache=use_cache))
-        pages = unpack(lease.pages)
-        assert lease.cached == (peeked if use_cache else 0) == len(pages) * PAGE
-        assert lease.cached < len(ids)
+        prefix = self.cache.open(OpenSequence(sequence=self.next, tokens=pack(ids), salt=salt, use_cache=use_cache))
+        pages = unpack(prefix.pages)
+        assert prefix.cached == (peeked if use_cache else 0) == len(pages) * PAGE
+        assert prefix.cached < len(ids)
         for index, page in enumerate(pages):
             assert self.contents[page] == (salt, ids[: (index + 1) * PAGE])
-        self.holders[self.next] = Holder(salt, list(ids), pages, lease.cached)
-        self.available = lease.available
+        self.holders[self.next] = Holder(salt, list(ids), pages, prefix.cached)
+        self.available = prefix.available
         self.next += 1
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def work(self, data):
         """One turn as a step makes it: some commit, some close, some grow, all in one message."""
-        commits, closes, grows = [], [], []
+        commits, closed, allocations = [], [], []
         room = self.available
         for sequence, holder in list(self.holders.items()):
             action = data.draw(st.sampled_from(["none", "commit", "close", "grow", "grow"]), label=f"{sequence}")
@@ -67,26 +67,28 @@ class CacheTraffic(RuleBasedStateMachine):
                 holder.computed = data.draw(st.integers(holder.computed, max(known, holder.computed)))
                 for index, page in enumerate(holder.pages[: holder.computed // PAGE]):
                     self.contents[page] = (holder.salt, holder.ids[: (index + 1) * PAGE])
-                commits.append(Commit(sequence, pack(holder.ids[holder.reported :]), holder.computed))
+                commits.append(CommitTokens(sequence, pack(holder.ids[holder.reported :]), holder.computed))
                 holder.reported = len(holder.ids)
             if action == "close":
-                closes.append(sequence)
+                closed.append(sequence)
                 del self.holders[sequence]
             if action == "grow" and room:
                 count = data.draw(st.integers(1, min(room, 3)))
                 room -= count
-                grows.append(Grow(sequence, count))
+                allocations.append(AllocatePages(sequence, count))
                 holder.ids += data.draw(st.lists(st.integers(0, 1), max_size=PAGE * count))
-        done = self.cache.turn(CacheUpdate(commits=tuple(commits), closes=tuple(closes), grows=tuple(grows)))
+        done = self.cache.update(
+            CacheUpdate(commits=tuple(commits), closed=tuple(closed), allocations=tuple(allocations))
+        )
         assert done.available >= room
-        for grow, grant in zip(grows, done.grants, strict=True):
-            pages = unpack(grant.pages)
-            assert len(pages) == grow.pages
+        for request, reply in zip(allocations, done.allocated, strict=True):
+            pages = unpack(reply.pages)
+            assert len(pages) == request.pages
             held = {page for holder in self.holders.values() for page in holder.pages}
             assert not held & set(pages)
             for page in pages:
                 self.contents.pop(page, None)  # about to be written
-            self.holders[grant.sequence].pages += pages
+            self.holders[reply.sequence].pages += pages
         self.available = done.available
 
     @rule()
@@ -112,7 +114,7 @@ class CacheTraffic(RuleBasedStateMachine):
             assert usage.used == 0
 
     def teardown(self):
-        self.cache.turn(CacheUpdate(closes=tuple(self.holders)))
+        self.cache.update(CacheUpdate(closed=tuple(self.holders)))
         self.cache.check()
         assert self.cache.usage().used == 0
         assert self.cache.flush()

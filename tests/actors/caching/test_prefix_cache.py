@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from actors.caching import CacheCorrupted, PrefixCache
-from actors.protocol import CacheUpdate, Commit, Grow, OpenSequence, PeekPrefixes
+from actors.protocol import AllocatePages, CacheUpdate, CommitTokens, OpenSequence, PeekPrefixes
 
 
 def pack(ids):
@@ -15,18 +15,18 @@ def unpack(data):
 
 def run(cache, sequence, ids, **kwargs):
     """A sequence that computes ``ids`` and stays open; its pages."""
-    lease = cache.open(OpenSequence(sequence=sequence, tokens=pack(ids), **kwargs))
-    pages = unpack(lease.pages)
+    prefix = cache.open(OpenSequence(sequence=sequence, tokens=pack(ids), **kwargs))
+    pages = unpack(prefix.pages)
     needed = -(-len(ids) // 4) - len(pages)
-    done = cache.turn(CacheUpdate(grows=(Grow(sequence, needed),)))
-    pages += unpack(done.grants[0].pages)
-    cache.turn(CacheUpdate(commits=(Commit(sequence, b"", len(ids)),)))
+    done = cache.update(CacheUpdate(allocations=(AllocatePages(sequence, needed),)))
+    pages += unpack(done.allocated[0].pages)
+    cache.update(CacheUpdate(commits=(CommitTokens(sequence, b"", len(ids)),)))
     cache.check()
     return pages
 
 
 def close(cache, *sequences):
-    done = cache.turn(CacheUpdate(closes=sequences))
+    done = cache.update(CacheUpdate(closed=sequences))
     cache.check()
     return done.available
 
@@ -35,8 +35,8 @@ def test_a_second_turn_finds_the_first():
     cache = PrefixCache(17, 4)
     pages = run(cache, 1, range(10))
     assert close(cache, 1) == 16
-    lease = cache.open(OpenSequence(sequence=2, tokens=pack(range(12))))
-    assert (unpack(lease.pages), lease.cached, lease.available) == (pages[:2], 8, 14)
+    prefix = cache.open(OpenSequence(sequence=2, tokens=pack(range(12))))
+    assert (unpack(prefix.pages), prefix.cached, prefix.available) == (pages[:2], 8, 14)
     usage = cache.usage()
     assert (usage.queried_tokens, usage.hit_tokens, usage.sequences) == (22, 8, 1)
     assert usage.free + usage.evictable + usage.used == usage.total == 16
@@ -64,9 +64,9 @@ def test_a_commit_never_lowers_what_is_available():
     run(cache, 1, range(16))
     close(cache, 1)
     cache.open(OpenSequence(sequence=2, tokens=pack(range(16)), use_cache=False))
-    granted = cache.turn(CacheUpdate(grows=(Grow(2, 4),)))
+    granted = cache.update(CacheUpdate(allocations=(AllocatePages(2, 4),)))
     assert granted.available == 4
-    assert cache.turn(CacheUpdate(commits=(Commit(2, b"", 16),))).available == 4
+    assert cache.update(CacheUpdate(commits=(CommitTokens(2, b"", 16),))).available == 4
     cache.check()
 
 
@@ -74,8 +74,8 @@ def test_what_a_close_frees_is_there_for_the_same_turn_s_grow():
     cache = PrefixCache(5, 4)
     run(cache, 1, range(16))
     cache.open(OpenSequence(sequence=2, tokens=pack([9])))
-    done = cache.turn(CacheUpdate(closes=(1,), grows=(Grow(2, 4),)))
-    assert sorted(unpack(done.grants[0].pages)) == [1, 2, 3, 4]
+    done = cache.update(CacheUpdate(closed=(1,), allocations=(AllocatePages(2, 4),)))
+    assert sorted(unpack(done.allocated[0].pages)) == [1, 2, 3, 4]
     assert done.available == 0
     assert cache.usage().evicted_pages == 4
     cache.check()
@@ -84,8 +84,8 @@ def test_what_a_close_frees_is_there_for_the_same_turn_s_grow():
 def test_a_page_half_computed_is_not_shared():
     cache = PrefixCache(9, 4)
     cache.open(OpenSequence(sequence=1, tokens=pack(range(8))))
-    cache.turn(CacheUpdate(grows=(Grow(1, 2),)))
-    cache.turn(CacheUpdate(commits=(Commit(1, b"", 6),)))
+    cache.update(CacheUpdate(allocations=(AllocatePages(1, 2),)))
+    cache.update(CacheUpdate(commits=(CommitTokens(1, b"", 6),)))
     assert cache.open(OpenSequence(sequence=2, tokens=pack(range(9)))).cached == 4
     close(cache, 1, 2)
     assert cache.usage().evictable == 1
@@ -94,8 +94,8 @@ def test_a_page_half_computed_is_not_shared():
 def test_output_joins_the_prefix():
     cache = PrefixCache(9, 4)
     cache.open(OpenSequence(sequence=1, tokens=pack(range(3))))
-    cache.turn(CacheUpdate(grows=(Grow(1, 2),)))
-    cache.turn(CacheUpdate(commits=(Commit(1, pack([3, 4]), 4),)))
+    cache.update(CacheUpdate(allocations=(AllocatePages(1, 2),)))
+    cache.update(CacheUpdate(commits=(CommitTokens(1, pack([3, 4]), 4),)))
     cache.check()
     assert cache.peek(PeekPrefixes(tokens=(pack(range(5)),), salts=(b"",))) == [4]
 
@@ -137,18 +137,18 @@ def test_opening_twice_is_refused():
 def test_a_sequence_that_is_not_open_gets_nothing():
     cache = PrefixCache(9, 4)
     for message in (
-        CacheUpdate(closes=(3,)),
-        CacheUpdate(grows=(Grow(3, 1),)),
-        CacheUpdate(commits=(Commit(3, b"", 0),)),
+        CacheUpdate(closed=(3,)),
+        CacheUpdate(allocations=(AllocatePages(3, 1),)),
+        CacheUpdate(commits=(CommitTokens(3, b"", 0),)),
     ):
         with pytest.raises(ValueError, match="sequence 3 is not open"):
-            cache.turn(message)
+            cache.update(message)
 
 
 @pytest.mark.parametrize("computed", [9, 5])
 def test_a_commit_of_more_than_is_known_or_held_is_refused(computed):
     cache = PrefixCache(9, 4)
     cache.open(OpenSequence(sequence=1, tokens=pack(range(8))))
-    cache.turn(CacheUpdate(grows=(Grow(1, 1),)))
+    cache.update(CacheUpdate(allocations=(AllocatePages(1, 1),)))
     with pytest.raises(CacheCorrupted, match="commits"):
-        cache.turn(CacheUpdate(commits=(Commit(1, b"", computed),)))
+        cache.update(CacheUpdate(commits=(CommitTokens(1, b"", computed),)))

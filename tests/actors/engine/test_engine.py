@@ -208,12 +208,12 @@ async def test_a_ticket_counts_choices_and_log_probabilities(engine: Engine) -> 
     assert engine.intake is not None
     params = SamplingParams(max_tokens=10, n=3, logprobs=3, prompt_logprobs=1)
     stream = engine.generate([5] * 20, params)
-    assert engine.intake.tickets.tokens == 3 * 20 + (3 * (20 * 2 + 10 * 4)) // 20
+    assert engine.intake.admission.tokens == 3 * 20 + (3 * (20 * 2 + 10 * 4)) // 20
     await stream.ready()
-    assert engine.intake.tickets.tokens == 3 * 20 + (3 * (20 * 2 + 10 * 4)) // 20
+    assert engine.intake.admission.tokens == 3 * 20 + (3 * (20 * 2 + 10 * 4)) // 20
     await stream.aclose()
     await rest(engine)
-    assert engine.intake.tickets.tokens == 0
+    assert engine.intake.admission.tokens == 0
 
 
 async def test_chat_is_rendered(engine: Engine) -> None:
@@ -321,7 +321,7 @@ async def test_what_is_too_late_is_dropped_where_it_waits(tiny_model: Path) -> N
         with pytest.raises(RequestTimeout):
             await engine.generate("far too late", GREEDY, timeout=1e-6).ready()
         assert engine.intake is not None
-        assert engine.intake.tickets.sequences == 1
+        assert engine.intake.admission.sequences == 1
         await collect(ahead)
         assert all("prefill" not in [hop.name for hop in stream.timeline.hops] for stream in late)
         load = engine.board.scheduler
@@ -491,7 +491,7 @@ async def test_one_tenants_flood_leaves_places_and_turns_for_another(tiny_model:
         last = max(at for at, name in enumerate(ended) if name == "two")
         assert last < 16, ended
         assert engine.intake is not None
-        assert engine.intake.tickets.sequences == 0
+        assert engine.intake.admission.sequences == 0
 
 
 @pytest.mark.parametrize(

@@ -376,7 +376,7 @@ async def test_closing_refuses_at_once_and_ends_what_is_being_encoded(tiny_model
     await close
     assert (await read_out(finished)).finish_reason == "length"
     assert engine.intake is not None
-    assert engine.intake.tickets.sequences == 0
+    assert engine.intake.admission.sequences == 0
 
 
 async def test_text_questions_wait_for_the_model(tiny_model: Path) -> None:

@@ -19,14 +19,14 @@ from actors.caching.cache_manager import CacheManager
 from actors.protocol import (
     CompileGrammar,
     DetokenizerProtocol,
-    Emission,
     Emit,
-    Fence,
     Flush,
-    Lease,
+    FlushOutputs,
     OpenSequence,
+    PrefixMatch,
     ResetCache,
     SchedulerProtocol,
+    SequenceOutput,
     SequenceSpec,
     Step,
     Submit,
@@ -90,24 +90,24 @@ class Last(CacheManager):
         self._board = board
 
     @handles
-    def open(self, message: OpenSequence) -> Lease:
+    def open(self, message: OpenSequence) -> PrefixMatch:
         if self._board.died_at(0) is None:
             self._board.worker_lost(self.context.clock.monotonic())
         return super().open(message)
 
 
 class Drain(Actor[DetokenizerProtocol]):
-    def __init__(self, reported: list[Emission], fences: list[Fence], fenced: list[asyncio.Event]) -> None:
+    def __init__(self, reported: list[SequenceOutput], fences: list[FlushOutputs], fenced: list[asyncio.Event]) -> None:
         self._reported = reported
         self._fences = fences
         self._fenced = fenced
 
     @handles
     def emit(self, message: Emit) -> None:
-        self._reported.extend(message.emissions)
+        self._reported.extend(message.outputs)
 
     @handles
-    async def fence(self, message: Fence) -> None:
+    async def flush(self, message: FlushOutputs) -> None:
         self._fences.append(message)
         for event in self._fenced:
             await event.wait()
@@ -122,8 +122,8 @@ class Rig:
     steps: list[tuple[int, Deferred[StepResult]]]
     messages: list[Step]  # of the steps
     compiles: list[tuple[Grammar, Deferred[str]]]
-    reported: list[Emission]
-    fences: list[Fence]
+    reported: list[SequenceOutput]
+    fences: list[FlushOutputs]
     fenced: list[asyncio.Event]  # what a fence waits for
 
     def ready(self, epoch: int) -> None:
@@ -166,8 +166,8 @@ async def rigged(cache_of: Callable[[HealthBoard], CacheManager] = CacheManager)
     steps: list[tuple[int, Deferred[StepResult]]] = []
     messages: list[Step] = []
     compiles: list[tuple[Grammar, Deferred[str]]] = []
-    reported: list[Emission] = []
-    fences: list[Fence] = []
+    reported: list[SequenceOutput] = []
+    fences: list[FlushOutputs] = []
     fenced: list[asyncio.Event] = []
     async with ActorSystem() as system:
         cache = await system.spawn(lambda: cache_of(board), name="cache")
@@ -343,7 +343,7 @@ async def test_a_request_not_run_again_is_ended_though_the_cache_is_silent(repor
         if reported_by == "by the next incarnation":
             rig.ready(1)
         step.set_exception(ChildCrash("killed"))
-        await until(lambda: rig.reported, "no emission arrived")
+        await until(lambda: rig.reported, "no output arrived")
         (ended,) = [word.ended for word in rig.reported]
         assert ended is not None
         assert (ended.reason, "ran this request alone" in ended.message) == ("error", True)
@@ -407,7 +407,7 @@ async def test_a_condemned_choice_takes_the_others_of_its_request_with_it() -> N
             rig.journal.suspects.died({1: Rerun(8, decode=False)})
         rig.board.worker_lost(rig.now())
         step.set_exception(ChildCrash("killed"))
-        await until(lambda: rig.reported, "no emission arrived")
+        await until(lambda: rig.reported, "no output arrived")
         assert {word.sequence for word in rig.reported if word.ended is not None} == {1, 2}
 
 
@@ -437,5 +437,5 @@ async def test_a_condemned_sequence_ends_though_the_scheduler_dies_first() -> No
         rig.board.worker_lost(rig.now())
         assert not rig.board.last_death_counts()
         rig.system.crash_actor(rig.scheduler, ChildCrash("on purpose"))
-        await until(lambda: rig.reported, "no emission arrived")
+        await until(lambda: rig.reported, "no output arrived")
         assert [word.ended.reason for word in rig.reported if word.ended is not None] == ["error"]

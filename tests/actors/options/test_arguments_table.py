@@ -11,7 +11,7 @@ import pytest
 
 from actors.options import ARGUMENTS, ArgumentError, Arguments
 from actors.options.argument import Argument
-from actors.options.declaration import Option, declared
+from actors.options.declaration import ArgumentSpec, declared
 from actors.options.refusal import Refusal
 from actors.options.refused import REFUSALS
 from actors.options.resolving import find
@@ -70,10 +70,12 @@ def test_struct_and_table_have_the_same_names_defaults_and_choices() -> None:
 class Declared(msgspec.Struct, frozen=True, kw_only=True):
     wait_seconds: Annotated[
         float | None,
-        Option(group="Runtime", aliases=("wait",), default_text="none", minimum=0, maximum=9, help="Wait."),
+        ArgumentSpec(group="Runtime", aliases=("wait",), default_text="none", minimum=0, maximum=9, help="Wait."),
     ] = None
-    colours: Annotated[tuple[Literal["red", "blue"], ...], Option(group="API", kind="names", help="Paint.")] = ("red",)
-    settings: Annotated[dict[str, object], Option(group="API", help="Set.")] = {}
+    colours: Annotated[tuple[Literal["red", "blue"], ...], ArgumentSpec(group="API", kind="names", help="Paint.")] = (
+        "red",
+    )
+    settings: Annotated[dict[str, object], ArgumentSpec(group="API", help="Set.")] = {}
 
 
 def test_a_field_is_all_that_an_option_needs() -> None:
@@ -86,7 +88,7 @@ def test_a_field_is_all_that_an_option_needs() -> None:
     assert (settings.kind, settings.default, settings.parse('{"a": 1}')) == ("json", {}, {"a": 1})
 
 
-@pytest.mark.parametrize("hint", [int, Annotated[set[int], Option(group="API", help="No.")]])
+@pytest.mark.parametrize("hint", [int, Annotated[set[int], ArgumentSpec(group="API", help="No.")]])
 def test_a_field_that_is_no_option_is_refused(hint: object) -> None:
     with pytest.raises(TypeError, match="amount"):
         declared(msgspec.defstruct("Wrong", [("amount", hint, 1)]))

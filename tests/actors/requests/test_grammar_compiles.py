@@ -148,7 +148,7 @@ async def test_a_deadly_grammar_is_tried_again_after_minutes(monkeypatch: pytest
     grammars, worker = GrammarCompiles(), Mortal(2)
     with pytest.raises(RequestFailed):
         await grammars.compile(RED, route(worker))
-    monkeypatch.setattr("actors.requests.grammar_compiles._REFUSED", 0.0)
+    monkeypatch.setattr("actors.requests.grammar_compiles._REFUSED_SECONDS", 0.0)
     assert await grammars.compile(RED, route(worker))
 
 

@@ -71,7 +71,7 @@ async def test_an_orderly_stop_runs_stopping_and_reaps(system: ActorSystem, capl
 async def test_a_stopped_child_runs_exit_functions_and_waits_for_no_thread(
     system: ActorSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.runtime.process.incarnation._KILL_AFTER", PATIENCE)
+    monkeypatch.setattr("actors.runtime.process.incarnation._KILL_AFTER_SECONDS", PATIENCE)
     ref = await spawn(system, stop_timeout=PATIENCE)
     await ref.ask(Bequeath(str(tmp_path / "reported")), timeout=PATIENCE)
     life = ref._cell.incarnation

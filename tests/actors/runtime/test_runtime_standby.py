@@ -25,7 +25,7 @@ QUICK = Supervision(max_restarts=5, within=60.0, backoff=Backoff(first=0.01, jit
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_process, "_FIRST_DELAY", 0.01)
+    monkeypatch.setattr(child_process, "_MIN_DELAY_SECONDS", 0.01)
 
 
 async def spawn(system: ActorSystem) -> ActorRef[ChildProtocol]:

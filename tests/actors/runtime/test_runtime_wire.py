@@ -44,10 +44,10 @@ class Parts:
 
     def __init__(self) -> None:
         self.data = b""
-        self.most = LIMIT
+        self.max_bytes = LIMIT
 
     def recv_into(self, view: memoryview) -> int:
-        count = min(len(view), len(self.data), self.most)
+        count = min(len(view), len(self.data), self.max_bytes)
         view[:count] = self.data[:count]
         self.data = self.data[count:]
         return count
@@ -64,10 +64,10 @@ def read(frames: Frames, source: Parts) -> list[tuple[int, int, bytes]]:
 # -- frames ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("most", [1, 7, 13, 1000, LIMIT])
-def test_frames_are_whole_however_they_come(most: int) -> None:
+@pytest.mark.parametrize("max_bytes", [1, 7, 13, 1000, LIMIT])
+def test_frames_are_whole_however_they_come(max_bytes: int) -> None:
     source, sent = Parts(), [(kind, 1 << 40 | kind, bytes([kind]) * length) for kind, length in enumerate((0, 5, 300))]
-    source.most = most
+    source.max_bytes = max_bytes
     frames = Frames(LIMIT)
     for _ in range(3):
         source.data = b"".join(frame(kind, correlation, body[:2], body[2:]) for kind, correlation, body in sent)
@@ -78,7 +78,7 @@ def test_frames_larger_than_the_buffer_come_whole_and_leave_it_small() -> None:
     source, frames = Parts(), Frames(LIMIT)
     bodies = [b"a" * (BUFFER - 20), b"b" * 100, b"c" * (3 * BUFFER), b"d" * 40, b"e" * (LIMIT - 9), b"f"]
     source.data = b"".join(frame(1, number, body) for number, body in enumerate(bodies))
-    source.most = 100_000
+    source.max_bytes = 100_000
     assert [body for _, _, body in read(frames, source)] == bodies
     assert len(frames._view) == BUFFER
 

@@ -39,7 +39,7 @@ def says(prompt, count):
 
 
 class Stage:
-    """Planner, cache and runner; ``reported`` collects every emission by sequence."""
+    """Planner, cache and runner; ``reported`` collects every output by sequence."""
 
     def __init__(self, *, pages=64, page_size=4, context_length=256, fails=lambda tokens: None, **config):
         config = {"max_running": 8, "max_slots": 9, "step_tokens": 64, "conservativeness": 0.0} | config
@@ -75,7 +75,7 @@ class Stage:
         self.cache.check()
         if plan is None:
             return None
-        self.hear(plan.emissions)
+        self.hear(plan.outputs)
         if plan.batch is not None:
             self.sent.append(plan.batch)
         return plan.batch
@@ -104,15 +104,15 @@ class Stage:
         assert not self.planner.has_work
         assert self.cache.usage().used == 0
 
-    def hear(self, emissions):
-        for emission in emissions:
-            self.reported.setdefault(emission.sequence, []).append(emission)
+    def hear(self, outputs):
+        for output in outputs:
+            self.reported.setdefault(output.sequence, []).append(output)
 
     def tokens(self, number):
-        return [token for emission in self.reported.get(number, ()) for token in emission.tokens]
+        return [token for output in self.reported.get(number, ()) for token in output.tokens]
 
     def end(self, number):
-        ended = [emission.ended for emission in self.reported.get(number, ()) if emission.ended is not None]
+        ended = [output.ended for output in self.reported.get(number, ()) if output.ended is not None]
         assert len(ended) <= 1
         return ended[0] if ended else None
 

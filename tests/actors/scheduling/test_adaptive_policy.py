@@ -285,7 +285,7 @@ def test_the_settings_have_their_effect() -> None:
 
 
 def test_only_tried_levels_are_judged_and_others_follow_slowly() -> None:
-    policy = chain(most=4)
+    policy = chain(levels=4)
     estimate = policy.new_estimate()
     before = estimate.chances.copy()
     policy.add_accepted(estimate, 1, 3)

@@ -9,7 +9,7 @@ from actors.scheduling.speculation.policy import CONSTANTS, AdaptiveConfig, Adap
 from tests.kits.speculation.worlds import LEVEL, NODE, PLAIN, World, chain
 
 
-def most_overdrawn(start: float, left: float, chance: float, length: int) -> float:
+def max_overdraft(start: float, left: float, chance: float, length: int) -> float:
     """Plain steps lost beyond ``CONSTANTS.total_loss_share`` of the time, at the worst moment, by batches of changing
     sizes that last for ``length`` steps each. ``start``: what drafting takes beside its levels and nodes; ``left``:
     what the plain step behind it takes longer; ``chance``: of each draft token."""
@@ -44,7 +44,7 @@ def most_overdrawn(start: float, left: float, chance: float, length: int) -> flo
 )
 def test_drafts_never_lose_more_than_their_share(start: float, left: float, chance: float, length: int) -> None:
     step = start + 0.1 * 16 + 0.02 * 16 + left  # one overdraws it, and the first few are forgotten
-    assert most_overdrawn(start, left, chance, length) < CONSTANTS.max_debt + step + CONSTANTS.trials * step
+    assert max_overdraft(start, left, chance, length) < CONSTANTS.max_debt + step + CONSTANTS.trials * step
 
 
 def test_an_account_that_is_overdrawn_is_paid_for_by_its_share() -> None:

@@ -74,7 +74,7 @@ def test_scored_prompts_are_computed_in_full_and_scored_once():
     scores = stage.reported[1][0].prompt_scores
     assert np.frombuffer(scores.logprobs, np.float32).tolist() == [-t for t in range(1, 12)]
     assert unpack(scores.top_ids) == list(range(1, 12))
-    assert all(emission.prompt_scores is None for emission in stage.reported[1][1:])
+    assert all(output.prompt_scores is None for output in stage.reported[1][1:])
     assert [np.frombuffer(e.scores.logprobs, np.float32)[0] for e in stage.reported[1]] == [-t for t in stage.tokens(1)]
 
 
@@ -183,7 +183,7 @@ def test_cached_tokens_are_those_of_the_first_admission():
     stage.submit(spec(1, [1], max_tokens=1, priority=50, arrival=1.0))
     stage.play()
     assert stage.runner.computed_tokens == 9 + 1 + 2 + 1  # 8 of the 10 known tokens were cached when 0 came back
-    assert {emission.cached_tokens for emission in stage.reported[0]} == {0}
+    assert {output.cached_tokens for output in stage.reported[0]} == {0}
 
 
 def test_the_head_of_the_queue_is_tried_again_as_the_reserve_shrinks():

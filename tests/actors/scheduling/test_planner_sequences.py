@@ -25,7 +25,7 @@ def test_a_sequence_runs_to_its_length(overlap, length, max_tokens):
     stage.play()
     assert stage.tokens(0) == says(range(length), max_tokens)
     assert stage.end(0).reason == "length"
-    assert [emission.start for emission in stage.reported[0]] == list(range(max_tokens))
+    assert [output.start for output in stage.reported[0]] == list(range(max_tokens))
     assert stage.runner.computed_tokens == length + max_tokens - 1  # nothing runs beyond the last token
 
 
@@ -247,8 +247,8 @@ def test_what_was_queued_before_the_first_worker_is_examined_when_it_comes():
     assert not planner.ready
     assert planner.submit([spec(0, range(9)), spec(1, range(3))], 0.0) == []
     assert not planner.can_send
-    emissions = planner.worker_ready(model_info(num_pages=9, page_size=4, context_length=8), 0.0)
-    assert [(e.sequence, e.ended.reason) for e in emissions] == [(0, "error")]
+    outputs = planner.worker_ready(model_info(num_pages=9, page_size=4, context_length=8), 0.0)
+    assert [(e.sequence, e.ended.reason) for e in outputs] == [(0, "error")]
     assert planner.is_known(1)
 
 

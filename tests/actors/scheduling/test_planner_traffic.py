@@ -215,9 +215,9 @@ class PlannerTraffic(RuleBasedStateMachine):
             self.planner.text_stopped(victims)
             self.dropped |= {v for v in victims if v in self.specs and v not in self.ended}
         else:
-            emissions = self.planner.abort(victims)
-            assert {e.ended.reason for e in emissions} <= {"abort"}
-            self.hear(emissions)
+            outputs = self.planner.abort(victims)
+            assert {e.ended.reason for e in outputs} <= {"abort"}
+            self.hear(outputs)
             assert self.planner.abort(victims) == []
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 15.0]))
@@ -253,7 +253,7 @@ class PlannerTraffic(RuleBasedStateMachine):
             if plan is None:
                 assert not (idle and self.planner.has_work), "work, nothing in flight, and no step planned"
                 return
-            self.hear(plan.emissions)
+            self.hear(plan.outputs)
             if plan.batch is not None:
                 self.sent.append(plan.batch)
                 return
@@ -269,38 +269,38 @@ class PlannerTraffic(RuleBasedStateMachine):
             self.now += 0.01
             self.hear(self.planner.finish_step(self.answers.pop(0), self.now))
 
-    def hear(self, emissions):
-        for emission in emissions:
-            number = emission.sequence
+    def hear(self, outputs):
+        for output in outputs:
+            number = output.sequence
             spec = self.specs[number]
-            outputs = self.outputs[number]
+            tokens = self.outputs[number]
             assert number not in self.ended, f"sequence {number} speaks after its end"
             assert number not in self.dropped, f"sequence {number} speaks after it was stopped"
-            assert emission.start == len(outputs)
-            first = not outputs
-            outputs += emission.tokens
-            if emission.tokens:
-                self.check_scores(emission, spec, first)
-            if emission.ended is None:
-                assert emission.tokens
+            assert output.start == len(tokens)
+            first = not tokens
+            tokens += output.tokens
+            if output.tokens:
+                self.check_scores(output, spec, first)
+            if output.ended is None:
+                assert output.tokens
                 continue
-            self.ended[number] = emission.ended
-            self.check_end(spec, emission.ended, outputs)
+            self.ended[number] = output.ended
+            self.check_end(spec, output.ended, tokens)
 
-    def check_scores(self, emission, spec, first):
+    def check_scores(self, output, spec, first):
         prompt = unpack(spec.prompt)
         if spec.sampling.logprobs < 0:
-            assert emission.scores is None
+            assert output.scores is None
         else:
-            assert np.frombuffer(emission.scores.logprobs, np.float32).tolist() == [-t for t in emission.tokens]
-            assert unpack(emission.scores.top_counts) == [spec.sampling.logprobs] * len(emission.tokens)
+            assert np.frombuffer(output.scores.logprobs, np.float32).tolist() == [-t for t in output.tokens]
+            assert unpack(output.scores.top_counts) == [spec.sampling.logprobs] * len(output.tokens)
         expected = prompt[1:] if spec.sampling.prompt_logprobs >= 0 and first else []
         if expected:
-            assert np.frombuffer(emission.prompt_scores.logprobs, np.float32).tolist() == [-t for t in expected]
+            assert np.frombuffer(output.prompt_scores.logprobs, np.float32).tolist() == [-t for t in expected]
             ids = [t + i for t in expected for i in range(spec.sampling.prompt_logprobs)]
-            assert unpack(emission.prompt_scores.top_ids) == ids
+            assert unpack(output.prompt_scores.top_ids) == ids
         else:
-            assert emission.prompt_scores is None
+            assert output.prompt_scores is None
 
     def check_end(self, spec, ended, outputs):
         length = len(unpack(spec.prompt)) + len(outputs)

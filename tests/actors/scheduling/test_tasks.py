@@ -14,9 +14,9 @@ def test_an_embedding_comes_with_the_end_of_its_prompt(overlap, length):
     stage = Stage(overlap=overlap, step_tokens=16)
     stage.submit(spec(0, range(length), max_tokens=1, task=Embed()), spec(1, range(3), max_tokens=6))
     stage.play()
-    assert [emission.vector for emission in stage.reported[0]] == [pooled_vector(list(range(length)))]
+    assert [output.vector for output in stage.reported[0]] == [pooled_vector(list(range(length)))]
     assert stage.end(0).reason == "length"
-    assert all(emission.vector == b"" for emission in stage.reported[1])
+    assert all(output.vector == b"" for output in stage.reported[1])
     assert len(stage.tokens(1)) == 6
 
 
@@ -26,7 +26,7 @@ def test_an_embedding_goes_on_under_the_next_worker():
     stage.plan()
     stage.lose_worker()
     stage.play()
-    assert [emission.vector for emission in stage.reported[0]] == [pooled_vector(list(range(40)))]
+    assert [output.vector for output in stage.reported[0]] == [pooled_vector(list(range(40)))]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -38,8 +38,8 @@ def test_an_embedding_ends_beside_rows_that_verify_draft_tokens(overlap, length)
     stage.step()
     stage.submit(spec(1, range(length), max_tokens=1, sampling=SlotSampling(max_drafts=0), task=Embed()))
     stage.play()
-    assert [emission.vector for emission in stage.reported[1]] == [pooled_vector(list(range(length)))]
-    assert all(emission.vector == b"" for emission in stage.reported[0])
+    assert [output.vector for output in stage.reported[1]] == [pooled_vector(list(range(length)))]
+    assert all(output.vector == b"" for output in stage.reported[0])
 
 
 def test_a_score_carries_the_log_probabilities_of_its_prompt():
@@ -47,5 +47,5 @@ def test_a_score_carries_the_log_probabilities_of_its_prompt():
     sampling = SlotSampling(prompt_logprobs=0)
     stage.submit(spec(0, range(40), max_tokens=1, sampling=sampling, task=Score(start=30)))
     stage.play()
-    (emission,) = stage.reported[0]
-    assert len(emission.prompt_scores.logprobs) == 4 * 39
+    (output,) = stage.reported[0]
+    assert len(output.prompt_scores.logprobs) == 4 * 39

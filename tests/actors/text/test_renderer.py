@@ -240,7 +240,7 @@ async def test_renderers_take_turns_and_are_few() -> None:
         rendering_ = await Rendering.start(system, template=TEMPLATE, variables={}, count=9, guests=False)
         turns: set[str] = set()
         system.events.handled = lambda cell, *_: turns.add(cell.name)
-        assert len(system.describe()) == rendering.MOST_RENDERERS
-        for _ in range(rendering.MOST_RENDERERS):
+        assert len(system.describe()) == rendering.MAX_RENDERERS
+        for _ in range(rendering.MAX_RENDERERS):
             await rendering_.render(chat())
-        assert turns == {f"renderer-{number}" for number in range(rendering.MOST_RENDERERS)}
+        assert turns == {f"renderer-{number}" for number in range(rendering.MAX_RENDERERS)}

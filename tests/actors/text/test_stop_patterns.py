@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from actors.protocol.requests import InvalidRequest, SamplingParams
 from actors.requests.sampling_rules import validate
 from actors.text.incremental_text import IncrementalText
-from actors.text.stop_patterns import MOST_HELD, PatternError, StopPattern, StopPatterns
+from actors.text.stop_patterns import MAX_HELD_CHARS, PatternError, StopPattern, StopPatterns
 from tests.kits.small_tokenizers import byte_level
 
 ATOMS = st.sampled_from(["a", "b", "c", "[ab]", "[^a]", "[a-c ]", r"\w", r"\d", r"\s", ".", " ", r"\.", "1"])
@@ -93,9 +93,9 @@ def test_what_may_start_a_match_is_held_up_to_a_bound():
     patterns = StopPatterns(["(?s)<.*>"])
     assert patterns.feed("a" * 100) is None
     assert patterns.held == 0
-    assert patterns.feed("<" + "a" * 3 * MOST_HELD) is None
-    assert patterns.held == MOST_HELD
-    assert patterns.feed("a>") == (2, MOST_HELD, "(?s)<.*>")
+    assert patterns.feed("<" + "a" * 3 * MAX_HELD_CHARS) is None
+    assert patterns.held == MAX_HELD_CHARS
+    assert patterns.feed("a>") == (2, MAX_HELD_CHARS, "(?s)<.*>")
 
 
 def test_flags_fold_case_and_let_the_dot_match_lines():
@@ -107,11 +107,11 @@ def test_flags_fold_case_and_let_the_dot_match_lines():
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*b", "(a|b)*a(a|b){60}", "(.*)(.*)(.*)x"])
 def test_patterns_that_backtrack_for_ever_elsewhere_take_linear_steps(pattern):
     automaton = StopPattern(pattern)
-    live, most = 0, 0
+    live, maximum = 0, 0
     for char in "a" * 5000 + "!":
         live = automaton.step(live, char)
-        most = max(most, len(automaton._next))
-    assert most <= 1024
+        maximum = max(maximum, len(automaton._next))
+    assert maximum <= 1024
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_long_texts_encode_alike_and_are_bounded(tiny_model: Path) -> None:
     text = "the quick 東京 fox " * (LONG_TEXT // 8)
     assert len(text) > LONG_TEXT
     assert codec.encode(text) == codec.tokenizer.encode(text).ids
-    assert codec.most_chars(len(codec.encode(text))) >= len(text)
+    assert codec.max_chars(len(codec.encode(text))) >= len(text)
 
 
 def test_a_length_in_the_tokenizer_file_cuts_nothing(tmp_path: Path) -> None:
@@ -131,21 +131,22 @@ def test_a_length_in_the_tokenizer_file_cuts_nothing(tmp_path: Path) -> None:
     assert TextCodec(ModelFiles(tmp_path)).encode(text) == whole
 
 
-@pytest.mark.parametrize("most", [*range(3, 24), 64])
-def test_texts_and_pairs_are_cut_as_the_tokenizer_cuts_them(tmp_path: Path, most: int) -> None:
+@pytest.mark.parametrize("max_tokens", [*range(3, 24), 64])
+def test_texts_and_pairs_are_cut_as_the_tokenizer_cuts_them(tmp_path: Path, max_tokens: int) -> None:
     make_tiny_encoder(tmp_path)
     codec = TextCodec(ModelFiles(tmp_path))
     own = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    own.enable_truncation(most)
+    own.enable_truncation(max_tokens)
     long, short, word = "one two three four five six seven", "the capital of france", "paris"
     for text in (long, short, ""):
-        assert codec.encode(text, most=most) == own.encode(text).ids
+        assert codec.encode(text, max_tokens=max_tokens) == own.encode(text).ids
     for pair in ((long, short), (short, long), (long, word), (word, long), (long, long), (word, word)):
         expected = own.encode(*pair)
-        ids, second = codec.encode_pair(*pair, most)
+        ids, second = codec.encode_pair(*pair, max_tokens)
         assert ids == expected.ids
         assert second == expected.type_ids.index(1)
     assert codec.encode_pair(long, short) == codec.encode_pair(long, short, 64)
     assert (
-        codec.encode(long, add_special_tokens=False, most=most) == codec.encode(long, add_special_tokens=False)[:most]
+        codec.encode(long, add_special_tokens=False, max_tokens=max_tokens)
+        == codec.encode(long, add_special_tokens=False)[:max_tokens]
     )

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from google.protobuf import descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -171,6 +172,44 @@ async def test_a_field_of_another_version_is_not_dropped_in_silence(served: Any)
         assert (error.code(), "[31]" in (error.details() or "")) == (Call.INVALID_ARGUMENT, True)
 
 
+async def test_long_prompts_arrive_and_longer_ones_are_refused(served: Any) -> None:
+    connecting, engine = served()
+    async with connecting as client:
+        long = [104, 105] * 200_000
+        await everything(client.generate(tokenized={"input_ids": long}))
+        assert engine.requests[0]["prompt"] == long
+        error = await error_of(client.generate(tokenized={"original_text": "x" * (9 << 20)}))
+        assert (error.code(), "at most 8388608" in (error.details() or "")) == (Call.RESOURCE_EXHAUSTED, True)
+
+
+async def test_what_the_transport_cannot_read_is_refused(served: Any) -> None:
+    connecting, _ = served()
+    async with connecting as client:
+
+        def call(method: str, data: bytes, **keywords: Any) -> Any:
+            return client.channel.unary_unary(f"/{SERVICE}/{method}")(data, **keywords)
+
+        packed = await error_of(call("Embed", b"x" * 1000, compression=grpc.Compression.Gzip))
+        assert (packed.code(), "ompressed" in (packed.details() or "")) == (Call.UNIMPLEMENTED, True)
+        unknown = await error_of(call("Nothing%", b""))
+        assert (unknown.code(), unknown.details()) == (Call.UNIMPLEMENTED, f"There is no method /{SERVICE}/Nothing%.")
+        broken = await error_of(call("Embed", b"\xff\xff"))
+        assert (broken.code(), "EmbedRequest" in (broken.details() or "")) == (Call.INVALID_ARGUMENT, True)
+        async with httpx.AsyncClient() as http:
+            plain = await http.post(f"http://127.0.0.1:{client.port}/{SERVICE}/Embed", content=b"")
+            assert (plain.status_code, "gRPC" in plain.text) == (415, True)
+
+
+async def test_a_call_ends_at_its_deadline(served: Any) -> None:
+    connecting, engine = served()
+    engine.gate, engine.gate_at = asyncio.Event(), 1
+    async with connecting as client:
+        late = client.generate((("grpc-timeout", "50m"),), stream=True)
+        error = await error_of(late)
+        assert error.code() == Call.DEADLINE_EXCEEDED
+        assert engine.streams[0].closed
+
+
 async def test_each_method_needs_a_key_but_health(served: Any) -> None:
     connecting, _ = served(api_key="secret")
     async with connecting as client:
@@ -257,7 +296,8 @@ async def test_health_is_watched_and_knows_its_services(served: Any) -> None:
     status = health_pb2.HealthCheckResponse
     async with connecting as client:
         stub = health_pb2_grpc.HealthStub(client.channel)
-        assert (await error_of(stub.Check(health_pb2.HealthCheckRequest(service="x")))).code() == Call.NOT_FOUND
+        unknown = await error_of(stub.Check(health_pb2.HealthCheckRequest(service="caf\u00e9")))
+        assert (unknown.code(), unknown.details()) == (Call.NOT_FOUND, "There is no service 'caf\u00e9' here.")
         watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         assert (await watch.read()).status == status.SERVING
         engine.healthy = False

@@ -65,6 +65,10 @@ async def test_a_cross_encoder_ranks_scores_and_classifies(tmp_path: Path) -> No
             application, "/rerank", query=QUERY, documents=DOCUMENTS, top_n=1, return_documents=False
         )
         assert [sorted(one) for one in answer["results"]] == [["index", "relevance_score"]]
+        _, answer = await post(
+            application, "/v2/rerank", query=QUERY, documents=DOCUMENTS, top_n=1, return_documents=True
+        )
+        assert [one["document"] for one in answer["results"]] == [{"text": DOCUMENTS[best[0]]}]
         _, answer = await post(application, "/score", text_1=QUERY, text_2=DOCUMENTS)
         assert [one["score"] for one in answer["data"]] == pytest.approx(expected, abs=1e-5)
         ids = await engine.tokenize(DOCUMENTS[0])

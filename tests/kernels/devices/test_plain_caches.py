@@ -8,9 +8,9 @@ from torch import Tensor
 
 from kernels.contract.caches import State
 from kernels.core.attention_rows import AttentionRows
-from kernels.core.batch import BoundedRows
+from kernels.core.batch import StateSegments
 from kernels.devices.latent_attention import attend_latent, make_latent, write_latent
-from kernels.devices.state_cache import advance_states, make_states
+from kernels.devices.state_cache import advance_states, make_states, plan_segments
 
 CPU = torch.device("cpu")
 
@@ -42,11 +42,17 @@ def test_states_are_kept_at_the_end_of_every_column() -> None:
     cache = make_states(State(((2,),)), 8, CPU)
     values = torch.arange(1.0, 12.0)
 
-    def advance(tokens: slice, states: list[Tensor]) -> list[Tensor]:
-        return [states[0] + values[tokens].sum()]
+    def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
+        return [states[0] + values[tokens].sum(1, keepdim=True)]
 
-    def bounded(starts: list[int], counts: list[int], pages: list[list[int]]) -> BoundedRows:
-        return BoundedRows(np.array(starts), np.array(counts), np.array(pages, dtype=np.int32), 4)
+    def bounded(starts: list[int], counts: list[int], pages: list[list[int]]) -> tuple[StateSegments, ...]:
+        return plan_segments(
+            np.array(starts),
+            np.array(counts),
+            np.array(pages, dtype=np.int32),
+            4,
+            lambda array: torch.from_numpy(array),
+        )
 
     advance_states(cache, bounded([0, 0], [9, 2], [[3, 5, 1], [2, 0, 0]]), advance)
     assert cache[0][:, 0].tolist() == [0, 45, 21, 10, 0, 36, 0, 0]
@@ -55,3 +61,22 @@ def test_states_are_kept_at_the_end_of_every_column() -> None:
     assert cache[0][6, 0] == 136  # on from the snapshot after 8 tokens, which stays
     assert cache[0][5, 0] == 36
     assert cache[0][2, 0] == 1021
+
+
+def test_rows_of_equal_length_run_in_one_call() -> None:
+    pages = np.array([[1, 4], [2, 0], [3, 0]], dtype=np.int32)
+    starts, counts = np.array([3, 0, 1]), np.array([1, 1, 2])
+    decodes, prompt = plan_segments(starts, counts, pages, 4, torch.from_numpy)
+    assert decodes.tokens.tolist() == [[0], [1]]
+    assert (decodes.sources.tolist(), decodes.targets.tolist()) == ([1, 2], [1, 2])
+    assert decodes.fresh is not None
+    assert decodes.fresh.tolist() == [False, True]
+    assert (prompt.tokens.tolist(), prompt.fresh) == ([[2, 3]], None)
+
+
+def test_a_fresh_row_ignores_what_its_page_held() -> None:
+    cache = make_states(State(((2,),)), 4, CPU)
+    cache[0].fill_(torch.nan)
+    segments = plan_segments(np.array([0]), np.array([2]), np.array([[3]], dtype=np.int32), 4, torch.from_numpy)
+    advance_states(cache, segments, lambda tokens, states: [states[0] + tokens.shape[1]])
+    assert cache[0][3].tolist() == [2, 2]

@@ -56,7 +56,7 @@ def test_parts_make_up_the_whole(name, size, load_format, reference, monkeypatch
             assert all(torch.equal(rank[tensor], expected) for rank in held)
             continue
         for rank, part in zip(held, parts, strict=True):
-            assert torch.equal(rank[tensor], part[tensor].of(expected))
+            assert torch.equal(rank[tensor], part[tensor].narrow(expected))
         covered = {index for part in parts for index in range(part[tensor].begin, part[tensor].end)}
         assert covered == set(range(expected.shape[parts[0][tensor].dimension]))
     everywhere = {tensor for tensor in specs if tensor.endswith(("norm.weight", "o_proj.bias", "down_proj.bias"))}

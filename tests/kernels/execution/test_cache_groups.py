@@ -22,6 +22,7 @@ from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import Admission, SlotSampling, StepBatch
 from kernels.devices import group_caches
 from kernels.execution.runner import ModelRunner
+from tests.kits.driver import HYBRID
 from tests.kits.mixed_caches import install, make_mixed_model
 
 KINDS = {
@@ -112,7 +113,7 @@ class Line:
         self.outputs: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
         self.ends: list[int] = []
-        self.most_used: list[int] = []
+        self.max_used: list[int] = []
         self.start_worker()
 
     def start_worker(self) -> None:
@@ -134,21 +135,21 @@ class Line:
             self.cache.check()
             if plan is None:
                 break
-            assert not plan.emissions
+            assert not plan.outputs
             assert plan.batch is not None
             self.sent.append(plan.batch)
         usage = self.cache.usage().bounded
-        self.most_used = [
-            max(pair) for pair in zip(self.most_used or [0] * len(usage), (g.used for g in usage), strict=True)
+        self.max_used = [
+            max(pair) for pair in zip(self.max_used or [0] * len(usage), (g.used for g in usage), strict=True)
         ]
         if not self.sent:
             return False
         result = self.runner.run(self.sent.pop(0))
         assert not result.failed
-        for emission in self.planner.finish_step(result, 0.0):
-            self.outputs[emission.sequence] += emission.tokens
-            self.cached[emission.sequence] = emission.cached_tokens
-            self.ends += [emission.sequence] * (emission.ended is not None)
+        for output in self.planner.finish_step(result, 0.0):
+            self.outputs[output.sequence] += output.tokens
+            self.cached[output.sequence] = output.cached_tokens
+            self.ends += [output.sequence] * (output.ended is not None)
         return True
 
     def play(self) -> None:
@@ -244,10 +245,10 @@ def test_pages_outside_of_the_window_are_returned(tmp_path: Path) -> None:
     line.play()
     (group,) = line.info.bounded_groups
     assert isinstance(group.group.spec, Window)
-    assert line.most_used[0] <= group.sequence_pages(PAGE) + group.step_pages(20) < 220 // PAGE
+    assert line.max_used[0] <= group.sequence_pages(PAGE) + group.step_pages(20) < 220 // PAGE
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral", "olmo3"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gemma4", "llama4", "mistral", "olmo3"])
 def test_families_give_pages_back_and_keep_their_tokens(name: str, reference: Any) -> None:
     model, (prompt, other) = reference(name), prompts(61, 9)
     prompt, other = ([token % 211 for token in tokens] for tokens in (prompt, other))
@@ -261,6 +262,30 @@ def test_families_give_pages_back_and_keep_their_tokens(name: str, reference: An
     assert line.cached[1] > 0
     assert prompt + line.outputs[0] == model.greedy(prompt, 73)
     assert prompt + other + line.outputs[1] == model.greedy(prompt + other, 76)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_families_with_states_keep_their_tokens(name: str, reference: Any) -> None:
+    """Chunks beside decodes, prefixes from snapshots, preemption, and a new worker in the middle."""
+    model = reference(name)
+    line = Line(model.path, {"max_total_tokens": 1024}, max_running=2, priority_scheduling=True)
+    snapshot = line.info.bounded_groups[0].page_tokens
+    texts = prompts(snapshot + 6, 9, 26, 31)
+    shared, first, second, third = ([token % 211 for token in tokens] for tokens in texts)
+    line.submit(0, shared + first, 6)
+    line.play()
+    line.submit(1, shared + second, 12)
+    line.submit(2, third, 16)
+    for _ in range(8):
+        line.step()
+    line.submit(3, first, 4, priority=100)
+    line.step()
+    assert line.cached[1] == snapshot
+    line.start_worker()
+    line.play()
+    for number, prompt in enumerate((shared + first, shared + second, third, first)):
+        given = line.outputs[number]
+        assert prompt + given == model.greedy(prompt, len(prompt) + len(given))
 
 
 @pytest.mark.parametrize("options", [{}, {"context_length": 40}, {"speculation": SpeculativeSettings("NGRAM")}])

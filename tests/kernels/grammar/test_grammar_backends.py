@@ -121,7 +121,9 @@ SIMPLE = st.sampled_from(
 NESTED = st.recursive(
     SIMPLE,
     lambda inner: st.one_of(
-        st.builds(lambda item, most: {"type": "array", "items": item, "maxItems": most}, inner, st.integers(0, 3)),
+        st.builds(
+            lambda item, max_tokens: {"type": "array", "items": item, "maxItems": max_tokens}, inner, st.integers(0, 3)
+        ),
         st.builds(
             lambda properties, needed: {
                 "type": "object",
@@ -166,7 +168,7 @@ def test_random_texts_of_random_patterns_match(backend: str) -> None:
     rng = random.Random(5)
     for seed in range(40):
         found = pattern(rng)
-        text = sample(backend, Grammar("regex", found), seed, most=40)
+        text = sample(backend, Grammar("regex", found), seed, max_tokens=40)
         if text.whole:
             assert re.fullmatch(found, text, re.DOTALL), (found, text)
 
@@ -201,13 +203,13 @@ def test_a_text_is_accepted_where_the_pattern_matches(backend: str) -> None:
 )
 def test_texts_of_choices_and_rules_match(backend: str, grammar: Grammar, pattern: str) -> None:
     for seed in range(5):
-        text = sample(backend, grammar, seed, most=40)
+        text = sample(backend, grammar, seed, max_tokens=40)
         assert text.whole
         assert re.fullmatch(pattern, text)
 
 
 def test_rules_in_larks_syntax_match() -> None:
-    text = sample("llguidance", Grammar("ebnf", 'start: "a" NUMBER\nNUMBER: /[0-9]{2}/'), most=20)
+    text = sample("llguidance", Grammar("ebnf", 'start: "a" NUMBER\nNUMBER: /[0-9]{2}/'), max_tokens=20)
     assert re.fullmatch("a[0-9]{2}", text)
 
 
@@ -283,7 +285,7 @@ def test_a_reference_to_another_document_is_an_error(backend: str, target: str) 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_schema_may_be_true(backend: str) -> None:
-    json.loads(sample(backend, Grammar("json_schema", "true"), most=40) or "1")
+    json.loads(sample(backend, Grammar("json_schema", "true"), max_tokens=40) or "1")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

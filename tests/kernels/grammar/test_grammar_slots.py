@@ -203,7 +203,7 @@ def test_a_wrong_grammar_fails_at_the_admission_once_it_is_compiled() -> None:
 
 
 def test_a_thought_is_free_but_may_not_end_the_text() -> None:
-    slots = admitted("[ab]c", grammar_after=tuple(ids("cd")))
+    slots = admitted("[ab]c", reasoning_end_ids=tuple(ids("cd")))
     for length, sign in enumerate("dccd", 2):
         assert allowed(slots, length) == "abcd"
         slots.sampled([1], torch.tensor(ids(sign)))
@@ -211,7 +211,7 @@ def test_a_thought_is_free_but_may_not_end_the_text() -> None:
 
 
 def test_a_model_may_begin_with_a_thought_or_with_the_text() -> None:
-    marks = {"grammar_after": tuple(ids("d")), "grammar_opens": ids("c")[0]}
+    marks = {"reasoning_end_ids": tuple(ids("d")), "reasoning_start_id": ids("c")[0]}
     slots = admitted("[ab]c", **marks)
     assert allowed(slots, 2) == "abc"
     slots.sampled([1], torch.tensor(ids("c")))
@@ -280,7 +280,7 @@ class Judged:
         self.grammars = GrammarSlots(SETTINGS, VOCAB, Memory(), self.table)
         self.sampler = Sampler(VOCAB, 4)
         self.draws = 0
-        self.broken: set[int] = set()  # slots of the next draw without a finite logit
+        self.nonfinite: set[int] = set()  # slots of the next draw without a finite logit
         for slot in (1, 2, 3):
             grammar = Grammar("regex", pattern) if slot < 3 else None
             settings = SlotSampling(temperature=1.0, grammar=grammar, **sampling)
@@ -293,8 +293,8 @@ class Judged:
         self.draws += len(rows)
         logits = logits[torch.from_numpy(rows)]
         RowMasks(np.arange(len(logits)), masks, torch.from_numpy).apply(logits)
-        broken = torch.tensor([place + 1 in self.broken for place in range(len(logits))])
-        return logits.argmax(-1), broken
+        nonfinite = torch.tensor([place + 1 in self.nonfinite for place in range(len(logits))])
+        return logits.argmax(-1), nonfinite
 
     def step(self, text: str, likely: str = "") -> tuple[str, dict[int, str]]:
         """A step that has drawn these characters for slots 3, 1 and 2. ``likely``: of all rows, the best first."""
@@ -350,7 +350,7 @@ def test_a_token_that_is_certain_is_drawn_alone() -> None:
 
 def test_a_row_fails_where_the_model_excludes_all_allowed_tokens() -> None:
     judged = Judged("[ab]c")
-    judged.broken.add(1)
+    judged.nonfinite.add(1)
     _, failed = judged.step("ddd")
     assert list(failed) == [1]
     assert "finite" in failed[1]

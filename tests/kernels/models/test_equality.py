@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kernels.contract.step import SlotSampling
-from tests.kits.driver import DENSE, LATENT, ROUTED
+from tests.kits.driver import DENSE, HYBRID, LATENT, ROUTED
+from tests.kits.published import PUBLISHED
 
 FAMILIES = [
     "llama2",
@@ -30,7 +31,9 @@ FAMILIES = [
     "qwen3-moe-some",
     "qwen3-moe-step",
     *DENSE,
+    *HYBRID,
     *LATENT,
+    *PUBLISHED,
     *ROUTED,
 ]
 VOCAB = 211

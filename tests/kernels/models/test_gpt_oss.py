@@ -81,7 +81,7 @@ def test_packed_experts_stay_packed(packed, drive, prompts):
 def test_native_products_are_those_of_floats(platform):
     blocks = torch.randint(0, 256, (96, 6, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     scales = torch.randint(118, 130, (96, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
-    weight, x = Mxfp4Weight.of(blocks, scales, torch.bfloat16), torch.randn(40, 192).bfloat16()
+    weight, x = Mxfp4Weight.from_blocks(blocks, scales, torch.bfloat16), torch.randn(40, 192).bfloat16()
     expected = floats(blocks, scales)
     assert torch.equal(weight.dequantize(torch.float32), expected)
     linear = platform.linear.make_quantized(weight, None)

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from kernels.contract.caches import CacheGroup, Latent
 from kernels.contract.errors import ConfigError
-from kernels.contract.speculation import SpeculativeSettings
 from kernels.devices import latent_attention
 from kernels.models.config_loader import parse_config, read_config
 from kernels.models.registry import caches
@@ -48,7 +47,7 @@ def test_expanded_and_latent_rows_share_a_step(reference, drive, prompts, monkey
         assert driver.generate(slot, len(text) + 4) == model.greedy(text, len(text) + 4)
 
 
-@pytest.mark.parametrize("name", ["parallel-deepseek-v3", "parallel-minicpm3"])
+@pytest.mark.parametrize("name", ["parallel-deepseek-v3", "parallel-deepseek-v3.2", "parallel-minicpm3"])
 def test_two_ranks_compute_what_one_does(name, reference, prompts):
     model, (text,) = reference(name), prompts(23)
     first, second = run_ranks([{"model": str(model.path), "prompts": [text], "length": 32}])
@@ -108,7 +107,6 @@ def test_fp8_in_blocks_is_what_its_floats_are(block, ranks, reference, drive, pr
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"speculation": SpeculativeSettings("NGRAM")}, "leave --speculative-algorithm out"),
         ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype is for keys and values"),
         ({"invariant": True}, "leave --enable-deterministic-inference out"),
     ],

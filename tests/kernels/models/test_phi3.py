@@ -80,7 +80,7 @@ def test_quantized_fused_projections_are_cut_and_joined(long, tmp_path):
 
     whole, half = read(Shard()), read(Shard(1, 2))
     parts = specs[f"{QKV}.weight"].parts(Shard(1, 2))
-    assert half.equal(torch.cat([part.of(whole) for part in parts]))
+    assert half.equal(torch.cat([part.narrow(whole) for part in parts]))
 
 
 def test_two_ranks_compute_what_one_does(long, drive, prompts):

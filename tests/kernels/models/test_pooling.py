@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from kernels.contract.errors import ConfigError
+from kernels.contract.errors import ConfigError, LoadError
 from kernels.contract.tasks import Classify, Embed, NextToken
 from kernels.models.pooling import read_pooling
 from kernels.models.registry import BUILT_IN, find_encoder
@@ -104,7 +104,7 @@ def test_an_encoder_that_counts_from_zero_needs_no_padding_token(tmp_path):
 def test_the_most_tokens_are_those_of_the_transformer_module(tmp_path, name):
     (tmp_path / f"sentence_{name}_config.json").write_text('{"max_seq_length": 33, "do_lower_case": true}')
     found = read_pooling(tmp_path, {"architectures": ["BertModel"]})
-    assert (found.most_tokens, found.lowercase) == (33, True)
+    assert (found.max_tokens, found.lowercase) == (33, True)
 
 
 @pytest.mark.parametrize("family", sorted(ENCODER))
@@ -165,6 +165,102 @@ def test_a_decoder_embeds_its_last_token(tmp_path, prefixed):
     close(found, [torch.nn.functional.normalize(state, dim=0) for state in states])
 
 
+def add_dense(directory: Path, sizes: list[int], activations: list[str], bias: bool = True) -> list[torch.nn.Linear]:
+    """Dense modules behind the pooling, as sentence-transformers saves them."""
+    modules = json.loads((directory / "modules.json").read_text())
+    layers = []
+    for index, activation in enumerate(activations):
+        layer = torch.nn.Linear(sizes[index], sizes[index + 1], bias=bias)
+        path = f"{index + 2}_Dense"
+        modules.insert(index + 2, {"idx": 0, "path": path, "type": "sentence_transformers.models.Dense"})
+        (directory / path).mkdir()
+        config = {
+            "in_features": sizes[index],
+            "out_features": sizes[index + 1],
+            "bias": bias,
+            "activation_function": f"torch.nn.modules.{activation}",
+        }
+        (directory / path / "config.json").write_text(json.dumps(config))
+        weights = {f"linear.{name}": one.detach() for name, one in layer.named_parameters()}
+        save_file(weights, directory / path / "model.safetensors", metadata={"format": "pt"})
+        layers.append(layer)
+    (directory / "modules.json").write_text(json.dumps(modules))
+    return layers
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+@torch.inference_mode()
+def test_vectors_pass_dense_modules(tmp_path, decoder):
+    if decoder:
+        model = make(tmp_path, "Qwen3Model", "Qwen3Config", **COMMON, head_dim=16)
+        pool(tmp_path, "pooling_mode_lasttoken")
+    else:
+        model = make(tmp_path, "BertModel", "BertConfig", **ENCODER["Bert"])
+        pool(tmp_path, "pooling_mode_mean_tokens", normalize=False)
+    activations = ["activation.Tanh", "activation.GELU", "linear.Identity"]
+    layers = add_dense(tmp_path, [48, 80, 20, 24], activations, bias=not decoder)
+    prompts = inputs()
+    info, found = run(tmp_path, prompts, Embed(normalize=decoder), chunk=20)
+    assert info.pooling is not None
+    assert [layer.activation for layer in info.pooling.dense] == ["tanh", "gelu", "none"]
+    expected = []
+    for ids in prompts:
+        states = model(torch.tensor([ids])).last_hidden_state[0]
+        vector = states[-1] if decoder else states.mean(0)
+        vector = layers[2](torch.nn.functional.gelu(layers[1](layers[0](vector).tanh())))
+        expected.append(torch.nn.functional.normalize(vector, dim=0) if decoder else vector)
+    close(found, expected)
+
+
+@torch.inference_mode()
+def test_dense_modules_with_other_weights_are_refused(tmp_path):
+    make(tmp_path, "BertModel", "BertConfig", **ENCODER["Bert"])
+    pool(tmp_path, "pooling_mode_mean_tokens")
+    add_dense(tmp_path, [48, 20], ["activation.Tanh"])
+    weight, bias = torch.zeros(20, 48), torch.zeros(20)
+    for weights in (
+        {"linear.weight": torch.zeros(20, 47), "linear.bias": bias},
+        {"linear.weight": weight},
+        {"linear.weight": weight, "linear.bias": bias, "more": torch.zeros(1)},
+    ):
+        save_file(weights, tmp_path / "2_Dense" / "model.safetensors")
+        with pytest.raises(LoadError, match="2_Dense holds the tensors"):
+            run(tmp_path, inputs(), Embed())
+    (tmp_path / "2_Dense" / "model.safetensors").unlink()
+    with pytest.raises(LoadError, match="2_Dense"):
+        run(tmp_path, inputs(), Embed())
+    _, found = run(tmp_path, inputs(), Embed(), load_format="dummy")
+    assert [len(vector) for vector in found] == [20] * len(inputs())
+
+
+BOTH_WAYS = {
+    "Gemma3TextModel": ("Gemma3TextConfig", {"use_bidirectional_attention": True, "sliding_window": 16, "head_dim": 16,
+        "query_pre_attn_scalar": 24, "num_hidden_layers": 7}),
+    "LlamaModel": ("LlamaConfig", {"is_causal": False}),
+    "MistralModel": ("MistralConfig", {"is_causal": False, "sliding_window": 9}),
+    "Qwen2Model": ("Qwen2Config", {"is_causal": False}),
+    "Qwen3ForCausalLM": ("Qwen3Config", {"is_causal": False, "head_dim": 16}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(BOTH_WAYS))
+@pytest.mark.parametrize("mode", ["mean", "lasttoken"])
+@torch.inference_mode()
+def test_decoders_embed_with_attention_in_both_directions(tmp_path, name, mode):
+    config, options = BOTH_WAYS[name]
+    make(tmp_path, name, config, **COMMON | options)
+    whole = getattr(transformers, name).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    model = whole.model if name.endswith("LM") else whole
+    pool(tmp_path, f"pooling_mode_{'mean_tokens' if mode == 'mean' else mode}")
+    prompts = inputs()
+    info, found = run(tmp_path, prompts, Embed(), chunk=20)
+    assert info.pooling is not None
+    assert info.pooling.encoder
+    states = [model(torch.tensor([ids])).last_hidden_state[0] for ids in prompts]
+    vectors = [state.mean(0) if mode == "mean" else state[-1] for state in states]
+    close(found, [torch.nn.functional.normalize(vector, dim=0) for vector in vectors])
+
+
 @torch.inference_mode()
 def test_a_generating_decoder_says_what_comes_next(tmp_path):
     """As Qwen3-Reranker's yes and no."""
@@ -219,7 +315,15 @@ def test_encoders_are_those_of_the_registry():
 @pytest.mark.parametrize(
     ("files", "config", "reason"),
     [
-        ({"modules.json": [{"type": "x.Dense", "path": "2_Dense"}]}, {}, "module Dense, which is not run"),
+        ({"modules.json": [{"type": "x.LSTM", "path": "2_LSTM"}]}, {}, "module LSTM, which is not run"),
+        ({"modules.json": [{"type": "x.Normalize"}, {"type": "x.Dense", "path": "2"}]}, {}, "run in the order"),
+        ({"modules.json": [{"type": "x.Dense", "path": "2"}]}, {}, "in_features must be"),
+        ({"modules.json": [{"type": "x.Dense", "path": "2"}], "2/config.json": {"in_features": 4, "out_features": 4}},
+         {"hidden_size": 8}, "in_features is 4"),
+        ({"modules.json": [{"type": "x.Dense", "path": "2"}], "2/config.json": {"in_features": 4, "out_features": 4,
+          "activation_function": "os.system.Tanh"}}, {}, "activation_function 'os.system.Tanh' is not run"),
+        ({"modules.json": [{"type": "x.Dense", "path": "2"}], "2/config.json": {"in_features": 4, "out_features": 4,
+          "module_input_name": "token_embeddings"}}, {}, "module_input_name 'token_embeddings' is not run"),
         ({"modules.json": [{"type": "x.Pooling", "path": "../1"}]}, {}, "a directory outside its own"),
         ({"modules.json": [{"type": "x.Pooling", "path": ".."}]}, {}, "a directory outside its own"),
         ({"config_sentence_transformers.json": {"default_prompt_name": "query"}}, {}, "'query' is none of prompts"),
@@ -229,7 +333,9 @@ def test_encoders_are_those_of_the_registry():
         ({"modules.json": {"type": 1}}, {}, "must be a list of modules"),
         ({"1_Pooling/config.json": {"pooling_mode_max_tokens": True}}, {}, "pooling_mode_max_tokens is not run"),
         ({"1_Pooling/config.json": {"pooling_mode_mean_tokens": True}}, {"architectures": ["Qwen3Model"]}, "last t"),
-        ({}, {"architectures": ["Qwen2Model"], "is_causal": False}, "is_causal false"),
+        ({}, {"architectures": ["GlmModel"], "is_causal": False}, "is_causal"),
+        ({}, {"architectures": ["Qwen2ForCausalLM"], "is_causal": False}, "serve it with --is-embedding"),
+        ({}, {"architectures": ["Qwen2ForSequenceClassification"], "is_causal": False}, "is run for embeddings of"),
         ({}, {"architectures": ["BertModel"], "max_position_embeddings": "x"}, "max_position_embeddings"),
         ({}, {"architectures": ["BertForSequenceClassification"], "num_labels": 0}, "num_labels must be"),
         ({}, {"architectures": ["BertForSequenceClassification"],

@@ -202,12 +202,12 @@ def test_a_broken_row_fails_alone(vocab):
     logits, samplings = mixed(34, vocab)
     sound = run(logits, samplings)
     hurt = logits.clone()
-    broken = [1, 2, 4, 8, 12, 15, 16, 17, 18, 22]
-    for index, row in enumerate(broken):
+    nonfinite = [1, 2, 4, 8, 12, 15, 16, 17, 18, 22]
+    for index, row in enumerate(nonfinite):
         hurt[row, (index * 31) % vocab] = (torch.nan, torch.inf)[index % 2]
     hurt[20] = -torch.inf
     found = run(hurt, samplings)
-    assert found.failed == sorted([*broken, 20])
+    assert found.failed == sorted([*nonfinite, 20])
     for row in range(34):
         assert int(found.tokens[row]) == (0 if row in found.failed else int(sound.tokens[row]))
 

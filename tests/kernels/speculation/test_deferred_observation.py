@@ -81,10 +81,10 @@ def test_tokens_without_room_are_observed_at_once(drive):
     driver.step([(1, 1)])
     (accepted,) = ints(driver.step([(1, 1)], {1: 4}).accepted)
     shown, kept = watched(driver), driver.runner._loaded.speculator.observer._deferred
-    kept._most = 2
+    kept._max_steps = 2
     driver.step([(1, 1)])
     assert shown == [{1: accepted}, {1: 1}]
-    kept._most = 64
+    kept._max_steps = 64
     for _ in range(3):
         driver.step([(1, 1)])
     driver.step([(1, 1)], {1: 4})
@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_not_kept(drive):
         return NativeObservation(slots, slots * 7, slots * count, features, places)
 
     kept = Backlog(state, 4)
-    assert not kept.add_accepted(seen(kept._most), generations)
+    assert not kept.add_accepted(seen(kept._max_steps), generations)
     assert kept.is_empty
     kept._full = 3
     assert not kept.add_accepted(seen(3), generations)
@@ -117,5 +117,5 @@ def test_what_does_not_fit_is_not_kept(drive):
     found = kept.take()
     assert (found.slots.tolist(), found.starts.tolist(), found.counts.tolist()) == ([1], [7], [3])
     assert (found.features[found.places] == features[[0, 2, 4]]).all()
-    kept._full, kept._most = 100, 8
+    kept._full, kept._max_steps = 100, 8
     assert [kept.add_accepted(seen(3), generations) for _ in range(3)] == [True, True, False]

@@ -44,7 +44,7 @@ def test_a_block_is_what_follows_from_scratch(capacity, drafting):
 
 def test_a_block_may_be_larger_than_what_is_verified(drafting):
     made, plain, table = drafting(block_size=8)
-    assert (made.drafter.depth, made.drafter.most_nodes) == (5, 6)
+    assert (made.drafter.depth, made.drafter.max_nodes) == (5, 6)
     made.observe((0, 10), (1, 3))
     (one, _), (two, _) = made.draft(0, 1, limits=[63, 2])
     assert one[1:] == block(made, plain, table, 0, 8).argmax(-1).tolist()[:5]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.core.tree import MOST_NODES, DraftTree, Growth, chain, chain_bits, tree_of, within_window
+from kernels.core.tree import MAX_NODES, DraftTree, Growth, chain, chain_bits, tree_of, within_window
 
 
 def ancestors(parents: list[int], node: int) -> list[int]:
@@ -35,7 +35,7 @@ def check_shape(tree: DraftTree) -> None:
 
 @st.composite
 def forests(draw: st.DrawFn) -> list[list[int]]:
-    nodes = draw(st.integers(1, MOST_NODES))
+    nodes = draw(st.integers(1, MAX_NODES))
     rows = draw(st.integers(1, 3))
     return [[-1, *(draw(st.integers(0, node - 1)) for node in range(1, nodes))] for _ in range(rows)]
 
@@ -46,7 +46,7 @@ def test_nodes_see_themselves_and_their_ancestors(parents: list[list[int]]) -> N
     check_shape(tree_of(torch.zeros(len(parents), len(parents[0]), dtype=torch.int32), torch.tensor(parents)))
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 16, MOST_NODES])
+@pytest.mark.parametrize("nodes", [1, 2, 16, MAX_NODES])
 def test_a_chain_is_a_tree_without_branches(nodes: int) -> None:
     tokens = torch.arange(2 * nodes, dtype=torch.int32).view(2, nodes)
     found = chain(tokens)
@@ -59,7 +59,7 @@ def test_a_chain_is_a_tree_without_branches(nodes: int) -> None:
     assert torch.equal(found.mask()[1], torch.ones(nodes, nodes, dtype=torch.bool).tril())
 
 
-@pytest.mark.parametrize("nodes", [0, MOST_NODES + 1])
+@pytest.mark.parametrize("nodes", [0, MAX_NODES + 1])
 def test_a_tree_has_up_to_64_nodes(nodes: int) -> None:
     with pytest.raises(ValueError, match="1 to 64 nodes"):
         chain(torch.zeros(1, nodes, dtype=torch.int64))
@@ -68,7 +68,7 @@ def test_a_tree_has_up_to_64_nodes(nodes: int) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(forests(), st.integers(0, MOST_NODES + 1))
+@given(forests(), st.integers(0, MAX_NODES + 1))
 def test_a_window_keeps_the_nearest_ancestors(parents: list[list[int]], window: int) -> None:
     tree = tree_of(torch.zeros(len(parents), len(parents[0])), torch.tensor(parents))
     found = within_window(tree.bits, window)
@@ -118,7 +118,7 @@ def test_the_best_nodes_are_kept_with_their_parents(
     roots: list[int], width: int, steps: int, data: st.DataObject, coarse: bool
 ) -> None:
     most = width + (steps - 1) * width * width
-    nodes = 1 + data.draw(st.integers(1, min(most, MOST_NODES - 1)))
+    nodes = 1 + data.draw(st.integers(1, min(most, MAX_NODES - 1)))
     growth = Growth(torch.tensor(roots, dtype=torch.int32), width)
     paths: list[list[tuple[int, ...]]] = [[(root,)] for root in roots]
     for _ in range(steps):

@@ -51,7 +51,7 @@ def test_the_same_is_drafted(name, topk, nodes, samplings, drive, tmp_path, monk
     ahead = drive(target, speculation=settings)
     made = drafts_of(ahead)
     assert drafting(ahead, outputs, samplings) == reported
-    assert ahead.runner._loaded.speculator.drafter.reach() > 0
+    assert ahead.runner._loaded.speculator.drafter.early_positions() > 0
     assert 0 < len(made) < len(expected)
     assert ready
     if samplings is GREEDY:

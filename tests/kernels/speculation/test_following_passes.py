@@ -31,10 +31,10 @@ def vary(self, *given):
     return take(self, 1 + int(given[1][0, 1]) * 7 // 3 % 5, *given)
 
 
-def take(self, count, tree, rows, sampled, broken, depth, forced, table):
+def take(self, count, tree, rows, sampled, nonfinite, depth, forced, table):
     """So many tokens are accepted, right or wrong."""
-    found = accept(self, tree, rows, sampled, broken, depth, 0, table)
-    made = accept(self, tree, rows, sampled, broken, depth, count, table)
+    found = accept(self, tree, rows, sampled, nonfinite, depth, 0, table)
+    made = accept(self, tree, rows, sampled, nonfinite, depth, count, table)
     found.outcome[:, 0], found.outcome[:, 2 : 2 + count] = made.outcome[:, 0], made.outcome[:, 2:]
     found.tokens[:, :count] = made.tokens
     return found
@@ -141,9 +141,12 @@ def tandem(drive, layout, monkeypatch):
             assert (left - (self._speculator.drafter.depth + 1) > 1).all()
             followed.append(ints(batch.slots))
             held, pages = passes[-1]
-            starts, reach = held.rows[: len(found.slots), 1].numpy(), self._speculator.drafter.reach()
+            starts, early_positions = (
+                held.rows[: len(found.slots), 1].numpy(),
+                self._speculator.drafter.early_positions(),
+            )
             last = starts + held.tokens - 1
-            for row, end in enumerate(np.maximum(last, starts + reach).tolist()):
+            for row, end in enumerate(np.maximum(last, starts + early_positions).tolist()):
                 assert (pages[row, : end // PAGE + 1] > 0).all()
         return found
 
@@ -278,7 +281,7 @@ def test_every_possible_acceptance_has_room(length, more, follows, tandem):
         made.decode((1, 1), count=2)
         made.wait()
         drafter = made.runner._loaded.speculator.drafter
-        assert drafter.reach() == {4: 14, 2: 6}[drafter.depth]
+        assert drafter.early_positions() == {4: 14, 2: 6}[drafter.depth]
         assert tandem.followed == [[1]] * follows
 
 
@@ -338,15 +341,15 @@ def test_a_row_that_is_not_finite_leaves(tandem, monkeypatch):
     def play(made):
         passes = []
 
-        def broken(self, *given):
+        def nonfinite(self, *given):
             found = vary(self, *given)
             passes.append(found)
             if len(passes) == 4:
                 found.packed[0, 0] *= -1
-                found.broken[0, 0] = True
+                found.nonfinite[0, 0] = True
             return found
 
-        monkeypatch.setattr(AcceptingDrafting, "accept", broken)
+        monkeypatch.setattr(AcceptingDrafting, "accept", nonfinite)
         made.admit(*requests(1, 2))
         passes.clear()
         made.decode((1, 1), (2, 1), count=7)
@@ -362,16 +365,16 @@ def test_pages_that_others_may_read_are_not_cleaned(tandem, monkeypatch):
     """A row that is not finite wrote to no page that the one before it has filled, and others may share that."""
     starts, cleaned, clean = [], [], CpuCaches.clear
 
-    def broken(self, *given):
+    def nonfinite(self, *given):
         found = take(self, 3, *given)
         starts.append(int(given[1][0, 1]))
         if starts[-1] == 17:
             found.packed[0, 0] *= -1
-            found.broken[0, 0] = True
+            found.nonfinite[0, 0] = True
         return found
 
     def play(made):
-        monkeypatch.setattr(AcceptingDrafting, "accept", broken)
+        monkeypatch.setattr(AcceptingDrafting, "accept", nonfinite)
         made.admit(*requests(1, 2))
         pages = made.runner._loaded.slots.pages[1].tolist()
         starts.clear(), cleaned.clear()

@@ -71,15 +71,15 @@ class Faults:
     def __init__(self, generator):
         self.generator, self.roots, self.places, self.count = generator, {}, [], 0
 
-    def accept(self, platform, tree, rows, sampled, broken, *others):
-        found = accept(platform, tree, rows, sampled, broken, *others)
-        found.broken.copy_(broken[(rows[:, 3:] + found.outcome[:, 2:]).clamp(max=len(broken) - 1)])
+    def accept(self, platform, tree, rows, sampled, nonfinite, *others):
+        found = accept(platform, tree, rows, sampled, nonfinite, *others)
+        found.nonfinite.copy_(nonfinite[(rows[:, 3:] + found.outcome[:, 2:]).clamp(max=len(nonfinite) - 1)])
         for row, (slot, root, nodes, first) in enumerate(rows.tolist()):
             before, self.roots[slot] = self.roots.get(slot, root), root
             if before + 1 < root // PAGE * PAGE and root - before < STEPS + 2 and self.generator.random() < 0.5:
                 self.places.append(slice(first, first + nodes))
-                found.broken[row], self.count = True, self.count + 1
-            if found.broken[row, : int(found.outcome[row, 0])].any():
+                found.nonfinite[row], self.count = True, self.count + 1
+            if found.nonfinite[row, : int(found.outcome[row, 0])].any():
                 found.packed[row, 0] *= -1
         return found
 
@@ -121,15 +121,15 @@ class Traffic:
 
     def send(self, plan):
         if plan is not None:
-            self.hear(plan.emissions)
+            self.hear(plan.outputs)
             if plan.batch is not None:
                 self.running.append(self.runner.start(plan.batch))
 
-    def hear(self, emissions):
-        for emission in emissions:
-            self.outputs.setdefault(emission.sequence, []).extend(emission.tokens)
-            if emission.ended is not None:
-                self.ends[emission.sequence] = emission.ended.reason
+    def hear(self, outputs):
+        for output in outputs:
+            self.outputs.setdefault(output.sequence, []).extend(output.tokens)
+            if output.ended is not None:
+                self.ends[output.sequence] = output.ended.reason
 
 
 @pytest.mark.parametrize("faulty", [False, True])

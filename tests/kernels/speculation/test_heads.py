@@ -147,4 +147,4 @@ def test_what_a_draft_takes_is_counted(drafting):
     assert made.drafter.parameters == sum(part.numel() for part in plain.weights.values())
     assert made.drafter.weight_bytes == 4 * made.drafter.parameters
     assert made.drafter.cache_bytes == 2 * 2 * 16 * 4
-    assert (made.drafter.depth, made.drafter.most_nodes) == (2, 3)
+    assert (made.drafter.depth, made.drafter.max_nodes) == (2, 3)

@@ -11,14 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32DecoderLayer
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
 
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
+from kernels.devices import latent_cache
+from kernels.speculation import verify
 
 LAYERS = {"deepseek-v3": DeepseekV3DecoderLayer, "glm4-moe": Glm4MoeDecoderLayer}
+DRAFTED = LAYERS | {"deepseek-v3.2": DeepseekV32DecoderLayer}
 SETTINGS = SpeculativeSettings("MTP", num_steps=3, topk=1, num_draft_tokens=4)
 
 
@@ -31,7 +35,7 @@ def with_head(model, name, path):
     shutil.copytree(model.path, path)
     config, hidden = model.model.config, model.model.config.hidden_size
     torch.manual_seed(5)
-    layer = LAYERS[name](config, config.num_hidden_layers - 1).eval()
+    layer = DRAFTED[name](config, config.num_hidden_layers - 1).eval()
     for parameter in layer.parameters():
         parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
     layer.mlp.gate.e_score_correction_bias.normal_(0.0, 0.3)
@@ -76,7 +80,7 @@ def test_a_head_is_transformers_layer(name, reference, drive, tmp_path):
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", DRAFTED)
 def test_drafting_changes_no_token(name, reference, drive, prompts, tmp_path):
     model, texts = reference(name), prompts(20, 150, seed=3)
     with_head(model, name, tmp_path / "model")
@@ -90,15 +94,48 @@ def test_drafting_changes_no_token(name, reference, drive, prompts, tmp_path):
         assert driver.tokens[slot] == model.greedy(text, len(driver.tokens[slot]))
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        (SpeculativeSettings("MTP", num_steps=3, topk=2, num_draft_tokens=6), "leave --speculative-algorithm out"),
-        (SpeculativeSettings("NGRAM"), "leave --speculative-algorithm out"),
-        (SpeculativeSettings("MTP", num_steps=3, topk=1, num_draft_tokens=4, multi_layer=True), "multi-layer-eagle"),
-    ],
-)
-def test_what_has_no_latent_form_is_refused(settings, says, reference, drive, tmp_path):
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3.2"])
+def test_trees_of_a_head_change_no_token(name, reference, drive, prompts, tmp_path):
+    model, texts = reference(name), prompts(20, 60, seed=3)
+    with_head(model, name, tmp_path / "model")
+    settings = SpeculativeSettings("MTP", num_steps=3, topk=2, num_draft_tokens=6)
+    driver = drive(tmp_path / "model", speculation=settings)
+    for slot, text in enumerate(texts, start=1):
+        driver.admit(slot, text)
+        driver.step([(slot, len(text))])
+    for _ in range(8):
+        driver.step([(slot, 1) for slot in (1, 2)], drafts={1: 5, 2: 5})
+    for slot, text in enumerate(texts, start=1):
+        assert driver.tokens[slot] == model.greedy(text, len(driver.tokens[slot]))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3.2", "glm5"])
+def test_accepted_ngrams_are_what_the_model_says(name, reference, drive, prompts, monkeypatch):
+    """The suffixes of the answer were seen with other tokens behind them, too: accepted nodes stand beside wrong ones,
+    and their vectors are moved."""
+    model, (text, noise) = reference(name), prompts(30, 40, seed=3)
+    answer = model.greedy(text, 50)[30:]
+    seen = [
+        part for place in range(2, 18, 2) for part in (*answer[place - 2 : place], *noise[2 * place : 2 * place + 2])
+    ]
+    moved = []
+    real = latent_cache.move_latent
+    monkeypatch.setattr(verify, "move_latent", lambda *given: (moved.append(given[1]), real(*given)))
+    driver = drive(model.path, speculation=SpeculativeSettings("NGRAM", num_draft_tokens=8))
+    for slot, prompt in enumerate((answer, seen, text), start=1):
+        driver.admit(slot, prompt)
+        driver.step([(slot, len(prompt))])
+    steps = 0
+    while len(driver.tokens[3]) < 50:
+        driver.step([(3, 1)], drafts={3: 7})
+        steps += 1
+    assert driver.tokens[3][:50] == [*text, *answer]
+    assert steps < 12
+    assert moved
+
+
+def test_several_heads_are_refused(reference, drive, tmp_path):
     with_head(reference("deepseek-v3"), "deepseek-v3", tmp_path / "model")
-    with pytest.raises(ConfigError, match=says):
+    settings = SpeculativeSettings("MTP", num_steps=3, topk=1, num_draft_tokens=4, multi_layer=True)
+    with pytest.raises(ConfigError, match="multi-layer-eagle"):
         drive(tmp_path / "model", speculation=settings)

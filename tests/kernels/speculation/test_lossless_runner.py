@@ -27,7 +27,7 @@ def speculating(drive, monkeypatch):
     """A driver of a runner with this drafter."""
 
     def make(path, drafter, settings=None, **options):
-        settings = settings or SpeculativeSettings("STANDALONE", num_draft_tokens=drafter.most_nodes)
+        settings = settings or SpeculativeSettings("STANDALONE", num_draft_tokens=drafter.max_nodes)
         monkeypatch.setattr(kernels.execution.load, "captured_layers", lambda settings, model: ())
         monkeypatch.setattr(kernels.execution.load, "make_drafter", lambda context: drafter)
         return drive(path, speculation=settings, **options)
@@ -61,14 +61,14 @@ def test_benchmarks_fix_what_is_accepted(shape, reference, speculating, prompts)
     (prompt,) = prompts(9)
     drafter = Oracle(*SHAPES[shape], RIGHT["wrong"], VOCAB)
     drafter.observe = lambda seen: drafter.seen.update({1: int(seen.starts[0] + seen.counts[0])})
-    settings = SpeculativeSettings("STANDALONE", num_draft_tokens=drafter.most_nodes, fixed_acceptance=2.5)
+    settings = SpeculativeSettings("STANDALONE", num_draft_tokens=drafter.max_nodes, fixed_acceptance=2.5)
     drafter.truths = [prompt + [1] * 100]
     driver = speculating(reference("qwen3").path, drafter, settings)
     driver.admit(1, prompt)
     driver.step([(1, 9)])
     drafter.draft = with_roots(drafter)
     accepted = [
-        int(np.frombuffer(driver.step([(1, 1)], {1: drafter.most_nodes - 1}).accepted, np.int32)[0]) for _ in range(10)
+        int(np.frombuffer(driver.step([(1, 1)], {1: drafter.max_nodes - 1}).accepted, np.int32)[0]) for _ in range(10)
     ]
     assert accepted == [2, 3] * 5
 

@@ -20,10 +20,10 @@ NONE = np.zeros((1, 0), dtype=np.int32)
 class Slots:
     """A drafter and what its slots hold."""
 
-    def __init__(self, most_nodes: int = 8, **ngram: int) -> None:
+    def __init__(self, max_nodes: int = 8, **ngram: int) -> None:
         context = object.__new__(DrafterContext)
         chosen = SpeculativeSettings(
-            algorithm="NGRAM", num_draft_tokens=most_nodes, ngram=NgramSettings(max_depth=6, **ngram)
+            algorithm="NGRAM", num_draft_tokens=max_nodes, ngram=NgramSettings(max_depth=6, **ngram)
         )
         object.__setattr__(context, "settings", chosen)
         object.__setattr__(context, "device", CpuDevice(RunnerConfig(model_path="")))
@@ -172,14 +172,14 @@ def test_a_slot_that_is_given_away_starts_again() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=12), st.integers(2, 16))
-def test_trees_are_well_formed_after_any_steps(pieces: list[list[int]], most_nodes: int) -> None:
-    slots = Slots(most_nodes, max_breadth=3)
+def test_trees_are_well_formed_after_any_steps(pieces: list[list[int]], max_nodes: int) -> None:
+    slots = Slots(max_nodes, max_breadth=3)
     slots.admit(1, [0, *pieces[0]])
     slots.admit(2, [1, 0, *pieces[-1]], first=(len(pieces[-1]) + 1) // 2)
     for number, piece in enumerate(pieces[1:]):
         slots.say(1 + number % 2, piece)
         for paths in slots.draft([1, 2]):
-            assert len(paths) < most_nodes
+            assert len(paths) < max_nodes
             assert len(set(paths)) == len(paths)
 
 

@@ -15,7 +15,7 @@ from kernels.contract.speculation import NgramSettings
 from kernels.devices.cpu.native import library
 from kernels.speculation.drafters import trie as native_trie
 from kernels.speculation.drafters.ngram import draft_tree
-from kernels.speculation.drafters.trie import MOST_CHILDREN, WIDE, NativeTrie, NgramTrie, TrieSequence, make_trie
+from kernels.speculation.drafters.trie import MAX_CHILDREN, WIDE, NativeTrie, NgramTrie, TrieSequence, make_trie
 
 DEPTH = 5
 LARGE = 1 << 20
@@ -74,7 +74,7 @@ def test_the_last_seen_child_comes_first_in_lists_and_in_tables() -> None:
         trie.extend(sequence, [token for follower in order for token in (0, follower)] + [0])
         (_, generation, node), *_ = trie.matches(sequence, 1, 1)
         recent = list(dict.fromkeys(reversed(order)))
-        assert [generation.token[child] for child in generation.children(node)] == recent[:MOST_CHILDREN]
+        assert [generation.token[child] for child in generation.children(node)] == recent[:MAX_CHILDREN]
         for follower in order:
             assert generation.token[generation.child(node, follower)] == follower
         assert generation.child(node, width + 1) == 0
@@ -340,7 +340,7 @@ def test_a_compiler_of_another_process_is_not_waited_for_forever(monkeypatch, tm
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native_trie, "start_build", lambda source: Compiling())
-    monkeypatch.setattr(native_trie, "PATIENCE", 0.05)
+    monkeypatch.setattr(native_trie, "PATIENCE_SECONDS", 0.05)
     native_trie._library.cache_clear()
     try:
         assert type(make_trie(1000, BOTH_DEPTH)) is NgramTrie

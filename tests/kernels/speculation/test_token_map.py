@@ -95,8 +95,8 @@ def test_a_map_is_unpickled_in_another_process(tmp_path, monkeypatch):
     ],
 )
 def test_files_that_are_none(name, reported, tmp_path):
-    for broken in ("map.txt", "map.json", "map.pt"):
-        (tmp_path / broken).write_text("[1")
+    for nonfinite in ("map.txt", "map.json", "map.pt"):
+        (tmp_path / nonfinite).write_text("[1")
     with pytest.raises(LoadError, match=reported):
         read_token_map(tmp_path / name, 18)
 

@@ -14,7 +14,7 @@ STATE = CacheGroup(State(((8, 8),)), (4,))
 
 
 def sizes(*groups: CacheGroup, slots: int = 4, context: int = 4096) -> GroupSizes:
-    return GroupSizes.of(groups, lambda spec: spec.token_bytes(2), 16, slots, 128, context)
+    return GroupSizes.from_groups(groups, lambda spec: spec.token_bytes(2), 16, slots, 128, context)
 
 
 def test_groups_that_keep_all_tokens_have_the_main_pages() -> None:
@@ -55,6 +55,6 @@ def test_snapshots_weigh_no_more_than_the_other_groups() -> None:
 def test_as_many_pages_as_fit_a_budget(groups: tuple[CacheGroup, ...]) -> None:
     found = sizes(*groups)
     for budget in (0, 10_000, 1_000_000, 30_000_000):
-        pages = found.most_pages(budget, 5000)
+        pages = found.max_pages(budget, 5000)
         assert pages == 0 or found.bytes(pages) <= budget
         assert pages == 5000 or found.bytes(max(pages, 1) + 1) > budget

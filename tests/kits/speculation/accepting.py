@@ -84,7 +84,7 @@ class AcceptingDrafting(DraftKernels):
     def copy_accepted(self, *given):
         return False
 
-    def accept(self, tree, rows, sampled, broken, depth, forced, table):
+    def accept(self, tree, rows, sampled, nonfinite, depth, forced, table):
         slots, starts, counts, first = rows.T
         node = torch.arange(tree.tokens.shape[1])
         places = (first[:, None] + node).clamp(max=len(sampled) - 1)
@@ -125,7 +125,7 @@ def fetch(self, tensors, lasting=False):
 
 
 def accepting(monkeypatch):
-    """Assumes that no row is broken."""
+    """Assumes that all rows are finite."""
     monkeypatch.setattr(CpuDevice, "drafting", AcceptingDrafting())
     monkeypatch.setattr(CpuCapture, "decodes", decodes)
     monkeypatch.setattr(CpuMemory, "fetch", fetch)

@@ -27,19 +27,19 @@ def captures(monkeypatch):
     monkeypatch.setattr(CpuCapture, "draft", capture)
 
 
-def drafting(driver, expected, samplings, most=3):
+def drafting(driver, expected, samplings, max_drafts=3):
     """Run several requests, three of them in each third step, with the maximum of draft tokens; returns the accepted
     numbers of each step, by request."""
     waiting, running, reported = list(range(len(PROMPTS))), {}, [[] for _ in PROMPTS]
     while waiting or running:
-        while waiting and len(running) < most:
+        while waiting and len(running) < max_drafts:
             number, slot = waiting.pop(0), next(slot for slot in (3, 1, 2, 5, 4) if slot not in running)
             running[slot] = number
             driver.admit(slot, PROMPTS[number], sampling=samplings[number])
             for _ in range(12):  # room for draft tokens after draft tokens
                 driver.pages[slot].append(driver.free.pop())
                 driver._granted.append((slot, driver.pages[slot][-1]))
-        rows = [(slot, driver.pending(slot)) for slot in running][: most if driver.number % 3 else 3]
+        rows = [(slot, driver.pending(slot)) for slot in running][: max_drafts if driver.number % 3 else 3]
         result = driver.step(rows, {slot: driver.info.speculative_nodes - 1 for slot, count in rows if count == 1})
         assert not result.failed
         counts = np.frombuffer(result.accepted, np.int32).tolist()

@@ -25,7 +25,7 @@ class Oracle(Drafter):
         self, depth: int, branches: int, right: Callable[[int], bool], vocab: int, ragged: bool = False
     ) -> None:
         self.depth, self.fan, self.right, self.vocab, self.ragged = depth, branches, right, vocab, ragged
-        self.most_nodes = 1 + depth * branches
+        self.max_nodes = 1 + depth * branches
         self.truths: list[list[int]] = []
         self.says: dict[int, list[int]] = {}
         self.seen: dict[int, int] = {}  # positions observed by slot
@@ -74,8 +74,8 @@ class Oracle(Drafter):
                 parents += [parent] * self.fan
                 parent = first + place
             trees.append((tokens, parents))
-            most = min(int(rows.limits[row]), self.most_nodes - 1)
-            nodes[row] = 1 + (root * 5 + slot) % (most + 1) if self.ragged else 1 + most
+            max_drafts = min(int(rows.limits[row]), self.max_nodes - 1)
+            nodes[row] = 1 + (root * 5 + slot) % (max_drafts + 1) if self.ragged else 1 + max_drafts
         self.drafted += int((nodes - 1).sum())
         both = torch.tensor(trees)
         tree = tree_of(both[:, 0], both[:, 1])

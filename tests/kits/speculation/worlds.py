@@ -56,5 +56,5 @@ class World:
         self.seconds += cost
 
 
-def chain(most: int = 6, **settings: object) -> AdaptivePolicy:
-    return AdaptivePolicy(range(most + 1), msgspec.convert(settings, AdaptiveConfig))
+def chain(levels: int = 6, **settings: object) -> AdaptivePolicy:
+    return AdaptivePolicy(range(levels + 1), msgspec.convert(settings, AdaptiveConfig))

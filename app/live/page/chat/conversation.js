@@ -1,7 +1,7 @@
 // A conversation: its messages, kept for this tab only.
 
 const NAME = "troupe.conversation";
-const MOST_CHARACTERS = 2_000_000;
+const MAX_CHARACTERS = 2_000_000;
 
 /**
  * Turns are {role, content, calls?, thoughts?, requestId?, facts?}: `calls` are tool calls that came apart from the
@@ -20,7 +20,7 @@ export class Conversation {
 
   keep() {
     const text = JSON.stringify(this.turns);
-    if (text.length > MOST_CHARACTERS) return;
+    if (text.length > MAX_CHARACTERS) return;
     try {
       sessionStorage.setItem(NAME, text);
     } catch {

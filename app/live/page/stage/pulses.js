@@ -3,7 +3,7 @@
 import { s, still } from "../dom.js";
 
 const TRAVEL = 900; // milliseconds from one box to the next
-const MOST_A_WAY = 5;
+const MAX_PER_WAY = 5;
 
 export class Pulses {
   constructor() {
@@ -17,7 +17,7 @@ export class Pulses {
       way,
       length: way.path.getTotalLength(),
       last: -Infinity,
-      lights: Array.from({ length: MOST_A_WAY }, () => {
+      lights: Array.from({ length: MAX_PER_WAY }, () => {
         const circle = s("circle", { r: 3.4, visibility: "hidden" });
         layer.append(circle);
         return { circle, start: -Infinity };
@@ -39,7 +39,7 @@ export class Pulses {
     let alive = false;
     for (const one of this.ways) {
       const speed = one.way.speed ?? 0;
-      const gap = TRAVEL / Math.max(0.2, Math.min(MOST_A_WAY, 0.8 + 1.4 * Math.log10(1 + speed)));
+      const gap = TRAVEL / Math.max(0.2, Math.min(MAX_PER_WAY, 0.8 + 1.4 * Math.log10(1 + speed)));
       if (speed > 0.04) {
         alive = true;
         if (now - one.last > gap) this.light(one, now);

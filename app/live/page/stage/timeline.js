@@ -4,11 +4,11 @@ import { h, say, still } from "../dom.js";
 import { duration } from "../numbers.js";
 
 const SHOWN = 24; // seconds of the axis
-const MOST_LANES = 18;
+const MAX_LANES = 18;
 const LANE = matchMedia("(pointer: coarse)").matches ? 30 : 20; // pixels from one to the next
 const GAP = 0.4; // seconds between two requests of a lane
 const TICK = 4;
-const MOST_HELD = 8; // seconds that a focused request keeps the axis still
+const MAX_HELD_SECONDS = 8; // seconds that a focused request keeps the axis still
 
 export class Timeline {
   /** `onOpen(handle)`: a request was chosen. */
@@ -110,7 +110,7 @@ export class Timeline {
   }
 
   freeLane(start) {
-    const taken = new Array(MOST_LANES).fill(-Infinity);
+    const taken = new Array(MAX_LANES).fill(-Infinity);
     for (const { view, lane } of this.requests.values()) {
       if (lane !== null) taken[lane] = Math.max(taken[lane], view.end ?? Infinity);
     }
@@ -175,7 +175,7 @@ export class Timeline {
   move() {
     if (!this.width || this.zero === null) return;
     const now = this.now();
-    if (this.held !== null && now - this.held > MOST_HELD && !this.window.matches(":hover")) this.held = null;
+    if (this.held !== null && now - this.held > MAX_HELD_SECONDS && !this.window.matches(":hover")) this.held = null;
     for (const one of this.requests.values()) if (one.button && one.view.end === null) this.stretch(one);
     const shift = `translateX(${(SHOWN - ((this.held ?? now) - this.zero)) * this.scale}px)`;
     this.layer.style.transform = shift;

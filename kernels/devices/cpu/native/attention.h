@@ -49,8 +49,8 @@ void all_values(const T* value, int64_t token, int64_t tokens, const float* weig
             add_values<VECTORS, COLUMNS, T>(value, token, tokens, weights + column, lanes, sums + column * dim, dim, vector);
     };
     auto few = [&]<int COLUMNS>(int64_t column) {
-        constexpr int64_t MOST_OF = LARGE ? COLUMNS == 4 ? 4 : 8 : COLUMNS == 1 ? 4 : COLUMNS == 2 ? 2 : 1;
-        if (dim % (MOST_OF * TILE) == 0) return all.template operator()<MOST_OF, COLUMNS>(column);
+        constexpr int64_t TILES_AT_ONCE = LARGE ? COLUMNS == 4 ? 4 : 8 : COLUMNS == 1 ? 4 : COLUMNS == 2 ? 2 : 1;
+        if (dim % (TILES_AT_ONCE * TILE) == 0) return all.template operator()<TILES_AT_ONCE, COLUMNS>(column);
         if (LARGE && dim % (4 * TILE) == 0) return all.template operator()<4, COLUMNS>(column);
         all.template operator()<LARGE ? 2 : 1, COLUMNS>(column);
     };
@@ -123,11 +123,11 @@ inline void place_query(const bf16* from, int64_t dim, int64_t column, int64_t e
 
 // Scores of a tile's columns [token][column], `row` bytes from one token to the next. `keys`: of the first of these kv heads;
 // `token`: elements from one token to the next.
-inline void score_floats(const Columns& of, const bf16* keys, int64_t token, int64_t dim, int64_t each, int64_t queries_each,
+inline void score_floats(const Columns& column_tile, const bf16* keys, int64_t token, int64_t dim, int64_t each, int64_t queries_each,
                          float* out, int64_t row) {
-    keys += of.head * dim;
-    const uint32_t* packed = of.packed_queries;
-    for (int64_t h = 0; h < of.heads; h++, keys += dim, packed += queries_each, out += of.count) {
+    keys += column_tile.head * dim;
+    const uint32_t* packed = column_tile.packed_queries;
+    for (int64_t h = 0; h < column_tile.heads; h++, keys += dim, packed += queries_each, out += column_tile.count) {
         if (h % 2) {
             _tile_zero(1);
             for (int64_t depth = 0; depth < dim; depth += DEPTH) {
@@ -149,11 +149,11 @@ inline void score_floats(const Columns& of, const bf16* keys, int64_t token, int
 }
 
 // The same of int8 keys, as integers: the sums of the upper bytes, and PLANE behind them those of the lower ones.
-inline void score_int8(const Columns& of, const int8_t* keys, int64_t token, int64_t dim, int64_t each, int64_t queries_each,
+inline void score_int8(const Columns& column_tile, const int8_t* keys, int64_t token, int64_t dim, int64_t each, int64_t queries_each,
                         float* out, int64_t row) {
-    keys += of.head * dim;
-    const uint32_t* packed = of.packed_queries;
-    for (int64_t h = 0; h < of.heads; h++, keys += dim, packed += queries_each, out += of.count) {
+    keys += column_tile.head * dim;
+    const uint32_t* packed = column_tile.packed_queries;
+    for (int64_t h = 0; h < column_tile.heads; h++, keys += dim, packed += queries_each, out += column_tile.count) {
         _tile_zero(0);
         _tile_zero(1);
         for (int64_t depth = 0; depth < dim; depth += LINE) {
@@ -208,14 +208,14 @@ void score_columns(const bf16* keys, int64_t token, int64_t dim, const bf16* que
 // Scores of a tile's columns [token][column], `row` bytes from one token to the next. `keys`: of the first of these kv heads;
 // `token`: elements from one token to the next. A column's score does not depend on the columns beside it: a lane sums every
 // sixteenth pair of dims, and then lanes are added.
-inline void score_floats(const Columns& of, const bf16* keys, int64_t token, int64_t dim, int64_t, int64_t queries_each, float* out,
+inline void score_floats(const Columns& column_tile, const bf16* keys, int64_t token, int64_t dim, int64_t, int64_t queries_each, float* out,
                          int64_t row) {
-    keys += of.head * dim;
-    const uint32_t* packed = of.packed_queries;
-    for (int64_t h = 0; h < of.heads; h++, keys += dim, packed += queries_each, out += of.count) {
+    keys += column_tile.head * dim;
+    const uint32_t* packed = column_tile.packed_queries;
+    for (int64_t h = 0; h < column_tile.heads; h++, keys += dim, packed += queries_each, out += column_tile.count) {
         const bf16* queries = reinterpret_cast<const bf16*>(packed);
-        for (int64_t c = 0; c < of.count; c += FOUR)
-            with_rows(std::min(FOUR, of.count - c), [&]<int COLUMNS>() {
+        for (int64_t c = 0; c < column_tile.count; c += FOUR)
+            with_rows(std::min(FOUR, column_tile.count - c), [&]<int COLUMNS>() {
                 score_columns<COLUMNS>(keys, token, dim, queries + c * dim, out + c, row / static_cast<int64_t>(sizeof(float)));
             });
     }
@@ -254,23 +254,23 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
     int64_t first = seen.end, latest = 0;
     uint64_t any = 0;
     for (int64_t t = 0; t < tiles; t++) {
-        Columns& of = all[t];
-        of.head = t / parts * together;
-        of.heads = std::min(together, heads - of.head);
-        of.column = t % parts * TILE;
-        of.count = std::min(wide - of.column, TILE);
-        of.sums = space;
-        of.totals = of.sums + of.heads * sums_each;
-        space += 2 * of.heads * sums_each;
+        Columns& column_tile = all[t];
+        column_tile.head = t / parts * together;
+        column_tile.heads = std::min(together, heads - column_tile.head);
+        column_tile.column = t % parts * TILE;
+        column_tile.count = std::min(wide - column_tile.column, TILE);
+        column_tile.sums = space;
+        column_tile.totals = column_tile.sums + column_tile.heads * sums_each;
+        space += 2 * column_tile.heads * sums_each;
         uint32_t* packed = reinterpret_cast<uint32_t*>(space);
-        of.packed_queries = packed;
-        space += of.heads * queries_each;
-        for (int64_t c = 0; c < TILE; c++) of.power[c] = of.total_power[c] = MASKED_SCORE;
-        for (int64_t h = 0; h < of.heads; h++)
-            for (int64_t c = 0; c < of.count; c++) {
-                const int64_t query = (of.column + c) / group, lane = h * of.count + c;
+        column_tile.packed_queries = packed;
+        space += column_tile.heads * queries_each;
+        for (int64_t c = 0; c < TILE; c++) column_tile.power[c] = column_tile.total_power[c] = MASKED_SCORE;
+        for (int64_t h = 0; h < column_tile.heads; h++)
+            for (int64_t c = 0; c < column_tile.count; c++) {
+                const int64_t query = (column_tile.column + c) / group, lane = h * column_tile.count + c;
                 const bf16* from = static_cast<const bf16*>(op.a) + (seen.first + query) * op.stride_a +
-                                   ((head + of.head + h) * group + (of.column + c) % group) * dim;
+                                   ((head + column_tile.head + h) * group + (column_tile.column + c) % group) * dim;
                 uint32_t* to = packed + h * queries_each + c;
                 float factor = static_cast<float>(op.f0) * LOG2_E;
                 if (made.int8_keys()) {
@@ -278,12 +278,12 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
                 } else {
                     place_query(from, dim, c, each, packed + h * queries_each);
                 }
-                for (int64_t i = lane; i < TILE; i += lanes) of.factors[i] = factor;
-                of.lengths[lane] = seen.root + __builtin_popcountll(seen.of(query, 0));
-                any |= of.bits[lane] = seen.of(query, window);
-                of.firsts[lane] = window ? std::max<int64_t>(0, seen.root + __builtin_popcountll(of.bits[lane]) - window) : 0;
-                first = std::min(first, of.firsts[lane]);
-                latest = std::max(latest, of.firsts[lane]);
+                for (int64_t i = lane; i < TILE; i += lanes) column_tile.factors[i] = factor;
+                column_tile.lengths[lane] = seen.root + __builtin_popcountll(seen.of(query, 0));
+                any |= column_tile.bits[lane] = seen.of(query, window);
+                column_tile.firsts[lane] = window ? std::max<int64_t>(0, seen.root + __builtin_popcountll(column_tile.bits[lane]) - window) : 0;
+                first = std::min(first, column_tile.firsts[lane]);
+                latest = std::max(latest, column_tile.firsts[lane]);
             }
     }
     const int64_t row_end = std::min(seen.end, seen.root + 64 - __builtin_clzll(any | 1));
@@ -299,10 +299,10 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
     written();
 
     // Scores of the 16 tokens from `position` on, the `turn`th or a later one with the same remainder by 2.
-    const auto score = [&](const Columns& of, int64_t position, int64_t turn, float* out) {
+    const auto score = [&](const Columns& column_tile, int64_t position, int64_t turn, float* out) {
         const int64_t row = lanes * static_cast<int64_t>(sizeof(float));
-        if (made.int8_keys()) return score_int8(of, made.int8_at(turn, 0), token, dim, each, queries_each, out, row);
-        score_floats(of, op.cache_type ? made.keys(turn) : cached.at(position), line, dim, each, queries_each, out, row);
+        if (made.int8_keys()) return score_int8(column_tile, made.int8_at(turn, 0), token, dim, each, queries_each, out, row);
+        score_floats(column_tile, op.cache_type ? made.keys(turn) : cached.at(position), line, dim, each, queries_each, out, row);
     };
     const Coming coming(op, heads, head, kv_heads, dim);
     const bool fetched = coming.worthwhile(op.cache_type, row_end);
@@ -313,9 +313,9 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
         const int64_t low = std::max<int64_t>(0, first - position), high = std::min(TILE, end - position);
         const bool plain = position >= latest && position + high <= seen.root;
         for (int64_t t = 0; t < tiles; t++, slot ^= 1) {
-            Columns& of = all[t];
+            Columns& column_tile = all[t];
             if (position % PIECE == 0 && position > begin)
-                of.total(lanes, dim, [&](int64_t lane) { return apart(position, of.lengths[lane]); });
+                column_tile.total(lanes, dim, [&](int64_t lane) { return apart(position, column_tile.lengths[lane]); });
             // A load of what was stored just now would wait for the store, so the next scores are found first.
             if (t + 1 < tiles) score(all[t + 1], position, turn, scores[slot ^ 1]);
             else if (position + TILE < end) score(all[0], position + TILE, turn ^ 1, scores[slot ^ 1]);
@@ -324,18 +324,18 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
             for (int64_t i = 0; !all_by_all && i < TILE; i++) {
                 const bool within = i >= low && i < high;
                 masks[i] = within && plain ? 0xffff : 0;
-                for (int64_t c = 0; within && !plain && c < of.heads * of.count; c++) {
+                for (int64_t c = 0; within && !plain && c < column_tile.heads * column_tile.count; c++) {
                     const int64_t beyond = position + i - seen.root;
-                    const bool sees = beyond < 0 ? position + i >= of.firsts[c] : of.bits[c] >> beyond & 1;
+                    const bool sees = beyond < 0 ? position + i >= column_tile.firsts[c] : column_tile.bits[c] >> beyond & 1;
                     masks[i] |= static_cast<Mask>(sees << c);
                 }
             }
             float* result = scores[slot];
-            weigh_all(of, result, all_by_all ? nullptr : masks, lanes, dim, made, scales, turn, op.cache_type);
+            weigh_all(column_tile, result, all_by_all ? nullptr : masks, lanes, dim, made, scales, turn, op.cache_type);
             const auto add = [&](const auto* values, int64_t line) {
-                for (int64_t h = 0; h < of.heads; h++)
-                    all_values(values + low * line + (of.head + h) * dim, line, high - low, result + low * lanes + h * of.count,
-                               lanes, of.sums + h * sums_each, dim, of.count);
+                for (int64_t h = 0; h < column_tile.heads; h++)
+                    all_values(values + low * line + (column_tile.head + h) * dim, line, high - low, result + low * lanes + h * column_tile.count,
+                               lanes, column_tile.sums + h * sums_each, dim, column_tile.count);
             };
             if (!op.cache_type) add(cached.at(position) + kv_heads * dim, token);
             else if (made.int8_values()) add(made.int8_at(turn, 1), token);
@@ -347,18 +347,18 @@ inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t he
         }
     }
 
-    for (Columns& of : all) {
-        if (piece < 0) of.total(lanes, dim, [](int64_t) { return true; });
-        for (int64_t h = 0; h < of.heads; h++)
-            for (int64_t c = 0; c < of.count; c++) {
-                const int64_t query = (of.column + c) / group, lane = h * of.count + c;
-                const int64_t asking = (head + of.head + h) * group + (of.column + c) % group;
+    for (Columns& column_tile : all) {
+        if (piece < 0) column_tile.total(lanes, dim, [](int64_t) { return true; });
+        for (int64_t h = 0; h < column_tile.heads; h++)
+            for (int64_t c = 0; c < column_tile.count; c++) {
+                const int64_t query = (column_tile.column + c) / group, lane = h * column_tile.count + c;
+                const int64_t asking = (head + column_tile.head + h) * group + (column_tile.column + c) % group;
                 const int64_t at = h * sums_each + c * dim;
                 if (piece >= 0) {
-                    task.pieces->keep(row, piece, asking, {of.sums + at, of.weight_sum[lane], of.power[lane]});
+                    task.pieces->keep(row, piece, asking, {column_tile.sums + at, column_tile.weight_sum[lane], column_tile.power[lane]});
                 } else {
                     bf16* out = static_cast<bf16*>(op.out) + (seen.first + query) * op.stride_out + asking * dim;
-                    finish({of.totals + at, of.total_weight_sum[lane], of.total_power[lane]}, dim, out);
+                    finish({column_tile.totals + at, column_tile.total_weight_sum[lane], column_tile.total_power[lane]}, dim, out);
                 }
             }
     }

@@ -10,7 +10,7 @@
 namespace troupe {
 
 // `Table` of library.py mirrors this. By slot: tokens int32 [slots, stride], pages int32 [slots, columns], and ids that end
-// its sequence, [slots, most_stops] and -1 where there are no more, from position `stops_from` on.
+// its sequence, [slots, max_stops] and -1 where there are no more, from position `stops_from` on.
 struct SlotTable {
     int32_t* tokens;
     int64_t tokens_stride;
@@ -19,13 +19,13 @@ struct SlotTable {
     const int32_t* pages;
     int64_t columns, page_size;
     const int32_t* stops;
-    int64_t most_stops;
+    int64_t max_stops;
     const int64_t* stops_from;
 
     bool ends(int64_t slot, int64_t position, int64_t token) const {
         if (position < stops_from[slot]) return false;
-        const int32_t* ids = stops + slot * most_stops;
-        for (int64_t i = 0; i < most_stops && ids[i] >= 0; i++)
+        const int32_t* ids = stops + slot * max_stops;
+        for (int64_t i = 0; i < max_stops && ids[i] >= 0; i++)
             if (ids[i] == token) return true;
         return false;
     }
@@ -72,9 +72,9 @@ inline StepStatus prepare(const SlotTable& table, const int64_t* slots, int64_t 
 
 // Each row knows one token more: `argmax`, as `result`. NON_FINITE, and nothing is kept, when one is not to be used.
 inline StepStatus keep(const SlotTable& table, const int64_t* slots, int64_t rows, const int64_t* argmax,
-                     const uint8_t* broken, int32_t* result) {
+                     const uint8_t* nonfinite, int32_t* result) {
     for (int64_t row = 0; row < rows; row++)
-        if (broken[row]) return NON_FINITE;
+        if (nonfinite[row]) return NON_FINITE;
     for (int64_t row = 0; row < rows; row++) {
         const int64_t slot = slots[row], length = table.known[slot];
         result[row] = static_cast<int32_t>(argmax[row]);

@@ -167,12 +167,12 @@ const int64_t* verify(const Running& running, StepMemory& memory, const Ops& ops
 }
 
 // Each row knows the tokens more that follow its root and the draft tokens that were right, `accepted` [rows] in all. NON_FINITE, and
-// nothing is kept, when one is not to be used. argmax, broken [tokens]: what the model says. The rows' roots and draft tokens
+// nothing is kept, when one is not to be used. argmax, nonfinite [tokens]: what the model says. The rows' roots and draft tokens
 // are in `memory`.
-inline StepStatus accept(const SlotTable& table, const RowTokens& rows, const int64_t* argmax, const uint8_t* broken,
+inline StepStatus accept(const SlotTable& table, const RowTokens& rows, const int64_t* argmax, const uint8_t* nonfinite,
                        const StepMemory& memory, int64_t* accepted) {
     for (int64_t i = 0; i < memory.offsets[rows.rows]; i++)
-        if (broken[i]) return NON_FINITE;
+        if (nonfinite[i]) return NON_FINITE;
     for (int64_t row = 0; row < rows.rows; row++) {
         const int64_t slot = rows.slots[row], root = rows.starts[row];
         const int64_t* said = argmax + memory.offsets[row];

@@ -15,8 +15,8 @@ namespace troupe {
 
 // `Cycle` of library.py mirrors this. `reached` [slot]: filled places of the draft's cache. The first draft token takes the place
 // `first` after the root's. Where a sequence has no page, its slot has `spare` pages of its own from page `begin`. The model's `ops`
-// write `argmax` and `broken` [tokens], and `draw` samples. A row verifies up to `most` draft tokens, and sequences are shorter than
-// `longest`. `observing` observes up to `most_seen` tokens as `seen` describes, except for their places.
+// write `argmax` and `nonfinite` [tokens], and `draw` samples. A row verifies up to `max_drafts` draft tokens, and sequences are shorter than
+// `max_length`. `observing` observes up to `max_observed` tokens as `seen` describes, except for their places.
 struct Cycle {
     Chain chain;
     int64_t* reached;
@@ -24,12 +24,12 @@ struct Cycle {
     const Op* ops;
     int64_t count;
     const int64_t* argmax;
-    const uint8_t* broken;
+    const uint8_t* nonfinite;
     const Op* draw;
-    int64_t most, longest;
+    int64_t max_drafts, max_length;
     Ops observing;
     Observation seen;
-    int64_t most_seen;
+    int64_t max_observed;
 };
 
 // `CycleOutput` of library.py mirrors this. For each row: the root's position, the number of accepted tokens (twice), the number of
@@ -84,7 +84,7 @@ bool see(const Running& running, StepMemory& memory, const Cycle& cycle, const S
         if (counts[row] < 1) return false;
         tokens += counts[row];
     }
-    if (tokens > cycle.most_seen) return false;
+    if (tokens > cycle.max_observed) return false;
     Observation seen = cycle.seen;
     seen.places = before.places;
     observe(running, memory, cycle.observing, table, {rows, slots, starts.data(), counts.data()}, seen);
@@ -103,15 +103,15 @@ StepStatus cycle(const Running& running, StepMemory& memory, const Cycle& cycle,
     if (unseen && !result.seen) return NOT_APPLICABLE;
     std::vector<int64_t> limits(rows), chosen, drafting, roots, starts;
     std::vector<Draw> draws;
-    int64_t most = 0;
+    int64_t max_drafts = 0;
     for (int64_t row = 0; row < rows; row++) {
         const int64_t slot = slots[row], known = table.known[slot], room = table.page_count[slot] * table.page_size;
-        if (table.computed[slot] + 1 != known || known > room || known >= cycle.longest) return NOT_APPLICABLE;
+        if (table.computed[slot] + 1 != known || known > room || known >= cycle.max_length) return NOT_APPLICABLE;
         result.roots[row] = known - 1;
         const int64_t still = left ? left[row] : result.ended[row] ? 0 : table.targets[slot] - known;
         result.ended[row] = still <= 0;
-        limits[row] = std::min({static_cast<int64_t>(drafts[row]), room - known, still - 1, cycle.most});
-        most = std::max(most, limits[row]);
+        limits[row] = std::min({static_cast<int64_t>(drafts[row]), room - known, still - 1, cycle.max_drafts});
+        max_drafts = std::max(max_drafts, limits[row]);
         if (limits[row] <= 0) continue;
         if (cycle.reached[slot] != known - 1 + cycle.first) return NOT_APPLICABLE;
         chosen.push_back(row), drafting.push_back(slot), roots.push_back(known - 1), starts.push_back(known - 1 + cycle.first);
@@ -119,7 +119,7 @@ StepStatus cycle(const Running& running, StepMemory& memory, const Cycle& cycle,
     }
     if (chosen.empty()) return IDLE;
     const int64_t some = chosen.size();
-    steps = std::min(steps, most);
+    steps = std::min(steps, max_drafts);
     int64_t columns;
     const std::vector<int32_t> pages = draft_pages(table, cycle, drafting, starts, std::max<int64_t>(1, steps - 1), columns);
     const Behind behind = {some, drafting.data(), roots.data(), starts.data(), pages.data(), columns, table.page_size};
@@ -147,7 +147,7 @@ StepStatus cycle(const Running& running, StepMemory& memory, const Cycle& cycle,
     const RowTokens verified = {rows, slots, result.roots, counts.data()};
     const int64_t* said = verify(running, memory, Ops{cycle.ops, cycle.count}, table, verified, tokens.data(), stride,
                                  cycle.argmax, how ? &draw : nullptr);
-    const StepStatus kept = accept(table, verified, said, cycle.broken, memory, result.accepted);
+    const StepStatus kept = accept(table, verified, said, cycle.nonfinite, memory, result.accepted);
     if (kept != DONE) return kept;
     result.over = true;
     for (int64_t row = 0, at = 0; row < rows; row++) {

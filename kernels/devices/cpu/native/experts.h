@@ -73,41 +73,41 @@ inline void choose(const Layer& layer, int64_t row) {
         std::copy_n(static_cast<const float*>(layer.op.scales) + first, layer.chosen(), layer.memory.weights.data() + first);
         return;
     }
-    thread_local std::vector<float> held;
+    thread_local std::vector<float> scores;
     const int64_t count = layer.count(), chosen = layer.chosen(), wide = (count + TILE - 1) / TILE * TILE;
-    if (static_cast<int64_t>(held.size()) < wide) held.resize(wide);
+    if (static_cast<int64_t>(scores.size()) < wide) scores.resize(wide);
     const bf16* logits = static_cast<const bf16*>(layer.op.b) + row * layer.op.stride_b;
-    const Floats least = splat(-FLT_MAX), none = splat(-INFINITY);
+    const Floats lowest = splat(-FLT_MAX), none = splat(-INFINITY);
     const auto mask = [&](int64_t i) { return first_lanes(count - i); };
-    Floats most = least;
+    Floats highest = lowest;
     for (int64_t i = 0; i < wide; i += TILE) {
-        const Floats value = select(mask(i), max(load(logits + i, mask(i)), least), none);
-        store(held.data() + i, value);
-        most = max(most, value);
+        const Floats value = select(mask(i), max(load(logits + i, mask(i)), lowest), none);
+        store(scores.data() + i, value);
+        highest = max(highest, value);
     }
-    const Floats top = splat(max_all(most));
+    const Floats top = splat(max_all(highest));
     Floats sums = Floats{};
     for (int64_t i = 0; i < wide; i += TILE)
         sums = select(mask(i), sums + share_of(load(logits + i, mask(i)) - top), sums);
     const float total = add_all(sums);
-    float some = 0;
+    float chosen_total = 0;
     int32_t* ids = layer.memory.ids.data() + row * chosen;
     float* weights = layer.memory.weights.data() + row * chosen;
     for (int64_t taken = 0; taken < chosen; taken++) {
-        most = none;
-        for (int64_t i = 0; i < wide; i += TILE) most = max(most, load(held.data() + i));
-        const float value = max_all(most);
+        highest = none;
+        for (int64_t i = 0; i < wide; i += TILE) highest = max(highest, load(scores.data() + i));
+        const float value = max_all(highest);
         int64_t at = 0;
-        while (held[at] != value) at++;
-        held[at] = -INFINITY;
+        while (scores[at] != value) at++;
+        scores[at] = -INFINITY;
         const float share = first_lane(share_of(splat(value) - top));
-        some += share;
+        chosen_total += share;
         int64_t place = taken;
         for (; place > 0 && ids[place - 1] > at; place--) ids[place] = ids[place - 1], weights[place] = weights[place - 1];
         ids[place] = static_cast<int32_t>(at), weights[place] = share;
     }
-    if (!layer.op.i4 || std::isnan(total)) some = total;
-    for (int64_t i = 0; i < chosen; i++) weights[i] /= some;
+    if (!layer.op.i4 || std::isnan(total)) chosen_total = total;
+    for (int64_t i = 0; i < chosen; i++) weights[i] /= chosen_total;
 }
 
 inline void choose_chunk(void* context, int64_t chunk, int) {
@@ -184,10 +184,11 @@ inline void add_job(Layer& layer, const Op& op, int64_t expert, const bf16* x, i
         case LINEAR8:
             return add(Product8{operands(sizeof(int8_t)), x, stride_x, &at.rounded, static_cast<float>(op.f0), op.i2, before});
         case GROUPED: {
-            const Widened of = {{operands(sizeof(bf16))}};
+            const Widened widened = {{operands(sizeof(bf16))}};
             const auto* order = reinterpret_cast<const int64_t*>(op.i4);
             const bool zeroed = op.f0 != 0;
-            return op.i3 == 4 ? add(Grouped<4>{of, order, nullptr, op.i2, zeroed}) : add(Grouped<8>{of, order, nullptr, op.i2, zeroed});
+            return op.i3 == 4 ? add(Grouped<4>{widened, order, nullptr, op.i2, zeroed})
+                              : add(Grouped<8>{widened, order, nullptr, op.i2, zeroed});
         }
         case FP8: return add(Fp8Product{{{operands(sizeof(bf16))}}, op.i2});
         case BLOCKS:

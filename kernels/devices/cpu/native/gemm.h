@@ -319,8 +319,9 @@ struct Passing {
     // The 32 outputs from `output` on; `next`: those after them. `last`: whether their sums are then rounded and stored, with those
     // of their gates, if any.
     void multiply(int64_t output, int64_t next, typename P::Sum* to, bool last, const typename P::Sum* of_gates) {
-        const int64_t count = blocks(rows), size = WIDE * WIDE, most = count < LONG_SLICE_MIN_BLOCKS ? L1_SLICE_LINES : L1_LONG_SLICE_LINES;
-        const int64_t slices = (p.lines + most - 1) / most, each = (p.lines + slices - 1) / slices;
+        const int64_t count = blocks(rows), size = WIDE * WIDE;
+        const int64_t max_lines = count < LONG_SLICE_MIN_BLOCKS ? L1_SLICE_LINES : L1_LONG_SLICE_LINES;
+        const int64_t slices = (p.lines + max_lines - 1) / max_lines, each = (p.lines + slices - 1) / slices;
         const char* all = p.ready(output, space);
         for (int64_t line = 0; line < p.lines; line += each) {
             const char* weight = all + line * BLOCK_LINE_BYTES;
@@ -373,8 +374,8 @@ void multiply_panels(void* context, int64_t, int thread) {
 template <class P>
 int64_t divide(P& p, int threads) {
     const int64_t all = blocks(p.wide());
-    const int64_t least = std::max<int64_t>(1, std::min(all / (4 * threads), 1 + (1 << 20) / (BLOCK_LINE_BYTES * p.lines)));
-    p.chunk = P::made && p.rows > WIDE ? (all + 2 * threads - 1) / (2 * threads) : least;
+    const int64_t min_chunk = std::max<int64_t>(1, std::min(all / (4 * threads), 1 + (1 << 20) / (BLOCK_LINE_BYTES * p.lines)));
+    p.chunk = P::made && p.rows > WIDE ? (all + 2 * threads - 1) / (2 * threads) : min_chunk;
     return (all + p.chunk - 1) / p.chunk;
 }
 
@@ -386,9 +387,10 @@ Panels<P> divide_rows(P& p, int threads) {
     const int64_t kept = p.outputs * p.lines * LINE > L2_BYTES ? 1 << 19 : 1 << 20;
     p.past = p.rows * p.wide() >= kept && p.stride_out % WIDE == 0 && reinterpret_cast<uintptr_t>(p.out) % LINE == 0;
     // At least three blocks of rows, so that panels of equal length have two: the sums of one are finished beside the other.
-    const int64_t held = PANEL_TOKEN_BYTES / (BLOCK_LINE_BYTES * p.lines), most = std::clamp<int64_t>(held, 3, PANEL_MAX_ROWS / WIDE);
+    const int64_t fitting_blocks = PANEL_TOKEN_BYTES / (BLOCK_LINE_BYTES * p.lines);
+    const int64_t panel_blocks = std::clamp<int64_t>(fitting_blocks, 3, PANEL_MAX_ROWS / WIDE);
     p.chunk = std::max<int64_t>(1, blocks(p.wide()) / (8 * threads));
-    return {&p, (blocks(p.rows) + most - 1) / most};
+    return {&p, (blocks(p.rows) + panel_blocks - 1) / panel_blocks};
 }
 
 template <class P>

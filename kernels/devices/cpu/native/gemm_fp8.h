@@ -112,8 +112,8 @@ struct Fp8Product::Supers {
     }
     Floats group_scale(int64_t, int64_t, int64_t) const { return Floats{}; }
     Floats group_zero(int64_t, int64_t, int64_t) const { return Floats{}; }
-    Floats end(int64_t super, int64_t half, Floats some, Floats, Floats result) const {
-        return fma(some, load(scales + super * WIDE + half * TILE), result);
+    Floats end(int64_t super, int64_t half, Floats products, Floats, Floats result) const {
+        return fma(products, load(scales + super * WIDE + half * TILE), result);
     }
 };
 

@@ -156,16 +156,16 @@ struct BlockProduct<BITS>::Supers {
     Ints bytes(const uint8_t* cell, int64_t half, int64_t four) const {
         return BYTES ? codes(cell, half, four) : bytes_of<BITS>(cell, half, four);
     }
-    Floats end(int64_t super, int64_t half, Floats some, Floats less, Floats result) const {
-        result = fma(some, scale(super, half), result);
-        return ZEROS ? fnma(less, zero(super, half), result) : result;
+    Floats end(int64_t super, int64_t half, Floats products, Floats zero_products, Floats result) const {
+        result = fma(products, scale(super, half), result);
+        return ZEROS ? fnma(zero_products, zero(super, half), result) : result;
     }
 };
 
 // Calls call<BITS>() for the layout's bits.
 template <class Call>
-inline void with_bits(const Layout& of, Call call) {
-    switch (of.bits) {
+inline void with_bits(const Layout& layout, Call call) {
+    switch (layout.bits) {
         case 2: return call.template operator()<2>();
         case 3: return call.template operator()<3>();
         case 4: return call.template operator()<4>();
@@ -177,8 +177,8 @@ inline void with_bits(const Layout& of, Call call) {
 
 // Unpacks row `output` of a packed weight to bf16 [inputs].
 inline void unpack_blocks(const uint8_t* weight, int64_t output, int64_t inputs, bf16* out) {
-    const Layout& of = *reinterpret_cast<const Layout*>(weight);
-    with_bits(of, [&]<int BITS>() {
+    const Layout& layout = *reinterpret_cast<const Layout*>(weight);
+    with_bits(layout, [&]<int BITS>() {
         BlockProduct<BITS> p{};
         p.weight = reinterpret_cast<const char*>(weight), p.lines = inputs / DEPTH;
         typename BlockProduct<BITS>::Maker maker(p, output / WIDE);

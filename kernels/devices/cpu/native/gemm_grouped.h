@@ -89,9 +89,9 @@ struct Grouped<BITS>::Supers {
     Floats scale(int64_t super, int64_t half) const { return load(scales + super * WIDE + half * TILE); }
     Floats middle(int64_t super, int64_t half) const { return unsigned_at(zeros + super * WIDE + half * TILE); }
     Ints bytes(const uint8_t* cell, int64_t half, int64_t four) const { return bytes_of<BITS>(cell, half, four); }
-    Floats end(int64_t super, int64_t half, Floats some, Floats less, Floats result) const {
-        if (ZEROED) some = fnma(middle(super, half) - splat(static_cast<float>(Grouped::offset())), less, some);
-        return fma(some, scale(super, half), result);
+    Floats end(int64_t super, int64_t half, Floats products, Floats zero_products, Floats result) const {
+        if (ZEROED) products = fnma(middle(super, half) - splat(static_cast<float>(Grouped::offset())), zero_products, products);
+        return fma(products, scale(super, half), result);
     }
 };
 

@@ -74,8 +74,8 @@ struct Product8 : Operands {
         Ints operator()(const int32_t* sums, int64_t row) const {
             const auto value = [&](int64_t half) {
                 const Ints sum = load_line(sums + half * TILE) + correction[half];
-                const Floats by = scales[half] * splat(of_tokens[row]);
-                return fma(to_floats(sum), by, bias[half]);
+                const Floats product_scale = scales[half] * splat(of_tokens[row]);
+                return fma(to_floats(sum), product_scale, bias[half]);
             };
             return to_bf16(value(0), value(1));
         }
@@ -89,18 +89,18 @@ inline void round_token(const Product8& p, int64_t row) {
     Ints bits = Ints{};  // of the largest magnitude; as an integer a NaN is larger than infinity
     for (int64_t i = 0; i < inputs; i += 16)
         bits = max(bits, bits_of(abs(load(x + i))));
-    const float most = std::bit_cast<float>(max_all(bits));
-    const float scale = p.scale == 0 ? std::max(most / 127.0f, 1.17549435e-38f) : p.scale;
-    const Floats by = splat(scale), far = splat(1e9f), below = splat(-1e9f);
+    const float amax = std::bit_cast<float>(max_all(bits));
+    const float scale = p.scale == 0 ? std::max(amax / 127.0f, 1.17549435e-38f) : p.scale;
+    const Floats divisor = splat(scale), far = splat(1e9f), below = splat(-1e9f);
     const Ints offset = splat(static_cast<int>(p.offset));
     int8_t* out = p.tokens->values.data() + (p.first + row) * inputs;
     for (int64_t i = 0; i < inputs; i += 16) {
-        const Floats value = max(min(load(x + i) / by, far), below);
+        const Floats value = max(min(load(x + i) / divisor, far), below);
         const Ints integers = to_ints(value) + offset;
-        const Ints held = max(min(integers, splat(127)), splat(-128));
-        store_bytes(out + i, AMX ? held : held ^ splat(0x80));
+        const Ints clamped = max(min(integers, splat(127)), splat(-128));
+        store_bytes(out + i, AMX ? clamped : clamped ^ splat(0x80));
     }
-    p.tokens->scales[p.first + row] = std::isfinite(most) ? scale : most;
+    p.tokens->scales[p.first + row] = std::isfinite(amax) ? scale : amax;
 }
 
 inline void round_chunk(void* context, int64_t chunk, int) {

@@ -15,10 +15,10 @@ constexpr int64_t SUPER_LINES = 8;  // lines of a superblock of 256 inputs
 inline __m512h as_halves(Ints x) { return _mm512_castsi512_ph(x.v); }
 
 // Repeats the numbers of 16 outputs for the two inputs of a pair.
-inline Ints in_pairs(__m256i of) {
+inline Ints in_pairs(__m256i numbers) {
     const __m512i twice = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8,  //
                                            7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-    return {_mm512_permutexvar_epi16(twice, _mm512_castsi256_si512(of))};
+    return {_mm512_permutexvar_epi16(twice, _mm512_castsi256_si512(numbers))};
 }
 
 // Makes lines of bf16 in the order of gemm_bf16.h, scaled by 2^-POWER and by the largest scale. Numbers of float16 below two have the
@@ -30,17 +30,17 @@ template <class S, bool ALL>
 class Scaling {
   public:
     // The factor of each output, for all of its inputs.
-    static Floats factor(const S& of, int64_t lines, int64_t half) {
+    static Floats factor(const S& weight, int64_t lines, int64_t half) {
         Floats result = Floats{};
-        for (int64_t super = 0; super < lines / of.lines(); super++) {
-            Floats most = abs(of.scale(super, half));
+        for (int64_t super = 0; super < lines / weight.lines(); super++) {
+            Floats bound = abs(weight.scale(super, half));
             if constexpr (FLOATS) {
-                most = most * splat(static_cast<float>(S::LARGEST * S::OF_GROUP));
-                most = fma(abs(of.zero(super, half)), splat(static_cast<float>(S::OF_GROUP)), most);
+                bound = bound * splat(static_cast<float>(S::LARGEST * S::OF_GROUP));
+                bound = fma(abs(weight.zero(super, half)), splat(static_cast<float>(S::OF_GROUP)), bound);
             } else {
-                most = most * splat(static_cast<float>(1 << S::POWER));
+                bound = bound * splat(static_cast<float>(1 << S::POWER));
             }
-            result = max(result, most);
+            result = max(result, bound);
         }
         return result;
     }
@@ -51,7 +51,7 @@ class Scaling {
     }
 
     // `shares`: those of both halves, if ALL.
-    Scaling(const S& of, const Floats* shares) : of_(of) {
+    Scaling(const S& weight, const Floats* shares) : of_(weight) {
         if (ALL) by_[0] = shares[0], by_[1] = shares[1];
     }
 
@@ -179,8 +179,8 @@ class GroupSums {
                 written();
                 for (int64_t i = 0; i < here; i++) {
                     const Floats sum = load(result + i * TILE);
-                    const Floats most = round_bf16(sum), rest = round_bf16(sum - most);
-                    const Ints low = bits_of(most) >> 16, high = bits_of(rest);
+                    const Floats leading = round_bf16(sum), rest = round_bf16(sum - leading);
+                    const Ints low = bits_of(leading) >> 16, high = bits_of(rest);
                     store_line(out + ((row + i) * supers + super) * DEPTH, low | high);
                 }
             }
@@ -206,7 +206,7 @@ struct Grouping {
 
 // Writes `sums` [token][32] of 32 outputs.
 template <class S>
-void multiply_scaled(const S& of, const Grouping& x, float* sums) {
+void multiply_scaled(const S& weight, const Grouping& x, float* sums) {
     constexpr bool APART = S::ZEROS && S::GROUP != 0;
     alignas(64) bf16 wide[2][WIDE * DEPTH];
     alignas(64) float result[APART ? 2 : 1][WIDE * WIDE];
@@ -218,8 +218,8 @@ void multiply_scaled(const S& of, const Grouping& x, float* sums) {
     using Scaled = Scaling<S, S::GROUP == 0>;
     Floats factors[2], shares[2];
     for (int64_t half = 0; S::GROUP == 0 && half < 2; half++)
-        factors[half] = Scaled::factor(of, x.lines, half), shares[half] = Scaled::share(factors[half]);
-    const Scaled scaling(of, shares);
+        factors[half] = Scaled::factor(weight, x.lines, half), shares[half] = Scaled::share(factors[half]);
+    const Scaled scaling(weight, shares);
     const auto clear = [&] {
         _tile_zero(0);
         _tile_zero(1);
@@ -269,10 +269,10 @@ void multiply_scaled(const S& of, const Grouping& x, float* sums) {
         }
         written();
         for (int64_t half = 0; half < 2; half++) {
-            const Floats scale = S::GROUP ? of.scale(super, half) * splat(static_cast<float>(1 << S::POWER))
+            const Floats scale = S::GROUP ? weight.scale(super, half) * splat(static_cast<float>(1 << S::POWER))
                                           : factors[half];
             Floats zero = Floats{};
-            if constexpr (APART) zero = of.zero(super, half);
+            if constexpr (APART) zero = weight.zero(super, half);
             for (int64_t i = half * TILE; i < rows * WIDE; i += WIDE) {
                 Floats sum = super ? load(sums + i) : Floats{};
                 sum = fma(load(result[0] + i), scale, sum);

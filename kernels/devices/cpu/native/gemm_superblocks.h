@@ -14,29 +14,29 @@ namespace troupe {
 
 // Sums [token][32] of up to four tokens, which are quantized (int16_tokens.h): HALF_COUNT halves of the outputs, from `first` on.
 template <int ROWS, int HALF_COUNT, class S>
-void multiply_halves(const S& of, const Int16Tokens& x, int64_t first, float* sums) {
+void multiply_halves(const S& weight, const Int16Tokens& x, int64_t first, float* sums) {
     constexpr bool twice = S::GROUP == TILE;
     Floats result[ROWS][HALF_COUNT] = {};
     for (int64_t line = 0, super = 0; line < x.lines; super++) {
-        Floats some[ROWS][HALF_COUNT] = {}, less[ROWS][HALF_COUNT] = {};
-        for (const int64_t end = line + of.lines(); line < end; line++) {
-            if (first == 0) of.fetch(line);
+        Floats products[ROWS][HALF_COUNT] = {}, zero_products[ROWS][HALF_COUNT] = {};
+        for (const int64_t end = line + weight.lines(); line < end; line++) {
+            if (first == 0) weight.fetch(line);
             Floats values[ROWS][HALF_COUNT];
             const auto part = [&]<int PLACE>() ALWAYS_INLINE {
                 VectorSums<ROWS, HALF_COUNT> sum;
-                const uint8_t* cell = of.cell(line);
+                const uint8_t* cell = weight.cell(line);
                 unrolled<twice ? 4 : 8>([&](auto n) ALWAYS_INLINE {
                     constexpr int64_t four = n + (twice ? 4 * PLACE : 0);
                     Ints codes[HALF_COUNT];
-                    unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE { codes[half] = of.codes(cell, first + half, four); });
+                    unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE { codes[half] = weight.codes(cell, first + half, four); });
                     sum.add(x, line, four, codes);
                 });
                 unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE {
-                    const Floats by = S::GROUP ? of.group_scale(line, PLACE, first + half) : Floats{};
+                    const Floats scale = S::GROUP ? weight.group_scale(line, PLACE, first + half) : Floats{};
                     unrolled<ROWS>([&](auto row) ALWAYS_INLINE {
                         const int64_t offset = S::GROUP == TILE ? PLACE : HALVES;  // Clang 14 does not know `twice` here
                         const Floats value = sum.of(row, half, x.offsets + (row * x.lines + line) * OFFSETS + offset);
-                        values[row][half] = !S::GROUP ? value : PLACE ? fma(value, by, values[row][half]) : value * by;
+                        values[row][half] = !S::GROUP ? value : PLACE ? fma(value, scale, values[row][half]) : value * scale;
                     });
                 });
             };
@@ -45,18 +45,20 @@ void multiply_halves(const S& of, const Int16Tokens& x, int64_t first, float* su
             unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE {
                 unrolled<ROWS>([&](auto row) ALWAYS_INLINE {
                     const float* scales = x.scales + (row * x.lines + line) * SCALES;
-                    some[row][half] = fma(values[row][half], splat(scales[0]), some[row][half]);
-                    const auto take = [&](Floats by, float sum) { less[row][half] = fma(by, splat(sum), less[row][half]); };
-                    if constexpr (S::ZEROS && S::GROUP == 0) take(splat(1.0f), scales[1]);
-                    if constexpr (S::ZEROS && S::GROUP == DEPTH) take(of.group_zero(line, 0, first + half), scales[1]);
+                    products[row][half] = fma(values[row][half], splat(scales[0]), products[row][half]);
+                    const auto add_part = [&](Floats scale, float sum) {
+                        zero_products[row][half] = fma(scale, splat(sum), zero_products[row][half]);
+                    };
+                    if constexpr (S::ZEROS && S::GROUP == 0) add_part(splat(1.0f), scales[1]);
+                    if constexpr (S::ZEROS && S::GROUP == DEPTH) add_part(weight.group_zero(line, 0, first + half), scales[1]);
                     if constexpr (S::ZEROS && twice)
-                        for (int part = 0; part < HALVES; part++) take(of.group_zero(line, part, first + half), scales[2 + part]);
+                        for (int part = 0; part < HALVES; part++) add_part(weight.group_zero(line, part, first + half), scales[2 + part]);
                 });
             });
         }
         unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE {
             unrolled<ROWS>([&](auto row) ALWAYS_INLINE {
-                result[row][half] = of.end(super, first + half, some[row][half], less[row][half], result[row][half]);
+                result[row][half] = weight.end(super, first + half, products[row][half], zero_products[row][half], result[row][half]);
             });
         });
     }
@@ -67,9 +69,9 @@ void multiply_halves(const S& of, const Int16Tokens& x, int64_t first, float* su
 
 // All of the outputs: both halves at a time where registers hold their sums.
 template <int ROWS, class S>
-void multiply_vectors(const S& of, const Int16Tokens& x, float* sums) {
-    if constexpr (LARGE || ROWS == 1) return multiply_halves<ROWS, 2>(of, x, 0, sums);
-    for (int64_t half = 0; half < 2; half++) multiply_halves<ROWS, 1>(of, x, half, sums);
+void multiply_vectors(const S& weight, const Int16Tokens& x, float* sums) {
+    if constexpr (LARGE || ROWS == 1) return multiply_halves<ROWS, 2>(weight, x, 0, sums);
+    for (int64_t half = 0; half < 2; half++) multiply_halves<ROWS, 1>(weight, x, half, sums);
 }
 
 // More tokens, as bf16 [row][32 inputs of each line]. Weights are multiplied as 128 + code, of codes of up to 7 bits, which a mask
@@ -84,42 +86,42 @@ struct Shared {
 
 // Sums [token][32] of up to 32 tokens from `row` on.
 template <class S>
-void multiply_shared(const S& of, const Shared& x, int64_t row, int64_t rows, float* sums) {
+void multiply_shared(const S& weight, const Shared& x, int64_t row, int64_t rows, float* sums) {
     alignas(64) bf16 wide[2][WIDE * DEPTH];
     alignas(64) float result[2][WIDE * WIDE];
-    const int64_t each = of.lines();
+    const int64_t part_lines = weight.lines();
     for (int64_t i = 0; i < rows * WIDE; i += TILE) store(sums + i, Floats{});
 
-    const auto take = [&](int64_t part) {  // scales and adds the stored sums of a part
+    const auto add_part = [&](int64_t part) {  // scales and adds the stored sums of a part
         const float* from = result[part % 2];
         for (int64_t half = 0; half < 2; half++) {
             const float* share = S::SUMS ? x.shares + (row * x.parts + part) * 2 : nullptr;
             for (int64_t i = half * TILE; i < rows * WIDE; i += WIDE) {
-                Floats some = load(from + i), sum = Floats{};
+                Floats products = load(from + i), sum = Floats{};
                 if constexpr (S::SUMS) {
-                    some = some - splat(share[0]), sum = splat(share[1]);
+                    products = products - splat(share[0]), sum = splat(share[1]);
                     share += 2 * x.parts;
                 }
-                store(sums + i, of.end(part, half, some, sum, load(sums + i)));
+                store(sums + i, weight.end(part, half, products, sum, load(sums + i)));
             }
         }
     };
 
     const char* tokens = x.x + row * x.stride;
-    of.open(0, wide[0]);
+    weight.open(0, wide[0]);
     for (int64_t part = 0, line = 0; part < x.parts; part++) {
         TileSums<float> tiles(rows, result[part % 2]);
         tiles.begin();
-        for (const int64_t end = line + each; line < end; line++) {
+        for (const int64_t end = line + part_lines; line < end; line++) {
             // A load of what was stored just now would wait for the store, so the next line is unpacked first.
-            if (line + 1 < x.lines) of.open(line + 1, wide[(line + 1) % 2]);
+            if (line + 1 < x.lines) weight.open(line + 1, wide[(line + 1) % 2]);
             written();
             tiles.add(tokens + line * LINE, x.stride, wide[line % 2], [] {});
         }
         tiles.end();
-        if (part) take(part - 1);  // for the same reason the part before
+        if (part) add_part(part - 1);  // for the same reason the part before
     }
-    take(x.parts - 1);
+    add_part(x.parts - 1);
 }
 
 }  // namespace troupe

@@ -63,13 +63,13 @@ inline void round_planes(const bf16* x, int64_t lines, int32_t offset, int64_t r
     for (int64_t line = 0; line < lines; line++, x += DEPTH, values += LINE, scales += SCALES, offsets += OFFSETS) {
         const Floats part[HALVES] = {load(x), load(x + TILE)};
         const Ints bits = max(bits_of(part[0]) & sign, bits_of(part[1]) & sign);  // a NaN's are the most
-        const float most = std::bit_cast<float>(max_all(bits));
-        const bool finite = most < INFINITY;
-        const Floats by = splat(finite && most > 0x1p-100f ? 32512.0f / most : 0.0f);
+        const float amax = std::bit_cast<float>(max_all(bits));
+        const bool finite = amax < INFINITY;
+        const Floats inverse_scale = splat(finite && amax > 0x1p-100f ? 32512.0f / amax : 0.0f);
         int32_t sum = 0;
-        scales[0] = finite ? most / 32512.0f : most;
+        scales[0] = finite ? amax / 32512.0f : amax;
         for (int64_t i = 0; i < HALVES; i++) {
-            const Ints integers = to_ints(part[i] * by);
+            const Ints integers = to_ints(part[i] * inverse_scale);
             const Ints upper = signed_right(integers + half, 8);
             if constexpr (BYTE_DOTS) {
                 store_fours(values + i * TILE, upper);
@@ -77,9 +77,9 @@ inline void round_planes(const bf16* x, int64_t lines, int32_t offset, int64_t r
             } else {
                 store_lower(values + 2 * i * TILE, integers);
             }
-            const int32_t some = finite ? add_all(integers) : 0;
-            offsets[i] = -offset * some, sum += some;
-            scales[2 + i] = scales[0] * static_cast<float>(some);
+            const int32_t half_sum = finite ? add_all(integers) : 0;
+            offsets[i] = -offset * half_sum, sum += half_sum;
+            scales[2 + i] = scales[0] * static_cast<float>(half_sum);
         }
         offsets[HALVES] = offsets[0] + offsets[1];
         scales[1] = scales[0] * static_cast<float>(sum);

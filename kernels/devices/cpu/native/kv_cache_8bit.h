@@ -12,7 +12,7 @@ namespace troupe {
 enum CacheType : int64_t { BF16, INT8, E4M3, E5M2 };  // bf16, int8 and floats of 8 bits
 
 constexpr float LARGEST[] = {0.0f, 127.0f, 448.0f, 57344.0f};
-constexpr float LEAST_SCALE = 0x1p-126f;
+constexpr float MIN_SCALE = 0x1p-126f;
 constexpr int32_t NONE = 0x80;  // among int8 with scales that are fixed beforehand: a value that was not finite
 
 inline Floats widen(const uint8_t* x, int64_t kind) {
@@ -58,18 +58,18 @@ struct Cache8bit {
             for (int64_t i = 0; i < dim; i += 16)
                 bits = max(bits, bits_of(abs(load(x + i))));
             const float size = std::bit_cast<float>(max_all(bits)) / LARGEST[kind];
-            scales[at] = to_bf16(size < LEAST_SCALE ? LEAST_SCALE : size);
+            scales[at] = to_bf16(size < MIN_SCALE ? MIN_SCALE : size);
             const Floats divisor = splat(to_float(scales[at]));
             for (int64_t i = 0; i < dim; i += 16) store_bytes(out + i, quantize_8bit(load(x + i) / divisor, kind));
             return;
         }
         for (int64_t i = 0; i < dim; i += 16) {
             Floats value = load(x + i);
-            const Mask broken = bits_of(abs(value)) > splat(0x7f7fffff);  // infinities and NaNs, which no scale expresses
+            const Mask nonfinite = bits_of(abs(value)) > splat(0x7f7fffff);  // infinities and NaNs, which no scale expresses
             value = value / load(fixed + head * dim + i);
             if (offsets) value = value + load(offsets + head * dim + i);
-            const Ints code = quantize_8bit(select(broken, splat(NAN), value), kind);
-            store_bytes(out + i, kind == INT8 ? select(broken, splat(NONE), code) : code);
+            const Ints code = quantize_8bit(select(nonfinite, splat(NAN), value), kind);
+            store_bytes(out + i, kind == INT8 ? select(nonfinite, splat(NONE), code) : code);
         }
     }
 
@@ -170,11 +170,11 @@ inline float round_query(const bf16* x, int64_t dim, uint32_t* to, int64_t strid
     const Ints sign = splat(0x7fffffff), half = splat(128);
     Ints bits = Ints{};  // compared so, a NaN is larger than infinity
     for (int64_t i = 0; i < dim; i += 16) bits = max(bits, bits_of(load(x + i)) & sign);
-    const float most = std::bit_cast<float>(max_all(bits));
-    const bool finite = most < INFINITY;
-    const Floats by = splat(finite && most > 0x1p-100f ? 32512.0f / most : 0.0f);
+    const float amax = std::bit_cast<float>(max_all(bits));
+    const bool finite = amax < INFINITY;
+    const Floats inverse_scale = splat(finite && amax > 0x1p-100f ? 32512.0f / amax : 0.0f);
     for (int64_t i = 0; i < dim; i += 16) {
-        const Ints integers = to_ints(load(x + i) * by);
+        const Ints integers = to_ints(load(x + i) * inverse_scale);
         alignas(16) uint32_t upper[4], lower[4];
         store_bytes(upper, signed_right(integers + half, 8));
         store_bytes(lower, integers);
@@ -183,7 +183,7 @@ inline float round_query(const bf16* x, int64_t dim, uint32_t* to, int64_t strid
             to[((dim + i) / 4 + four) * stride] = lower[four];
         }
     }
-    return finite ? most / 32512.0f : most;
+    return finite ? amax / 32512.0f : amax;
 }
 
 // Reads 16 tokens at a time for attention: keys and values of some kv heads as bf16, or int8 unchanged.

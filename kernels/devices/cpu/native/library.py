@@ -1,7 +1,7 @@
 """The native operators as a library: of the wheel, or compiled once a machine, in the background, and kept in the
 user's cache.
 
-They need a C++ compiler when they are first used. Each level of `kernels.contract.cpu_isa` above ``torch`` has a
+They need a C++ compiler when they are first used. Each level of ``kernels.contract.cpu_isa`` above ``torch`` has a
 library of its own, from the same sources. Until the library is compiled, and where it cannot be, the CPU device does
 the same with PyTorch's operators.
 
@@ -85,7 +85,7 @@ def neon_flags(features: frozenset[str]) -> tuple[str, ...]:
 
 
 def x86_flags(isa: CpuIsa) -> tuple[str, ...]:
-    """The compiler's flags for what ``isa`` needs of a processor, and no more: `-march=NAME` would allow instructions
+    """The compiler's flags for what ``isa`` needs of a processor, and no more: ``-march=NAME`` would allow instructions
     that a virtual machine can hide."""
     features = (name.replace("amx_", "amx-").replace("_", "") for name in sorted(FEATURES[isa]))
     return tuple(f"-m{name}" for name in features)
@@ -166,7 +166,7 @@ class Table(ctypes.Structure):
         ("columns", ctypes.c_int64),
         ("page_size", ctypes.c_int64),
         ("stops", ctypes.c_void_p),
-        ("most_stops", ctypes.c_int64),
+        ("max_stops", ctypes.c_int64),
         ("stops_from", ctypes.c_void_p),
     )
 
@@ -226,14 +226,14 @@ class Cycle(ctypes.Structure):
         ("ops", ctypes.c_void_p),
         ("count", ctypes.c_int64),
         ("argmax", ctypes.c_void_p),
-        ("broken", ctypes.c_void_p),
+        ("nonfinite", ctypes.c_void_p),
         ("draw", ctypes.c_void_p),
-        ("most", ctypes.c_int64),
-        ("longest", ctypes.c_int64),
+        ("max_drafts", ctypes.c_int64),
+        ("max_length", ctypes.c_int64),
         ("observing", ctypes.c_void_p),
         ("observing_count", ctypes.c_int64),
         ("seen", Observation),
-        ("most_seen", ctypes.c_int64),
+        ("max_observed", ctypes.c_int64),
     )
 
 
@@ -330,12 +330,12 @@ def _ran(enough: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def operators() -> Source:
-    """The library of the level that this process may use (`chosen_isa`). Raises KeyError if that has none."""
+    """The library of the level that this process may use (``chosen_isa``). Raises KeyError if that has none."""
     return OPERATORS[chosen_isa()]
 
 
 def open_library(source: Source | None = None) -> Library | None:
-    """The library, by default that of `operators`, where it is compiled and this processor and system can run it."""
+    """The library, by default that of ``operators``, where it is compiled and this processor and system can run it."""
     source = source or operators()
     path = shipped(source)
     if path is not None:

@@ -106,54 +106,54 @@ inline void score(const bf16* keys, const bf16* queries, int64_t dim, float* sco
 }
 
 // Adds V^T P of the waiting blocks.
-inline void add_up(Asking& of, int64_t dim) {
+inline void add_up(Asking& asking, int64_t dim) {
     written();
-    for (int64_t d = 0; d < dim && of.waiting; d += DEPTH) {
-        float *low = of.sums + d * TILE, *high = low + dim * TILE;
+    for (int64_t d = 0; d < dim && asking.waiting; d += DEPTH) {
+        float *low = asking.sums + d * TILE, *high = low + dim * TILE;
         TileSums<float> tiles(DEPTH, low, high, TILE);
         tiles.resume();
-        tiles.add(of.values + d * DEPTH, LINE, dim * LINE, of.weights, of.waiting);
+        tiles.add(asking.values + d * DEPTH, LINE, dim * LINE, asking.weights, asking.waiting);
         tiles.end();
     }
-    of.values += of.waiting * dim * DEPTH;
-    of.waiting = 0;
+    asking.values += asking.waiting * dim * DEPTH;
+    asking.waiting = 0;
 }
 
 // Raises a query's power of two to its largest score where the weights so far are too small beside it.
 template <bool ALL>
-void raise(Asking& of, const float* scores, int64_t position, const Sight* sights, Floats factor, int64_t dim) {
+void raise(Asking& asking, const float* scores, int64_t position, const Sight* sights, Floats factor, int64_t dim) {
     for (int64_t half = 0; half < 2; half++, scores += DEPTH * TILE) {
-        Floats most = splat(2 * MASKED_SCORE), other = most;
+        Floats max_score = splat(2 * MASKED_SCORE), other = max_score;
         for (int64_t i = 0; i < DEPTH; i += 2) {
             const Floats even = load(scores + i * TILE), odd = load(scores + (i + 1) * TILE);
             if (ALL) {
-                most = max(most, even), other = max(other, odd);
+                max_score = max(max_score, even), other = max(other, odd);
             } else {
-                most = select(sights[half].of(position + i), max(most, even), most);
+                max_score = select(sights[half].of(position + i), max(max_score, even), max_score);
                 other = select(sights[half].of(position + i + 1), max(other, odd), other);
             }
         }
-        most = max(most, other) * factor;
-        const Floats before = load(of.power + half * TILE);
-        const Mask far = most > before + splat(FAR);
+        max_score = max(max_score, other) * factor;
+        const Floats before = load(asking.power + half * TILE);
+        const Mask far = max_score > before + splat(FAR);
         if (!far) continue;
-        add_up(of, dim);
-        const Floats power = select(far, most, before), by = exp2(before - power);
-        store(of.power + half * TILE, power);
-        store(of.weight_sum + half * TILE, load(of.weight_sum + half * TILE) * by);
-        float* sums = of.sums + half * dim * TILE;
-        for (int64_t d = 0; d < dim; d++, sums += TILE) store(sums, load(sums) * by);
+        add_up(asking, dim);
+        const Floats power = select(far, max_score, before), rescale = exp2(before - power);
+        store(asking.power + half * TILE, power);
+        store(asking.weight_sum + half * TILE, load(asking.weight_sum + half * TILE) * rescale);
+        float* sums = asking.sums + half * dim * TILE;
+        for (int64_t d = 0; d < dim; d++, sums += TILE) store(sums, load(sums) * rescale);
     }
 }
 
 // Makes weights of the scores of 32 tokens from `position` on. ALL: every query sees all of them.
 template <bool ALL>
-void weigh(Asking& of, const float* scores, int64_t position, const Sight* sights, Floats factor, int64_t dim) {
-    raise<ALL>(of, scores, position, sights, factor, dim);
-    bf16* out = of.weights + of.waiting++ * QUERIES * DEPTH;
+void weigh(Asking& asking, const float* scores, int64_t position, const Sight* sights, Floats factor, int64_t dim) {
+    raise<ALL>(asking, scores, position, sights, factor, dim);
+    bf16* out = asking.weights + asking.waiting++ * QUERIES * DEPTH;
     for (int64_t half = 0; half < 2; half++, scores += DEPTH * TILE) {
-        const Floats power = load(of.power + half * TILE);
-        Floats weight_sum = load(of.weight_sum + half * TILE), more = Floats{};
+        const Floats power = load(asking.power + half * TILE);
+        Floats weight_sum = load(asking.weight_sum + half * TILE), more = Floats{};
         for (int64_t i = 0; i < DEPTH; i += 2, out += DEPTH) {
             Floats even = rough_exp2(fms(load(scores + i * TILE), factor, power));
             Floats odd = rough_exp2(fms(load(scores + (i + 1) * TILE), factor, power));
@@ -165,7 +165,7 @@ void weigh(Asking& of, const float* scores, int64_t position, const Sight* sight
             more = more + odd;
             store_line(out, pair_words(even, odd));
         }
-        store(of.weight_sum + half * TILE, weight_sum + more);
+        store(asking.weight_sum + half * TILE, weight_sum + more);
     }
 }
 
@@ -182,15 +182,15 @@ inline void lay_out_queries(const bf16* from, int64_t stride, int64_t queries, i
 }
 
 // Divides the sums by those of the weights -> [query][dim].
-inline void divide_sums(const Asking& of, int64_t queries, int64_t dim, bf16* to, int64_t stride) {
+inline void divide_sums(const Asking& asking, int64_t queries, int64_t dim, bf16* to, int64_t stride) {
     for (int64_t half = 0; half < queries; half += TILE) {
-        const Floats by = splat(1.0f) / load(of.weight_sum + half);
+        const Floats rescale = splat(1.0f) / load(asking.weight_sum + half);
         for (int64_t d = 0; d < dim; d += DEPTH) {
             Ints low[TILE], high[TILE];
-            const float* sums = of.sums + half * dim + d * TILE;
+            const float* sums = asking.sums + half * dim + d * TILE;
             for (int64_t i = 0; i < TILE; i++, sums += TILE) {
-                low[i] = bits_of(load(sums) * by);
-                high[i] = bits_of(load(sums + TILE * TILE) * by);
+                low[i] = bits_of(load(sums) * rescale);
+                high[i] = bits_of(load(sums + TILE * TILE) * rescale);
             }
             transpose(low);
             transpose(high);
@@ -240,16 +240,16 @@ inline void prefill_chunk(void* context, int64_t chunk, int thread) {
     written();
     const Floats factor = splat(static_cast<float>(op.f0) * LOG2_E);
     for (int64_t begin = first; begin < end; begin += TOGETHER)
-        for (Asking& of : space.heads) {
+        for (Asking& asking : space.heads) {
             for (int64_t block = begin; block < std::min(begin + TOGETHER, end); block++) {
                 const int64_t position = block * DEPTH;
-                score(task.keys + offset + (block - first) * dim * DEPTH, of.queries, dim, scores);
+                score(task.keys + offset + (block - first) * dim * DEPTH, asking.queries, dim, scores);
                 if (position + DEPTH <= low + 1 && (!window || position + window >= high))
-                    weigh<true>(of, scores, position, sights, factor, dim);
+                    weigh<true>(asking, scores, position, sights, factor, dim);
                 else
-                    weigh<false>(of, scores, position, sights, factor, dim);
+                    weigh<false>(asking, scores, position, sights, factor, dim);
             }
-            add_up(of, dim);
+            add_up(asking, dim);
         }
     for (int64_t h = 0; h < group; h++)
         divide_sums(space.heads[h], queries, dim,
@@ -262,12 +262,12 @@ inline void prefill(Team& team, std::vector<Workspace>& spaces, Scratch<bf16>& s
     const int64_t begin = step.offsets[sequence], count = step.offsets[sequence + 1] - begin;
     const int64_t start = step.lengths[sequence] - count, first = op.i3 ? std::max<int64_t>(0, start + 1 - op.i3) / DEPTH : 0;
     const int64_t blocks = (start + count + DEPTH - 1) / DEPTH - first, each = blocks * op.i0 * DEPTH;
-    const int64_t most = std::clamp<int64_t>(LAID_OUT / each, 1, op.i2);  // kv heads at a time
-    bf16* keys = space.of(2 * most * each);
+    const int64_t heads_at_once = std::clamp<int64_t>(LAID_OUT / each, 1, op.i2);  // kv heads at a time
+    bf16* keys = space.of(2 * heads_at_once * each);
     Prefilling task = {&op, step.pages + sequence * step.pages_stride, begin, start, count, first, blocks, 0, 0, keys,
-                       keys + most * each, &spaces};
+                       keys + heads_at_once * each, &spaces};
     for (; task.head < op.i2; task.head += task.heads) {
-        task.heads = std::min(most, op.i2 - task.head);
+        task.heads = std::min(heads_at_once, op.i2 - task.head);
         team.each(blocks, lay_out_chunk, &task);
         team.each(task.heads * ((count + QUERIES - 1) / QUERIES), prefill_chunk, &task);
     }

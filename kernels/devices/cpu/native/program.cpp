@@ -118,7 +118,7 @@ void rotary(const Op& op, const Step&, int64_t row) {
         }
 }
 
-void place(const Op& op, const Step& step, int64_t row) {
+void norm_rope_cache(const Op& op, const Step& step, int64_t row) {
     const int64_t dim = op.i0, half = dim / 2, heads = op.i1, kv_heads = op.i2;
     const Cache8bit kept(op, op.out, dim, kv_heads);
     bf16 *x = at<bf16>(op.a, row, op.stride_a), *cached = at<bf16>(op.out, step.index[row], 2 * kv_heads * dim);
@@ -187,21 +187,21 @@ void add(const Op& op, const Step&, int64_t row) {
 bool argmax_of(const bf16* logits, int64_t count, int64_t& id, float& top) {
     const Ints sixteen = splat(16);
     const Floats none = splat(-INFINITY);
-    Floats most = none;
+    Floats largest_value = none;
     Ints ids = lane_numbers(), best = ids;
-    Mask broken = 0;
+    Mask nonfinite = 0;
     for (int64_t i = 0; i < count; i += 16) {
         const Mask here = first_lanes(count - i);
         const Floats value = select(here, load(logits + i, here), none);
-        const Mask more = value > most;
-        broken |= static_cast<Mask>(~(value < splat(INFINITY)));
-        most = select(more, value, most);
+        const Mask more = value > largest_value;
+        nonfinite |= static_cast<Mask>(~(value < splat(INFINITY)));
+        largest_value = select(more, value, largest_value);
         best = select(more, ids, best);
         ids = ids + sixteen;
     }
-    top = max_all(most);
-    const Mask winners = most == splat(top);
-    const bool failed = broken || top == -INFINITY;
+    top = max_all(largest_value);
+    const Mask winners = largest_value == splat(top);
+    const bool failed = nonfinite || top == -INFINITY;
     id = failed ? 0 : min_all(select(winners, best, splat(INT32_MAX)));
     return failed;
 }
@@ -246,13 +246,13 @@ int64_t invariant_rows(const Op& op) {
 }
 
 void run(Engine& engine, const Op& op, const Step& step) {
-    if (const int64_t most = op.invariant ? invariant_rows(op) : 0; most && step.rows > most) {
+    if (const int64_t max_rows = op.invariant ? invariant_rows(op) : 0; max_rows && step.rows > max_rows) {
         Op part = op;
-        Step some = step;
-        for (int64_t row = 0; row < step.rows; row += most) {
+        Step part_step = step;
+        for (int64_t row = 0; row < step.rows; row += max_rows) {
             part.a = at<bf16>(op.a, row, op.stride_a), part.out = at<bf16>(op.out, row, op.stride_out);
-            some.rows = std::min(most, step.rows - row);
-            run(engine, part, some);
+            part_step.rows = std::min(max_rows, step.rows - row);
+            run(engine, part, part_step);
         }
         return;
     }
@@ -285,7 +285,7 @@ void run(Engine& engine, const Op& op, const Step& step) {
         case NORM: rows.call = norm; break;
         case ROTARY: rows.call = rotary; break;
         case WRITE: rows.call = write; break;
-        case PLACE: rows.call = place; break;
+        case NORM_ROPE_CACHE: rows.call = norm_rope_cache; break;
         case WRITE_8BIT: rows.call = write_8bit; break;
         case SILU: rows.call = silu_and_mul; break;
         case FAKE_QUANTIZE: rows.call = fake_quantize; break;
@@ -416,9 +416,9 @@ int troupe_run(void* engine, const Op* ops, int64_t count, const Step* step) try
 }
 
 // One token more of each of the slots, by a program that leaves the most likely in `argmax`, and whether one is not to be
-// used in `broken`; `draw` (or null): a DRAW that finds others. -> an StepStatus.
+// used in `nonfinite`; `draw` (or null): a DRAW that finds others. -> an StepStatus.
 int64_t troupe_advance(void* engine, const Op* ops, int64_t count, const SlotTable* table, const int64_t* slots, int64_t rows,
-                       const int64_t* argmax, const uint8_t* broken, const Op* draw, int32_t* result) try {
+                       const int64_t* argmax, const uint8_t* nonfinite, const Op* draw, int32_t* result) try {
     const Running running(engine);
     Step step;
     const StepStatus prepared = prepare(*table, slots, rows, running.on.memory, step);
@@ -429,7 +429,7 @@ int64_t troupe_advance(void* engine, const Op* ops, int64_t count, const SlotTab
         running(Ops{draw, 1}, step);
         argmax = static_cast<const int64_t*>(draw->out);
     }
-    return keep(*table, slots, rows, argmax, broken, result);
+    return keep(*table, slots, rows, argmax, nonfinite, result);
 } catch (const std::exception&) {  // of memory: the step is left to others, who say so
     return NOT_APPLICABLE;
 }
@@ -457,21 +457,21 @@ int64_t troupe_cycle(void* engine, const Cycle* settings, const SlotTable* table
 
 // ... The model verifies chains, tokens [rows, stride] with the roots first. -> an StepStatus.
 int64_t troupe_verify(void* engine, const Op* ops, int64_t count, const SlotTable* table, const RowTokens* rows,
-                      const int64_t* tokens, int64_t stride, const int64_t* argmax, const uint8_t* broken, const Op* draw,
+                      const int64_t* tokens, int64_t stride, const int64_t* argmax, const uint8_t* nonfinite, const Op* draw,
                       int64_t* accepted) try {
     const Running running(engine);
     StepMemory& memory = running.on.memory;
     argmax = verify(running, memory, Ops{ops, count}, *table, *rows, tokens, stride, argmax, draw);
-    return accept(*table, *rows, argmax, broken, memory, accepted);
+    return accept(*table, *rows, argmax, nonfinite, memory, accepted);
 } catch (const std::exception&) {
     return NOT_APPLICABLE;
 }
 
 // Sequences are run up to their last known tokens: see short_prefill.h. -> an StepStatus.
 int64_t troupe_prefill(void* engine, const Op* ops, int64_t count, const SlotTable* table, const RowTokens* rows,
-                     const Head* head, const int64_t* argmax, const uint8_t* broken, const Op* draw, int32_t* result) try {
+                     const Head* head, const int64_t* argmax, const uint8_t* nonfinite, const Op* draw, int32_t* result) try {
     const Running running(engine);
-    return run_prefill(running, running.on.memory, Ops{ops, count}, *table, *rows, *head, argmax, broken, draw, result);
+    return run_prefill(running, running.on.memory, Ops{ops, count}, *table, *rows, *head, argmax, nonfinite, draw, result);
 } catch (const std::exception&) {
     return NOT_APPLICABLE;
 }

@@ -5,7 +5,7 @@
 namespace troupe {
 
 enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SILU, EXPERTS, GREEDY, ADD, LINEAR8, GROUPED, BLOCKS,
-                      WRITE_8BIT, FAKE_QUANTIZE, PLACE, DRAW, FP8 };
+                      WRITE_8BIT, FAKE_QUANTIZE, NORM_ROPE_CACHE, DRAW, FP8 };
 
 // Tensors are bf16 unless said otherwise, row-major, their rows (tokens) `stride` elements apart.
 //   EMBED      a table [vocab, i0] -> out; i1: whether it is packed as the weight of a LINEAR
@@ -20,7 +20,7 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //   BLOCKS     as LINEAR with b a weight in blocks (gemm_gguf_blocks.h)
 //              Where `invariant` is set, the result of a row of GROUPED, FP8 and BLOCKS depends on no other row.
 //   ROTARY     a x, b cosines, c sines -> out; i0 dim, i1 heads
-//   PLACE      a queries, keys and values: NORM and ROTARY of the first two, in one pass, and WRITE; b cosines, c sines, out
+//   NORM_ROPE_CACHE      a queries, keys and values: NORM and ROTARY of the first two, in one pass, and WRITE; b cosines, c sines, out
 //              cache; i0 dim, i1 heads of queries and keys, i2 kv heads, i4 address of the norm's weight or 0, f0 eps
 //   WRITE      a keys and values -> out cache; i0 elements of a token
 //   WRITE_8BIT a keys and values -> out cache of 8 bits (kv_cache_8bit.h); i0 dim, i1 heads of a token
@@ -36,7 +36,7 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //              tokens that the logits are of, of i1 in all. i2 address of bits uint32 [rows, i3] of the tokens that may be
 //              drawn, or 0: every one; the logits of the others are overwritten. offsets int64 [rows] or null: the row of a
 //              that each draws from
-// PLACE, WRITE_8BIT and ATTENTION know caches of 8 bits: `cache_type` is a CacheType (kv_cache_8bit.h). `scales` bf16
+// NORM_ROPE_CACHE, WRITE_8BIT and ATTENTION know caches of 8 bits: `cache_type` is a CacheType (kv_cache_8bit.h). `scales` bf16
 // [pages, tokens, 2, kv heads], or `fixed` float [2, kv heads, dim] with `offsets` or null; `by_head` float [2, kv heads] where
 // these are the same for all dims.
 struct Op {

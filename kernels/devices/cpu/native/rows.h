@@ -18,8 +18,8 @@ inline float largest(const bf16* x, int64_t size) {
 // Clips a row to `share` of its largest magnitude, rounded to bf16; `x` may be `out`. With a NaN, min and max return their second
 // operand.
 inline void clip_row(const bf16* x, bf16* out, int64_t size, float share) {
-    const Floats most = round_bf16(splat(largest(x, size) * share)), least = Floats{} - most;
-    for (int64_t i = 0; i < size; i += 16) store(out + i, min(max(load(x + i), least), most));
+    const Floats high = round_bf16(splat(largest(x, size) * share)), low = Floats{} - high;
+    for (int64_t i = 0; i < size; i += 16) store(out + i, min(max(load(x + i), low), high));
 }
 
 // Rounds to multiples of the row's largest magnitude over 127; `x` may be `out`.
@@ -41,10 +41,10 @@ inline void silu_row(const bf16* gate, bf16* out, int64_t size) {
 
 // (up + 1) * gate * sigmoid(alpha * gate) of gate | up, gates of at most `limit` and others within it.
 inline void clamped_gate_row(const bf16* gate, bf16* out, int64_t size, float alpha, float limit) {
-    const Floats one = splat(1.0f), zero = Floats{}, least = splat(-limit), most = splat(limit);
+    const Floats one = splat(1.0f), zero = Floats{}, low = splat(-limit), high = splat(limit);
     for (int64_t i = 0; i < size; i += 16) {
-        const Floats held = min(most, load(gate + i)), up = max(least, min(most, load(gate + size + i)));
-        store(out + i, (up + one) * held / (one + exp(zero - splat(alpha) * held)));
+        const Floats clamped_gate = min(high, load(gate + i)), up = max(low, min(high, load(gate + size + i)));
+        store(out + i, (up + one) * clamped_gate / (one + exp(zero - splat(alpha) * clamped_gate)));
     }
 }
 

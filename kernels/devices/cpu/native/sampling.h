@@ -53,14 +53,14 @@ class Race {
         }
     }
 
-    // Returns the index of the winner. `best`, `most`: index and value of the argmax.
-    int64_t run(int64_t best, float most) {
-        top_ = most;
+    // Returns the index of the winner. `best`, `best_logit`: index and value of the argmax.
+    int64_t run(int64_t best, float best_logit) {
+        top_ = best_logit;
         float floor = -INFINITY;
         int64_t last = count_;
         if (draw_.top_k > 0) cut(floor, last);
-        const float least = most + draw_.temperature * draw_.log_min_p;
-        if (least > floor) floor = least, last = count_;
+        const float threshold = best_logit + draw_.temperature * draw_.log_min_p;
+        if (threshold > floor) floor = threshold, last = count_;
         int64_t winner = among(best, floor, last);
         if (draw_.top_k > 0 || draw_.top_p >= 1) return winner;
         const double goal = draw_.top_p * before(INFINITY, 0, true);
@@ -129,24 +129,24 @@ class Race {
     // Finds the last token that top-k keeps, or top-p among those.
     void cut(float& floor, int64_t& last) const {
         if (draw_.top_k >= count_ && draw_.top_p >= 1) return;
-        const int64_t most = std::min(draw_.top_k, count_);
+        const int64_t kept_count = std::min(draw_.top_k, count_);
         // The k-th largest of the blocks' maxima is a lower bound of the k-th largest logit.
         thread_local std::vector<float> largest;
         thread_local std::vector<std::pair<float, int64_t>> head;
         largest.clear(), head.clear();
         for (int64_t i = 0; i < count_; i += 16)
             largest.push_back(max_all(select(mask(i), load(logits_ + i, mask(i)), splat(-INFINITY))));
-        float least = -INFINITY;
-        if (most <= static_cast<int64_t>(largest.size())) {
-            std::nth_element(largest.begin(), largest.begin() + most - 1, largest.end(), std::greater<float>());
-            least = largest[most - 1];
+        float bound = -INFINITY;
+        if (kept_count <= static_cast<int64_t>(largest.size())) {
+            std::nth_element(largest.begin(), largest.begin() + kept_count - 1, largest.end(), std::greater<float>());
+            bound = largest[kept_count - 1];
         }
         for (int64_t i = 0; i < count_; i += 16) {
-            Mask result = mask(i) & (load(logits_ + i, mask(i)) >= splat(least));
+            Mask result = mask(i) & (load(logits_ + i, mask(i)) >= splat(bound));
             for (; result; result &= result - 1) head.emplace_back(-value(i + __builtin_ctz(result)), i + __builtin_ctz(result));
         }
-        std::partial_sort(head.begin(), head.begin() + most, head.end());
-        head.resize(most);
+        std::partial_sort(head.begin(), head.begin() + kept_count, head.end());
+        head.resize(kept_count);
         size_t kept = head.size();
         if (draw_.top_p < 1) {
             double total = 0, above = 0;
@@ -164,10 +164,10 @@ class Race {
 
     // Which of the sixteen from `i` are above `floor`, or equal to it with an index up to `last`.
     Mask kept(Floats x, int64_t i, float floor, int64_t last) const {
-        const Floats least = splat(floor);
+        const Floats threshold = splat(floor);
         const Ints index = splat(i) + lane_numbers();
-        const Mask equal = x == least;
-        return (x > least) | (equal & (index <= splat(last)));
+        const Mask equal = x == threshold;
+        return (x > threshold) | (equal & (index <= splat(last)));
     }
 
     Ints tokens(int64_t i, Mask here) const {

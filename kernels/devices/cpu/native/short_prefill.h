@@ -25,7 +25,7 @@ struct Head {
 // when one is not to be used. `running(ops, step)`: runs them.
 template <class Running>
 StepStatus run_prefill(const Running& running, StepMemory& memory, const Ops& ops, const SlotTable& table, const RowTokens& rows,
-               const Head& head, const int64_t* argmax, const uint8_t* broken, const Op* draw, int32_t* result) {
+               const Head& head, const int64_t* argmax, const uint8_t* nonfinite, const Op* draw, int32_t* result) {
     Step step;
     prepare(table, rows, memory, step);
     for (int64_t row = 0; row < rows.rows; row++)
@@ -43,7 +43,7 @@ StepStatus run_prefill(const Running& running, StepMemory& memory, const Ops& op
         running(Ops{draw, 1}, step);
         argmax = static_cast<const int64_t*>(draw->out);
     }
-    return keep(table, rows.slots, rows.rows, argmax, broken, result);
+    return keep(table, rows.slots, rows.rows, argmax, nonfinite, result);
 }
 
 }  // namespace troupe

@@ -96,11 +96,11 @@ class ScalesOf {
 // Turns scores of 16 tokens, `LANES` each, into weights, in place. `seen`: the columns that see each token; null: all see all.
 // INTEGERS: scores are integers, in two parts. `scale_of`(vector, part), if SCALED.
 template <int64_t LANES, bool SCALED, bool INTEGERS, class Scale>
-void weigh(Columns& of, float* scores, const Mask* seen, int64_t dim, const Scale& scale_of) {
+void weigh(Columns& column_tile, float* scores, const Mask* seen, int64_t dim, const Scale& scale_of) {
     constexpr int64_t TOKENS_OF = TILE / LANES, COUNT = LANES;  // tokens of a vector, and vectors
-    Floats rest[COUNT], n[COUNT], most = splat(MASKED_SCORE);
+    Floats rest[COUNT], n[COUNT], max_score = splat(MASKED_SCORE);
     Mask masks[COUNT];
-    const Floats factor = load(of.factors);
+    const Floats factor = load(column_tile.factors);
     for (int64_t i = 0; i < COUNT; i++) {
         masks[i] = 0xffff;
         if (seen) {
@@ -108,31 +108,31 @@ void weigh(Columns& of, float* scores, const Mask* seen, int64_t dim, const Scal
             for (int64_t t = 0; t < TOKENS_OF; t++)
                 masks[i] |= static_cast<Mask>((seen[i * TOKENS_OF + t] & ((1u << LANES) - 1)) << (t * LANES));
         }
-        Floats by = factor, score = load(scores + i * TILE);
-        if constexpr (SCALED) by = by * scale_of(i, 0);
+        Floats score_scale = factor, score = load(scores + i * TILE);
+        if constexpr (SCALED) score_scale = score_scale * scale_of(i, 0);
         if constexpr (INTEGERS) {
             const Ints lower = load_line(scores + PLANE + i * TILE);
             score = to_floats((bits_of(score) << 8) + lower);
         }
-        const Floats x = score * by;
+        const Floats x = score * score_scale;
         n[i] = round(x);
         rest[i] = x - n[i];
-        most = select(masks[i], max(most, n[i]), most);
+        max_score = select(masks[i], max(max_score, n[i]), max_score);
     }
-    if constexpr (LANES == FOUR) most = max_of_quarters(most);
-    Floats power = load(of.power), weight_sum = load(of.weight_sum);
-    const Mask far = most > power + splat(FAR);
+    if constexpr (LANES == FOUR) max_score = max_of_quarters(max_score);
+    Floats power = load(column_tile.power), weight_sum = load(column_tile.weight_sum);
+    const Mask far = max_score > power + splat(FAR);
     if (far) {
-        alignas(64) float by[TILE];
-        const Floats times = select(far, scale(splat(1.0f), power - most), splat(1.0f));
-        store(by, times);
+        alignas(64) float rescale[TILE];
+        const Floats times = select(far, scale(splat(1.0f), power - max_score), splat(1.0f));
+        store(rescale, times);
         weight_sum = weight_sum * times;
-        power = select(far, most, power);
-        store(of.power, power);
-        for (int64_t c = 0; c < of.heads * of.count; c++) {
-            float* sums = of.sums + (c / of.count * padded(of.count) + c % of.count) * dim;
+        power = select(far, max_score, power);
+        store(column_tile.power, power);
+        for (int64_t c = 0; c < column_tile.heads * column_tile.count; c++) {
+            float* sums = column_tile.sums + (c / column_tile.count * padded(column_tile.count) + c % column_tile.count) * dim;
             for (int64_t d = 0; d < dim; d += TILE)
-                store(sums + d, load(sums + d) * splat(by[c]));
+                store(sums + d, load(sums + d) * splat(rescale[c]));
         }
     }
     for (int64_t i = 0; i < COUNT; i++) {
@@ -141,16 +141,16 @@ void weigh(Columns& of, float* scores, const Mask* seen, int64_t dim, const Scal
         if constexpr (SCALED) weight = keep(masks[i], weight * scale_of(i, 1));
         store(scores + i * TILE, weight);
     }
-    store(of.weight_sum, weight_sum);
+    store(column_tile.weight_sum, weight_sum);
 }
 
-inline void weigh_all(Columns& of, float* scores, const Mask* seen, int64_t lanes, int64_t dim, const Sixteen& made,
+inline void weigh_all(Columns& column_tile, float* scores, const Mask* seen, int64_t lanes, int64_t dim, const Sixteen& made,
                       const ScalesOf& scales, int64_t turn, bool quantized) {
-    const auto scale_of = [&](int64_t i, int64_t part) { return scales(turn, i, part, of.head); };
+    const auto scale_of = [&](int64_t i, int64_t part) { return scales(turn, i, part, column_tile.head); };
     const auto run = [&]<int64_t LANES>() {
-        if (!quantized) return weigh<LANES, false, false>(of, scores, seen, dim, scale_of);
-        if (made.int8_keys()) return weigh<LANES, true, true>(of, scores, seen, dim, scale_of);
-        weigh<LANES, true, false>(of, scores, seen, dim, scale_of);
+        if (!quantized) return weigh<LANES, false, false>(column_tile, scores, seen, dim, scale_of);
+        if (made.int8_keys()) return weigh<LANES, true, true>(column_tile, scores, seen, dim, scale_of);
+        weigh<LANES, true, false>(column_tile, scores, seen, dim, scale_of);
     };
     lanes == FOUR ? run.template operator()<FOUR>() : run.template operator()<TILE>();
 }

@@ -61,20 +61,20 @@ struct Partial {
     float weight_sum, power;
 
     void add(const Partial& other, int64_t dim) {
-        const float most = std::max(power, other.power);
-        const auto by = [&](float from) {
-            return scale(splat(1.0f), splat(from - most));
+        const float max_power = std::max(power, other.power);
+        const auto factor_of = [&](float from) {
+            return scale(splat(1.0f), splat(from - max_power));
         };
-        const Floats first = by(power), second = by(other.power);
+        const Floats first = factor_of(power), second = factor_of(other.power);
         for (int64_t d = 0; d < dim; d += TILE)
             store(sums + d, fma(load(other.sums + d), second, load(sums + d) * first));
-        weight_sum = weight_sum * first_lane(first) + other.weight_sum * first_lane(second), power = most;
+        weight_sum = weight_sum * first_lane(first) + other.weight_sum * first_lane(second), power = max_power;
     }
 };
 
-inline void finish(const Partial& of, int64_t dim, bf16* out) {
-    const Floats scale = splat(1 / of.weight_sum);
-    for (int64_t d = 0; d < dim; d += TILE) store(out + d, load(of.sums + d) * scale);
+inline void finish(const Partial& partial, int64_t dim, bf16* out) {
+    const Floats scale = splat(1 / partial.weight_sum);
+    for (int64_t d = 0; d < dim; d += TILE) store(out + d, load(partial.sums + d) * scale);
 }
 
 // Pieces of rows of one query each: [row][piece][head of queries][sums, and 16 for the others].
@@ -108,10 +108,10 @@ class Pieces {
     int64_t begin(int64_t piece) const { return piece * PIECE; }
     int64_t end(int64_t row, int64_t piece) const { return piece == lasts_[row] ? INT64_MAX : (piece + 1) * PIECE; }
 
-    void keep(int64_t row, int64_t piece, int64_t head, const Partial& of) const {
+    void keep(int64_t row, int64_t piece, int64_t head, const Partial& partial) const {
         float* to = at(starts_[row] + piece - firsts_[row], head);
-        std::memcpy(to, of.sums, dim_ * sizeof(float));
-        to[dim_] = of.weight_sum, to[dim_ + 1] = of.power;
+        std::memcpy(to, partial.sums, dim_ * sizeof(float));
+        to[dim_] = partial.weight_sum, to[dim_ + 1] = partial.power;
     }
 
     // Adds the pieces of a row's head, in the memory of the first one.

@@ -131,8 +131,8 @@ class ByteTable {
 };
 
 inline Floats max_of_quarters(Floats x) {
-    const FloatPart most = (FloatPart)_mm256_max_ps(raw(x.part[0]), raw(x.part[1]));
-    const FloatPart all = (FloatPart)_mm256_max_ps(raw(most), _mm256_permute2f128_ps(raw(most), raw(most), 1));
+    const FloatPart larger = (FloatPart)_mm256_max_ps(raw(x.part[0]), raw(x.part[1]));
+    const FloatPart all = (FloatPart)_mm256_max_ps(raw(larger), _mm256_permute2f128_ps(raw(larger), raw(larger), 1));
     return {{all, all}};
 }
 inline Floats add_quarters(Floats sum, Floats x) {

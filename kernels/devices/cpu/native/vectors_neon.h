@@ -106,8 +106,8 @@ class ByteTable {
 
 inline Floats max_of_quarters(Floats x) {
     const Floats both = max(Floats{{x.part[0], x.part[1], x.part[0], x.part[1]}}, Floats{{x.part[2], x.part[3], x.part[2], x.part[3]}});
-    const FloatPart most = both.part[0] > both.part[1] ? both.part[0] : both.part[1];
-    return {{most, most, most, most}};
+    const FloatPart larger = both.part[0] > both.part[1] ? both.part[0] : both.part[1];
+    return {{larger, larger, larger, larger}};
 }
 inline Floats add_quarters(Floats sum, Floats x) {
     for (const FloatPart part : x.part) sum.part[0] = sum.part[0] + part;

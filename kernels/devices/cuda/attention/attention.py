@@ -8,16 +8,16 @@ from torch import Tensor
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm
-from kernels.devices.attention import Attention, ProjectedHeads
+from kernels.devices.attention import Attention, QkvProjection
 from kernels.devices.cuda.attention.decode import DecodeScratch
 from kernels.devices.cuda.attention.latent import attend_latent
 from kernels.devices.cuda.attention.plan import AttentionPlan, attention, plan_attention, plan_draft
 from kernels.devices.cuda.cache import CudaCache, CudaCaches
 from kernels.devices.cuda.elementwise.angles import angles
-from kernels.devices.cuda.elementwise.heads import place_heads
 from kernels.devices.cuda.elementwise.latent_heads import place_latent
+from kernels.devices.cuda.elementwise.norm_rope_cache import norm_rope_cache
 from kernels.devices.cuda.elementwise.norms import CudaNorm
-from kernels.devices.cuda.matmul.qkv_projection import CudaHeads
+from kernels.devices.cuda.matmul.qkv_projection import CudaQkvProjection
 from kernels.devices.latent_attention import LatentHeads
 from kernels.devices.linear import NormThenLinear
 from kernels.devices.memory import DeviceMemory
@@ -68,18 +68,18 @@ class CudaAttention(Attention[CudaCache, AttentionPlan]):
     def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return angles(positions, frequencies, scale, dtype)
 
-    def place_heads(
+    def norm_rope_cache(
         self, qkv: Tensor, heads: int, norm: Norm | None, cos: Tensor, sin: Tensor, cache: CudaCache, index: Tensor
     ) -> Tensor:
         if norm is not None and not isinstance(norm, CudaNorm):
-            return super().place_heads(qkv, heads, norm, cos, sin, cache, index)
+            return super().norm_rope_cache(qkv, heads, norm, cos, sin, cache, index)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         kv_heads = (qkv.shape[1] - heads) // 2
-        place_heads(qkv, heads, kv_heads, weight, eps, cos, sin, cache, index, alone=self._invariant)
+        norm_rope_cache(qkv, heads, kv_heads, weight, eps, cos, sin, cache, index, alone=self._invariant)
         return qkv[:, :heads]
 
-    def make_heads(
+    def make_qkv_projection(
         self, projection: NormThenLinear, heads: int, kv_heads: int, dim: int, norm: Norm | None
-    ) -> ProjectedHeads[CudaCache]:
-        kind = ProjectedHeads if self._invariant else CudaHeads
+    ) -> QkvProjection[CudaCache]:
+        kind = QkvProjection if self._invariant else CudaQkvProjection
         return kind(self, projection, heads, kv_heads, dim, norm)

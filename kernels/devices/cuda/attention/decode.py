@@ -19,7 +19,7 @@ from kernels.devices.cuda.launch import multiprocessors, overlapping
 __all__ = ["LAUNCHED", "DecodeScratch", "attend_decodes", "split_count"]
 
 _PROGRAMS = 1056  # programs that fill the device: 8 on each of 132 multiprocessors
-_MOST_SPLITS = 64
+_MAX_SPLITS = 64
 _TOGETHER = 4096  # elements of parts that a program sums at a time
 _LONG = 32768  # longer sequences are always split
 _FEW = 8  # rows
@@ -35,8 +35,8 @@ LAUNCHED = 4096
 def split_count(rows: int, kv_heads: int, context: int) -> int:
     """The number of parts that the sequences of a step are split into. ``context``: most tokens of a sequence."""
     even = _PROGRAMS // max(1, rows * kv_heads)
-    most = triton.next_power_of_2(max(1, min(_MOST_SPLITS, even, triton.cdiv(context, 64))))
-    return max(most, min(4, triton.next_power_of_2(triton.cdiv(context, _LONG))))
+    max_splits = triton.next_power_of_2(max(1, min(_MAX_SPLITS, even, triton.cdiv(context, 64))))
+    return max(max_splits, min(4, triton.next_power_of_2(triton.cdiv(context, _LONG))))
 
 
 @triton.jit

@@ -35,7 +35,7 @@ __all__ = ["attend_many"]
 
 _BLOCK: Final = 64  # tokens: what wgmma takes
 _WARPS: Final = 4  # what wgmma takes
-_LEAST: Final = 8  # fewest queries of a product
+_MIN_QUERIES: Final = 8  # fewest queries of a product
 _PROGRAMS: Final = 2  # of a multiprocessor
 _STAGES: Final = 3  # blocks in flight in each program: two programs fit
 
@@ -344,7 +344,7 @@ def attend_many(
     rows, heads, dim = queries.shape
     count, _, kv_heads, page_size, _ = cache.shape
     programs = programs or _PROGRAMS * multiprocessors(queries.device)
-    lines = max(_LEAST, triton.next_power_of_2(heads // kv_heads))
+    lines = max(_MIN_QUERIES, triton.next_power_of_2(heads // kv_heads))
     every = count * 2 * kv_heads * page_size
     partial, stats, arrived = scratch.room(programs, lines, 1, dim, 2)
     query_lines = queries.stride(0) // dim

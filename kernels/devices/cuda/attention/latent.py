@@ -27,8 +27,8 @@ _FEW_LINES, _MANY_LINES = 16, 64
 _FEW_BLOCK, _MANY_BLOCK, _SMALL_BLOCK = 64, 64, 32
 _FEW_STAGES, _MANY_STAGES = 3, 2
 _FEW_WARPS, _MANY_WARPS = 4, 8
-_MOST_SPLITS = 128
-_JOINED, _LEAST_JOINED = 4096, 64  # numbers that a program combines, of how many numbers of a line at least
+_MAX_SPLITS = 128
+_JOINED, _MIN_JOINED = 4096, 64  # numbers that a program combines, of how many numbers of a line at least
 _FEW_EACH, _MANY_EACH = 2, 1
 """Programs of a multiprocessor."""
 
@@ -228,14 +228,15 @@ def _join(
     dim: tl.constexpr,
     joined: tl.constexpr,
     block: tl.constexpr,
-    most: tl.constexpr,
+    splits_block: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """Program (row * tokens + query, head, part of the numbers). ``most``: a power of two from ``splits`` on."""
+    """Program (row * tokens + query, head, part of the numbers). ``splits_block``: a power of two from ``splits``
+    on."""
     row = tl.program_id(0) // tokens
     query = tl.program_id(0) % tokens
     at = tl.program_id(2) * joined + tl.arange(0, joined)
-    part = tl.arange(0, most)
+    part = tl.arange(0, splits_block)
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
@@ -297,7 +298,7 @@ class _Launch:
             header = 1 if kind == _DECODES else HEADER
             context = (state.shape[1] - header) * page_size
             device = multiprocessors(queries.device) * (_MANY_EACH if many else _FEW_EACH)
-            splits = max(1, min(_MOST_SPLITS, device // (len(state) * tiles), triton.cdiv(context, block)))
+            splits = max(1, min(_MAX_SPLITS, device // (len(state) * tiles), triton.cdiv(context, block)))
             partial, stats, _ = self.scratch.room(total, heads, 1, dim, splits)
         dim_block = max(16, triton.next_power_of_2(dim))
         pdl = overlapping(queries.device)
@@ -339,8 +340,8 @@ class _Launch:
             launch_pdl=pdl,
         )
         if splits > 1:
-            most = triton.next_power_of_2(splits)
-            joined = min(dim_block, max(_LEAST_JOINED, _JOINED // most))
+            splits_block = triton.next_power_of_2(splits)
+            joined = min(dim_block, max(_MIN_JOINED, _JOINED // splits_block))
             _join[(len(state) * tokens, heads, dim_block // joined)](
                 state,
                 self.out,
@@ -355,7 +356,7 @@ class _Launch:
                 dim,
                 joined,
                 block,
-                most,
+                splits_block,
                 pdl,
                 num_warps=4,
                 launch_pdl=pdl,

@@ -22,7 +22,7 @@ from kernels.devices.cuda.launch import attempted, copying, has_gluon
 __all__ = ["AttentionPlan", "DecodeRows", "DraftRows", "attention", "plan_attention", "plan_draft"]
 
 _MANY = 8  # rows
-_MOST = 1024
+_MAX_ROWS = 1024
 _EVEN = (128, 512)
 """From this number of rows on, with fewer than 4 queries a key head, ``decode`` balances as well and was faster."""
 _TILES = 32
@@ -146,7 +146,7 @@ def _spreads(queries: Tensor, cache: Tensor, scales: Tensor | None) -> bool:
     _, _, kv_heads, page_size, _ = cache.shape
     group = heads // kv_heads
     return (
-        _MANY <= rows <= _MOST
+        _MANY <= rows <= _MAX_ROWS
         and not (group < 4 and _EVEN[0] < rows < _EVEN[1])
         and scales is None
         and queries.dtype == cache.dtype

@@ -24,7 +24,7 @@ HEADER = 4
 
 _LINES = 64  # of a tile, at most
 _PROGRAMS = 1056  # programs of 16 lines that fill the device: 8 on each of 132 multiprocessors
-_MOST_SPLITS = 64
+_MAX_SPLITS = 64
 _LONG = 32768  # longer sequences are always split
 
 
@@ -44,8 +44,8 @@ def draft_splits(rows: int, tokens: int, heads_each: int, kv_heads: int, context
     each = _queries(heads_each, tokens)
     programs = _PROGRAMS * 16 // _lines(heads_each, tokens)
     even = programs // (rows * triton.cdiv(tokens, each) * kv_heads)
-    most = max(1, min(_MOST_SPLITS, even, triton.cdiv(context, 64)))
-    return max(1 << most.bit_length() - 1, min(4, triton.next_power_of_2(triton.cdiv(context, _LONG))))
+    max_splits = max(1, min(_MAX_SPLITS, even, triton.cdiv(context, 64)))
+    return max(1 << max_splits.bit_length() - 1, min(4, triton.next_power_of_2(triton.cdiv(context, _LONG))))
 
 
 @triton.jit

@@ -36,19 +36,19 @@ __all__ = ["VerifySplit", "attend_few", "verify_split"]
 
 _BLOCK: Final = 64  # tokens: what wgmma takes
 _WARPS: Final = 4  # what wgmma takes
-_FEWEST: Final = 8  # lines: what wgmma takes
+_MIN_LINES: Final = 8  # lines: what wgmma takes
 _PROGRAMS: Final = 256  # that run at once, approximately
 
 
 class VerifySplit(NamedTuple):
     """``lines``: queries of a program, over all heads of its key head. Sequences have up to ``splits`` parts of at
-    least ``least`` blocks. The weights of ``together`` blocks are computed at once, and ``stages`` blocks, a multiple,
-    are in flight.
+    least ``min_blocks`` blocks. The weights of ``together`` blocks are computed at once, and ``stages`` blocks, a
+    multiple, are in flight.
     """
 
     lines: int = 16
     splits: int = 8
-    least: int = 3
+    min_blocks: int = 3
     together: int = 3
     stages: int = 3
 
@@ -59,7 +59,7 @@ def verify_split(rows: int, tokens: int, heads_each: int, kv_heads: int, early: 
     Without ``early``, more blocks are in flight and parts are longer: waiting for a second round of loads costs more
     than the shared memory that the next kernel loses. Measured.
     """
-    split = VerifySplit() if early else VerifySplit(least=6, stages=6)
+    split = VerifySplit() if early else VerifySplit(min_blocks=6, stages=6)
     tiles = rows * triton.cdiv(tokens, min(tokens, split.lines // heads_each)) * kv_heads
     return split._replace(splits=1 << max(1, _PROGRAMS // tiles).bit_length() - 1)
 
@@ -120,7 +120,7 @@ def _joined(partial, stats, used, inside, line, dim: gl.constexpr, lines: gl.con
     return total, summed
 
 
-@gluon.jit(do_not_specialize=["state_stride", "bits_stride", "blocks", "splits", "least"])
+@gluon.jit(do_not_specialize=["state_stride", "bits_stride", "blocks", "splits", "min_blocks"])
 def verify_attention_sm90_kernel(
     queries,
     cache,
@@ -136,7 +136,7 @@ def verify_attention_sm90_kernel(
     bits_stride,
     blocks,
     splits,
-    least,
+    min_blocks,
     window: gl.constexpr,
     header: gl.constexpr,
     heads: gl.constexpr,
@@ -184,7 +184,7 @@ def verify_attention_sm90_kernel(
         first = gl.maximum(root + 1 - window, 0)
     first_block = first // block
     every = (length + block - 1) // block - first_block
-    share = gl.maximum((every + splits - 1) // splits, least)
+    share = gl.maximum((every + splits - 1) // splits, min_blocks)
     used = (every + share - 1) // share
     if (split >= used) | (first_query >= count):
         return
@@ -337,7 +337,7 @@ def attend_few(
     group = heads // kv_heads
     split = split or verify_split(rows, tokens, group, kv_heads, early)
     each = min(tokens, split.lines // group)
-    lines, blocks = max(_FEWEST, triton.next_power_of_2(each * group)), triton.cdiv(tokens, each)
+    lines, blocks = max(_MIN_LINES, triton.next_power_of_2(each * group)), triton.cdiv(tokens, each)
     partial, stats, arrived = scratch.room(rows * blocks * kv_heads, lines, 1, dim, split.splits)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
     described = TensorDescriptor(cache, [count * 2 * kv_heads * page_size, dim], [dim, 1], [_BLOCK, dim], layout)
@@ -357,7 +357,7 @@ def attend_few(
         0 if bits is None else bits.stride(0),
         blocks,
         split.splits,
-        split.least,
+        split.min_blocks,
         window,
         HEADER,
         heads,

@@ -23,7 +23,7 @@ _COPIED = 2048
 def accept_drafts_kernel(
     rows,
     sampled,
-    broken,
+    nonfinite,
     nodes,
     parents,
     depths,
@@ -67,7 +67,7 @@ def accept_drafts_kernel(
     parent = tl.load(parents + own, mask=run, other=-1).to(tl.int32)
     below = tl.load(depths + own, mask=run, other=0).to(tl.int32)
     after = tl.load(sampled + first + node, mask=run, other=0)
-    fails = tl.load(broken + first + node, mask=run, other=0).to(tl.int32)
+    fails = tl.load(nonfinite + first + node, mask=run, other=0).to(tl.int32)
     reach = tl.max(below, 0)
     if forced:
         deepest = tl.where(run & (below <= depth), below * block + (block - 1 - node), -1)
@@ -105,7 +105,7 @@ def accept_drafts_kernel(
 
 
 def accept(
-    tree: DraftTree, rows: Tensor, sampled: Tensor, broken: Tensor, depth: int, forced: int, table: Tensor
+    tree: DraftTree, rows: Tensor, sampled: Tensor, nonfinite: Tensor, depth: int, forced: int, table: Tensor
 ) -> Acceptance:
     """See ``DraftKernels.accept``."""
     count, width = tree.tokens.shape
@@ -122,7 +122,7 @@ def accept(
     accept_drafts_kernel[(count,)](
         rows,
         sampled,
-        broken.view(torch.int8),
+        nonfinite.view(torch.int8),
         nodes,
         parents,
         depths,

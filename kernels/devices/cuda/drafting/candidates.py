@@ -15,9 +15,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.devices.cuda.launch import overlapping
 
-__all__ = ["MOST", "Parts", "candidates", "find_parts", "merged", "ranked", "value_of"]
+__all__ = ["MAX_CANDIDATES", "Parts", "candidates", "find_parts", "merged", "ranked", "value_of"]
 
-MOST = 8
+MAX_CANDIDATES = 8
 """The most candidates of a row. Each costs one more round over a part."""
 _SMALL, _LARGE = 1024, 4096  # logits of a part: many parts fill the device, few are merged fast
 _WIDE = 1 << 15  # logits from which large parts are used
@@ -47,7 +47,7 @@ def candidate_parts_kernel(
     stride,
     vocab,
     parts,
-    most: tl.constexpr,
+    top_k: tl.constexpr,
     block: tl.constexpr,
     pdl: tl.constexpr,
 ):
@@ -62,9 +62,9 @@ def candidate_parts_kernel(
     safe = tl.where(top == -float("inf"), 0.0, top)
     tl.store(sums + (row * parts + part) * 2, top)
     tl.store(sums + (row * parts + part) * 2 + 1, tl.sum(tl.exp(x - safe), 0))
-    for index in tl.static_range(most):
+    for index in tl.static_range(top_k):
         best = tl.max(key, 0)
-        tl.store(keys + (row * parts + part) * most + index, best)
+        tl.store(keys + (row * parts + part) * top_k + index, best)
         key = tl.where(key == best, -0x7FFFFFFFFFFFFFFF, key)
 
 
@@ -76,24 +76,24 @@ def merged(
     there,
     parts: tl.constexpr,
     parts_block: tl.constexpr,
-    most: tl.constexpr,
-    most_block: tl.constexpr,
+    top_k: tl.constexpr,
+    top_block: tl.constexpr,
     keys_block: tl.constexpr,
     lines: tl.constexpr,
 ):
     """The best candidates of the valid (``there``) keys ``row`` int64 [lines]: log-probabilities, at most 0, and ids,
-    [lines, most_block] each, of which the first ``most`` are used."""
+    [lines, top_block] each, of which the first ``top_k`` are used."""
     every = tl.arange(0, keys_block)
-    here = there[:, None] & (every < parts * most)[None, :]
-    key = tl.load(keys + row[:, None] * (parts * most) + every[None, :], mask=here, other=-0x7FFFFFFFFFFFFFFF)
+    here = there[:, None] & (every < parts * top_k)[None, :]
+    key = tl.load(keys + row[:, None] * (parts * top_k) + every[None, :], mask=here, other=-0x7FFFFFFFFFFFFFFF)
     part = tl.arange(0, parts_block)
     here = there[:, None] & (part < parts)[None, :]
     place = sums + (row[:, None] * parts + part[None, :]) * 2
     top = tl.load(place, mask=here, other=-float("inf"))  # requested before the candidates are processed
     share = tl.load(place + 1, mask=here, other=0.0)
-    column = tl.arange(0, most_block)
-    result = tl.full([lines, most_block], -0x7FFFFFFFFFFFFFFF, tl.int64)
-    for index in tl.static_range(most):
+    column = tl.arange(0, top_block)
+    result = tl.full([lines, top_block], -0x7FFFFFFFFFFFFFFF, tl.int64)
+    for index in tl.static_range(top_k):
         best = tl.max(key, 1)
         result = tl.where((column == index)[None, :], best[:, None], result)
         key = tl.where(key == best[:, None], -0x7FFFFFFFFFFFFFFF, key)
@@ -113,8 +113,8 @@ def candidates_kernel(
     scores,
     parts: tl.constexpr,
     parts_block: tl.constexpr,
-    most: tl.constexpr,
-    most_block: tl.constexpr,
+    top_k: tl.constexpr,
+    top_block: tl.constexpr,
     keys_block: tl.constexpr,
     pdl: tl.constexpr,
 ):
@@ -122,18 +122,18 @@ def candidates_kernel(
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
-    score, number = merged(keys, sums, row, row >= 0, parts, parts_block, most, most_block, keys_block, 1)
-    column = tl.arange(0, most_block)[None, :]
-    place = row[:, None] * most + column
-    tl.store(ids + place, number.to(tl.int64), mask=column < most)
-    tl.store(scores + place, score, mask=column < most)
+    score, number = merged(keys, sums, row, row >= 0, parts, parts_block, top_k, top_block, keys_block, 1)
+    column = tl.arange(0, top_block)[None, :]
+    place = row[:, None] * top_k + column
+    tl.store(ids + place, number.to(tl.int64), mask=column < top_k)
+    tl.store(scores + place, score, mask=column < top_k)
 
 
 class Parts:
     """The first pass's results for each row: ``keys`` int64 [rows, count * most], ``sums`` float32 [rows, count, 2]."""
 
-    def __init__(self, keys: Tensor, sums: Tensor, count: int, most: int) -> None:
-        self.keys, self.sums, self.count, self.most = keys, sums, count, most
+    def __init__(self, keys: Tensor, sums: Tensor, count: int, top_k: int) -> None:
+        self.keys, self.sums, self.count, self.top_k = keys, sums, count, top_k
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
@@ -141,41 +141,43 @@ class Parts:
         return (
             self.count,
             triton.next_power_of_2(self.count),
-            self.most,
-            triton.next_power_of_2(self.most),
-            triton.next_power_of_2(self.count * self.most),
+            self.top_k,
+            triton.next_power_of_2(self.top_k),
+            triton.next_power_of_2(self.count * self.top_k),
         )
 
 
-def find_parts(logits: Tensor, most: int) -> Parts:
-    """Run the first pass. ``logits`` [rows, vocab] with contiguous rows; ``most`` is at most MOST and the
+def find_parts(logits: Tensor, top_k: int) -> Parts:
+    """Run the first pass. ``logits`` [rows, vocab] with contiguous rows; ``top_k`` is at most MAX_CANDIDATES and the
     vocabulary."""
     assert logits.stride(1) == 1, "a row's logits lie side by side"
     rows, vocab = logits.shape
-    if not 0 < most <= min(MOST, vocab):
-        raise ValueError(f"{most} candidates of {vocab} logits: there are up to {MOST}, and no more than logits")
+    if not 0 < top_k <= min(MAX_CANDIDATES, vocab):
+        raise ValueError(
+            f"{top_k} candidates of {vocab} logits: there are up to {MAX_CANDIDATES}, and no more than logits"
+        )
     block = _SMALL if vocab <= _WIDE else _LARGE
     count = triton.cdiv(vocab, block)
-    keys = torch.empty((rows, count * most), dtype=torch.int64, device=logits.device)
+    keys = torch.empty((rows, count * top_k), dtype=torch.int64, device=logits.device)
     sums = torch.empty((rows, count, 2), dtype=torch.float32, device=logits.device)
     pdl = overlapping(logits.device)
     candidate_parts_kernel[(rows, count)](
-        logits, keys, sums, logits.stride(0), vocab, count, most, block, pdl, num_warps=4, launch_pdl=pdl
+        logits, keys, sums, logits.stride(0), vocab, count, top_k, block, pdl, num_warps=4, launch_pdl=pdl
     )
-    return Parts(keys, sums, count, most)
+    return Parts(keys, sums, count, top_k)
 
 
-def candidates(logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """``logits`` [rows, vocab] -> the ``most`` best ids int64 and their log-probabilities float32, at most 0 (a NaN
+def candidates(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """``logits`` [rows, vocab] -> the ``top_k`` best ids int64 and their log-probabilities float32, at most 0 (a NaN
     counts as -inf), [rows, most] each, the best first, ties by the lowest id.
     """
     rows, vocab = logits.shape
-    most = min(most, vocab)
-    if most > MOST:
-        values, chosen = logits.topk(most)
+    top_k = min(top_k, vocab)
+    if top_k > MAX_CANDIDATES:
+        values, chosen = logits.topk(top_k)
         return chosen, values.float() - logits.float().logsumexp(-1, keepdim=True)
-    result, pdl = find_parts(logits, most), overlapping(logits.device)
-    ids = torch.empty((rows, most), dtype=torch.int64, device=logits.device)
-    scores = torch.empty((rows, most), dtype=torch.float32, device=logits.device)
+    result, pdl = find_parts(logits, top_k), overlapping(logits.device)
+    ids = torch.empty((rows, top_k), dtype=torch.int64, device=logits.device)
+    scores = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
     candidates_kernel[(rows,)](result.keys, result.sums, ids, scores, *result.sizes, pdl, num_warps=4, launch_pdl=pdl)
     return ids, scores

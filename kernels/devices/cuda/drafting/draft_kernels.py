@@ -28,13 +28,13 @@ class CudaDraftKernels(DraftKernels):
     def candidates(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return candidates(logits, count)
 
-    def make_tree_builder(self, shape: TreeShape, given: AcceptedTokens) -> TreeBuilder | None:
-        return CudaTreeBuilder(shape, given) if CudaTreeBuilder.fits(shape) else None
+    def make_tree_builder(self, shape: TreeShape, accepted: AcceptedTokens) -> TreeBuilder | None:
+        return CudaTreeBuilder(shape, accepted) if CudaTreeBuilder.fits(shape) else None
 
     def accept(
-        self, tree: DraftTree, rows: Tensor, sampled: Tensor, broken: Tensor, depth: int, forced: int, table: Tensor
+        self, tree: DraftTree, rows: Tensor, sampled: Tensor, nonfinite: Tensor, depth: int, forced: int, table: Tensor
     ) -> Acceptance | None:
-        return accept(tree, rows, sampled, broken, depth, forced, table)
+        return accept(tree, rows, sampled, nonfinite, depth, forced, table)
 
     def move_accepted(self, caches: Sequence[CudaCache], index: Tensor, rows: Tensor, outcome: Tensor) -> bool:
         move_accepted(caches, index, rows, outcome, self._pointers_of)

@@ -17,7 +17,7 @@ from kernels.core.batch import ForwardBatch
 from kernels.core.tree import DraftTree
 from kernels.devices.cuda.attention.plan import AttentionPlan, DraftRows
 from kernels.devices.cuda.attention.verify import HEADER
-from kernels.devices.cuda.drafting.candidates import MOST, Parts, find_parts
+from kernels.devices.cuda.drafting.candidates import MAX_CANDIDATES, Parts, find_parts
 from kernels.devices.cuda.drafting.levels import choose_level, choose_tree
 from kernels.devices.cuda.launch import overlapping
 from kernels.devices.draft_kernels import AcceptedTokens, TreeShape
@@ -164,7 +164,7 @@ class CudaTreeBuilder:
 
     @staticmethod
     def fits(shape: TreeShape) -> bool:
-        return shape.topk <= MOST
+        return shape.topk <= MAX_CANDIDATES
 
     def observe(self) -> ForwardBatch:
         shape, given = self._shape, self._given

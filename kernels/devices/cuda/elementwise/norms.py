@@ -154,7 +154,7 @@ class Before:
 class CudaNorm:
     """``weight * x / sqrt(mean(x^2) + eps)``, computed in float32. ``weight``: [dim], or [heads, dim].
 
-    A weight for each head is applied by the kernel that places the heads (``kernels.devices.cuda.elementwise.heads``).
+    A weight for each head is applied by ``kernels.devices.cuda.elementwise.norm_rope_cache``.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:

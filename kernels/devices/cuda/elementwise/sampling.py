@@ -46,14 +46,14 @@ def best_of(values, ids, row, parts, block: tl.constexpr):
 
 
 @triton.jit
-def argmax_kernel(values, ids, tokens, broken, parts, block: tl.constexpr, pdl: tl.constexpr):
+def argmax_kernel(values, ids, tokens, nonfinite, parts, block: tl.constexpr, pdl: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
     token, fails = best_of(values, ids, row, parts, block)
     tl.store(tokens + row, token.to(tl.int64))
-    tl.store(broken + row, fails.to(tl.int8))
+    tl.store(nonfinite + row, fails.to(tl.int8))
 
 
 class Largest(NamedTuple):
@@ -95,12 +95,12 @@ def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     values, ids = find_largest(logits.contiguous())
     rows, parts = values.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    broken = torch.empty(rows, dtype=torch.int8, device=logits.device)
+    nonfinite = torch.empty(rows, dtype=torch.int8, device=logits.device)
     pdl = overlapping(logits.device)
     argmax_kernel[(rows,)](
-        values, ids, tokens, broken, parts, triton.next_power_of_2(parts), pdl, num_warps=1, launch_pdl=pdl
+        values, ids, tokens, nonfinite, parts, triton.next_power_of_2(parts), pdl, num_warps=1, launch_pdl=pdl
     )
-    return tokens, broken.view(torch.bool)
+    return tokens, nonfinite.view(torch.bool)
 
 
 @triton.jit

@@ -132,9 +132,9 @@ class DecodeGraphs:
         """
         assert plan.rows is not None
         rows = plan.rows
-        count, most = len(rows.starts), int(rows.counts.max())
+        count, max_count = len(rows.starts), int(rows.counts.max())
         size = next((size for size in self.sizes if size >= count), 0)
-        if not size or (size > count and not self._padded) or most > self._tokens:
+        if not size or (size > count and not self._padded) or max_count > self._tokens:
             return None
         if (rows.decodes if self._header == 1 else rows.decodes + rows.verifies) < count:
             return None
@@ -198,8 +198,8 @@ class DecodeGraphs:
             if result.accepted is not None:
                 return PassResult(result.result[:whole], index[:whole], None, result.accepted.first_rows(count), size)
             assert result.head is not None
-            logits, argmax, broken = result.head
-            head = logits[:whole], argmax[:whole], broken[:whole]
+            logits, argmax, nonfinite = result.head
+            head = logits[:whole], argmax[:whole], nonfinite[:whole]
             return PassResult(result.result[:whole], index[:whole], head)
         replay, hidden = self._graphs[size]
         replay()

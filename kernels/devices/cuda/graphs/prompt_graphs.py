@@ -40,7 +40,7 @@ _HEADER = 5
 """Numbers of a row before its pages: three as in ``leave``, one of padding, and the tokens that a decode attends to."""
 _CHUNKS = 64  # most rows of a step that are not decodes
 _ROWS = (8, 64, 256)
-_FEWEST = 128  # fewest tokens of a graph; further sizes are powers of two
+_MIN_TOKENS = 128  # fewest tokens of a graph; further sizes are powers of two
 _KIND = Kind(
     "step of (tokens, rows) %s with prompts",
     "--disable-piecewise-cuda-graph silences this",
@@ -52,26 +52,29 @@ Size = tuple[int, int]
 """The tokens and the rows of a step."""
 
 
-def prompt_sizes(requested: Sequence[int], most: int, max_rows: int) -> list[Size]:
+def prompt_sizes(requested: Sequence[int], max_tokens: int, max_rows: int) -> list[Size]:
     """The tokens and rows of each graph, ascending. ``requested``: a list of tokens, or none for powers of two and the
-    decodes beside them. ``most``: tokens of a step, ``max_rows``: of its rows. Useless sizes of the list are logged.
+    decodes beside them. ``max_tokens``: tokens of a step, ``max_rows``: of its rows. Useless sizes of the list are
+    logged.
     """
     rows = sorted({min(count, max_rows) for count in (*_ROWS, max_rows)})
-    useless = sorted(size for size in set(requested) if not rows[0] <= size <= most)
+    useless = sorted(size for size in set(requested) if not rows[0] <= size <= max_tokens)
     if useless:
         _log.warning(
             "--piecewise-cuda-graph-tokens: no graph of %s tokens, as one holds %d rows and a step has up to %d; "
             "leave these out, or raise --chunked-prefill-size.",
             useless,
             rows[0],
-            most,
+            max_tokens,
         )
-    chunks = [1 << bits for bits in range(_FEWEST.bit_length() - 1, most.bit_length()) if 1 << bits < most]
+    chunks = [
+        1 << bits for bits in range(_MIN_TOKENS.bit_length() - 1, max_tokens.bit_length()) if 1 << bits < max_tokens
+    ]
     result: set[Size] = set()
     for index, count in enumerate(rows):
         beside = count if index else 0
-        tokens = requested or (*(chunk + beside for chunk in chunks), most)
-        result |= {(size, count) for size in tokens if count <= size <= most}
+        tokens = requested or (*(chunk + beside for chunk in chunks), max_tokens)
+        result |= {(size, count) for size in tokens if count <= size <= max_tokens}
     return sorted(result)
 
 
@@ -86,7 +89,7 @@ class _Numbers:
     words: int
 
     @classmethod
-    def of(cls, size: Size) -> _Numbers:
+    def from_size(cls, size: Size) -> _Numbers:
         tokens, rows = size
         return cls(3 * tokens + rows, 2 * (3 * tokens + rows) + 4 * (-(-tokens // TILE) + min(rows, _CHUNKS)))
 
@@ -127,13 +130,13 @@ class PromptGraphs:
         self._state = torch.zeros((1 + rows, width), dtype=torch.int32, device=device)
         self._state[:, 2] = self._state[:, _HEADER - 1] = 1  # a token in the cache
         self._numbers = {size: put(self._fill(_NOTHING, size)) for size in sizes}
-        self._most = rows
+        self._max_prompts = rows
         self._kept: tuple[Tensor, Tensor] | None = None
         begun = time.perf_counter()
         self._prompts = max((size[0] for size in sizes), default=0)  # tokens of prompts in a step, at most
         if paying and not is_precompiling():
             self._prompts, sizes = self._paying(sizes)
-            self._most = max((size[1] for size in sizes), default=0)
+            self._max_prompts = max((size[1] for size in sizes), default=0)
             self._kept = None  # of the sizes that are left, instead
         captured = capture_each(
             sorted(sizes, reverse=True),
@@ -149,20 +152,24 @@ class PromptGraphs:
         taken = time.perf_counter() - begun
         _log.info("Steps with prompts: graphs of (tokens, rows) %s, captured in %.2f s.", self.sizes, taken)
 
-    def run(self, given: PromptTokens) -> CapturedStepResult | None:
+    def run(self, prompts: PromptTokens) -> CapturedStepResult | None:
         """Run the step; None if no graph fits it."""
-        count, tokens = len(given.slots), int(given.counts.sum())
-        if count - given.decodes > _CHUNKS or tokens - given.decodes > self._prompts:  # that many did not pay
+        count, tokens = len(prompts.slots), int(prompts.counts.sum())
+        if count - prompts.decodes > _CHUNKS or tokens - prompts.decodes > self._prompts:  # that many did not pay
             return None
         size = next((size for size in self.sizes if size[0] >= tokens and size[1] >= count), None)
         if size is None:
             return None
-        numbers = self._fill(given, size)
-        state = np.zeros((size[1], _HEADER + given.pages.shape[1]), dtype=np.int32)
+        numbers = self._fill(prompts, size)
+        state = np.zeros((size[1], _HEADER + prompts.pages.shape[1]), dtype=np.int32)
         state[:, 2] = state[:, _HEADER - 1] = 1
-        state[:count, 0], state[:count, 1], state[:count, 2] = given.slots, given.grows, given.starts + given.counts
-        state[: given.decodes, _HEADER - 1] = given.starts[: given.decodes] + 1
-        state[:count, _HEADER:] = given.pages
+        state[:count, 0], state[:count, 1], state[:count, 2] = (
+            prompts.slots,
+            prompts.grows,
+            prompts.starts + prompts.counts,
+        )
+        state[: prompts.decodes, _HEADER - 1] = prompts.starts[: prompts.decodes] + 1
+        state[:count, _HEADER:] = prompts.pages
         new = self._put(np.concatenate((numbers, state.ravel())))
         self._numbers[size].copy_(new[: len(numbers)])
         self._state[1 : 1 + size[1], : state.shape[1]].copy_(new[len(numbers) :].view(state.shape))
@@ -170,29 +177,29 @@ class PromptGraphs:
         replay()
         return CapturedStepResult(result.hidden[:count], result.logits[:count], result.argmax[:count])
 
-    def _fill(self, given: PromptTokens, size: Size) -> npt.NDArray[np.int32]:
+    def _fill(self, prompts: PromptTokens, size: Size) -> npt.NDArray[np.int32]:
         """The numbers of ``size``."""
-        tokens, layout = int(given.counts.sum()), _Numbers.of(size)
+        tokens, layout = int(prompts.counts.sum()), _Numbers.from_size(size)
         numbers = np.zeros(layout.words, dtype=np.int32)
         longs = numbers[: 2 * layout.longs].view(np.int64)
         slots, positions, index = longs[: 3 * size[0]].reshape(3, size[0])
-        row = np.repeat(np.arange(len(given.slots)), given.counts)
-        at = ragged(given.starts, given.counts)
-        slots[:tokens], positions[:tokens] = given.slots[row], at
-        index[:tokens] = given.pages[row, at // self._page_size] * np.int64(self._page_size) + at % self._page_size
+        row = np.repeat(np.arange(len(prompts.slots)), prompts.counts)
+        at = ragged(prompts.starts, prompts.counts)
+        slots[:tokens], positions[:tokens] = prompts.slots[row], at
+        index[:tokens] = prompts.pages[row, at // self._page_size] * np.int64(self._page_size) + at % self._page_size
         index[tokens:] = np.arange(size[0] - tokens) % self._page_size
-        offsets = np.cumsum(given.counts) - given.counts
-        longs[3 * size[0] : 3 * size[0] + len(given.slots)] = offsets + given.counts - 1
+        offsets = np.cumsum(prompts.counts) - prompts.counts
+        longs[3 * size[0] : 3 * size[0] + len(prompts.slots)] = offsets + prompts.counts - 1
         # Rows of prompts and the padding row, each of whose tiles starts at position 0.
-        some, stride = slice(given.decodes, None), self._state.shape[1]
+        some, stride = slice(prompts.decodes, None), self._state.shape[1]
         missing = size[0] - tokens
-        counts = np.append(given.counts[some], missing)
+        counts = np.append(prompts.counts[some], missing)
         each = -(-counts // TILE)
         begin = ragged(np.zeros(len(each), dtype=np.int64), each) * TILE
         of = np.repeat(np.arange(len(each)), each)
-        pages = np.append(1 + np.arange(given.decodes, len(given.slots)), 0) * stride + _HEADER
+        pages = np.append(1 + np.arange(prompts.decodes, len(prompts.slots)), 0) * stride + _HEADER
         first = np.append(offsets[some], tokens)
-        position = np.append(given.starts[some], 0)[of] + np.where(of < len(each) - 1, begin, 0)
+        position = np.append(prompts.starts[some], 0)[of] + np.where(of < len(each) - 1, begin, 0)
         tiles = np.stack((pages[of], first[of] + begin, np.minimum(counts[of] - begin, TILE), position), axis=1)
         numbers[2 * layout.longs :][: tiles.size] = tiles[np.argsort(-position, kind="stable")].ravel()
         return numbers
@@ -200,18 +207,20 @@ class PromptGraphs:
     def _paying(self, sizes: Sequence[Size]) -> tuple[int, list[Size]]:
         """Find the number of prompt tokens up to which steps are bound by the host, and the sizes up to it. Never
         fails: without memory there are no sizes."""
-        fewest, most = min((size[1] for size in sizes), default=0), 0
-        for size in sorted(size for size in sizes if size[1] == fewest):
+        min_prompts, max_tokens = min((size[1] for size in sizes), default=0), 0
+        for size in sorted(size for size in sizes if size[1] == min_prompts):
             try:
                 if not launches_last(partial(self._run, size), self._table.device):
                     break
             except torch.OutOfMemoryError:
                 break
-            most = size[0]
-        return most, [size for size in sizes if most and size[0] - (size[1] if size[1] > fewest else 0) <= most]
+            max_tokens = size[0]
+        return max_tokens, [
+            size for size in sizes if max_tokens and size[0] - (size[1] if size[1] > min_prompts else 0) <= max_tokens
+        ]
 
     def _run(self, size: Size) -> CapturedStepResult:
-        (tokens, rows), layout = size, _Numbers.of(size)
+        (tokens, rows), layout = size, _Numbers.from_size(size)
         numbers = self._numbers[size]
         longs = numbers[: 2 * layout.longs].view(torch.int64)
         slots, positions, index = longs[: 3 * tokens].view(3, tokens)
@@ -223,7 +232,10 @@ class PromptGraphs:
         hidden, logits = self._forward(ForwardBatch(self._table[slots, positions], positions, index, plans), last)
         result = torch.empty(rows, dtype=torch.int32, device=state.device)
         if self._kept is None:
-            self._kept = hidden.new_empty(self._most, hidden.shape[1]), logits.new_empty(self._most, logits.shape[1])
+            self._kept = (
+                hidden.new_empty(self._max_prompts, hidden.shape[1]),
+                logits.new_empty(self._max_prompts, logits.shape[1]),
+            )
         # In buffers that all graphs share: memory of one graph cannot be used by others.
         kept = CapturedStepResult(self._kept[0][:rows], self._kept[1][:rows], result)
         leave(state, self._table, logits, kept.logits, result)

@@ -162,11 +162,11 @@ def made(shape: Shape, ways: Ways) -> dict[str, Tensor]:
             if name == first:
                 raise
             if not is_precompiling():  # it will be tried
-                _log.warning("Product %s: there is no memory to try %s, which is not used.", label, name)
+                _log.warning("GEMM %s: candidate %s was skipped: out of memory.", label, name)
         except Exception as error:
             if name == first:
                 raise
-            _log.warning("Product %s: %s is not available here and is not used (%s).", label, name, error)
+            _log.warning("GEMM %s: candidate %s was skipped: it is not available here (%s).", label, name, error)
     return result
 
 
@@ -181,7 +181,7 @@ def agreeing(shape: Shape, products: Mapping[str, Tensor]) -> list[str]:
     result = [other for other, product in products.items() if bool((product.float() - first).norm() <= limit)]
     if wrong := [other for other in products if other not in result]:
         label = " x ".join(map(str, shape))
-        _log.warning("Product %s: %s differs from %s and is not used.", label, ", ".join(wrong), name)
+        _log.warning("GEMM %s: candidate %s was skipped: it differs from %s.", label, ", ".join(wrong), name)
     return result
 
 
@@ -193,5 +193,5 @@ def choose(shape: Shape, times: Mapping[str, float], preferred: str = "", produc
     beaten = (1 - _MARGIN) * times[first] - (_AFTER * products if first == preferred else 0.0)
     result = quickest if times[quickest] < beaten else first
     timings = ", ".join(f"{name} {time:.1f} us" for name, time in times.items())
-    _log.info("Product %s: %s; %s is used.", " x ".join(map(str, shape)), timings, result)
+    _log.info("GEMM %s: %s; %s is used.", " x ".join(map(str, shape)), timings, result)
     return result

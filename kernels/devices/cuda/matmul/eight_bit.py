@@ -22,16 +22,16 @@ from kernels.devices.cuda.matmul.autotune import Choices, Shape, Way, in_a_row, 
 from kernels.devices.cuda.matmul.gemm_small_quantized import Form, Tiles, single_suits
 from kernels.devices.cuda.matmul.norm_then_linear import Fused
 from kernels.devices.cuda.matmul.number_conversions import BYTES, EIGHTHS, wide_conversion
-from kernels.weights.quantization.weights import FP8_MOST, Fp8Weight, Int8Weight
+from kernels.weights.quantization.weights import FP8_MAX, Fp8Weight, Int8Weight
 
 __all__ = ["EightBitLinear"]
 
-_MOST_INPUTS = 16384
+_MAX_INPUTS = 16384
 _ALIGN = 16
 _INT8_ROWS = 32  # fewest rows of an int8 product by cuBLAS, above 16
 _COLUMNS = 1024
 _WORDS = 64
-_LEAST_INPUTS = 512
+_MIN_INPUTS = 512
 _FEW = 16
 
 
@@ -111,9 +111,9 @@ def gemv_8bit_kernel(
 
 @triton.jit
 def quantize_rows_kernel(
-    x, out, scales, stride, inputs, most: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, pdl: tl.constexpr
+    x, out, scales, stride, inputs, max_value: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, pdl: tl.constexpr
 ):
-    """Quantize one token a program, with the maximum mapped to ``most``. The scale is not finite if the token is
+    """Quantize one token a program, with the maximum mapped to ``max_value``. The scale is not finite if the token is
     not."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
@@ -122,12 +122,12 @@ def quantize_rows_kernel(
         gdc_wait()
     value = tl.load(x + row * stride + at, mask=at < inputs, other=0.0).to(tl.float32)
     bits = tl.max(tl.abs(value).to(tl.int32, bitcast=True), 0)  # compared as integers, NaN is larger than infinity
-    scale = bits.to(tl.float32, bitcast=True) / most
+    scale = bits.to(tl.float32, bitcast=True) / max_value
     scale = tl.where(scale < 1e-30, 1e-30, scale)
     value = value / scale
     if whole:
         value = tl.floor(value + 0.5)
-    value = tl.minimum(tl.maximum(value, -most), most)
+    value = tl.minimum(tl.maximum(value, -max_value), max_value)
     tl.store(out + row * inputs + at, value.to(out.dtype.element_ty), mask=at < inputs)
     tl.store(scales + row, scale)
 
@@ -180,7 +180,7 @@ class EightBitLinear:
         self._kind = BYTES if self._whole else EIGHTHS
         self._form: Form | None = None
         outputs, inputs = weight.shape
-        if inputs % (2 * _WORDS) == 0 and inputs >= _LEAST_INPUTS:
+        if inputs % (2 * _WORDS) == 0 and inputs >= _MIN_INPUTS:
             self._form = Form(self._kind, weight.values.view(torch.int16), weight.scales)
         self._arrived = gemm_small_quantized.counters(outputs, weight.values.device)
 
@@ -188,7 +188,7 @@ class EightBitLinear:
     def fits(weight: Int8Weight | Fp8Weight, device: torch.device) -> bool:
         """Whether the kernels support the weight."""
         outputs, inputs = weight.shape
-        if weight.activation != "dynamic" or outputs % _ALIGN or inputs % _ALIGN or inputs > _MOST_INPUTS:
+        if weight.activation != "dynamic" or outputs % _ALIGN or inputs % _ALIGN or inputs > _MAX_INPUTS:
             return False
         if isinstance(weight, Int8Weight):
             return weight.dtype in (torch.bfloat16, torch.float16)
@@ -199,7 +199,7 @@ class EightBitLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         tokens = len(x)
-        if tokens > gemm_small_quantized.MOST_TOKENS or (tokens > 1 and self._form is None):
+        if tokens > gemm_small_quantized.MAX_TOKENS or (tokens > 1 and self._form is None):
             return self._many(x if x.stride(1) == 1 else x.contiguous())
         x = x.contiguous()  # so that slices of wider rows use the same implementations
         ways = self._ways(x)
@@ -240,7 +240,7 @@ class EightBitLinear:
         """See ``kernels.devices.cuda.matmul.norm_then_linear``."""
         return (f"{self._kind} gated" if self._gated else f"{self._kind}", *self.weight.shape)
 
-    def behind(self, x: Tensor, before: Before) -> dict[str, Fused]:
+    def fused_with_norm(self, x: Tensor, before: Before) -> dict[str, Fused]:
         """See ``kernels.devices.cuda.matmul.norm_then_linear``."""
         if before.residual is None or self._form is None or len(x) > 1 or not single_suits(self._form, x):
             return {}
@@ -291,7 +291,7 @@ class EightBitLinear:
             scales,
             x.stride(0),
             inputs,
-            127.0 if self._whole else FP8_MOST,
+            127.0 if self._whole else FP8_MAX,
             triton.next_power_of_2(inputs),
             self._whole,
             pdl,

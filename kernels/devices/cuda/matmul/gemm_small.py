@@ -21,9 +21,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.devices.cuda.launch import has_large_shared_memory, overlapping
 
-__all__ = ["MOST_TOKENS", "GemmSplit", "able", "counters", "multiply", "split_options", "suits"]
+__all__ = ["MAX_TOKENS", "GemmSplit", "able", "counters", "multiply", "split_options", "suits"]
 
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 _ROWS = 64
 _CUTS = 4  # most splits of the tokens
 _BLOCK = 128
@@ -133,7 +133,7 @@ def gemm_small_kernel(
 
 def able(x: Tensor, weight: Tensor) -> bool:
     """Whether this kernel supports the product. ``x`` [tokens, inputs]; ``weight`` [outputs, inputs]."""
-    if not 1 < len(x) <= MOST_TOKENS or weight.element_size() != 2 or weight.shape[1] % _BLOCK:
+    if not 1 < len(x) <= MAX_TOKENS or weight.element_size() != 2 or weight.shape[1] % _BLOCK:
         return False
     return x.is_contiguous() and overlapping(x.device) and has_large_shared_memory(x.device)
 
@@ -148,9 +148,9 @@ def suits(x: Tensor, weight: Tensor, gated: bool) -> bool:
 
 def _splits(tokens: int, tiles: int, inputs: int) -> int:
     """The number of parts of a weight's rows."""
-    most = 256 if inputs >= _MANY // 2 and tokens <= 32 else 192
+    max_programs = 256 if inputs >= _MANY // 2 and tokens <= 32 else 192
     splits = 1
-    while 2 * splits * tiles <= most and inputs // (2 * splits) >= 4 * _BLOCK:
+    while 2 * splits * tiles <= max_programs and inputs // (2 * splits) >= 4 * _BLOCK:
         splits *= 2
     return splits
 

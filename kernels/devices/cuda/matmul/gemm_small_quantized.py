@@ -25,13 +25,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.devices.cuda.launch import has_gluon, overlapping
 from kernels.devices.cuda.matmul.number_conversions import BYTES, EIGHTHS, NIBBLES, PIECES, conversions
 
-__all__ = ["MOST_TOKENS", "Form", "Tiles", "counters", "multiply", "single_suits", "token_block"]
+__all__ = ["MAX_TOKENS", "Form", "Tiles", "counters", "multiply", "single_suits", "token_block"]
 
-MOST_TOKENS: Final = 64
+MAX_TOKENS: Final = 64
 _PROGRAMS: Final = 264  # programs that fill the device: 2 on each of 132 multiprocessors
-_FEWEST: Final = 2  # fewest tiles of a part
+_MIN_TILES: Final = 2  # fewest tiles of a part
 _SINGLE_INPUTS: Final = 32768
-_LEAST: Final = 8  # fewest tokens of the matrix unit's product
+_MIN_TOKENS: Final = 8  # fewest tokens of the matrix unit's product
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def single_suits(form: Form, x: Tensor) -> bool:
 
 def token_block(tokens: int) -> int:
     """Tokens of a matrix instruction."""
-    return max(_LEAST, triton.next_power_of_2(tokens))
+    return max(_MIN_TOKENS, triton.next_power_of_2(tokens))
 
 
 def multiply(x: Tensor, form: Form, bias: Tensor | None, arrived: Tensor, gated: bool, tiles: Tiles) -> Tensor:
@@ -286,7 +286,7 @@ def multiply(x: Tensor, form: Form, bias: Tensor | None, arrived: Tensor, gated:
     outputs = outputs // 2 if gated else outputs
     pieces = PIECES[form.kind]
     programs = triton.cdiv(outputs, tiles.rows // 2 if gated else tiles.rows)
-    splits = max(1, min(_PROGRAMS // programs, length // tiles.words // _FEWEST))
+    splits = max(1, min(_PROGRAMS // programs, length // tiles.words // _MIN_TILES))
     block = token_block(len(x))
     out = x.new_empty((len(x), outputs))
     partial = out if splits == 1 else x.new_empty(programs * splits * tiles.rows * block, dtype=torch.float32)

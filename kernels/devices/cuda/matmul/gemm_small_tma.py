@@ -43,8 +43,8 @@ __all__ = ["TmaSplit", "choose_split", "described", "multiply"]
 _ROWS: Final = ROWS  # of the weight: what wgmma takes
 _BLOCK: Final = 128  # inputs of a stage
 _WARPS: Final = 4  # what wgmma takes
-_LEAST: Final = 16  # tokens
-_MOST: Final = 64
+_MIN_BLOCK: Final = 16  # tokens
+_MAX_BLOCK: Final = 64
 _STAGES: Final = {16: (5, 3), 32: (5, 2), 64: (6, 2)}
 """Stages by tokens and for gated products, so that one or two programs fit on a multiprocessor; measured."""
 _ALONE: Final = {16: 3, 32: 3, 64: 4}
@@ -263,20 +263,20 @@ def _describe(dense: Tensor, rows: int) -> TensorDescriptor:
 
 def _evenly(tiles: int, steps: int) -> TmaSplit | None:
     """A split for up to 16 tokens whose programs end at about the same time on all multiprocessors."""
-    for each, (least, count, stages) in _EVEN.items():
+    for each, (min_programs, count, stages) in _EVEN.items():
         splits = 1 << max(0, (each * _MULTIPROCESSORS // tiles).bit_length() - 1)
-        if least <= splits * tiles <= each * _MULTIPROCESSORS and steps // splits in count:
-            return TmaSplit(_LEAST, splits, stages)
+        if min_programs <= splits * tiles <= each * _MULTIPROCESSORS and steps // splits in count:
+            return TmaSplit(_MIN_BLOCK, splits, stages)
     return None
 
 
 def choose_split(tokens: int, outputs: int, inputs: int, gated: bool) -> TmaSplit:
     """The split of a product of ``tokens``, 2 to 64, with ``outputs`` outputs."""
-    tiles, block = triton.cdiv(outputs, _ROWS), max(_LEAST, triton.next_power_of_2(tokens))
-    while block > _LEAST and tiles <= _FEW:
+    tiles, block = triton.cdiv(outputs, _ROWS), max(_MIN_BLOCK, triton.next_power_of_2(tokens))
+    while block > _MIN_BLOCK and tiles <= _FEW:
         tiles, block = 2 * tiles, block // 2
     splits, steps = 1, triton.cdiv(inputs, _BLOCK)
-    even = _evenly(tiles, steps) if tokens <= _LEAST and not gated else None
+    even = _evenly(tiles, steps) if tokens <= _MIN_BLOCK and not gated else None
     if even is not None:
         return even
     while 2 * splits * tiles <= _PROGRAMS[block]:
@@ -286,7 +286,7 @@ def choose_split(tokens: int, outputs: int, inputs: int, gated: bool) -> TmaSpli
     stages = _STAGES[block][gated]
     if gated and splits * tiles <= _MULTIPROCESSORS:
         stages = _ALONE[block]
-    elif not gated and block == _MOST and steps // splits < _DEEP:
+    elif not gated and block == _MAX_BLOCK and steps // splits < _DEEP:
         stages = _SHALLOW
     return TmaSplit(block, splits, stages)
 

@@ -25,11 +25,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.devices.cuda.elementwise.heads import Placing
+from kernels.devices.cuda.elementwise.norm_rope_cache import RopeCacheEpilogue
 from kernels.devices.cuda.elementwise.norms import Before
 from kernels.devices.cuda.launch import overlapping
 from kernels.devices.cuda.matmul.gemm_small_quantized import Form
-from kernels.devices.cuda.matmul.head_placement import begin_heads, end_heads
 from kernels.devices.cuda.matmul.norm_then_linear import Fused
 from kernels.devices.cuda.matmul.number_conversions import NIBBLES, PIECES
 from kernels.devices.cuda.matmul.packed_arithmetic import (
@@ -44,6 +43,7 @@ from kernels.devices.cuda.matmul.packed_arithmetic import (
     largest,
     whole,
 )
+from kernels.devices.cuda.matmul.rope_cache_epilogue import load_rope_epilogue, store_rope_epilogue
 
 __all__ = ["GemvTiling", "fused", "multiply", "tilings", "ways"]
 
@@ -156,7 +156,7 @@ def gemv_quantized_kernel(
     turns: gl.constexpr = (chunks + fours - 1) // fours
     tile: gl.constexpr = width // 8 if kind == 1 else 1  # fours of words that share their slots
     stride: gl.constexpr = fours * pieces * piece  # of the token, a turn
-    most: gl.constexpr = 1.0 if kind == 4 else 32767.0
+    max_value: gl.constexpr = 1.0 if kind == 4 else 32767.0
 
     row = _rows_of(gl.arange(0, rows, layout=gl.SliceLayout(1, sums)), rows, dim)
     near = gl.minimum(row, outputs - 1)
@@ -206,7 +206,7 @@ def gemv_quantized_kernel(
         gdc_wait()
 
     if dim > 0:
-        turning = begin_heads(row, cos, sin, index, dim, rows, warps)
+        turning = load_rope_epilogue(row, cos, sin, index, dim, rows, warps)
     total = gl.zeros([rows, fours], gl.float32, sums)
     other_total = gl.zeros([rows, fours], gl.float32, sums)
     squares = gl.zeros([fours], gl.float32, lead)
@@ -228,8 +228,8 @@ def gemv_quantized_kernel(
             if turn + 1 < turns:
                 ahead = inside + (turn + 1) * fours < chunks
                 gamma = gl.load(gain + at + (turn + 1) * stride, mask=ahead, other=0.0)
-        most_of, scale = inverse(gl.max(largest(value, 2), 1), most)
-        value *= gl.expand_dims(gl.expand_dims(most_of, 1), 2)
+        inverse_scale, scale = inverse(gl.max(largest(value, 2), 1), max_value)
+        value *= gl.expand_dims(gl.expand_dims(inverse_scale, 1), 2)
         scale = gl.convert_layout(scale, beside)[None, :]
         if kind == 1:
             if turn > 0:
@@ -293,7 +293,7 @@ def gemv_quantized_kernel(
         gate = result.to(like).to(gl.float32)
         result = gate / (1.0 + gl.exp(-gate)) * up.to(like).to(gl.float32)
     if dim > 0:
-        end_heads(result.to(like), turning, out, cache, heads, kv_heads, dim, page_size, rows, warps)
+        store_rope_epilogue(result.to(like), turning, out, cache, heads, kv_heads, dim, page_size, rows, warps)
     else:
         gl.store(out + row, result.to(like), mask=row < outputs)
 
@@ -325,16 +325,16 @@ def multiply(
     width: int,
     tiling: GemvTiling,
     before: Before | None = None,
-    placing: Placing | None = None,
+    epilogue: RopeCacheEpilogue | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``x`` [1, inputs], dense -> [1, outputs], or half as many, and its sum with the residual that is ``before`` it;
-    else ``x``. ``width``: words of a tile of ``packing``. ``placing``: placement of heads, if the outputs are heads
+    else ``x``. ``width``: words of a tile of ``packing``. ``epilogue``: placement of heads, if the outputs are heads
     that fit the ``tiling``; then the queries are returned.
     """
     every, length = form.words.shape
     outputs = every // 2 if gated else every
     scales = form.scales
-    out = x.new_empty((1, outputs)) if placing is None else placing.queries(x)
+    out = x.new_empty((1, outputs)) if epilogue is None else epilogue.queries(x)
     summed = x if before is None else torch.empty_like(x)
     pdl = overlapping(x.device)
     gemv_quantized_kernel[(triton.cdiv(outputs, tiling.rows),)](
@@ -346,18 +346,18 @@ def multiply(
         scales,
         scales if form.zeros is None else form.zeros,
         scales if bias is None else bias,
-        x if placing is None else placing.cos,
-        x if placing is None else placing.sin,
-        x if placing is None else placing.cache,
-        x if placing is None else placing.index,
+        x if epilogue is None else epilogue.cos,
+        x if epilogue is None else epilogue.sin,
+        x if epilogue is None else epilogue.cache,
+        x if epilogue is None else epilogue.index,
         out,
         0.0 if before is None else before.eps,
         outputs,
         every,
-        0 if placing is None else placing.heads,
-        0 if placing is None else placing.cache.shape[2],
-        0 if placing is None else placing.cache.shape[4],
-        0 if placing is None else placing.cache.shape[3],
+        0 if epilogue is None else epilogue.heads,
+        0 if epilogue is None else epilogue.cache.shape[2],
+        0 if epilogue is None else epilogue.cache.shape[4],
+        0 if epilogue is None else epilogue.cache.shape[3],
         length // 2,
         tiling.rows,
         tiling.warps,

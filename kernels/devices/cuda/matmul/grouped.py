@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.devices.cuda.elementwise.activation import swiglu
-from kernels.devices.cuda.elementwise.heads import Placing
+from kernels.devices.cuda.elementwise.norm_rope_cache import RopeCacheEpilogue
 from kernels.devices.cuda.elementwise.norms import Before
 from kernels.devices.cuda.launch import attempted
 from kernels.devices.cuda.matmul import gemm_small_quantized, packing
@@ -24,7 +24,7 @@ from kernels.weights.quantization.weights import GroupedWeight
 
 __all__ = ["GroupedLinear", "WideWeight"]
 
-_LEAST_INPUTS = 256
+_MIN_INPUTS = 256
 _FEW = 16
 
 
@@ -34,18 +34,18 @@ class WideWeight:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._most = 0
+        self._max_numbers = 0
         self._held: list[Tensor] = []
 
     def reserve(self, numbers: int) -> None:
         """Reserve memory for a weight with ``elements`` elements."""
-        self._most = max(self._most, numbers)
+        self._max_numbers = max(self._max_numbers, numbers)
 
     def room(self, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
         """An uninitialized [outputs, inputs]."""
         size = outputs * inputs
         if not self._held or len(self._held[-1]) < size:
-            self._held.append(torch.empty(max(size, self._most), dtype=torch.int16, device=self._device))
+            self._held.append(torch.empty(max(size, self._max_numbers), dtype=torch.int16, device=self._device))
         return self._held[-1][:size].view(dtype).view(outputs, inputs)
 
 
@@ -74,13 +74,13 @@ class GroupedLinear:
         """Whether the kernels support the weight."""
         outputs, inputs = weight.shape
         dense = weight.dtype in (torch.bfloat16, torch.float16)
-        return dense and outputs % 2 == 0 and inputs >= _LEAST_INPUTS and packing.tile_words(weight) > 0
+        return dense and outputs % 2 == 0 and inputs >= _MIN_INPUTS and packing.tile_words(weight) > 0
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._order is not None:
             x = x.index_select(1, self._order)
         x = x.contiguous()
-        if len(x) > gemm_small_quantized.MOST_TOKENS:
+        if len(x) > gemm_small_quantized.MAX_TOKENS:
             return self._wide(x)
         ways = self._ways(x)
         if self._choices is None:
@@ -121,7 +121,7 @@ class GroupedLinear:
         kind = f"{self._form.kind} gated" if self._gated else f"{self._form.kind}"
         return (kind, *self._shape, self._words, self._form.slots)
 
-    def behind(self, x: Tensor, before: Before) -> dict[str, Fused]:
+    def fused_with_norm(self, x: Tensor, before: Before) -> dict[str, Fused]:
         """See ``kernels.devices.cuda.matmul.norm_then_linear``."""
         if before.residual is None or self._order is not None or len(x) > 1 or not single_suits(self._form, x):
             return {}
@@ -129,15 +129,19 @@ class GroupedLinear:
 
         return gemv_quantized.fused(x, self._form, self.bias, self._gated, self._words, before)
 
-    def place(self, x: Tensor, before: Before, name: str, placing: Placing) -> tuple[Tensor, Tensor] | None:
-        """Implementation ``name`` of ``behind`` that also places the heads; returns the queries and the sum, or None if
-        it cannot."""
+    def project_heads(
+        self, x: Tensor, before: Before, name: str, epilogue: RopeCacheEpilogue
+    ) -> tuple[Tensor, Tensor] | None:
+        """Implementation ``name`` of ``fused_with_norm`` that also rotates the heads and writes the cache; returns the
+        queries and the sum, or None if it cannot."""
         from kernels.devices.cuda.matmul import gemv_quantized
 
         tiling = gemv_quantized.tilings(self._form, self._gated).get(name)
-        if tiling is None or not placing.suits(tiling.rows):
+        if tiling is None or not epilogue.suits(tiling.rows):
             return None
-        return attempted(gemv_quantized.multiply, x, self._form, self.bias, False, self._words, tiling, before, placing)
+        return attempted(
+            gemv_quantized.multiply, x, self._form, self.bias, False, self._words, tiling, before, epilogue
+        )
 
     def _wide(self, x: Tensor) -> Tensor:
         weight = self._room.room(*self._shape, x.dtype)

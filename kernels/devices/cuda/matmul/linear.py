@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaLinear", "one_token"]
 
-_MOST_INPUTS = 16384  # a longer row does not fit a block's registers
+_MAX_INPUTS = 16384  # a longer row does not fit a block's registers
 _BLOCK = 2048  # most inputs of a program at a time
 _ALIGN = 16
 _ALIGNED = 8  # inputs of 16 bits: the copy engine reads rows that begin at multiples of 16 bytes
@@ -183,7 +183,7 @@ def _multiply(
 
 def one_token(x: Tensor, weight: Tensor) -> bool:
     """Whether ``x`` is one token that the kernel for one token supports."""
-    return len(x) == 1 and weight.shape[1] <= _MOST_INPUTS and weight.shape[1] % _ALIGN == 0 and x.is_contiguous()
+    return len(x) == 1 and weight.shape[1] <= _MAX_INPUTS and weight.shape[1] % _ALIGN == 0 and x.is_contiguous()
 
 
 def _carried(x: Tensor, weight: Tensor) -> bool:
@@ -219,7 +219,7 @@ class CudaLinear:
     def __call__(self, x: Tensor) -> Tensor:
         if one_token(x, self.weight):
             return _multiply(x, self.weight, self.bias, self._gated)
-        if not 1 < len(x) <= gemm_small.MOST_TOKENS:
+        if not 1 < len(x) <= gemm_small.MAX_TOKENS:
             return self._many(x)
         if not _carried(x, self.weight):
             x = x.contiguous()  # so that slices of wider rows use the same implementations
@@ -270,7 +270,7 @@ class CudaLinear:
 
     def _bulks(self, x: Tensor) -> bool:
         """Whether ``gemm_small_tma`` is the fastest known way to multiply these tokens."""
-        if not 1 < len(x) <= gemm_small.MOST_TOKENS or not _carried(x, self.weight):
+        if not 1 < len(x) <= gemm_small.MAX_TOKENS or not _carried(x, self.weight):
             return False
         if self._choices is None:
             return True
@@ -296,7 +296,7 @@ class CudaLinear:
         """See ``kernels.devices.cuda.matmul.norm_then_linear``."""
         return [CudaLinear(self.weight.clone(), self.bias, None, self._gated) for _ in range(spare(self.weight))]
 
-    def behind(self, x: Tensor, before: Before) -> dict[str, Fused]:
+    def fused_with_norm(self, x: Tensor, before: Before) -> dict[str, Fused]:
         """See ``kernels.devices.cuda.matmul.norm_then_linear``: without an addition to the stream."""
         if before.residual is not None or not one_token(x, self.weight):
             return {}

@@ -32,7 +32,7 @@ class Fuses(Protocol):
         """The key of the layer in autotuning."""
         ...
 
-    def behind(self, x: Tensor, before: Before) -> Mapping[str, Fused]:
+    def fused_with_norm(self, x: Tensor, before: Before) -> Mapping[str, Fused]:
         """Fused implementations for ``x`` [1, inputs], by name; empty if there are none. Each returns the product and
         the sum."""
         ...
@@ -76,7 +76,11 @@ class CudaNormThenLinear(ScaledNormThenLinear):
     def _ways(self, linear: Fuses, x: Tensor | None, residual: Tensor) -> Mapping[str, Fused]:
         if len(residual) > 1 or not residual.is_contiguous() or (x is not None and not x.is_contiguous()):
             return {}
-        return linear.behind(residual, self.before(None)) if x is None else linear.behind(x, self.before(residual))
+        return (
+            linear.fused_with_norm(residual, self.before(None))
+            if x is None
+            else linear.fused_with_norm(x, self.before(residual))
+        )
 
     def _trial(self, x: Tensor | None, residual: Tensor) -> dict[str, Way]:
         """The ways without traces."""

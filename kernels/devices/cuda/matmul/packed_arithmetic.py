@@ -140,10 +140,10 @@ def largest(value, axis: gl.constexpr):
 
 
 @gluon.jit
-def inverse(bits, most: gl.constexpr):
-    """The factor that maps the maximum to ``most``, and its inverse."""
+def inverse(bits, max_value: gl.constexpr):
+    """The factor that maps the maximum to ``max_value``, and its inverse."""
     result = gl.maximum(bits, 0x0D800000).to(gl.float32, bitcast=True)
-    return most / result, result * (1.0 / most)
+    return max_value / result, result * (1.0 / max_value)
 
 
 @gluon.jit

@@ -14,8 +14,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.core.operators import PendingResidual
-from kernels.devices.attention import ProjectedHeads
-from kernels.devices.cuda.elementwise.heads import Placing, place_heads
+from kernels.devices.attention import QkvProjection
+from kernels.devices.cuda.elementwise.norm_rope_cache import RopeCacheEpilogue, norm_rope_cache
 from kernels.devices.cuda.elementwise.norms import Before, CudaNorm
 from kernels.devices.cuda.launch import overlapping
 from kernels.devices.cuda.matmul.grouped import GroupedLinear
@@ -24,7 +24,7 @@ from kernels.devices.cuda.matmul.norm_then_linear import CudaNormThenLinear
 from kernels.devices.cuda.matmul.scaled_residual import scaled_for
 from kernels.devices.linear import norm_of_sum
 
-__all__ = ["CudaHeads", "project"]
+__all__ = ["CudaQkvProjection", "project"]
 
 _BLOCK: Final = 2048  # inputs at a time, as in other products of one token
 
@@ -93,7 +93,7 @@ def qkv_gemv_kernel(
         result *= tl.rsqrt(tl.sum(squares) / inputs + eps)
     if biased:
         result += tl.load(bias + row).to(tl.float32)
-    # Round like the projection before a separate kernel that places heads.
+    # Round like the projection before the separate kernel ``norm_rope_cache``.
     result = result.to(out.dtype.element_ty).to(tl.float32).reshape(2, pairs)
     side = tl.arange(0, 2)[:, None]
     if head < heads + kv_heads:
@@ -117,13 +117,15 @@ def _tiling(inputs: int, dim: int, normed: bool) -> tuple[int, int, int, bool]:
     return (2, block, 8, True) if inputs > _BLOCK else (2, block, 4, False)
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor | None, placing: Placing, before: Before | None = None) -> Tensor:
+def project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: RopeCacheEpilogue, before: Before | None = None
+) -> Tensor:
     """Multiply ``x`` [1, inputs], after the norm ``before``, by ``weight`` [(heads + 2 * kv_heads) * dim, inputs],
     contiguous and of the cache's dtype. Returns the rotated queries [1, heads, dim]; keys and values are written to the
     cache."""
     outputs, inputs = weight.shape
-    _, _, kv_heads, page_size, dim = placing.cache.shape
-    out = placing.queries(x)
+    _, _, kv_heads, page_size, dim = epilogue.cache.shape
+    out = epilogue.queries(x)
     pdl = overlapping(x.device)
     pairs, block, warps, ahead = _tiling(inputs, dim, before is not None)
     qkv_gemv_kernel[(outputs // 2 // pairs,)](
@@ -131,13 +133,13 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, placing: Placing, be
         x if before is None else before.gain,
         weight,
         weight if bias is None else bias,
-        placing.cos,
-        placing.sin,
-        placing.cache,
-        placing.index,
+        epilogue.cos,
+        epilogue.sin,
+        epilogue.cache,
+        epilogue.index,
         out,
         0.0 if before is None else before.eps,
-        placing.heads,
+        epilogue.heads,
         kv_heads,
         dim,
         page_size,
@@ -154,7 +156,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, placing: Placing, be
     return out
 
 
-class CudaHeads(ProjectedHeads[Any]):
+class CudaQkvProjection(QkvProjection[Any]):
     """One launch for one token without norms of heads, if the projection has 16 bits or more, or 4 bits in groups."""
 
     def __call__(
@@ -162,7 +164,7 @@ class CudaHeads(ProjectedHeads[Any]):
     ) -> tuple[Tensor, Tensor]:
         kept = isinstance(cache, Tensor) and cache.dtype == residual.dtype and cache.shape[4] == self.dim
         if len(residual) == 1 and self.norm is None and kept:
-            result = self._at_once(x, residual, Placing(self.heads, cos, sin, cache, index))
+            result = self._at_once(x, residual, RopeCacheEpilogue(self.heads, cos, sin, cache, index))
             if result is not None:
                 return result
         result = self._of_parts(x, residual, cos, sin, cache, index)
@@ -183,20 +185,22 @@ class CudaHeads(ProjectedHeads[Any]):
         tokens, every = len(residual), self.heads + 2 * self.kv_heads
         if projected.ndim == 2:
             qkv = projected.view(tokens, every, self.dim)
-            return self.attention.place_heads(qkv, self.heads, self.norm, cos, sin, cache, index), total
+            return self.attention.norm_rope_cache(qkv, self.heads, self.norm, cos, sin, cache, index), total
         qkv = residual.new_empty((tokens, every, self.dim))
         weight, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
-        place_heads(qkv, self.heads, self.kv_heads, weight, eps, cos, sin, cache, index, projected)
+        norm_rope_cache(qkv, self.heads, self.kv_heads, weight, eps, cos, sin, cache, index, projected)
         return qkv[:, : self.heads], total
 
-    def _at_once(self, x: PendingResidual, residual: Tensor, placing: Placing) -> tuple[Tensor, Tensor] | None:
+    def _at_once(
+        self, x: PendingResidual, residual: Tensor, epilogue: RopeCacheEpilogue
+    ) -> tuple[Tensor, Tensor] | None:
         projection, linear = self.projection, self.projection.linear
         if isinstance(linear, CudaLinear) and one_token(residual, linear.weight):
             if x is None and isinstance(projection, CudaNormThenLinear):
-                return project(residual, linear.weight, linear.bias, placing, projection.before(None)), residual
+                return project(residual, linear.weight, linear.bias, epilogue, projection.before(None)), residual
             normed, total = norm_of_sum(projection.norm, x, residual)
-            return project(normed, linear.weight, linear.bias, placing), total
+            return project(normed, linear.weight, linear.bias, epilogue), total
         if isinstance(x, Tensor) and isinstance(projection, CudaNormThenLinear) and isinstance(linear, GroupedLinear):
             name = projection.quickest(x, residual)
-            return None if name is None else linear.place(x, projection.before(residual), name, placing)
+            return None if name is None else linear.project_heads(x, projection.before(residual), name, epilogue)
         return None

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.devices.cuda.elementwise.activation import swiglu
+from kernels.devices.cuda.launch import has_large_shared_memory
 from kernels.devices.cuda.moe.routing import route, sum_experts
 from kernels.devices.experts import (
     ClampedGate,
@@ -36,10 +37,33 @@ from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8W
 
 __all__ = ["CudaExpertLayers", "CudaExperts"]
 
-_ROWS = 64
-_BLOCK = 64
-_LEAST = 16  # inputs of the matrix unit's product
-_FEW, _MANY = 16, 64  # pairs of a block
+_MIN_INPUTS = 16  # inputs of the matrix unit's product
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """What a program multiplies: ``rows`` outputs of an expert with ``pairs`` of its pairs, ``block`` inputs at a time,
+    of which ``stages`` are on their way."""
+
+    pairs: int
+    rows: int = 64
+    block: int = 64
+    warps: int = 4
+    stages: int = 3
+
+
+# By the mean pairs of an expert from which they are the fastest (H100, 128 experts of 2048 by 768 and 64 of 2048 by
+# 1408). A weight is read once for each block of pairs.
+_SMALL_TILES = ((32, _Tile(64)), (0, _Tile(16)))
+_FEW_PAIRS = ((32, _Tile(64)), (16, _Tile(32, block=128)), (0, _Tile(16, block=128, stages=4)))
+_TILES = ((192, _Tile(256, rows=128, warps=8, stages=4)), (96, _Tile(128, rows=128, warps=8)), *_FEW_PAIRS)
+_GROUPED_TILES = ((192, _Tile(128)), *_FEW_PAIRS)  # each block of inputs is scaled by itself, in registers
+
+
+def _choose_tile(mean_pairs: float, grouped: bool, large: bool) -> _Tile:
+    """``grouped``: the weights have several scales an output. ``large``: large tiles fit shared memory."""
+    tiles = _SMALL_TILES if not large else _GROUPED_TILES if grouped else _TILES
+    return next(tile for least, tile in tiles if mean_pairs >= least)
 
 
 @triton.jit
@@ -164,9 +188,9 @@ class CudaExperts(StackedExperts[_Stack]):
         if isinstance(weight, Int8Weight):
             return (Int8Weight, *prepared) if weight.activation in ("dynamic", None) else None
         if isinstance(weight, Fp8Weight):
-            fits = capability >= (8, 9) and (weight.block is None or _block(weight.block[1]) >= _LEAST)
+            fits = capability >= (8, 9) and (weight.block is None or _block(weight.block[1]) >= _MIN_INPUTS)
             return (Fp8Weight, weight.block, *prepared) if fits and weight.activation in ("dynamic", None) else None
-        if isinstance(weight, GroupedWeight) and _block(weight.group) >= _LEAST:
+        if isinstance(weight, GroupedWeight) and _block(weight.group) >= _MIN_INPUTS:
             form = weight.bits, weight.group, weight.zeros is None, weight.order is None, weight.activation
             return (GroupedWeight, weight.scales.dtype, *form, *prepared)
         return None
@@ -175,7 +199,7 @@ class CudaExperts(StackedExperts[_Stack]):
         floats = [weight for weight in weights if isinstance(weight, Tensor)]
         if floats:
             return _Stack(torch.stack(floats))
-        before = ExpertInputs.of(weights)
+        before = ExpertInputs.from_weights(weights)
         grouped = [weight for weight in weights if isinstance(weight, GroupedWeight)]
         if grouped:
             zeros = [weight.zeros for weight in grouped if weight.zeros is not None]
@@ -207,10 +231,11 @@ class CudaExperts(StackedExperts[_Stack]):
     def _product(self, x: Tensor, weight: _Stack, order: Tensor, counts: Tensor, each: int) -> Tensor:
         values, scales = weight.values, weight.scales
         pairs, outputs, inputs = len(order), values.shape[1], x.shape[1]
-        size = _FEW if pairs <= _FEW * self.count else _MANY
+        large = x.element_size() <= 2 and has_large_shared_memory(x.device)
+        tile = _choose_tile(pairs / self.count, weight.group > 0, large)
         out = x.new_empty((pairs, outputs))
-        most = min(pairs, pairs // size + min(self.count, pairs))  # upper bound of blocks for any routing
-        moe_gemm_kernel[(triton.cdiv(outputs, _ROWS), most)](
+        max_blocks = min(pairs, pairs // tile.pairs + min(self.count, pairs))  # for any routing
+        moe_gemm_kernel[(triton.cdiv(outputs, tile.rows), max_blocks)](
             x,
             values,
             values if scales is None else scales,
@@ -223,23 +248,23 @@ class CudaExperts(StackedExperts[_Stack]):
             each,
             inputs,
             triton.next_power_of_2(self.count),
-            _ROWS,
-            _block(weight.group) if weight.group else _BLOCK,
-            size,
+            tile.rows,
+            _block(weight.group, tile.block) if weight.group else tile.block,
+            tile.pairs,
             weight.bits,
             weight.group,
             weight.tall,
             weight.zeros is not None,
             scales is not None and not weight.group,
-            num_warps=4,
-            num_stages=3,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
         )
         return out
 
 
-def _block(group: int) -> int:
-    """Inputs multiplied at a time, all of one group."""
-    return min(_BLOCK, group & -group)
+def _block(group: int, block: int = 64) -> int:
+    """Inputs multiplied at a time, all of one group, at most ``block``."""
+    return min(block, group & -group)
 
 
 class CudaExpertLayers(ExpertLayers):

@@ -13,11 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.devices.experts import LEAST, Routing
+from kernels.devices.cuda.launch import is_precompiling
+from kernels.devices.experts import EPSILON, Routing, choose
 
 __all__ = ["RoutedPairs", "route", "sum_experts"]
 
-_MOST_PAIRS = 8192
+_MAX_PAIRS = 8192
 """With more pairs, torch's radix sort is faster than one pass over all of them for each expert."""
 _PAIRS = 1024  # that a program reads at a time
 _HIDDEN = 512  # numbers of a token that a program sums
@@ -53,14 +54,14 @@ def _choose(
     groups_block: tl.constexpr,
     top_groups: tl.constexpr,
     pair_sum: tl.constexpr,
-    least: tl.constexpr,
+    epsilon: tl.constexpr,
 ):
     """One token. ``block``: a power of two from ``count`` on."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, block)
     there = expert < count
     logit = tl.load(logits + token * stride + expert, mask=there, other=-float("inf")).to(tl.float32)
-    broken = tl.max((logit != logit).to(tl.int32), 0) > 0
+    nonfinite = tl.max((logit != logit).to(tl.int32), 0) > 0
     logit = tl.where(logit != logit, -float("inf"), logit)
     if sigmoid:
         scores = 1.0 / (1.0 + tl.exp(-logit))
@@ -98,8 +99,8 @@ def _choose(
         weight = tl.where(place == number, tl.sum(tl.where(expert == top, scores, 0.0), 0), weight)
         left = left & (expert != top)
     if normalized:
-        weight = weight / (tl.sum(weight, 0) + least)
-    weight = tl.where(broken, float("nan"), weight * scale)
+        weight = weight / (tl.sum(weight, 0) + epsilon)
+    weight = tl.where(nonfinite, float("nan"), weight * scale)
     tl.store(weights + token * chosen + place, weight, mask=place < chosen)
     tl.store(chosen_experts + token * chosen + place, result, mask=place < chosen)
 
@@ -140,8 +141,13 @@ def route(logits: Tensor, routing: Routing) -> RoutedPairs:
     """``logits`` [tokens, experts]. A token whose logits are not all numbers has NaN weights of some experts."""
     tokens, count = logits.shape
     chosen, correction = routing.chosen, routing.correction
+    if routing.scores == "mixer":
+        weights, found = choose(logits, routing)
+        return _ordered(weights, found.to(torch.int32), count)
     weights = torch.empty((tokens, chosen), dtype=torch.float32, device=logits.device)
-    experts = torch.empty((tokens, chosen), dtype=torch.int32, device=logits.device)
+    # While kernels are compiled, and not launched, torch must not count experts that nothing has chosen.
+    allocate = torch.zeros if is_precompiling() else torch.empty
+    experts = allocate((tokens, chosen), dtype=torch.int32, device=logits.device)
     _choose[(tokens,)](
         logits,
         logits if correction is None else correction,
@@ -160,13 +166,18 @@ def route(logits: Tensor, routing: Routing) -> RoutedPairs:
         triton.next_power_of_2(routing.groups),
         routing.top_groups,
         routing.pair_sum,
-        LEAST,
+        EPSILON,
         num_warps=4 if routing.groups > 1 else 1,
     )
-    pairs, flat = tokens * chosen, experts.view(-1)
-    if pairs > _MOST_PAIRS:
+    return _ordered(weights, experts, count)
+
+
+def _ordered(weights: Tensor, experts: Tensor, count: int) -> RoutedPairs:
+    """``weights``, ``experts`` [tokens, chosen] of ``count`` experts."""
+    pairs, flat = experts.numel(), experts.view(-1)
+    if pairs > _MAX_PAIRS:
         order = flat.argsort(stable=True).to(torch.int32)
-        counts = torch.zeros(count, dtype=torch.int32, device=logits.device)
+        counts = torch.zeros(count, dtype=torch.int32, device=flat.device)
         counts.index_add_(0, flat, torch.ones_like(order))
         return RoutedPairs(weights, experts, order, counts)
     order, counts = torch.empty_like(flat), flat.new_empty(count)

@@ -18,7 +18,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _HALVES = (torch.float16, torch.bfloat16)
 _OUT = {5: torch.float16, 15: torch.bfloat16}
 """``output_dtype``, by PyTorch's numbers of dtypes."""
-_MOST = 65535
+_MAX_DIM = 65535
 
 
 def _only(name: str, options: dict[str, Any], allowed: tuple[str, ...]) -> None:
@@ -105,7 +105,7 @@ def grouped_rules(x: list[Tensor], weight: list[Tensor], **options: Any) -> None
     one, other = x[0], weight[0]
     fits = one.dim() == 2 and other.dim() == 3 and one.shape[1] == other.shape[1]
     require(fits, name, "weight", f"must be [experts, {one.shape[-1]}, N], has shape {tuple(other.shape)}")
-    require(max(other.shape[1:]) <= _MOST, name, "weight", f"has a dimension above {_MOST}: {tuple(other.shape)}")
+    require(max(other.shape[1:]) <= _MAX_DIM, name, "weight", f"has a dimension above {_MAX_DIM}: {tuple(other.shape)}")
     contiguous(name, x=one)
     for argument, value, default in (("split_item", 2, 0), ("group_type", 0, None), ("group_list_type", 1, 0)):
         given = options.get(argument, default)

@@ -12,7 +12,7 @@ from kernels.devices.npu_simulator.operators.reference import reference
 __all__ = ["E4M3", "mx_product", "mx_rules"]
 
 E4M3 = torch.float8_e4m3fn
-MOST = 65535
+MAX_DIM = 65535
 _BLOCK, _PAIR = 32, 64
 _LARGEST, _LARGEST_EXPONENT = 448.0, 8
 _BIAS, _NO_NUMBER = 127, 255
@@ -93,7 +93,7 @@ def mx_rules(
     fits = x.dim() == 2 and weight.shape[-2] == x.shape[1]
     require(fits, name, "weight", f"must be [{x.shape[-1]}, N], has shape {tuple(weight.shape)}")
     *experts, inputs, outputs = weight.shape
-    require(max(inputs, outputs) <= MOST, name, "weight", f"has a dimension above {MOST}: {tuple(weight.shape)}")
+    require(max(inputs, outputs) <= MAX_DIM, name, "weight", f"has a dimension above {MAX_DIM}: {tuple(weight.shape)}")
     require(inputs % _PAIR == 0, name, "x", f"must have inputs that {_PAIR} divides, has {inputs}")
     shapes = ((*experts, inputs // _PAIR, outputs, 2), (len(x), inputs // _PAIR, 2))
     for (argument, given, said), shape in zip((scales, token_scales), shapes, strict=True):

@@ -12,7 +12,7 @@ from kernels.weights.quantization.int8 import exact_products
 
 __all__: list[str] = []
 
-MOST = 65535
+MAX_DIM = 65535
 _HALVES = (torch.float16, torch.bfloat16)
 _OUT = {5: torch.float16, 15: torch.bfloat16}
 """``output_dtype``, by PyTorch's numbers of dtypes."""
@@ -107,8 +107,8 @@ def quant_matmul_rules(
     fits = x2.dim() == 2 and x2.shape[0] == x1.shape[1]
     require(fits, name, "x2", f"must be [{x1.shape[1]}, N], has shape {tuple(x2.shape)}")
     for argument, tensor in (("x1", x1), ("x2", x2)):
-        large = f"has a dimension above {MOST}: {tuple(tensor.shape)}"
-        require(max(tensor.shape[-1], x2.shape[0]) <= MOST, name, argument, large)
+        large = f"has a dimension above {MAX_DIM}: {tuple(tensor.shape)}"
+        require(max(tensor.shape[-1], x2.shape[0]) <= MAX_DIM, name, argument, large)
     outputs = x2.shape[1]
     require(tuple(scale.shape) in ((outputs,), (1,)), name, "scale", f"must be [{outputs}], is {tuple(scale.shape)}")
     require(output_dtype in _OUT, name, "output_dtype", f"{output_dtype} is not simulated: float16 or bfloat16 are")

@@ -10,7 +10,7 @@ from kernels.devices.npu_simulator.operators.reference import reference
 
 __all__: list[str] = []
 
-MOST_K = 1024
+MAX_K = 1024
 
 
 def top_k_top_p_rules(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None) -> None:
@@ -36,9 +36,9 @@ def npu_top_k_top_p(logits: Tensor, p: Tensor | None = None, k: Tensor | None = 
     order, index = torch.sort(logits, dim=-1, stable=True)
     if k is not None:
         low, high = int(k.min()), int(k.max())
-        most = min(MOST_K, logits.shape[1])
-        if low < 1 or high > most:
-            raise ConstraintError(name, "k", f"values {low} to {high} must be in 1 to {most}: pass None for no limit")
+        max_k = min(MAX_K, logits.shape[1])
+        if low < 1 or high > max_k:
+            raise ConstraintError(name, "k", f"values {low} to {high} must be in 1 to {max_k}: pass None for no limit")
         kth = order.gather(1, (logits.shape[1] - k.long()).unsqueeze(1))
         order = order.masked_fill(order < kth, float("-inf"))
     if p is not None:

@@ -11,7 +11,7 @@ from kernels.devices.npu_simulator.operators.reference import reference
 
 __all__: list[str] = []
 
-MOST = 65535
+MAX_DIM = 65535
 _HALVES = (torch.float16, torch.bfloat16)
 _QINT8 = 12
 """PyTorch's own number of torch.qint8."""
@@ -91,7 +91,7 @@ def weight_matmul_rules(
     require(x.dim() == 2 and weight.dim() == 2, name, "x", "and the weight must have two dimensions")
     inputs, outputs = weight.shape[0], weight.shape[1] * (8 if weight.dtype == torch.int32 else 1)
     require(inputs == x.shape[1], name, "weight", f"must be [{x.shape[1]}, N], is {tuple(weight.shape)}")
-    require(max(inputs, outputs) <= MOST, name, "weight", f"has a dimension above {MOST}")
+    require(max(inputs, outputs) <= MAX_DIM, name, "weight", f"has a dimension above {MAX_DIM}")
     if weight.dtype == torch.int32:
         contiguous(name, weight=weight)
     dtypes(name, (x.dtype,), antiquant_scale=antiquant_scale, antiquant_offset=antiquant_offset)

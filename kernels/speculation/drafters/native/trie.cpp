@@ -35,9 +35,9 @@ struct Generation {
     std::vector<Table> tables;
     std::unordered_map<int64_t, Roots> roots;  // by salt
 
-    Generation(int64_t number, int64_t most) : number(number), nodes(1) {
+    Generation(int64_t number, int64_t max_nodes) : number(number), nodes(1) {
         try {
-            nodes.reserve(most + 1);  // the system allocates it as it is written
+            nodes.reserve(max_nodes + 1);  // the system allocates it as it is written
         } catch (...) {
         }
     }
@@ -119,7 +119,7 @@ struct Sequence {
 };
 
 struct Settings {
-    int64_t shortest, longest, least, widest, by_probability;
+    int64_t min_match, max_match, min_breadth, max_breadth, by_probability;
 };
 
 struct Trie {
@@ -178,13 +178,13 @@ struct Trie {
     }
 };
 
-// A tree of draft tokens; its arrays have room for ``most`` nodes.
+// A tree of draft tokens; its arrays have room for ``max_nodes`` nodes.
 struct Tree {
     int32_t *tokens, *parents, *windows;
-    int64_t most, count = 1;
+    int64_t max_nodes, count = 1;
     int32_t window = 0;
 
-    bool full() const { return count >= most; }
+    bool full() const { return count >= max_nodes; }
 
     int32_t place(int32_t parent, int32_t token) {
         for (int64_t at = parent + 1; at < count; ++at)
@@ -195,7 +195,7 @@ struct Tree {
     }
 };
 
-void breadth_first(Tree& tree, const Generation& generation, int32_t node, int64_t breadth, int64_t least) {
+void breadth_first(Tree& tree, const Generation& generation, int32_t node, int64_t breadth, int64_t min_breadth) {
     std::vector<std::pair<int32_t, int32_t>> level{{0, node}}, below;
     while (!level.empty()) {
         below.clear();
@@ -208,20 +208,20 @@ void breadth_first(Tree& tree, const Generation& generation, int32_t node, int64
             }
         }
         level.swap(below);
-        breadth = std::max(least, breadth / 2);
+        breadth = std::max(min_breadth, breadth / 2);
     }
 }
 
-void grow_by_probability(Tree& tree, const Generation& generation, int32_t node, int64_t widest) {
+void grow_by_probability(Tree& tree, const Generation& generation, int32_t node, int64_t max_breadth) {
     using Waiting = std::tuple<double, int64_t, int32_t, int32_t>;  // as in ngram.py
     std::priority_queue<Waiting, std::vector<Waiting>, std::greater<>> waiting;
     int64_t order = 0;
     const auto expand = [&](int32_t place, int32_t seen, double probability) {
         int64_t total = 0, number = 0;
-        for (int32_t at = generation.first(seen); at && number < widest; at = generation.nodes[at].after, ++number)
+        for (int32_t at = generation.first(seen); at && number < max_breadth; at = generation.nodes[at].after, ++number)
             total += generation.nodes[at].count;
         number = 0;
-        for (int32_t at = generation.first(seen); at && number < widest; at = generation.nodes[at].after, ++number)
+        for (int32_t at = generation.first(seen); at && number < max_breadth; at = generation.nodes[at].after, ++number)
             waiting.emplace(-probability * generation.nodes[at].count / static_cast<double>(total), ++order, place, at);
     };
     expand(0, node, 1.0);
@@ -236,9 +236,9 @@ void grow_by_probability(Tree& tree, const Generation& generation, int32_t node,
 
 void draft_tree(Trie& trie, Sequence& sequence, const Settings& settings, Tree& tree) {
     trie.follow(sequence);
-    const int64_t longest = std::min(settings.longest, trie.depth - 1);
+    const int64_t max_match = std::min(settings.max_match, trie.depth - 1);
     const auto known = static_cast<int64_t>(std::max(sequence.young.size(), sequence.old.size()));
-    for (int64_t length = std::min(longest, known); length >= settings.shortest; --length) {
+    for (int64_t length = std::min(max_match, known); length >= settings.min_match; --length) {
         for (int side = 0; side < 2; ++side) {
             const auto& windows = side ? sequence.old : sequence.young;
             const Generation& generation = side ? *trie.old : *trie.young;
@@ -247,11 +247,11 @@ void draft_tree(Trie& trie, Sequence& sequence, const Settings& settings, Tree& 
             if (!generation.nodes[node].first) continue;
             tree.window = static_cast<int32_t>(length);
             if (settings.by_probability) {
-                grow_by_probability(tree, generation, node, settings.widest);
+                grow_by_probability(tree, generation, node, settings.max_breadth);
             } else {
-                const int64_t more = (settings.widest - settings.least) * (longest - length);
-                const int64_t breadth = settings.least + more / (longest - settings.shortest + 1);
-                breadth_first(tree, generation, node, breadth, settings.least);
+                const int64_t more = (settings.max_breadth - settings.min_breadth) * (max_match - length);
+                const int64_t breadth = settings.min_breadth + more / (max_match - settings.min_match + 1);
+                breadth_first(tree, generation, node, breadth, settings.min_breadth);
             }
             if (tree.full()) return;
         }
@@ -307,11 +307,11 @@ int troupe_trie_extend(Trie* trie, Sequence* sequence, const int32_t* tokens, in
     return 0;
 }
 
-// Returns the number of nodes of the tree; 0 if out of memory. ``tokens``, ``parents`` and ``windows`` [most].
-int64_t troupe_trie_draft(Trie* trie, Sequence* sequence, int32_t last, int64_t most, const Settings* settings,
+// Returns the number of nodes of the tree; 0 if out of memory. ``tokens``, ``parents`` and ``windows`` [max_nodes].
+int64_t troupe_trie_draft(Trie* trie, Sequence* sequence, int32_t last, int64_t max_nodes, const Settings* settings,
                           int32_t* tokens, int32_t* parents, int32_t* windows) try {
     tokens[0] = last, parents[0] = -1, windows[0] = 0;
-    Tree tree{tokens, parents, windows, most};
+    Tree tree{tokens, parents, windows, max_nodes};
     if (sequence) draft_tree(*trie, *sequence, *settings, tree);
     return tree.count;
 } catch (...) {

@@ -155,9 +155,9 @@ def test_a_token_that_is_not_finite_leaves_the_others_alone(platform):
     x = tokens_of(layer, 6)
     expected = layer(x)
     for wrong in (float("nan"), float("inf")):
-        broken = x.clone()
-        broken[2, 5] = wrong
-        found = layer(broken)
+        nonfinite = x.clone()
+        nonfinite[2, 5] = wrong
+        found = layer(nonfinite)
         assert not found[2].isfinite().all()
         assert torch.equal(found[[0, 1, 3, 4, 5]], expected[[0, 1, 3, 4, 5]])
 

@@ -205,9 +205,9 @@ def test_heads_are_placed_as_by_one_operator_after_another(dim, normed, platform
     index = torch.randperm(8 * 16, generator=generator)[:20]
     norm = platform.elementwise.make_norm(torch.randn(7, dim, generator=generator), 0.1) if normed else None
     expected, found = platform.cache.make(2, 8, 16, 2, dim, BF16)
-    apart = Attention.place_heads(platform.attention, qkv.clone(), 5, norm, cos, sin, expected, index)
+    apart = Attention.norm_rope_cache(platform.attention, qkv.clone(), 5, norm, cos, sin, expected, index)
     monkeypatch.delattr(Native, "rotary")
-    queries = platform.attention.place_heads(qkv, 5, norm, cos, sin, found, index)
+    queries = platform.attention.norm_rope_cache(qkv, 5, norm, cos, sin, found, index)
     assert torch.equal(queries, apart)
     assert torch.equal(found, expected)
     assert found.count_nonzero() > 0
@@ -260,9 +260,9 @@ def test_greedy(vocab, platform, plain, generator):
     logits[3] = logits[3].round()  # of equal ones the first
     logits[4, 7], logits[5, 200], logits[6] = torch.nan, torch.inf, -torch.inf
     logits[7, :-1] = -torch.inf
-    tokens, broken = platform.sampling.greedy(logits)
+    tokens, nonfinite = platform.sampling.greedy(logits)
     expected, expected_broken = plain.sampling.greedy(logits.float())
     assert torch.equal(tokens, expected)
-    assert broken.tolist() == expected_broken.tolist() == [row in (4, 5, 6) for row in range(40)]
+    assert nonfinite.tolist() == expected_broken.tolist() == [row in (4, 5, 6) for row in range(40)]
     assert tokens[3] == int((logits[3] == logits[3].max()).nonzero()[0])
     assert tokens[7] == vocab - 1

@@ -98,7 +98,7 @@ def test_heads_are_normed_and_rotated_as_in_float64(
     values = qkv[:, heads + kv_heads :].clone()
 
     def place(qkv: Tensor, at: slice = slice(None)) -> Tensor:
-        return device.attention.place_heads(qkv.clone(), heads, norm, cos[at], sin[at], cache, index[at])
+        return device.attention.norm_rope_cache(qkv.clone(), heads, norm, cos[at], sin[at], cache, index[at])
 
     found = place(qkv)
     assert_near(found, exact[:, :heads], noise[:, :heads])
@@ -296,10 +296,10 @@ def test_the_most_likely_token_is_that_of_float64(device: CpuDevice, rows: int, 
     logits[where] = odd[torch.randint(3, (int(where.sum()),), generator=generator)]
     greedy = device.sampling.greedy
     assert greedy is not None
-    tokens, broken = greedy(logits)
+    tokens, nonfinite = greedy(logits)
     wide = logits.numpy(force=True) if logits.dtype == torch.float64 else logits.double().numpy()
     bad = np.isnan(wide).any(1) | np.isposinf(wide).any(1) | np.isneginf(wide).all(1)
-    assert broken.tolist() == bad.tolist()
+    assert nonfinite.tolist() == bad.tolist()
     assert tokens.tolist() == [0 if failed else int(row.argmax()) for row, failed in zip(wide, bad, strict=True)]
 
 

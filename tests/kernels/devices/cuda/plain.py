@@ -16,8 +16,8 @@ import kernels.devices.cuda.attention.prefill_warp_specialized
 import kernels.devices.cuda.attention.verify_sm90
 import kernels.devices.cuda.matmul.gemm_small_tma
 import kernels.devices.cuda.matmul.gemv_quantized
-import kernels.devices.cuda.matmul.head_placement
 import kernels.devices.cuda.matmul.packed_arithmetic
+import kernels.devices.cuda.matmul.rope_cache_epilogue
 
 __all__ = [
     "EMULATED",
@@ -338,7 +338,7 @@ class _Plain(ast.NodeTransformer):
         hidden = (
             "triton.experimental",
             "kernels.devices.cuda.matmul.packed_arithmetic",
-            "kernels.devices.cuda.matmul.head_placement",
+            "kernels.devices.cuda.matmul.rope_cache_epilogue",
             "triton.language",
             "__future__",
         )
@@ -353,7 +353,7 @@ def single_in_triton(directory: Path) -> ModuleType:
         "single_in_triton",
         EMULATED,
         kernels.devices.cuda.matmul.packed_arithmetic,
-        kernels.devices.cuda.matmul.head_placement,
+        kernels.devices.cuda.matmul.rope_cache_epilogue,
         kernels.devices.cuda.matmul.gemv_quantized,
     )
 

@@ -9,7 +9,7 @@ from kernels.devices.cuda.attention.cache_8bit import Cache8bit, bits
 from kernels.devices.cuda.attention.decode import DecodeScratch
 from kernels.devices.cuda.attention.moving import move_caches
 from kernels.devices.cuda.attention.plan import attention, plan_attention
-from kernels.devices.cuda.elementwise.heads import place_heads
+from kernels.devices.cuda.elementwise.norm_rope_cache import norm_rope_cache
 from kernels.weights.quantization.cache import (
     CACHE_DTYPES,
     SCALE,
@@ -105,7 +105,7 @@ def test_heads_are_rounded_as_they_are_placed(device, dtype, tokens, name, fixed
     index = torch.randperm(pages * page_size)[:tokens]
     cache = empty(device, name, fixed, pages, kv_heads, page_size, dim)
     moved = qkv.to(device)
-    place_heads(moved, heads, kv_heads, None, 0.0, ones.to(device), zeros.to(device), cache, index.to(device))
+    norm_rope_cache(moved, heads, kv_heads, None, 0.0, ones.to(device), zeros.to(device), cache, index.to(device))
     both, kept = qkv[:, heads:].unflatten(1, (2, -1)), CACHE_DTYPES[name]
     on_host = None if cache.fixed is None else cache.fixed.to(torch.device("cpu"))
     if on_host is not None:
@@ -125,9 +125,9 @@ def test_heads_are_rounded_as_they_are_placed(device, dtype, tokens, name, fixed
     assert near_enough > 0.9 if loses_carries else near_enough == 1
     assert torch.equal(moved[:, :heads].cpu(), qkv[:, :heads])
     if scales is not None:
-        for broken in (torch.nan, torch.inf):
-            qkv[1, heads, 5] = broken
-            place_heads(
+        for nonfinite in (torch.nan, torch.inf):
+            qkv[1, heads, 5] = nonfinite
+            norm_rope_cache(
                 qkv.to(device), heads, kv_heads, None, 0.0, ones.to(device), zeros.to(device), cache, index.to(device)
             )
             read = widened(cache).flatten(0, 1)[index]

@@ -12,7 +12,7 @@ from kernels.devices.cuda.attention.cache_8bit import Cache8bit
 from kernels.devices.cuda.attention.decode import DecodeScratch
 from kernels.devices.cuda.attention.moving import move_caches
 from kernels.devices.cuda.attention.plan import attention, plan_attention, plan_draft
-from kernels.devices.cuda.elementwise.heads import place_heads
+from kernels.devices.cuda.elementwise.norm_rope_cache import norm_rope_cache
 from kernels.weights.quantization.cache import CACHE_DTYPES, SCALE, LayerScales
 from tests.kernels.devices.cuda.compiled import SHARED, compiling, empty, put
 
@@ -29,7 +29,7 @@ def run(name, fixed, heads, kv_heads, dim, page_size):
     scales = None if fixed else empty(*shape[:-1], dtype=SCALE)
     cache = Cache8bit(empty(*shape, dtype=CACHE_DTYPES[name]), scales, layer)
     for tokens in (16, 100):
-        place_heads(
+        norm_rope_cache(
             empty(tokens, heads + 2 * kv_heads, dim), heads, kv_heads, None, 1e-6, empty(tokens, 1, dim),
             empty(tokens, 1, dim), cache, empty(tokens, dtype=torch.int64),
         )  # fmt: skip

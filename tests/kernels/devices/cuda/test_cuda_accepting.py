@@ -48,24 +48,24 @@ def test_the_same_is_accepted(linear, nodes, depth, forced, shown, device):
     step = step.with_drafts(np.arange(rows), Drafts(tree, counts))
     total = int(counts.sum())
     sampled = torch.randint(0, 3, (total,), generator=generator)
-    broken = torch.rand(total, generator=generator) < 0.1
+    nonfinite = torch.rand(total, generator=generator) < 0.1
     after = torch.zeros(rows, nodes, dtype=torch.int64)
     for row in range(rows):
         begin = int(step.offsets[row])
         after[row, : counts[row]] = sampled[begin : begin + int(counts[row])]
     expected = walk(tree, torch.from_numpy(counts), after, depth, None, forced)
-    draws = SampledTokens(sampled, broken)
-    verified = VerifyResult.from_samples(step, Samples.of(step, state.known), draws, expected, torch.from_numpy)
+    draws = SampledTokens(sampled, nonfinite)
+    verified = VerifyResult.from_samples(step, Samples.from_step(step, state.known), draws, expected, torch.from_numpy)
 
     numbers = np.stack((step.slots, step.starts, step.counts, step.offsets), 1)
     own = torch.from_numpy(numbers).pin_memory() if shown and device.type == "cuda" else torch.from_numpy(numbers)
     own = own if shown else own.to(device)
     table = torch.full((9, 80), -1, dtype=torch.int32, device=device)
     there = DraftTree(*(getattr(tree, name).to(device) for name in ("tokens", "parents", "depths", "bits")))
-    found = accept(there, own, sampled.to(device), broken.to(device), depth, forced, table)
+    found = accept(there, own, sampled.to(device), nonfinite.to(device), depth, forced, table)
     assert torch.equal(found.outcome.cpu(), verified.outcome)
     assert torch.equal(found.tokens.cpu(), expected.tokens)
-    assert torch.equal(found.broken.reshape(-1).cpu(), verified.sampled.broken)
+    assert torch.equal(found.nonfinite.reshape(-1).cpu(), verified.sampled.nonfinite)
     assert torch.equal(found.rows.cpu(), own.cpu())
     if shown:
         own.fill_(-1)
@@ -73,7 +73,7 @@ def test_the_same_is_accepted(linear, nodes, depth, forced, shown, device):
     here = part.on_host(part.packed.cpu())
     assert torch.equal(here.outcome, verified.outcome[:2])
     assert torch.equal(here.tokens, expected.tokens[:2])
-    assert torch.equal(here.broken.reshape(-1), verified.sampled.broken[: 2 * here.levels])
+    assert torch.equal(here.nonfinite.reshape(-1), verified.sampled.nonfinite[: 2 * here.levels])
     wanted_table = torch.full((9, 80), -1, dtype=torch.int32)
     levels = expected.tokens.shape[1]
     for row in range(rows):

@@ -19,7 +19,7 @@ from kernels.devices.cuda.drafting.candidates import candidates
 from kernels.devices.cuda.drafting.tree_builder import CudaTreeBuilder
 from kernels.devices.cuda.elementwise.activation import swiglu
 from kernels.devices.cuda.elementwise.angles import angles
-from kernels.devices.cuda.elementwise.heads import Placing, place_heads
+from kernels.devices.cuda.elementwise.norm_rope_cache import RopeCacheEpilogue, norm_rope_cache
 from kernels.devices.cuda.elementwise.norms import Before, CudaNorm, norm_embeddings_and_states, norm_pair
 from kernels.devices.cuda.elementwise.rows import add_rows, look_up
 from kernels.devices.cuda.elementwise.sampling import greedy_tokens, mask_logits
@@ -71,7 +71,7 @@ def smalls(dtype):
     for arrivals in (None, ring):
         leave(state, table, logits, logits, tokens, arrivals)
     for heads, kv_heads, dim in (LLAMA, SMALL):
-        own = Placing(
+        own = RopeCacheEpilogue(
             heads, *empty(2, 1, 1, dim, dtype=dtype), empty(99, 2, kv_heads, 64, dim, dtype=dtype), positions[:1]
         )
         for inputs in (1024, 4096):
@@ -81,7 +81,7 @@ def smalls(dtype):
     for (heads, kv_heads, dim), normed in ((LLAMA, False), (QWEN, True), (SMALL, False)):
         weight = empty(heads + kv_heads, dim, dtype=dtype) if normed else None
         for tokens in (16, 100):
-            place_heads(
+            norm_rope_cache(
                 empty(tokens, heads + 2 * kv_heads, dim, dtype=dtype), heads, kv_heads, weight, 1e-6,
                 empty(tokens, 1, dim, dtype=dtype), empty(tokens, 1, dim, dtype=dtype),
                 empty(9, 2, kv_heads, 64, dim, dtype=dtype), empty(tokens, dtype=torch.int64),
@@ -133,7 +133,7 @@ def products(dtype):
     CudaLinear(empty(6144, 1024, dtype=dtype), empty(6144, dtype=dtype), gated=True)(empty(1, 1024, dtype=dtype))
     for outputs, inputs, gated in ((28672, 4096, True), (6144, 4096, False), (6144, 1024, True), (4096, 1024, False)):
         x, linear = empty(1, inputs, dtype=dtype), CudaLinear(empty(outputs, inputs, dtype=dtype), None, gated=gated)
-        linear.behind(x, Before(None, x, 1e-5))["within"]()
+        linear.fused_with_norm(x, Before(None, x, 1e-5))["within"]()
     for outputs, inputs in ((4096, 4096), (4096, 14336), (1024, 3072)):
         x, linear = empty(1, inputs, dtype=dtype), CudaLinear(empty(outputs, inputs, dtype=dtype), None)
         linear.into(x, empty(1, outputs, dtype=dtype), None)
@@ -180,7 +180,7 @@ def singles(dtype):
                 for fused in gemv_quantized.fused(x, form, bias, gated, 64, Before(x, x, 1e-5)).values():
                     fused()
     cache = empty(99, 2, 8, 64, 128, dtype=dtype)
-    own = Placing(32, *empty(2, 1, 1, 128, dtype=dtype), cache, empty(1, dtype=torch.int64))
+    own = RopeCacheEpilogue(32, *empty(2, 1, 1, 128, dtype=dtype), cache, empty(1, dtype=torch.int64))
     form, x = (
         Form(NIBBLES, empty(6144, 1024, dtype=torch.int16), scales(16, 1, 6144), None, 2),
         empty(1, 4096, dtype=dtype),

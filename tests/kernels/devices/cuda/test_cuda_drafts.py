@@ -53,11 +53,11 @@ def rows_of(case, device):
     [
         (None, 8, 2, 64, 64, 0, True),
         (None, 6, 2, 128, 128, 0, False),  # lines that are of no query
-        (VerifySplit(splits=3, least=1), 8, 2, 64, 64, 0, False),  # parts; blocks made at once that are not there
-        (VerifySplit(splits=8, least=1, together=1, stages=2), 6, 2, 64, 64, 0, True),
+        (VerifySplit(splits=3, min_blocks=1), 8, 2, 64, 64, 0, False),  # parts; blocks made at once that are not there
+        (VerifySplit(splits=8, min_blocks=1, together=1, stages=2), 6, 2, 64, 64, 0, True),
         (VerifySplit(splits=1, together=1, stages=2), 6, 2, 128, 64, 0, True),  # places in which a second block comes
         (VerifySplit(splits=2, together=2, stages=4), 16, 1, 64, 64, 4, False),
-        (VerifySplit(splits=8, least=2), 8, 2, 64, 128, 70, True),
+        (VerifySplit(splits=8, min_blocks=2), 8, 2, 64, 128, 70, True),
     ],
 )
 def test_few_drafts_see_their_paths(device, few, cut, heads, kv_heads, dim, page_size, window, trees):
@@ -122,7 +122,7 @@ def test_few_drafts_read_early_what_was_there_before_the_step(window, parts, mon
     monkeypatch.setattr(few, "gdc_launch_dependents", begin)
     monkeypatch.setattr(few, "gdc_wait", wait)
     monkeypatch.setattr(few.tma, "async_copy_global_to_shared", staticmethod(copied))
-    out, cut = torch.empty_like(case.queries), few.VerifySplit(splits=parts, least=1)
+    out, cut = torch.empty_like(case.queries), few.VerifySplit(splits=parts, min_blocks=1)
     few.attend_few(
         case.queries, case.cache, state, bits, tokens, window, 0.2, DecodeScratch(cache.device), out, True, cut
     )
@@ -137,7 +137,7 @@ def test_few_drafts_are_cut_into_as_many_programs_as_run_at_once():
     assert verify_split(2, 16, 4, 8, True).splits == 4
     assert verify_split(1, 3, 1, 7, True).splits == 32
     assert verify_split(300, 16, 4, 8, True).splits == 1
-    assert verify_split(1, 4, 4, 8, False) == VerifySplit(splits=32, least=6, stages=6)
+    assert verify_split(1, 4, 4, 8, False) == VerifySplit(splits=32, min_blocks=6, stages=6)
 
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")

@@ -25,5 +25,5 @@ def test_a_graph_drafts_the_same(topk, nodes, drive, tmp_path, monkeypatch):
         patch.setattr(CudaCapture, "draft", lambda self, run: None)
         reported = drafting(drive(target, speculation=settings, **OPTIONS), expected, GREEDY)
     ahead = drive(target, speculation=settings, **OPTIONS)
-    assert ahead.runner._loaded.speculator.drafter.reach() > 0
+    assert ahead.runner._loaded.speculator.drafter.early_positions() > 0
     assert drafting(ahead, expected, GREEDY) == reported

@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 
+from kernels.devices.cuda.moe import experts
 from kernels.devices.cuda.moe.experts import CudaExperts
 from kernels.devices.experts import ExpertsInTurn, ExpertWeights, Routing, refusal
 from kernels.weights.quantization.tokens import clip_tokens, fake_quantize_tokens
@@ -120,6 +121,18 @@ def test_two_products_are_those_of_experts_one_by_one(kind, dtype, tokens, devic
     expected = ExpertsInTurn(lambda x: x @ router.t(), functions, Routing(2, True))(x)
     limit = 1e-4 if dtype == torch.float32 else 2e-2
     assert (found - expected).float().norm() <= limit * expected.float().norm()
+
+
+@pytest.mark.parametrize("kind", ["floats", "fp8", "4 bits"])
+@pytest.mark.parametrize("mean_pairs", [8, 20, 40, 100, 200])
+def test_every_tile_multiplies_the_same(kind, mean_pairs, device, monkeypatch):
+    router, given, _ = layers(kind, torch.float16, device)
+    onto, x = router.to(device), torch.randn(mean_pairs * 5 // 2, HIDDEN, dtype=torch.float16, device=device)
+    layer = CudaExperts(lambda x: x @ onto.t(), given, Routing(2, True))
+    found = layer(x)
+    monkeypatch.setattr(experts, "has_large_shared_memory", lambda device: False)
+    expected = layer(x)
+    assert (found - expected).float().norm() <= 5e-3 * expected.float().norm()
 
 
 def test_what_the_kernel_does_not_take():

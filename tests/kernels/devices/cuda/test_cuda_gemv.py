@@ -45,25 +45,25 @@ def test_products_of_one_token(outputs, inputs, kind, gated, normed, device, pro
             torch.testing.assert_close(summed, x + residual, rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("nonfinite", [torch.nan, torch.inf])
 @pytest.mark.parametrize("kind", ["int8", "fp8", "nibbles"])
-def test_a_token_that_is_not_finite_stays_so(kind, broken, device, products):
+def test_a_token_that_is_not_finite_stays_so(kind, nonfinite, device, products):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     _, form = weights(kind, 96, 768, device)
     x, gain = torch.randn(1, 768).to(dtype).to(device), torch.ones(768).to(dtype).to(device)
-    x[0, 3] = broken
+    x[0, 3] = nonfinite
     for before in (None, Before(torch.ones_like(x), gain, 1e-5)):
         cut = gemv_quantized.tilings(form, False)["rows of a warp"]
         assert not products.multiply(x, form, None, False, 64, cut, before)[0].isfinite().any()
 
 
 def test_a_way_that_cannot_be_made_is_left_out(caplog):
-    def broken() -> torch.Tensor:
+    def nonfinite() -> torch.Tensor:
         raise RuntimeError("no such instruction")
 
     product = torch.ones(2)
-    assert list(made(("16 bits", 4), {"first": lambda: product, "second": broken})) == ["first"]
+    assert list(made(("16 bits", 4), {"first": lambda: product, "second": nonfinite})) == ["first"]
     assert "second" in caplog.text
     assert "no such instruction" in caplog.text
     with pytest.raises(RuntimeError, match="no such instruction"):
-        made(("16 bits", 4), {"first": broken, "second": lambda: product})
+        made(("16 bits", 4), {"first": nonfinite, "second": lambda: product})

@@ -17,7 +17,7 @@ from kernels.devices.cuda.attention.decode import DecodeScratch, split_count
 from kernels.devices.cuda.attention.plan import attention, plan_attention
 from kernels.devices.cuda.elementwise.activation import swiglu
 from kernels.devices.cuda.elementwise.angles import angles
-from kernels.devices.cuda.elementwise.heads import place_heads
+from kernels.devices.cuda.elementwise.norm_rope_cache import norm_rope_cache
 from kernels.devices.cuda.elementwise.norms import CudaNorm, norm_embeddings_and_states, norm_pair
 from kernels.devices.cuda.elementwise.rows import look_up
 from kernels.devices.cuda.elementwise.sampling import greedy_tokens, mask_logits
@@ -114,7 +114,7 @@ def test_linear_layers(device, dtype, biased, outputs, inputs, tokens):
 class Fusing(CudaLinear):
     """Makes the norm before it in two ways, by torch's operators."""
 
-    def behind(self, x, before):
+    def fused_with_norm(self, x, before):
         if len(x) > 1:
             return {}
 
@@ -303,7 +303,7 @@ def test_heads_are_normed_rotated_and_put_into_the_cache(device, dtype, normed, 
     sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
     cache = torch.zeros(pages, 2, kv_heads, page_size, dim, device=device, dtype=dtype)
     index = torch.randperm(pages * page_size)[:tokens].to(device)
-    place_heads(qkv, heads, kv_heads, weight, 1e-6, cos, sin, cache, index)
+    norm_rope_cache(qkv, heads, kv_heads, weight, 1e-6, cos, sin, cache, index)
 
     qk = given[:, : heads + kv_heads]
     if weight is not None:
@@ -388,9 +388,9 @@ def test_the_argmax_and_rows_that_fail(device, dtype):
     logits[3, 7] = torch.inf
     logits[4] = -torch.inf
     logits[5, 1:] = -torch.inf
-    tokens, broken = greedy_tokens(logits)
+    tokens, nonfinite = greedy_tokens(logits)
     assert tokens.tolist() == [17, 9000, 0, 0, 0, 0]
-    assert broken.tolist() == [False, False, True, True, True, False]
+    assert nonfinite.tolist() == [False, False, True, True, True, False]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

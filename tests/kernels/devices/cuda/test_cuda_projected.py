@@ -1,4 +1,4 @@
-"""A projection of one token whose heads its own kernel places, against one whose heads are placed by another."""
+"""A projection of one token that rotates and caches its heads itself, against one behind which a kernel does."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from kernels.devices.cuda import launch
-from kernels.devices.cuda.elementwise.heads import Placing, place_heads
+from kernels.devices.cuda.elementwise.norm_rope_cache import RopeCacheEpilogue, norm_rope_cache
 from kernels.devices.cuda.elementwise.norms import Before, CudaNorm
 from kernels.devices.cuda.matmul import gemv_quantized, grouped, qkv_projection
 from kernels.devices.cuda.matmul.grouped import GroupedLinear, WideWeight
 from kernels.devices.cuda.matmul.linear import CudaLinear
 from kernels.devices.cuda.matmul.norm_then_linear import CudaNormThenLinear
-from kernels.devices.cuda.matmul.qkv_projection import CudaHeads
+from kernels.devices.cuda.matmul.qkv_projection import CudaQkvProjection
 from kernels.weights.quantization.weights import GroupedWeight
 from tests.kernels.devices.cuda.plain import single_in_triton
 
@@ -27,10 +27,10 @@ class Places:
     def __init__(self) -> None:
         self.placed: list[int] = []
 
-    def place_heads(self, qkv, heads, norm, cos, sin, cache, index):
+    def norm_rope_cache(self, qkv, heads, norm, cos, sin, cache, index):
         self.placed.append(len(qkv))
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        place_heads(qkv, heads, KV_HEADS, weight, eps, cos, sin, cache, index)
+        norm_rope_cache(qkv, heads, KV_HEADS, weight, eps, cos, sin, cache, index)
         return qkv[:, :heads]
 
 
@@ -41,7 +41,7 @@ def made(device, dtype, dim, inputs, biased=False, normed=False):
     linear = CudaLinear(weight, bias)
     behind = CudaNormThenLinear(CudaNorm(1 + torch.rand(inputs).to(dtype).to(device), 1e-5), linear, None)
     own = CudaNorm(torch.randn(HEADS + KV_HEADS, dim).to(dtype).to(device), 1e-6) if normed else None
-    return CudaHeads(Places(), behind, HEADS, KV_HEADS, dim, own)
+    return CudaQkvProjection(Places(), behind, HEADS, KV_HEADS, dim, own)
 
 
 def step(device, dtype, dim, inputs, tokens=1):
@@ -64,7 +64,7 @@ def test_one_launch_does_what_two_do(device, dtype, biased, first, dim, inputs, 
     linear, norm = heads.projection.linear, heads.projection.norm
     total = residual.clone() if first else residual + x
     qkv, placed = linear(norm(total)).view(1, -1, dim), cache.clone()
-    place_heads(qkv, HEADS, KV_HEADS, None, 0.0, cos, sin, placed, index)
+    norm_rope_cache(qkv, HEADS, KV_HEADS, None, 0.0, cos, sin, placed, index)
 
     if first:
         monkeypatch.setattr(CudaNorm, "_launch", lambda *_: pytest.fail("the product norms the stream"))
@@ -108,7 +108,7 @@ def test_a_token_is_read_when_the_kernel_in_front_has_ended(normed, device, monk
     x, _, cos, sin, cache, index = step(device, torch.float16, 16, 128)
     weight, other = heads.projection.linear.weight, torch.zeros_like(cache)
     before = Before(None, 1 + torch.rand(128).half(), 1e-5) if normed else None
-    right = qkv_projection.project(x, weight, None, Placing(HEADS, cos, sin, cache, index), before)
+    right = qkv_projection.project(x, weight, None, RopeCacheEpilogue(HEADS, cos, sin, cache, index), before)
     early, waits = (x, cos, sin, index), []
     values = [part.clone() for part in early]
 
@@ -124,7 +124,7 @@ def test_a_token_is_read_when_the_kernel_in_front_has_ended(normed, device, monk
     monkeypatch.setattr(qkv_projection, "overlapping", lambda _: True)
     monkeypatch.setattr(qkv_projection, "gdc_launch_dependents", begin)
     monkeypatch.setattr(qkv_projection, "gdc_wait", wait)
-    own = Placing(HEADS, cos, sin, other, index)
+    own = RopeCacheEpilogue(HEADS, cos, sin, other, index)
     assert torch.equal(qkv_projection.project(x, weight, None, own, before), right)
     assert len(waits) == len(weight) // (4 if normed else 2)  # each program
     assert torch.equal(other, cache)
@@ -151,7 +151,7 @@ def test_heads_of_4_bits_are_placed_where_the_norm_is_within(way, device, produc
     linear, _ = of_4_bits(device, dtype, dim, inputs, False)
     norm = CudaNorm((1 + torch.rand(inputs)).to(dtype).to(device), 1e-5)
     choices = SimpleNamespace(name=lambda *_: way)
-    heads = CudaHeads(Places(), CudaNormThenLinear(norm, linear, choices), HEADS, KV_HEADS, dim, None)
+    heads = CudaQkvProjection(Places(), CudaNormThenLinear(norm, linear, choices), HEADS, KV_HEADS, dim, None)
     monkeypatch.setattr(gemv_quantized, "multiply", products.multiply)
     monkeypatch.setattr(grouped, "single_suits", lambda *_: True)
     monkeypatch.setattr(linear, "_few", lambda x, _: torch.zeros(1, (HEADS + 2 * KV_HEADS) * dim).to(x))
@@ -172,7 +172,7 @@ def test_heads_are_placed_by_another_kernel_where_that_cannot_be_made(device, pr
     linear, _ = of_4_bits(device, dtype, dim, inputs, False)
     norm = CudaNorm((1 + torch.rand(inputs)).to(dtype).to(device), 1e-5)
     choices = SimpleNamespace(name=lambda *_: "rows of a warp")
-    heads = CudaHeads(Places(), CudaNormThenLinear(norm, linear, choices), HEADS, KV_HEADS, dim, None)
+    heads = CudaQkvProjection(Places(), CudaNormThenLinear(norm, linear, choices), HEADS, KV_HEADS, dim, None)
     tried, of_products = [], products.multiply
 
     def multiply(*given):
@@ -198,19 +198,19 @@ def test_heads_of_a_weight_of_4_bits(device, biased, products, monkeypatch):
     dtype, dim, inputs = torch.bfloat16 if device.type == "cuda" else torch.float16, 64, 768
     x, residual, cos, sin, cache, index = step(device, dtype, dim, inputs)
     linear, bias = of_4_bits(device, dtype, dim, inputs, biased)
-    placing, placed = Placing(HEADS, cos, sin, cache, index), cache.clone()
+    epilogue, placed = RopeCacheEpilogue(HEADS, cos, sin, cache, index), cache.clone()
     before = Before(residual, (1 + torch.rand(inputs)).to(dtype).to(device), 1e-5)
     for name, cut in gemv_quantized.tilings(linear._form, False).items():
         qkv, total = products.multiply(x, linear._form, bias, False, 64, cut, before)
         qkv = qkv.view(1, -1, dim)
-        place_heads(qkv, HEADS, KV_HEADS, None, 0.0, cos, sin, placed, index)
+        norm_rope_cache(qkv, HEADS, KV_HEADS, None, 0.0, cos, sin, placed, index)
         monkeypatch.setattr(gemv_quantized, "multiply", products.multiply)
-        queries, found = linear.place(x, before, name, placing)
+        queries, found = linear.project_heads(x, before, name, epilogue)
         assert torch.equal(found, total)
         torch.testing.assert_close(queries, qkv[:, :HEADS], rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(cache, placed, rtol=2e-2, atol=2e-2)
         assert int((cache != 0).any(-1).sum()) == 2 * KV_HEADS
         cache.zero_()
-    assert linear.place(x, before, "tiles of 64", placing) is None
-    odd = Placing(HEADS, cos, sin, cache[..., :40], index)
-    assert linear.place(x, before, name, odd) is None
+    assert linear.project_heads(x, before, "tiles of 64", epilogue) is None
+    odd = RopeCacheEpilogue(HEADS, cos, sin, cache[..., :40], index)
+    assert linear.project_heads(x, before, name, odd) is None

@@ -112,8 +112,8 @@ def test_a_step_is_what_it_is_without_a_graph(given, window, device, monkeypatch
         torch.testing.assert_close(found.hidden, hidden)
         torch.testing.assert_close(found.logits, logits, equal_nan=True)
         torch.testing.assert_close(small.cache[1:], written[1:])
-        broken = ~logits.isfinite().all(-1)
-        assert found.argmax.tolist() == torch.where(broken, -1, logits.argmax(-1)).tolist()
+        nonfinite = ~logits.isfinite().all(-1)
+        assert found.argmax.tolist() == torch.where(nonfinite, -1, logits.argmax(-1)).tolist()
         for slot, start, count, grows in zip(given.slots, given.starts, given.counts, given.grows, strict=True):
             if grows:
                 table[slot, start + count] = max(0, int(found.argmax[slot - 1]))

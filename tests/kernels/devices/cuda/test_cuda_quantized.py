@@ -49,10 +49,10 @@ def test_what_a_layer_is_tried_beside_takes_the_ways_that_were_chosen(device, mo
     assert len({form.words.data_ptr() for form in taken}) == 3
 
 
-@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-def test_a_token_that_is_not_finite_stays_so(broken, device):
+@pytest.mark.parametrize("nonfinite", [torch.nan, torch.inf])
+def test_a_token_that_is_not_finite_stays_so(nonfinite, device):
     x = torch.randn(4, 64).bfloat16()
-    x[1, 3], x[2] = broken, 0
+    x[1, 3], x[2] = nonfinite, 0
     found = EightBitLinear(quantize_int8(torch.randn(48, 64)).to(device), None)(x.to(device)).cpu()
     assert found.isfinite().all(1).tolist() == [True, False, True, True]
 

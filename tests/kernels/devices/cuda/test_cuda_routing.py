@@ -46,11 +46,27 @@ def test_experts_and_weights_are_those_of_torch(device, dtype, form, tokens, cou
 @pytest.mark.parametrize("most", [8192, 0], ids=["one-pass", "sorted"])
 @pytest.mark.parametrize("tokens", [1, 50, 400])
 def test_pairs_stand_in_the_order_of_experts(device, most, tokens, monkeypatch):
-    monkeypatch.setattr(routing, "_MOST_PAIRS", most)
+    monkeypatch.setattr(routing, "_MAX_PAIRS", most)
     found = route(torch.randn(tokens, 24, device=device), Routing(3, False))
     flat = found.experts.flatten()
     assert torch.equal(found.order.long(), flat.argsort(stable=True))
     assert torch.equal(found.counts.long(), flat.bincount(minlength=24))
+
+
+@pytest.mark.parametrize("most", [8192, 0], ids=["one-pass", "sorted"])
+def test_passes_that_only_compile_choose_known_experts(device, most, monkeypatch):
+    def garbage(shape, **options):
+        return torch.full(shape, 1 << 30, **options)
+
+    class Unlaunched(dict):
+        def __missing__(self, grid):
+            return lambda *arguments, **options: None
+
+    for name, value in (("_MAX_PAIRS", most), ("is_precompiling", lambda: True), ("_choose", Unlaunched())):
+        monkeypatch.setattr(routing, name, value)
+    monkeypatch.setattr(torch, "empty", garbage)
+    experts = route(torch.randn(9, 24, device=device), Routing(3, False)).experts
+    assert ((experts >= 0) & (experts < 24)).all()
 
 
 @pytest.mark.parametrize("form", _FORMS)

@@ -14,12 +14,12 @@ import kernels.devices.cuda
 import kernels.devices.cuda.matmul.linear as linear_layers
 from kernels.contract.config import RunnerConfig
 from kernels.devices.cuda.device import CudaDevice
-from kernels.devices.cuda.elementwise.heads import place_heads
+from kernels.devices.cuda.elementwise.norm_rope_cache import norm_rope_cache
 from kernels.devices.cuda.elementwise.norms import CudaNorm
 from kernels.devices.cuda.launch import copying
 from kernels.devices.cuda.matmul import gemm_small, gemm_small_tma
 from kernels.devices.cuda.matmul.linear import CudaLinear
-from kernels.devices.cuda.matmul.qkv_projection import CudaHeads
+from kernels.devices.cuda.matmul.qkv_projection import CudaQkvProjection
 from kernels.devices.cuda.matmul.residual_linear import CudaResidualLinear
 from kernels.devices.cuda.matmul.scaled_residual import Joining, Scaled, ScaledNormThenLinear
 from kernels.devices.linear import NormThenLinear
@@ -136,8 +136,8 @@ def test_heads_of_parts(device, tokens, normed, bulks):
     assert parts.dtype == torch.float32
     placed, other = cache, cache.clone()
     made_of_parts = torch.full_like(qkv, 9.0)
-    place_heads(qkv, HEADS, KV_HEADS, gamma, EPS, cos, sin, placed, index)
-    place_heads(made_of_parts, HEADS, KV_HEADS, gamma, EPS, cos, sin, other, index, parts)
+    norm_rope_cache(qkv, HEADS, KV_HEADS, gamma, EPS, cos, sin, placed, index)
+    norm_rope_cache(made_of_parts, HEADS, KV_HEADS, gamma, EPS, cos, sin, other, index, parts)
     assert torch.equal(qkv[:, :HEADS], made_of_parts[:, :HEADS])
     assert torch.equal(placed, other)
     assert placed.any()
@@ -159,7 +159,7 @@ def test_kernels_compile_and_fit(monkeypatch, tmp_path):
                 gemm_small_tma.multiply(Scaled.room(norm, stream), reported, None, arrived, gated, left=not gated)
         parts, cache = empty(2, tokens, every * DIM, dtype=torch.float32), empty(99, 2, KV_HEADS_8B, 64, DIM)
         turn, index = empty(tokens, 1, DIM), empty(tokens, dtype=torch.int64)
-        place_heads(empty(tokens, every, DIM), HEADS_8B, KV_HEADS_8B, None, 0.0, turn, turn, cache, index, parts)
+        norm_rope_cache(empty(tokens, every, DIM), HEADS_8B, KV_HEADS_8B, None, 0.0, turn, turn, cache, index, parts)
     assert [kernel.kernel for kernel in found] == [
         "gemm_small_tma_kernel",
         "gemm_small_tma_kernel",
@@ -177,9 +177,9 @@ class Places:
     def __init__(self) -> None:
         self.placed: list[int] = []
 
-    def place_heads(self, qkv, heads, norm, cos, sin, cache, index):
+    def norm_rope_cache(self, qkv, heads, norm, cos, sin, cache, index):
         self.placed.append(len(qkv))
-        place_heads(qkv, heads, KV_HEADS, None, 0.0, cos, sin, cache, index)
+        norm_rope_cache(qkv, heads, KV_HEADS, None, 0.0, cos, sin, cache, index)
         return qkv[:, :heads]
 
 
@@ -200,7 +200,7 @@ def test_heads_of_a_layer_are_made_of_parts(device, given, engine, monkeypatch):
     found = []
     for left in (True, False):
         linear = CudaLinear(weight, None)
-        heads = CudaHeads(platform, NormThenLinear(norm, linear), HEADS, KV_HEADS, DIM, None)
+        heads = CudaQkvProjection(platform, NormThenLinear(norm, linear), HEADS, KV_HEADS, DIM, None)
         if not left:
             monkeypatch.setattr(linear, "leaves", lambda x: False)
         own, residual = cache.clone(), torch.ones_like(x)

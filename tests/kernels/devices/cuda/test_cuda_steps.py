@@ -71,8 +71,8 @@ def test_a_step_reads_the_table_and_writes_to_it(made, count):
         expected = (words[token] + (lengths[row] - 1)).view(HEADS, DIM)
         torch.testing.assert_close(written[page, :, :, offset], torch.stack((expected, -expected)))
         table.copy_(before)
-    broken = [length == 42 for length in lengths]
-    assert argmax == [-1 if fails else int(row.argmax()) for row, fails in zip(logits.cpu(), broken, strict=True)]
+    nonfinite = [length == 42 for length in lengths]
+    assert argmax == [-1 if fails else int(row.argmax()) for row, fails in zip(logits.cpu(), nonfinite, strict=True)]
     for row in range(count):
         if grows[row]:
             before[slots[row], lengths[row]] = max(0, argmax[row])

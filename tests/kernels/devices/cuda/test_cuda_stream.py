@@ -122,7 +122,7 @@ def test_what_is_left_to_kernels_of_their_own(device):
         found, same = CudaNormThenLinear(norm, layer, None).add(None, stream)
         assert torch.equal(found, layer(norm(stream)))
         assert same is stream
-    assert linear.behind(x, Before(x, norm.weight, 1e-5)) == {}  # a sum is made before it
+    assert linear.fused_with_norm(x, Before(x, norm.weight, 1e-5)) == {}  # a sum is made before it
     other = CudaResidualLinear(lambda x: x + 1)
     unadded, stream = other(x, residual)
     assert torch.equal(unadded, x + 1)
@@ -138,7 +138,7 @@ def test_the_stream_is_read_when_the_kernel_in_front_has_ended(way, monkeypatch)
     before = Before(None, 1 + torch.rand(128), 1e-5)
 
     def run() -> Tensor:
-        return linear.into(x, residual, None)[1] if way == "adds" else linear.behind(x, before)["within"]()[0]
+        return linear.into(x, residual, None)[1] if way == "adds" else linear.fused_with_norm(x, before)["within"]()[0]
 
     right, given, waits = run(), [part.clone() for part in (x, residual)], []
 

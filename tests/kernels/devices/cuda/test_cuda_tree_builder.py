@@ -16,9 +16,9 @@ from kernels.speculation.early_draft import TorchGrowing
 PAGE, COLUMNS, WIDE, SLOTS = 16, 9, 40, 12
 
 
-def few(logits, most):
+def few(logits, count):
     """The lowest id of equals wins."""
-    order = logits.float().sort(dim=-1, descending=True, stable=True)[1][:, :most]
+    order = logits.float().sort(dim=-1, descending=True, stable=True)[1][:, :count]
     return order, logits.float().log_softmax(-1).gather(1, order).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
@@ -28,19 +28,19 @@ def numbers(*shape, coarse, generator):
     return (found / 2).round() * 2 if coarse else found
 
 
-@pytest.mark.parametrize("most", [1, 2, 4, 8])
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
 @pytest.mark.parametrize("coarse", [False, True], ids=["apart", "ties"])
-def test_the_top_few_are_found(most, coarse, device, monkeypatch):
+def test_the_top_few_are_found(count, coarse, device, monkeypatch):
     monkeypatch.setattr(parts, "_SMALL", 64)
-    generator = torch.Generator().manual_seed(most)
+    generator = torch.Generator().manual_seed(count)
     logits = numbers(5, 333, coarse=coarse, generator=generator)
     logits[1] = -torch.inf
     logits[1, 77] = 2.0
     logits[2, 100:] = 0.0
     logits[2, ::2] = -0.0
     logits[3, 5] = torch.nan
-    ids, scores = candidates(logits.to(device)[:, :300], most)
-    expected, expected_scores = few(logits[:, :300], most)
+    ids, scores = candidates(logits.to(device)[:, :300], count)
+    expected, expected_scores = few(logits[:, :300], count)
     kept = [0, 1, 2, 4]
     assert torch.equal(ids.cpu()[kept], expected[kept])
     torch.testing.assert_close(scores.cpu(), expected_scores)

@@ -171,9 +171,9 @@ def test_a_pass_of_few_greedy_rows_accepts_by_itself(device, monkeypatch):
         tokens = result[:, 0].long()
         return result, tokens + 1, tokens == 40
 
-    def take(tree, rows, index, sampled, broken):
+    def take(tree, rows, index, sampled, nonfinite):
         moved.append(index)
-        return accept(tree, rows, sampled, broken, 2, 0, table)
+        return accept(tree, rows, sampled, nonfinite, 2, 0, table)
 
     graphs = DecodeGraphs(
         CaptureRequest(
@@ -201,7 +201,7 @@ def test_a_pass_of_few_greedy_rows_accepts_by_itself(device, monkeypatch):
         assert found.head is None
         assert found.accepted.outcome.tolist() == outcome[:count]
         assert found.accepted.tokens.tolist() == expected[:count]
-        assert found.accepted.broken.tolist() == [[False, row == 3, False] for row in range(count)]
+        assert found.accepted.nonfinite.tolist() == [[False, row == 3, False] for row in range(count)]
         for row in range(count):
             start = int(starts[row]) + 1
             assert table[slots[row], start : start + 3].tolist() == expected[row]

@@ -73,7 +73,7 @@ def test_short_memory_is_not_reported_as_a_product_that_cannot_be_made(ahead, ca
         assert list(made(("plain", 16), ways)) == ["cuBLAS", "narrow"]
         with pytest.raises(torch.OutOfMemoryError):
             made(("plain", 16), {"cuBLAS": short})
-    reported = "Product plain x 16: there is no memory to try bulk, which is not used."
+    reported = "GEMM plain x 16: candidate bulk was skipped: out of memory."
     assert [record.getMessage() for record in caplog.records] == ([] if ahead else [reported])
 
 
@@ -83,7 +83,7 @@ def test_a_product_that_differs_is_not_taken(caplog):
     products = {"cuBLAS": right, "rounded": right * (1 + 0.03 * torch.randn(4, 64)), "wrong": right.flip(0)}
     with caplog.at_level(logging.WARNING):
         assert agreeing(("plain", 16, 64), products) == ["cuBLAS", "rounded"]
-    assert "Product plain x 16 x 64: wrong differs from cuBLAS and is not used." in caplog.text
+    assert "GEMM plain x 16 x 64: candidate wrong was skipped: it differs from cuBLAS." in caplog.text
     caplog.clear()
     products["wrong"] = torch.full((4, 64), torch.nan)
     assert agreeing(("plain", 16, 64), products) == ["cuBLAS", "rounded"]

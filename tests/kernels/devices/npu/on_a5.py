@@ -85,9 +85,9 @@ def test_tokens_are_rounded_in_blocks_that_share_a_power_of_two(dtype):
     assert scales.shape == (7, 3, 2)
     np.testing.assert_array_equal(scales.flatten(1), exponents + 127)
     np.testing.assert_array_equal(found.float(), eighths.float())
-    broken = x.clone()
-    broken[2, 40] = torch.inf
-    assert round_mx(broken.npu())[1].cpu()[2].flatten().tolist()[1] == 255  # what is no number stays none
+    nonfinite = x.clone()
+    nonfinite[2, 40] = torch.inf
+    assert round_mx(nonfinite.npu())[1].cpu()[2].flatten().tolist()[1] == 255  # what is no number stays none
 
 
 def test_rows_of_other_lengths_have_pairs_of_scales_too():

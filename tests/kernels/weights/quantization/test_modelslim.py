@@ -120,7 +120,7 @@ def test_the_sums_of_ranks_hold_offset_and_bias_once(made):
     checkpoint, _ = made("W8A8")
     weight = read(checkpoint, DOWN)
     x = torch.randn(4, 80)
-    halves = [Int8Linear(weight.part(part), None)(part.of(x)) for part in (Part(1, 0, 40), Part(1, 40, 80))]
+    halves = [Int8Linear(weight.part(part), None)(part.narrow(x)) for part in (Part(1, 0, 40), Part(1, 40, 80))]
     torch.testing.assert_close(halves[0] + halves[1], Int8Linear(weight, None)(x), rtol=1e-4, atol=1e-4)
     outputs = [Int8Linear(weight.part(part), None)(x) for part in (Part(0, 0, 24), Part(0, 24, 48))]
     torch.testing.assert_close(torch.cat(outputs, 1), Int8Linear(weight, None)(x))
@@ -132,7 +132,7 @@ def test_parts_of_weights_in_groups(kind, group, made):
     weight = read(checkpoint, DOWN)
     exact = load_file(floats / "model.safetensors")[f"{DOWN}.weight"]
     for part in (Part(1, 0, 40), Part(1, 40, 80), Part(0, 24, 48)):
-        torch.testing.assert_close(weight.part(part).dequantize(torch.float32), part.of(exact))
+        torch.testing.assert_close(weight.part(part).dequantize(torch.float32), part.narrow(exact))
 
 
 def test_symmetric_weights_of_eight_bits_need_no_groups(made):

@@ -1,4 +1,4 @@
-"""Deaths: handles and logs the deaths of actors."""
+"""Logs and counts the crashes of an engine's actors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kernels.contract.info import ModelInfo
 from telemetry.logs.lines import Event as LogEvent
 from telemetry.metrics.actor_messages import ActorMessages
 
-__all__ = ["Deaths"]
+__all__ = ["CrashLog"]
 
 _log = logging.getLogger("troupe.engine")
 
 
-class Deaths:
+class CrashLog:
     """Logs the deaths of an engine's actors, and ends the engine after a permanent failure.
 
     ``device``: as in the arguments. ``model_info``: returns None before the model is loaded. ``find``: returns the

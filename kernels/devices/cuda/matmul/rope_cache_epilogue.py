@@ -7,7 +7,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["begin_heads", "end_heads"]
+__all__ = ["load_rope_epilogue", "store_rope_epilogue"]
 
 
 @gluon.jit
@@ -18,7 +18,7 @@ def _halves(values, rows: gl.constexpr, warps: gl.constexpr):
 
 
 @gluon.jit
-def begin_heads(row, cos, sin, index, dim: gl.constexpr, rows: gl.constexpr, warps: gl.constexpr):
+def load_rope_epilogue(row, cos, sin, index, dim: gl.constexpr, rows: gl.constexpr, warps: gl.constexpr):
     """Values known before the product: the first half of its rows, their cosines and sines, and the token's place."""
     first, _ = _halves(row, rows, warps)
     c = gl.load(cos + first % dim).to(gl.float32)
@@ -27,7 +27,7 @@ def begin_heads(row, cos, sin, index, dim: gl.constexpr, rows: gl.constexpr, war
 
 
 @gluon.jit
-def end_heads(
+def store_rope_epilogue(
     found,
     turning,
     out,
@@ -39,7 +39,7 @@ def end_heads(
     rows: gl.constexpr,
     warps: gl.constexpr,
 ):
-    """``found``: results of the program's rows, rounded as by the separate kernel that places heads."""
+    """``found``: results of the program's rows, rounded as by the separate kernel, ``norm_rope_cache``."""
     like: gl.constexpr = out.dtype.element_ty
     half: gl.constexpr = dim // 2
     first, c, s, place = turning

@@ -1,4 +1,4 @@
-"""Norms, rotates and places the heads of new tokens between the projection and attention, in one kernel.
+"""The norm and rotation of new queries and keys, and the write to the KV cache, in one kernel.
 
 Queries and keys are normed if the model does so (Qwen3), and rotated. Queries stay in place; keys and values are
 written to the cache. A layer's cache is [pages, 2, kv_heads, page_size, dim], so that the part of a page that belongs
@@ -17,9 +17,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.devices.cuda.attention.cache_8bit import Cache8bit
 from kernels.devices.cuda.launch import overlapping
-from kernels.weights.quantization.cache import most
+from kernels.weights.quantization.cache import max_value
 
-__all__ = ["Placing", "place_heads"]
+__all__ = ["RopeCacheEpilogue", "norm_rope_cache"]
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -126,9 +126,9 @@ def norm_rope_cache_kernel(
 
 
 @dataclass(frozen=True, eq=False)
-class Placing:
+class RopeCacheEpilogue:
     """``heads`` queries, and keys and values for ``cache`` [pages, 2, kv_heads, page_size, dim], of the token's dtype,
-    at ``index`` int64 [1]; ``cos``, ``sin`` [1, 1, dim]: see ``place_heads``."""
+    at ``index`` int64 [1]; ``cos``, ``sin`` [1, 1, dim]: see ``norm_rope_cache``."""
 
     heads: int
     cos: Tensor
@@ -145,7 +145,7 @@ class Placing:
         return self.cache.shape[4] % rows == 0
 
 
-def place_heads(
+def norm_rope_cache(
     qkv: Tensor,
     heads: int,
     kv_heads: int,
@@ -198,7 +198,7 @@ def place_heads(
         block,
         weight is not None,
         kept,
-        most(values.dtype) if kept else 0.0,
+        max_value(values.dtype) if kept else 0.0,
         0 if parts is None else len(parts),
         pdl,
         num_warps=1 if block == 1 else 4,

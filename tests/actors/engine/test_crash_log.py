@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors.boards.health_board import HealthBoard
-from actors.engine.deaths import Deaths
+from actors.engine.crash_log import CrashLog
 from actors.engine.lifecycle import Lifecycle
 from actors.runtime import ChildCrash, Event, EventKind
 
@@ -21,10 +21,10 @@ def died(cause: ChildCrash) -> Event:
 
 
 @pytest.fixture
-def deaths() -> Deaths:
+def crash_log() -> CrashLog:
     replica: Any = SimpleNamespace(board=SimpleNamespace(read_batch=None))
     traffic: Any = None
-    return Deaths("cpu", Lifecycle(), traffic, model_info=lambda: None, find=lambda actor: replica)
+    return CrashLog("cpu", Lifecycle(), traffic, model_info=lambda: None, find=lambda actor: replica)
 
 
 @pytest.mark.parametrize(
@@ -37,12 +37,12 @@ def deaths() -> Deaths:
     ],
 )
 async def test_a_rank_left_by_its_peers_at_the_end_is_no_death_to_tell(
-    deaths: Deaths, phase: Any, cause: ChildCrash, reported: bool, caplog: pytest.LogCaptureFixture
+    crash_log: CrashLog, phase: Any, cause: ChildCrash, reported: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("troupe").propagate = True
-    deaths._lifecycle.phase = phase
+    crash_log._lifecycle.phase = phase
     with caplog.at_level(logging.INFO, "troupe.engine"):
-        deaths.log(died(cause))
+        crash_log.log(died(cause))
     assert ("Actor worker-0 died: " + cause.reason in caplog.text) == reported
     assert bool(caplog.records) == reported
 
@@ -55,8 +55,8 @@ def test_only_a_worker_that_never_loaded_ends_an_engine_that_starts(loaded: bool
     board.worker = (info, 0) if loaded else None
     replica: Any = SimpleNamespace(board=board)
     traffic: Any = SimpleNamespace(died=lambda *given: None)
-    deaths = Deaths("cpu", lifecycle, traffic, model_info=lambda: None, find=lambda actor: replica)
-    deaths.on_event(died(ChildCrash("killed")))
+    crash_log = CrashLog("cpu", lifecycle, traffic, model_info=lambda: None, find=lambda actor: replica)
+    crash_log.on_event(died(ChildCrash("killed")))
     assert lifecycle.broken.is_set() != loaded
-    deaths.on_event(died(ChildCrash("killed before it had loaded again")))
+    crash_log.on_event(died(ChildCrash("killed before it had loaded again")))
     assert lifecycle.broken.is_set() != loaded

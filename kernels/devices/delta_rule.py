@@ -1,0 +1,89 @@
+"""The gated delta rule in plain torch, for devices without a kernel for it.
+
+A head's state S [k_dim, v_dim] answers a key with a value. Each token makes it forget, and corrects the answer to its
+own key (Yang et al., arXiv 2412.06464, section 3; with a decay of each number of the key Kimi Team, arXiv 2510.26692):
+
+    S = exp(decay) * S;  S = S + beta * outer(k, v - S^T k);  o = S^T q
+
+Chunks of a prompt are computed in parallel: the corrections of a chunk's tokens depend on one another by a triangular
+system (section 3.2 of the former).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["DeltaTokens", "delta_chunks", "delta_rule", "delta_step"]
+
+_CHUNK = 64
+"""Tokens that are computed in parallel."""
+_CHANNEL_CHUNK = 16
+"""The same where each number of a key decays by itself: scores are then sums of products of three."""
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaTokens:
+    """``count`` tokens of each of ``n`` rows, all float32. ``q``, ``k`` [n, count, heads, k_dim]; ``v`` [n, count,
+    heads, v_dim]; ``decay`` [n, count, heads, k_dim], or [..., 1] of a whole head: the logarithm, at most 0; ``beta``
+    [n, count, heads]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    beta: Tensor
+
+
+def delta_rule(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    """``tokens`` on from ``state`` float32 [n, heads, k_dim, v_dim] -> results [n, count, heads, v_dim], the state
+    after. May overwrite the state."""
+    return delta_step(tokens, state) if tokens.q.shape[1] == 1 else delta_chunks(tokens, state)
+
+
+def delta_step(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    """``delta_rule`` of one token a row."""
+    q, k, v = tokens.q[:, 0], tokens.k[:, 0], tokens.v[:, 0]
+    state = state.mul_(tokens.decay[:, 0].exp().unsqueeze(-1))
+    known = torch.matmul(k.unsqueeze(-2), state)
+    change = (v.unsqueeze(-2) - known) * tokens.beta[:, 0, :, None, None]
+    state = state.addcmul_(k.unsqueeze(-1), change)
+    return torch.matmul(q.unsqueeze(-2), state).transpose(1, 2), state
+
+
+def delta_chunks(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    """``delta_rule`` in chunks."""
+    count, by_channel = tokens.q.shape[1], tokens.decay.shape[-1] > 1
+    size = min(_CHANNEL_CHUNK if by_channel else _CHUNK, count)
+
+    def chunks(x: Tensor) -> Tensor:
+        """[n, count, heads, dim] -> [n, heads, chunks, size, dim]; padding leaves the state as it is."""
+        padded = F.pad(x, (0, 0, 0, 0, 0, -count % size)) if count % size else x
+        result: Tensor = padded.transpose(1, 2).unflatten(2, (-1, size))
+        return result
+
+    q, k, v, decay, beta = map(chunks, (tokens.q, tokens.k, tokens.v, tokens.decay, tokens.beta.unsqueeze(-1)))
+    total = decay.cumsum(3)  # from the chunk's beginning up to each token
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    lost = (total.unsqueeze(4) - total.unsqueeze(3)).masked_fill_(later[..., None], -torch.inf).exp_()
+    if by_channel:
+        overlap = torch.einsum("nhcid,nhcjd,nhcijd->nhcij", k, k, lost)
+        scores = torch.einsum("nhcid,nhcjd,nhcijd->nhcij", q, k, lost)
+    else:
+        overlap = (k @ k.transpose(3, 4)) * lost.squeeze(-1)
+        scores = (q @ k.transpose(3, 4)) * lost.squeeze(-1)
+    kept = total.exp()
+    given = torch.cat((v * beta, k * kept * beta), -1)
+    solved = torch.linalg.solve_triangular(overlap * beta, given, upper=False, unitriangular=True)
+    changes, reads = solved.split((v.shape[-1], k.shape[-1]), -1)
+    asks, writes = q * kept, (k * (total[..., -1:, :] - total).exp()).transpose(3, 4)
+    forgets = kept[..., -1, :].unsqueeze(-1)
+    results = []
+    for chunk in range(q.shape[2]):
+        change = changes[:, :, chunk] - reads[:, :, chunk] @ state
+        results.append(asks[:, :, chunk] @ state + scores[:, :, chunk] @ change)
+        state = state * forgets[:, :, chunk] + writes[:, :, chunk] @ change
+    return torch.cat(results, 2)[:, :, :count].transpose(1, 2), state

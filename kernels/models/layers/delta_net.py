@@ -1,0 +1,232 @@
+"""The gated delta net (Yang et al., arXiv 2412.06464): linear attention whose state a delta rule corrects.
+
+    q, k, v = silu(convolution(split(in_proj(x))));   q, k = l2(q) / sqrt(k_dim), l2(k)
+    beta = sigmoid(b(x));   decay = -exp(A_log) * softplus(a(x) + dt_bias)
+    out_proj(norm(delta_rule(q, k, v, decay, beta)) * silu(z(x)))
+
+Each key head serves ``value_heads / key_heads`` value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.contract.caches import State
+from kernels.contract.errors import ConfigError
+from kernels.core.batch import ForwardBatch
+from kernels.core.operators import Linear, Norm
+from kernels.devices.delta_rule import DeltaTokens, delta_rule
+from kernels.devices.state_cache import StateCache, advance_states
+from kernels.models.config import ConfigReader, ModelConfig
+from kernels.models.layers.builder import LayerBuilder
+from kernels.models.layers.recurrent import CausalConvolution
+from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear, norm
+
+__all__ = ["DeltaConfig", "DeltaInputs", "GatedDeltaNet", "HeadDecay", "layer", "read", "sizes", "tensors"]
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """Heads of keys and of values, each of so many numbers, and taps of the convolution before them. ``grouped``:
+    whether one projection gives queries, keys, values and gates, key head by key head."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    grouped: bool = True
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all key heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Numbers of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Inputs of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    def state(self) -> State:
+        """As ``Recurrence``: the convolution's, then the delta rule's."""
+        return State(((self.taps - 1, self.channels), (self.value_heads, self.key_dim, self.value_dim)))
+
+    def divided(self, size: int) -> DeltaConfig:
+        """As ``Recurrence``."""
+        if self.key_heads % size:
+            raise ConfigError(
+                f"linear_num_key_heads {self.key_heads} cannot be divided by --tensor-parallel-size {size}; lower it"
+            )
+        return replace(self, key_heads=self.key_heads // size, value_heads=self.value_heads // size)
+
+
+def read(raw: ConfigReader, grouped: bool = True) -> DeltaConfig:
+    """The sizes in config.json. ``grouped``: as ``DeltaConfig``."""
+    keys, values = raw.size("linear_num_key_heads", 16), raw.size("linear_num_value_heads", 32)
+    if values % keys:
+        raise ConfigError(
+            f"config.json: linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}"
+        )
+    key_dim, value_dim = raw.size("linear_key_head_dim", 128), raw.size("linear_value_head_dim", 128)
+    return DeltaConfig(keys, values, key_dim, value_dim, raw.size("linear_conv_kernel_dim", 4), grouped)
+
+
+def sizes(config: ModelConfig) -> DeltaConfig:
+    """The sizes of the model's layers."""
+    assert isinstance(config.recurrence, DeltaConfig), "the family reads config.json by read"
+    return config.recurrence
+
+
+def tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
+    """The projections, the convolution, the decays, the norm of the results, and the output."""
+    delta, hidden = sizes(config), config.hidden_size
+    heads = delta.value_heads
+    by_key_head, by_value_head = (delta.keys, delta.key_heads), (delta.values, heads)
+    if delta.grouped:
+        rows = 2 * delta.keys + 2 * delta.values
+        yield from linear(f"{module}.in_proj_qkvz", (rows, hidden), by_outputs((rows, delta.key_heads)))
+        yield from linear(f"{module}.in_proj_ba", (2 * heads, hidden), by_outputs((2 * heads, delta.key_heads)))
+    else:
+        parts = by_outputs(by_key_head, by_key_head, by_value_head)
+        yield from linear(f"{module}.in_proj_qkv", (delta.channels, hidden), parts)
+        yield from linear(f"{module}.in_proj_z", (delta.values, hidden), by_outputs(by_value_head))
+        for part in "ba":
+            yield from linear(f"{module}.in_proj_{part}", (heads, hidden), by_outputs((heads, heads)))
+    split = by_outputs(by_key_head, by_key_head, by_value_head)
+    yield TensorSpec(f"{module}.conv1d.weight", (delta.channels, 1, delta.taps), Role.WIDE, split)
+    for name in ("A_log", "dt_bias"):
+        yield TensorSpec(f"{module}.{name}", (heads,), Role.WIDE, by_outputs((heads, heads)))
+    yield norm(f"{module}.norm", delta.value_dim)
+    yield from linear(f"{module}.out_proj", (hidden, delta.values), by_inputs(delta.values, heads))
+
+
+def layer(builder: LayerBuilder, config: ModelConfig, module: str) -> GatedDeltaNet:
+    """The layer of ``tensors``."""
+    delta, source = sizes(config), builder.source
+    if delta.grouped:
+        projection = builder.ordered(_ungrouped(delta), f"{module}.in_proj_qkvz", f"{module}.in_proj_ba")
+    else:
+        projection = builder.linear(*(f"{module}.in_proj_{part}" for part in ("qkv", "z", "b", "a")))
+    heads = delta.value_heads
+    decay = HeadDecay(source.take([f"{module}.A_log"]), source.take([f"{module}.dt_bias"]))
+
+    def inputs(x: Tensor) -> DeltaInputs:
+        mixed, gates, b, a = projection(x).split((delta.channels, delta.values, heads, heads), 1)
+        return DeltaInputs(mixed, gates, torch.sigmoid(b.float()), decay(a))
+
+    return GatedDeltaNet(
+        builder,
+        delta,
+        inputs,
+        CausalConvolution(source.take([f"{module}.conv1d.weight"])),
+        builder.norm(f"{module}.norm", config.norm_eps),
+        builder.row_parallel(f"{module}.out_proj"),
+    )
+
+
+def _ungrouped(delta: DeltaConfig) -> list[int]:
+    """The order of outputs that stand key head by key head, in which all queries come first, then keys, values, gates,
+    betas and decays."""
+    share = delta.value_heads // delta.key_heads
+    widths = (delta.key_dim, delta.key_dim, share * delta.value_dim, share * delta.value_dim)
+    places, begin = [], 0
+    for group in (widths, (share, share)):
+        total = sum(group)
+        for part, width in enumerate(group):
+            first = begin + sum(group[:part])
+            places += [first + head * total + at for head in range(delta.key_heads) for at in range(width)]
+        begin += total * delta.key_heads
+    return places
+
+
+def _l2_norm(x: Tensor) -> Tensor:
+    """``x`` divided by its length, over the last dimension."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+class HeadDecay:
+    """``-exp(rate) * softplus(x + offset)`` of each head, both [heads]."""
+
+    def __init__(self, rate: Tensor, offset: Tensor) -> None:
+        self._factor, self._offset = -rate.exp(), offset
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` [tokens, heads] -> float32 [tokens, heads, 1]"""
+        return (self._factor * F.softplus(x.float() + self._offset)).unsqueeze(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaInputs:
+    """What a layer makes of its tokens: the convolution's inputs [tokens, channels], the gates of the results [tokens,
+    values], ``betas`` float32 [tokens, heads], ``decays`` float32 [tokens, heads, 1 or key_dim]."""
+
+    mixed: Tensor
+    gates: Tensor
+    betas: Tensor
+    decays: Tensor
+
+
+class GatedDeltaNet:
+    """A gated delta net of any family, made of its parts. ``gate``: the activation of the gates."""
+
+    def __init__(
+        self,
+        builder: LayerBuilder,
+        delta: DeltaConfig,
+        inputs: Callable[[Tensor], DeltaInputs],
+        convolution: CausalConvolution,
+        norm: Norm,
+        output: Linear,
+        *,
+        gate: Callable[[Tensor], Tensor] = F.silu,
+    ) -> None:
+        self.sizes, self.spec, self.rows = delta, delta.state(), builder.rows
+        self.inputs, self.convolution, self.norm, self.output, self.gate = inputs, convolution, norm, output, gate
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: StateCache, batch: ForwardBatch, wanted: Tensor | None
+    ) -> Tensor:
+        """As ``AttentionLayer``."""
+        delta = self.sizes
+        heads, share = delta.value_heads, delta.value_heads // delta.key_heads
+        inputs = self.inputs(x)
+        gates = inputs.gates
+        out = x.new_empty(len(x), heads, delta.value_dim)
+
+        def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
+            shape, at = tokens.shape, tokens.flatten()
+            some, before = self.convolution(inputs.mixed.index_select(0, at).view(*shape, -1), states[0])
+            q, k, v = some.split((delta.keys, delta.keys, delta.values), 2)
+            q, k = (_l2_norm(part.unflatten(2, (delta.key_heads, -1))) for part in (q, k))
+            if share > 1:
+                q, k = (part.repeat_interleave(share, 2) for part in (q, k))
+            found, memory = delta_rule(
+                DeltaTokens(
+                    q * delta.key_dim**-0.5,
+                    k,
+                    v.unflatten(2, (heads, -1)),
+                    inputs.decays.index_select(0, at).view(*shape, heads, -1),
+                    inputs.betas.index_select(0, at).view(*shape, heads),
+                ),
+                states[1],
+            )
+            out.index_copy_(0, at, found.flatten(0, 1).to(out.dtype))
+            return [before, memory]
+
+        advance_states(cache, batch.bounded[self.spec].segments, advance)
+        if wanted is not None:
+            out, gates = out.index_select(0, wanted), gates.index_select(0, wanted)
+            if self.rows is not None:
+                self.rows.select(wanted)
+        normed = self.norm(out.view(-1, delta.value_dim)).view(len(out), -1)
+        return self.output((normed.float() * self.gate(gates.float())).to(x.dtype))

@@ -1,0 +1,68 @@
+"""Grouped-query attention whose results a gate of each head's numbers weights: ``output(sigmoid(gate) * attention)``
+(Qiu et al., arXiv 2505.06708). ``q_proj`` gives the queries and gates, head by head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.core.batch import ForwardBatch
+from kernels.models.config import ModelConfig
+from kernels.models.layers import gqa
+from kernels.models.layers.block import SelfAttention
+from kernels.models.layers.builder import LayerBuilder
+from kernels.weights.tensors import TensorSpec, by_outputs
+
+__all__ = ["GatedAttention", "tensors"]
+
+
+def tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
+    """Those of ``gqa.tensors``, with twice the outputs of ``q_proj``."""
+    heads, wide = config.heads, 2 * config.heads * config.head_dim
+    for spec in gqa.tensors(config, module, gguf):
+        if spec.module == f"{module}.q_proj":
+            shape, split = (wide, *spec.shape[1:]), by_outputs((wide, heads))
+            spec = dataclasses.replace(spec, shape=shape, split=split)
+        yield spec
+
+
+class GatedAttention:
+    """The layer of ``tensors``, without a window."""
+
+    def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str) -> None:
+        heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
+        head = gqa.head_order(config) or list(range(dim))
+        first = 2 * heads * dim  # of keys
+        order = [index * 2 * dim + place for index in range(heads) for place in head]
+        order += [first + index * dim + place for index in range(kv_heads) for place in head]
+        order += range(first + kv_heads * dim, first + 2 * kv_heads * dim)
+        self._width = len(order)
+        order += [index * 2 * dim + dim + place for index in range(heads) for place in range(dim)]
+        names = (f"{module}.{part}_proj" for part in ("q", "k", "v"))
+        self._inputs = builder.ordered(order, *names)
+        norm = builder.head_norms(
+            f"{module}.q_norm",
+            f"{module}.k_norm",
+            heads,
+            kv_heads,
+            config.norm_eps,
+            order=head,
+            offset=config.norm_offset,
+        )
+        self._inner = SelfAttention(builder, config, lambda heads: heads, lambda result: result, 0, norm=norm)
+        self._output = builder.row_parallel(f"{module}.o_proj")
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
+    ) -> Tensor:
+        """As ``AttentionLayer``."""
+        heads, gates = self._inputs(x).tensor_split((self._width,), 1)
+        result = self._inner(heads.contiguous(), cos, sin, cache, batch, wanted)
+        if wanted is not None:
+            gates = gates.index_select(0, wanted)
+        return self._output(result * torch.sigmoid(gates))

@@ -1,0 +1,70 @@
+"""The lightning indexer of sparse attention (DeepSeek-AI, arXiv 2512.02556, section 2.1).
+
+    q = rotate(queries(c));   k = rotate(norm(keys(x)));   w = weights(x) / sqrt(heads * dim)
+
+``c`` is the compressed vector that attention's queries are made from. The first numbers of each head are rotated. All
+ranks have the whole indexer, and choose the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kernels.core.batch import ForwardBatch
+from kernels.devices.latent_attention import write_latent
+from kernels.devices.sparse_attention import Chosen
+from kernels.models.config import IndexConfig
+from kernels.models.layers.builder import LayerBuilder
+from kernels.models.layers.rotary import rotary_order
+from kernels.weights.tensors import Role, TensorSpec, biased_norm, linear
+
+__all__ = ["Indexer", "tensors"]
+
+_EPS = 1e-6  # of the keys' norm, whatever the model's other norms have
+
+
+def tensors(index: IndexConfig, module: str, hidden: int, query_rank: int) -> Iterator[TensorSpec]:
+    """The projections of an attention layer's indexer, and its norm."""
+    yield from linear(f"{module}.indexer.wq_b", (index.heads * index.dim, query_rank))
+    yield from linear(f"{module}.indexer.wk", (index.dim, hidden))
+    yield from biased_norm(f"{module}.indexer.k_norm", index.dim)
+    yield from linear(f"{module}.indexer.weights_proj", (index.heads, hidden), role=Role.ROUTER)
+
+
+class Indexer:
+    """The indexer of the attention layer ``module``.
+
+    ``chosen``: what it chose in this pass, for that layer and for those after it that have no indexer of their own.
+    """
+
+    def __init__(self, builder: LayerBuilder, index: IndexConfig, module: str, rope_dim: int) -> None:
+        self.module, self.index = module, index
+        self.chosen: Chosen | None = None
+        self.attention, name = builder.ops.attention, f"{module}.indexer"
+        self._queries, self._keys = builder.linear(f"{name}.wq_b"), builder.linear(f"{name}.wk")
+        self._norm = builder.layer_norm(f"{name}.k_norm", eps=_EPS)
+        self._weights = builder.linear(f"{name}.weights_proj")
+        self._scale = (index.heads * index.dim) ** -0.5
+        order = rotary_order(rope_dim, rope_dim, index.rope_interleaved)
+        self._order = None if order is None else torch.tensor(order, device=builder.ops.torch_device)
+        self._rope = rope_dim
+
+    def choose(
+        self, x: Tensor, compressed: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, batch: ForwardBatch
+    ) -> None:
+        """Write the keys of ``x`` [tokens, hidden] to the cache ``keys`` [pages, page_size, dim], and choose the tokens
+        that queries attend to. ``compressed``: [tokens, query_rank]."""
+        index = self.index
+        queries = self._queries(compressed).view(len(x), index.heads, index.dim)
+        heads = torch.cat((queries, self._norm(self._keys(x)).unsqueeze(1)), 1)
+        turned = heads[..., : self._rope]
+        turned = turned.contiguous() if self._order is None else turned.index_select(2, self._order)
+        rotated = torch.empty_like(turned)
+        self.attention.rotate(turned, cos, sin, out=rotated)
+        heads = torch.cat((rotated, heads[..., self._rope :]), 2)
+        write_latent(keys, batch.cache_index, heads[:, -1])
+        weights = self._weights(x).float() * self._scale
+        self.chosen = self.attention.choose_tokens(heads[:, :-1], weights, keys, batch, index.chosen)

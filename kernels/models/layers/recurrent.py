@@ -1,0 +1,56 @@
+"""What layers that keep a state of each sequence share.
+
+A family declares the layers in ``ModelConfig.recurrent`` and their sizes in ``recurrence``. Such a layer projects all
+tokens of a step at once, then ``advance_states`` calls it for each segment: tokens [n, count] of n rows, on from their
+states, which it returns as they are afterwards. Batches, chunks of prompts and prefixes need no more of it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.contract.caches import CacheGroup
+from kernels.models.config import ModelConfig
+
+__all__ = ["CausalConvolution", "caches", "with_attention"]
+
+
+class CausalConvolution:
+    """A convolution of each channel over the last tokens, ``silu(weight * x + bias)``. ``weight`` [channels, 1, taps],
+    the last tap is the token's own. Its state is the ``taps - 1`` inputs before, [taps - 1, channels]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, activate: bool = True) -> None:
+        self.taps = weight.shape[-1]
+        self._weight = weight.squeeze(1).t().float().contiguous()
+        self._bias = None if bias is None else bias.float()
+        self._activate = activate
+
+    def __call__(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """``x`` [n, count, channels] after ``state`` [n, taps - 1, channels] -> results float32 [n, count, channels],
+        the state after."""
+        count = x.shape[1]
+        wide = torch.cat((state, x.to(state.dtype)), 1)
+        result = wide[:, :count].float() * self._weight[0]
+        for tap in range(1, self.taps):
+            result.addcmul_(wide[:, tap : tap + count].float(), self._weight[tap])
+        if self._bias is not None:
+            result += self._bias
+        return F.silu(result) if self._activate else result, wide[:, count:]
+
+
+def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
+    """The states of the recurrent layers; none where there are no such layers."""
+    if config.recurrence is None or not config.recurrent:
+        return ()
+    return (CacheGroup(config.recurrence.state(), tuple(sorted(config.recurrent))),)
+
+
+def with_attention(config: ModelConfig, attention: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:
+    """The caches of a model whose other layers have ``attention``, given as if all layers had it."""
+    groups = (
+        CacheGroup(group.spec, tuple(layer for layer in group.layers if layer not in config.recurrent))
+        for group in attention
+    )
+    return (*(group for group in groups if group.layers), *caches(config))

@@ -1,0 +1,214 @@
+"""What families read from config.json beyond the sizes that all have, and what they refuse by name."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kernels.contract.caches import CacheGroup, Paged, Window
+from kernels.contract.errors import ConfigError
+from kernels.contract.speculation import SpeculativeSettings
+from kernels.models.config import ModelConfig, QueryGrowth
+from kernels.models.config_loader import parse_config
+from kernels.models.layers import vocabulary
+from kernels.models.layers.rotary import alibi_slopes
+from kernels.models.registry import caches
+from tests.kits.driver import COMMON, DBRX, LONGCAT
+
+SPARSE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def read(architecture: str, **more: object) -> ModelConfig:
+    return parse_config(COMMON | {"num_hidden_layers": 4, "architectures": [f"{architecture}ForCausalLM"]} | more)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more", "says"),
+    [
+        ("BailingMoe", SPARSE | {"score_function": "best"}, "score_function must be softmax or sigmoid"),
+        ("Grok1", SPARSE | {"rope_type": "yarn"}, "rope_type 'yarn' is not supported; Grok 2 is run with original"),
+        ("Grok1", SPARSE | {"attn_temperature_len": 1}, "attn_temperature_len must be more than 1 token or -1"),
+        ("LongcatFlash", LONGCAT | {"router_bias": True}, "router_bias is not supported"),
+        ("Gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is for embeddings"),
+        ("Phimoe", {"num_local_experts": 1, "num_experts_per_tok": 1}, "num_local_experts 1 is less than the 2"),
+        ("HunYuanMoEV1", {"num_experts": 4, "moe_topk": [1, 2, 1, 1]}, "moe_topk must be the same in all layers"),
+        ("HunYuanMoEV1", {"num_experts": 4, "moe_topk": []}, "moe_topk must be the same in all layers"),
+        ("Dbrx", DBRX | {"attn_config": 3}, "attn_config must be an object"),
+        (
+            "Dbrx",
+            DBRX | {"ffn_config": {"moe_normalize_expert_weights": 2.0}},
+            "moe_normalize_expert_weights must be 1 or null",
+        ),
+        ("Cohere2Moe", SPARSE | {"num_shared_experts": -1}, "num_shared_experts must be a whole number"),
+        ("Cohere2Moe", SPARSE | {"expert_selection_fn": "best"}, "expert_selection_fn must be softmax or sigmoid"),
+        (
+            "Cohere2Moe",
+            SPARSE | {"shared_expert_combination_strategy": "most"},
+            "shared_expert_combination_strategy must be sum or average",
+        ),
+        ("Cohere2Moe", SPARSE | {"first_k_dense_replace": -1}, "first_k_dense_replace must be a whole number"),
+        ("Olmo", {"clip_qkv": -1.0}, "clip_qkv must be a number above 0"),
+        ("Gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is for embeddings"),
+        ("Gemma4", {"num_kv_shared_layers": 4}, "num_kv_shared_layers must be less than 4 layers"),
+        ("Gemma4", {"num_kv_shared_layers": 1}, "leaves no layer whose cache layer 3 reads"),
+        ("Gemma4", {"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config must say the same of each layer"),
+        ("Gemma4", {"per_layer_config": {"3": 8}}, "per_layer_config must have objects"),
+        (
+            "Gemma4",
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            "rope_type 'yarn' of full attention",
+        ),
+        (
+            "Gemma4",
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            "num_attention_heads 4 is not a multiple of num_global_key_value_heads 3",
+        ),
+        ("Llama4", SPARSE | {"no_rope_layers": [1]}, "no_rope_layers must have 0 or 1 for each layer"),
+        ("Llama4", SPARSE | {"moe_layers": 3}, "moe_layers must be a list of layers"),
+        (
+            "Llama4",
+            SPARSE | {"layer_types": 4 * ["sliding_attention"]},
+            "layer_types must say full_attention or chunked_attention",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_named(architecture: str, more: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read(architecture, **more)
+
+
+def test_first_files_of_gemma_mean_the_approximation_by_tanh() -> None:
+    assert read("Gemma", hidden_act="gelu").activation == "gelu_tanh"
+
+
+def test_sizes_that_hunyuan_lists_for_each_layer_are_read() -> None:
+    config = read("HunYuanMoEV1", num_experts=4, moe_topk=[2] * 4, moe_intermediate_size=[24] * 4)
+    assert config.experts is not None
+    assert (config.experts.chosen, config.experts.inner, config.experts.shared) == (2, 24, 24)
+
+
+def test_alpha_of_hunyuan_stretches_the_base() -> None:
+    config = read("HunYuanDenseV1", head_dim=16, rope_scaling={"type": "dynamic", "alpha": 50.0})
+    assert config.rope.theta == pytest.approx(10000.0 * 50.0 ** (16 / 14))
+
+
+def test_models_of_baichuan_differ_by_keys_and_sizes() -> None:
+    first, second = read("Baichuan", vocab_size=64000), read("Baichuan", max_position_embeddings=None)
+    assert (first.alibi, first.rope.kind, first.head_norm) == (False, "default", "")
+    assert (second.alibi, second.rope.kind, second.head_norm, second.max_positions) == (True, "none", "rows", 4096)
+
+
+@pytest.mark.parametrize("heads", [4, 6, 40])
+def test_slopes_of_heads_are_those_of_the_paper(heads: int) -> None:
+    slopes = alibi_slopes(heads)
+    power = 2 ** int(math.log2(heads))
+    assert slopes[:power] == pytest.approx([2 ** (-8 * head / power) for head in range(1, power + 1)])
+    between = [2 ** (-8 * head / (2 * power)) for head in range(1, 2 * power + 1)][::2]
+    assert slopes[power:] == pytest.approx(between[: heads - power])
+
+
+def test_a_normed_output_is_not_quantized() -> None:
+    source = SimpleNamespace(table=lambda name: torch.zeros(4, 2), projection=lambda names: (torch.zeros(4, 2),))
+    ops = SimpleNamespace(linear=SimpleNamespace(make_lookup=lambda table: table))
+    builder: Any = SimpleNamespace(source=source, ops=ops, fp32_head=False)
+    with pytest.raises(ConfigError, match="is normed when it is loaded; leave it unquantized"):
+        vocabulary.vocabulary(builder, read("Baichuan"))
+
+
+def test_longcat_takes_other_names_of_sizes() -> None:
+    config = read("LongcatFlash", **{key: value for key, value in LONGCAT.items() if key != "num_layers"})
+    assert config.layers == 4
+    assert config.experts is not None
+    assert (config.experts.layers, config.experts.identities) == ({0, 2}, 3)
+
+
+def test_ministral_3_grows_queries_if_nothing_is_said_of_rotation() -> None:
+    config = read("Ministral3")
+    assert (config.rope.kind, config.rope.theta) == ("yarn", 1e6)
+    assert config.query_growth == QueryGrowth(0.1, 16384)
+
+
+def test_phimoe_takes_the_factor_for_long_contexts() -> None:
+    scaling = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "long_mscale": 1.3}
+    rope = read("Phimoe", num_local_experts=4, num_experts_per_tok=2, rope_scaling=scaling,
+                original_max_position_embeddings=64).rope  # fmt: skip
+    assert (rope.kind, rope.attention_factor) == ("longrope", 1.3)
+
+
+def test_layers_of_gemma_4_share_the_last_cache_of_their_kind() -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    config = read("Gemma4", num_hidden_layers=5, layer_types=kinds, num_kv_shared_layers=2, global_head_dim=32)
+    assert config.shared_caches == {3: 2, 4: 1}
+    groups = caches(config, windows=True)
+    assert groups == (
+        CacheGroup(Paged(2, 32, 32), (1,)),
+        CacheGroup(Window(Paged(2, 256, 256), 512), (0, 2)),
+    )
+
+
+def test_keys_that_gemma_4_holds_and_does_not_use_are_left_out(reference: Any, drive: Any, tmp_path: Path) -> None:
+    model = reference("gemma4")
+    weights = load_file(model.path / "model.safetensors")
+    extra = {f"model.layers.5.self_attn.{part}_proj.weight": torch.zeros(64, 48) for part in "kv"}
+    save_file(weights | extra, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((model.path / "config.json").read_bytes())
+    assert drive(tmp_path).info.architecture == "Gemma4ForCausalLM"
+
+
+def test_heads_of_two_sizes_refuse_drafts(reference: Any, drive: Any) -> None:
+    with pytest.raises(ConfigError, match="heads of two sizes of Gemma4ForCausalLM is neither for speculative"):
+        drive(reference("gemma4").path, speculation=SpeculativeSettings("NGRAM"))
+
+
+@pytest.mark.parametrize(
+    ("more", "windows", "still", "sparse"),
+    [
+        ({}, [-64, -64, -64, 0], {3}, {0, 1, 2, 3}),
+        ({"no_rope_layer_interval": 2, "interleave_moe_layer_step": 2}, [-64, 0, -64, 0], {1, 3}, {1, 3}),
+        ({"no_rope_layers": [0, 1, 1, 1], "moe_layers": [2, 9]}, [0, -64, -64, -64], {0}, {2}),
+        ({"layer_types": ["full_attention", *3 * ["chunked_attention"]]}, [0, -64, -64, -64], {3}, {0, 1, 2, 3}),
+        ({"attention_chunk_size": None}, [0, 0, 0, 0], {3}, {0, 1, 2, 3}),
+    ],
+)
+def test_layers_of_llama_4_follow_config_json(
+    more: dict[str, object], windows: list[int], still: set[int], sparse: set[int]
+) -> None:
+    config = read("Llama4", **SPARSE | {"attention_chunk_size": 64} | more)
+    assert list(config.windows) == windows
+    assert set(config.ropes) == still
+    assert config.experts is not None
+    assert config.experts.layers == sparse
+
+
+def test_chunks_refuse_what_they_are_not_for(reference: Any, drive: Any) -> None:
+    path = reference("llama4").path
+    for options, says in (
+        ({"speculation": SpeculativeSettings("NGRAM")}, "attention in chunks of Llama4ForCausalLM is neither"),
+        ({"invariant": True}, "attention in chunks of Llama4ForCausalLM has no attention whose"),
+        ({"page_size": 64}, "attention_chunk_size 32 of Llama4ForCausalLM is not a multiple of --page-size 64"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            drive(path, **options)
+
+
+@pytest.mark.parametrize(
+    ("more", "windows", "still"),
+    [
+        ({}, [9, 9, 9, 0], {3}),
+        ({"first_k_dense_replace": 1}, [0, 9, 9, 9], set()),
+        ({"first_k_dense_replace": 1, "sliding_window_pattern": 3}, [0, 9, 9, 0], {3}),
+        ({"first_k_dense_replace": 2, "prefix_dense_sliding_window_pattern": 2}, [9, 0, 9, 9], {1}),
+    ],
+)
+def test_dense_layers_of_cohere_count_windows_apart(
+    more: dict[str, object], windows: list[int], still: set[int]
+) -> None:
+    config = read("Cohere2Moe", sliding_window=9, **SPARSE | more)
+    assert list(config.windows) == windows
+    assert set(config.ropes) == still

@@ -1,0 +1,115 @@
+"""Sparse attention of DeepSeek V3.2 and GLM-5: what is chosen, long prompts, caches, and sizes that are refused;
+``test_equality`` compares the families with transformers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.contract.caches import CacheGroup, Latent
+from kernels.contract.errors import ConfigError
+from kernels.core.attention_rows import AttentionRows
+from kernels.devices import sparse_attention
+from kernels.devices.sparse_attention import choose_tokens
+from kernels.models.config_loader import parse_config, read_config
+from kernels.models.registry import caches
+from tests.kits.driver import COMMON, INDEXED
+from tests.kits.parity import scored
+
+CONFIG = COMMON | INDEXED | {"architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize("numbers", [1 << 25, 20000], ids=["all-queries", "some-queries"])
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "glm5"])
+def test_long_prompts_attend_to_what_was_chosen(name, numbers, reference, drive, prompts, monkeypatch):
+    monkeypatch.setattr(sparse_attention, "_NUMBERS", numbers)
+    model, (prompt,) = reference(name), prompts(240)
+    found = scored(drive(model.path), prompt, [5, 135, 1, 99])
+    np.testing.assert_allclose(found, model.logprobs(prompt).numpy(), atol=2e-4, rtol=1e-4)
+
+
+def test_short_and_long_rows_share_a_step(reference, drive, prompts):
+    model, texts = reference("glm5"), prompts(5, 90, 40)
+    driver = drive(model.path)
+    for slot, text in enumerate(texts, start=1):
+        driver.admit(slot, text)
+    driver.step([(1, 5), (2, 60)])
+    driver.step([(1, 1), (2, 30), (3, 40)])
+    for slot, text in enumerate(texts, start=1):
+        assert driver.generate(slot, len(text) + 15) == model.greedy(text, len(text) + 15)
+
+
+def test_the_best_tokens_before_a_query_are_chosen():
+    generator = torch.Generator().manual_seed(3)
+    queries, weights = torch.randn(5, 4, 6, generator=generator), torch.randn(5, 4, generator=generator)
+    keys = torch.randn(16, 6, generator=generator)
+    cache = torch.full((6, 4, 6), torch.nan)
+    pages = [5, 2, 3, 1]
+    for index, page in enumerate(pages):
+        cache[page] = keys[4 * index : 4 * index + 4]
+    rows = AttentionRows(
+        np.array([2, 11]), np.array([1, 4]), np.array([[4, 0, 0, 0], pages], dtype=np.int32), decodes=1
+    )
+    first, second = choose_tokens(queries, weights, cache, rows, 5)
+    assert first is None
+    scores = (torch.einsum("qhd,kd->qhk", queries[1:], keys).relu() * weights[1:, :, None]).sum(1)
+    for query in range(4):
+        expected = scores[query, : 12 + query].topk(5).indices
+        assert set(second[query].tolist()) == set(expected.tolist())
+
+
+def test_queries_with_few_tokens_choose_all_of_them():
+    queries, weights, cache = torch.randn(8, 2, 6), torch.randn(8, 2), torch.randn(3, 4, 6)
+    rows = AttentionRows(np.array([0]), np.array([8]), np.array([[1, 2]], dtype=np.int32), decodes=0)
+    (chosen,) = choose_tokens(queries, weights, cache, rows, 6)
+    for query in range(5):
+        assert sorted(chosen[query].tolist()) == [-1] * (5 - query) + list(range(query + 1))
+
+
+def test_layers_without_an_indexer_cache_no_keys_of_it(reference):
+    assert caches(read_config(reference("deepseek-v3.2").path)) == (CacheGroup(Latent(24, 8, 12), (0, 1, 2)),)
+    assert caches(read_config(reference("glm5").path)) == (
+        CacheGroup(Latent(24, 8, 12), (0, 2)),
+        CacheGroup(Latent(24, 8), (1, 3)),
+    )
+
+
+def test_pages_of_broken_rows_lose_their_keys(reference, drive, prompts):
+    driver, (text,) = drive(reference("glm5").path), prompts(30)
+    driver.admit(1, text)
+    driver.step([(1, 30)])
+    loaded, pages = driver.runner._loaded, list(driver.pages[1])
+    own = [loaded.caches[layer].keys for layer in (0, 2)]
+    assert all(keys[pages].any() for keys in own)
+    with torch.inference_mode():
+        loaded.clear_pages(pages)
+    assert not any(keys[pages].any() for keys in own)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"index_topk": 0}, "index_topk must be a whole number"),
+        ({"index_head_dim": 4}, "index_head_dim 4 is less than qk_rope_head_dim 8"),
+        ({"q_lora_rank": None}, "needs q_lora_rank"),
+        ({"indexer_types": ["full"]}, "indexer_types must say full or shared for each layer"),
+        ({"index_topk_pattern": "SFFF"}, "indexer_types must begin with full"),
+    ],
+)
+def test_what_is_wrong_with_an_indexer_is_named(change, says):
+    with pytest.raises(ConfigError, match=says):
+        parse_config(CONFIG | change)
+
+
+def test_layers_with_an_indexer_follow_config_json():
+    def own(**more):
+        latent = parse_config(CONFIG | more).latent
+        return sorted(latent.index.own)
+
+    assert own() == [0, 1, 2, 3]
+    assert own(index_topk_freq=2) == [0, 1, 3]
+    assert own(index_topk_freq=2, index_skip_topk_offset=1) == [0, 2]
+    assert own(index_topk_pattern="FFSS") == [0, 1]
+    assert own(indexer_types=["full", "shared", "shared", "full"]) == [0, 3]
