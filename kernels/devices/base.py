@@ -16,6 +16,7 @@ from kernels.devices.attention import Attention
 from kernels.devices.cache import KvCaches
 from kernels.devices.capture import Capture
 from kernels.devices.communication import Communication
+from kernels.devices.delta_rule import DeltaRule
 from kernels.devices.draft_kernels import DraftKernels
 from kernels.devices.elementwise import Elementwise
 from kernels.devices.experts import ExpertLayers
@@ -66,6 +67,7 @@ class Device(ABC):
     sampling: SamplingKernels
     capture: Capture
     drafting: DraftKernels | None = None
+    delta: DeltaRule = DeltaRule()
 
     @abstractmethod
     def bind_thread(self) -> None:

@@ -17,7 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["DeltaTokens", "delta_chunks", "delta_rule", "delta_step"]
+from kernels.core.batch import StateSegments
+from kernels.devices.state_cache import StateCache
+
+__all__ = ["DeltaInputs", "DeltaRule", "DeltaTokens", "delta_chunks", "delta_rule", "delta_step"]
 
 _CHUNK = 64
 """Tokens that are computed in parallel."""
@@ -36,6 +39,32 @@ class DeltaTokens:
     v: Tensor
     decay: Tensor
     beta: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaInputs:
+    """What a layer makes of a step's tokens: inputs of the convolution ``mixed`` [tokens, channels], queries, keys and
+    values; ``gates`` [tokens, values] of the results; ``betas`` float32 [tokens, heads]; ``decays`` float32 [tokens,
+    heads, 1 or k_dim]."""
+
+    mixed: Tensor
+    gates: Tensor
+    betas: Tensor
+    decays: Tensor
+
+
+class DeltaRule:
+    """Steps of gated delta nets. A device overrides what it has kernels for."""
+
+    def step(
+        self, inputs: DeltaInputs, weight: Tensor, cache: StateCache, segment: StateSegments, out: Tensor, share: int
+    ) -> bool:
+        """Run a segment of one token a row: convolution by ``weight`` float32 [taps, channels] and silu, lengths of
+        queries and keys, and the rule. ``cache``: the convolution's inputs and the delta rule's states. ``out``
+        [tokens, heads, v_dim]. ``share``: value heads of a key head. -> False: nothing has run, as the device has no
+        kernel for it.
+        """
+        return False
 
 
 def delta_rule(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -166,7 +166,11 @@ class ExpertsInTurn:
         return choose(self.router(x), self.routing)[1]
 
     def __call__(self, x: Tensor) -> Tensor:
-        weights, experts = choose(self.router(x), self.routing)
+        return self.run(x, self.router(x))
+
+    def run(self, x: Tensor, logits: Tensor) -> Tensor:
+        """The experts of ``x`` [tokens, hidden] that ``logits`` [tokens, experts] choose."""
+        weights, experts = choose(logits, self.routing)
         order = experts.flatten().argsort(stable=True)
         counts = experts.flatten().bincount(minlength=len(self.experts)).tolist()
         tokens, weights = order // self.routing.chosen, weights.flatten()[order].unsqueeze(1)
@@ -332,9 +336,9 @@ class ExpertLayers:
         gate: Linear | None = None,
         *,
         identities: int = 0,
-    ) -> Experts:
-        """The same by ``ExpertsInTurn``. ``reason``: for the log. ``identities``: so many more experts return what they
-        are given; a negative number: nothing, since another rank does."""
+    ) -> ExpertsInTurn:
+        """The same by ``ExpertsInTurn``. ``reason``: for the log. ``gate``: as ``make_gated``. ``identities``: so many
+        more experts return what they are given; a negative number: nothing, since another rank does."""
         self.reads_back = True
         self.fallbacks.log(
             "experts are run one by one (%s): the host reads back which are chosen, so decodes are not captured", reason
@@ -350,7 +354,7 @@ class ExpertLayers:
         return ExpertsInTurn(router, made, routing)
 
     def make_gated(self, expert: ExpertWeights, gate: Linear | None) -> Linear:
-        """The inner activations of an expert."""
+        """The inner activations of an expert. ``gate``: in place of SwiGLU's; ``gate_up`` has the outputs it reads."""
         if gate is None:
             return self.linear.make_gated(expert.gate_up, expert.gate_up_bias)
         linear = self.linear.make_projection(expert.gate_up, expert.gate_up_bias)

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from kernels.contract.caches import CacheGroup
 from kernels.contract.errors import ConfigError
+from kernels.devices.delta_rule import DeltaInputs
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.decoder import Decoder
 from kernels.models.layers import mla, recurrent, sparse
 from kernels.models.layers.block import AttentionLayer
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
-from kernels.models.layers.delta_net import DeltaConfig, DeltaInputs, GatedDeltaNet, sizes
+from kernels.models.layers.delta_net import DeltaConfig, GatedDeltaNet, sizes
 from kernels.models.layers.moe import ExpertNames
 from kernels.models.layers.recurrent import CausalConvolution
 from kernels.weights.tensors import Role, Split, TensorSpec, by_inputs, by_outputs, linear, norm

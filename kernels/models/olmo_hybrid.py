@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from kernels.contract.caches import CacheGroup
+from kernels.devices.delta_rule import DeltaInputs
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.decoder import Decoder
 from kernels.models.layers import delta_net, gqa, mlp, recurrent, vocabulary
 from kernels.models.layers.block import Block, Norms, gated_mlp, wide_attention
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
-from kernels.models.layers.delta_net import DeltaConfig, DeltaInputs, GatedDeltaNet, HeadDecay
+from kernels.models.layers.delta_net import DeltaConfig, GatedDeltaNet, HeadDecay
 from kernels.models.layers.recurrent import CausalConvolution
 from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear, norm
 

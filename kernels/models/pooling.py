@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from kernels.contract.errors import ConfigError
 from kernels.contract.pooling import DenseConfig, PoolingConfig
-from kernels.models.registry import BIDIRECTIONAL, HEADS, Entry, base_architecture, find_encoder
+from kernels.models.registry import BIDIRECTIONAL, HEADS, Entry, base_architecture, find_encoder, is_decoder
 
 __all__ = ["read_pooling"]
 
@@ -64,7 +64,7 @@ def read_pooling(directory: Path, config: Mapping[str, Any], is_embedding: bool 
     if name.endswith(HEADS):
         return _classifier(name, config, entry)
     modules, dense = _modules(directory)
-    headless = name.endswith("Model") and not name.endswith("LMHeadModel")
+    headless = name.endswith("Model") and not name.endswith("LMHeadModel") and not is_decoder(name)
     if not (modules or encoder or headless or is_embedding):
         if both_ways:
             raise ConfigError(

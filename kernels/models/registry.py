@@ -42,6 +42,7 @@ __all__ = [
     "find",
     "find_encoder",
     "find_gguf",
+    "is_decoder",
     "tensors",
 ]
 
@@ -108,6 +109,8 @@ BUILT_IN = (
     Entry("BailingMoeForCausalLM", "kernels.models.bailing_moe"),
     Entry("BailingMoeV2ForCausalLM", "kernels.models.bailing_moe"),
     *_encoders("Bert", "kernels.models.bert"),
+    Entry("ChatGLMForConditionalGeneration", "kernels.models.chatglm"),
+    Entry("ChatGLMModel", "kernels.models.chatglm"),
     Entry("Cohere2ForCausalLM", "kernels.models.cohere2"),
     Entry("Cohere2MoeForCausalLM", "kernels.models.cohere2_moe"),
     Entry("CohereForCausalLM", "kernels.models.cohere"),
@@ -119,6 +122,7 @@ BUILT_IN = (
     Entry("ExaoneForCausalLM", "kernels.models.exaone"),
     Entry("Exaone4ForCausalLM", "kernels.models.exaone4"),
     Entry("ExaoneMoeForCausalLM", "kernels.models.exaone_moe"),
+    Entry("FalconH1ForCausalLM", "kernels.models.falcon_h1"),
     Entry("Gemma2ForCausalLM", "kernels.models.gemma2"),
     Entry("Gemma3ForCausalLM", "kernels.models.gemma3"),
     Entry("Gemma4ForCausalLM", "kernels.models.gemma4"),
@@ -131,11 +135,14 @@ BUILT_IN = (
     Entry("GptOssForCausalLM", "kernels.models.gpt_oss"),
     Entry("GraniteForCausalLM", "kernels.models.granite"),
     Entry("GraniteMoeForCausalLM", "kernels.models.granite_moe"),
+    Entry("GraniteMoeHybridForCausalLM", "kernels.models.granite_moe_hybrid"),
     Entry("Grok1ForCausalLM", "kernels.models.grok"),
     Entry("HunYuanDenseV1ForCausalLM", "kernels.models.hunyuan"),
     Entry("HunYuanMoEV1ForCausalLM", "kernels.models.hunyuan_moe"),
     Entry("InternLM2ForCausalLM", "kernels.models.internlm2"),
     Entry("KimiLinearForCausalLM", "kernels.models.kimi_linear"),
+    Entry("Lfm2ForCausalLM", "kernels.models.lfm2"),
+    Entry("Lfm2MoeForCausalLM", "kernels.models.lfm2_moe"),
     Entry("Llama4ForCausalLM", "kernels.models.llama4"),
     Entry("LlamaForCausalLM", "kernels.models.llama", gguf="llama", gguf_window="ignored"),
     Entry("LongcatFlashForCausalLM", "kernels.models.longcat_flash"),
@@ -147,6 +154,7 @@ BUILT_IN = (
     Entry("Mistral4ForCausalLM", "kernels.models.mistral4"),
     Entry("MistralForCausalLM", "kernels.models.mistral", gguf="llama", gguf_window="ignored"),
     Entry("MixtralForCausalLM", "kernels.models.mixtral", gguf="llama", gguf_experts=True, gguf_window="ignored"),
+    Entry("NemotronHForCausalLM", "kernels.models.nemotron_h"),
     Entry("Olmo2ForCausalLM", "kernels.models.olmo2", gguf="olmo2", gguf_window="another"),
     Entry("Olmo3ForCausalLM", "kernels.models.olmo3"),
     Entry("OlmoForCausalLM", "kernels.models.olmo"),
@@ -171,6 +179,7 @@ BUILT_IN = (
     Entry("StableLmForCausalLM", "kernels.models.stablelm"),
     Entry("Starcoder2ForCausalLM", "kernels.models.starcoder2"),
     *_encoders("XLMRoberta", "kernels.models.bert", padded_positions=True),
+    Entry("XverseForCausalLM", "kernels.models.xverse"),
 )
 _BY_ARCHITECTURE = {entry.architecture: entry for entry in BUILT_IN}
 
@@ -240,6 +249,12 @@ def find_encoder(architecture: str) -> Entry | None:
     """The entry of an encoder; None for other architectures."""
     entry = _BY_ARCHITECTURE.get(architecture)
     return entry if entry is not None and entry.encoder else None
+
+
+def is_decoder(architecture: str) -> bool:
+    """Whether a decoder that generates text is built in under this very name."""
+    entry = _BY_ARCHITECTURE.get(architecture)
+    return entry is not None and not entry.encoder
 
 
 def find_gguf(name: str, experts: bool) -> Entry | None:

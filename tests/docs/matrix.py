@@ -14,7 +14,7 @@ from kernels.devices.features import DeviceFeatures
 from kernels.devices.npu.features import FEATURES as NPU
 from kernels.models.registry import BUILT_IN, Support, families
 from tests.kits.device_features import features_of
-from tests.kits.driver import FAMILIES, LATENT, SPARSE
+from tests.kits.driver import FAMILIES, HYBRID, LATENT, SPARSE
 from tests.kits.fallback import RUNS, TABLE
 
 __all__ = ["architectures", "code", "code_architectures", "matrix"]
@@ -29,7 +29,9 @@ FEATURES: Mapping[str, str] = {
     "T": "tensor parallelism",
     "G": "decode steps captured into graphs, or on a CPU into programs of native operators",
 }
-COMPARED = frozenset(f"{family}ForCausalLM" for family, _ in (FAMILIES | LATENT | SPARSE).values())
+COMPARED = frozenset(
+    f"{family.removesuffix('Text')}ForCausalLM" for family, _ in (FAMILIES | HYBRID | LATENT | SPARSE).values()
+)
 """Families whose answers tests compare with transformers' on every device."""
 
 
@@ -74,7 +76,7 @@ def _families() -> Iterator[tuple[str, str, tuple[str, ...]]]:
         architecture = family.architecture
         if architecture not in built_in:
             continue
-        note = "" if architecture in COMPARED else "²"
+        note = "" if architecture.replace("ForConditionalGeneration", "ForCausalLM") in COMPARED else "²"
         does = [
             " ".join(_letters(family, features, device == "CPU")) + ("" if device == "CPU" else note)
             for device, features in DEVICES.items()

@@ -17,17 +17,22 @@ from kernels.core.layer_context import RowAdapters
 from kernels.execution.runner import ModelRunner
 from tests.kits.driver import (
     COMMON,
+    CONVOLUTIONS,
     DEEPSEEK,
     DELTA,
     DENSE,
     DIVIDED,
     EXPERTS,
+    FALCON,
     FAMILIES,
     GPT_OSS,
+    GRANITE_HYBRID,
     HYBRID,
     INDEXED,
     KIMI_LINEAR,
     LATENT,
+    LFM2_EXPERTS,
+    NEMOTRON,
     ROUTED,
     SHARED,
     SPARSE,
@@ -93,6 +98,13 @@ DIVISIBLE |= {
     if name in DIVIDED
 }
 
+DIVISIBLE |= {
+    "parallel-falcon-h1": ("FalconH1", FALCON | {"vocab_size": 212, "mamba_rms_norm": True}),
+    "parallel-granite-4": ("GraniteMoeHybrid", GRANITE_HYBRID | {"vocab_size": 212, "num_local_experts": 4}),
+    "parallel-lfm2-moe": ("Lfm2Moe", CONVOLUTIONS | LFM2_EXPERTS | {"vocab_size": 212, "conv_bias": True}),
+    "parallel-nemotron-3": ("NemotronH", NEMOTRON | {"vocab_size": 212, "moe_latent_size": 20}),
+}
+
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {  # whose sizes the CPU's native operators take
     "native-qwen3": (
         "Qwen3",
@@ -123,7 +135,7 @@ class Reference:
             if part.endswith("A_log"):  # states that remember some tens of tokens
                 parameter.data.sub_(4.0)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.3)
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
@@ -152,8 +164,8 @@ class PublishedReference(Reference):
     """A model of a family that transformers lacks, by a description in plain torch."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        sizes = {"vocab_size": 212} if name.startswith("parallel-") else {}
-        self.path, self.forward = directory, save_published(name.removeprefix("parallel-"), directory, sizes)
+        vocab, own = (212 if name.startswith("parallel-") else 0), name.removeprefix("parallel-")
+        self.path, self.forward = directory, save_published(own, directory, vocab)
 
     def logprobs(self, tokens: Sequence[int]) -> Any:
         """float32 [tokens, vocab]"""

@@ -18,19 +18,24 @@ from kernels.execution.runner import ModelRunner
 
 __all__ = [
     "COMMON",
+    "CONVOLUTIONS",
     "DEEPSEEK",
     "DELTA",
     "DENSE",
     "DIVIDED",
     "EXPERTS",
+    "FALCON",
     "FAMILIES",
     "GPT_OSS",
+    "GRANITE_HYBRID",
     "GREEDY",
     "HYBRID",
     "INDEXED",
     "KIMI_LINEAR",
     "LATENT",
+    "LFM2_EXPERTS",
     "LLAMA3_ROPE",
+    "NEMOTRON",
     "ROUTED",
     "SHARED",
     "SPARSE",
@@ -500,6 +505,59 @@ DELTA = {
 }
 """Three layers of gated delta nets before one of attention."""
 
+CONVOLUTIONS = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "pad_token_id": 0}
+LFM2_EXPERTS = {
+    "num_dense_layers": 1,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+}
+_NEMOTRON_3 = ["moe", "linear_attention", "moe", "full_attention"]
+GRANITE_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 64,
+    "num_experts_per_tok": 2,
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 3.0,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+}
+FALCON = {
+    "pad_token_id": 0,
+    "mamba_n_heads": 8,
+    "mamba_d_ssm": 48,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 10,
+    "lm_head_multiplier": 0.5,
+    "embedding_multiplier": 3.0,
+    "mlp_multipliers": [0.7, 0.6],
+    "key_multiplier": 0.4,
+    "attention_out_multiplier": 0.9,
+    "attention_in_multiplier": 1.2,
+    "ssm_multipliers": [0.6, 0.8, 1.3, 0.9, 1.1],
+    "ssm_in_multiplier": 0.8,
+    "ssm_out_multiplier": 0.5,
+}
+NEMOTRON = {
+    "pad_token_id": 0,
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "n_groups": 2,
+    "ssm_state_size": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 40,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.75,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
+}
+
 KIMI_LINEAR = {key: value for key, value in DEEPSEEK.items() if key != "n_routed_experts"} | {
     "num_local_experts": 8,
     "num_hidden_layers": 5,
@@ -510,6 +568,24 @@ KIMI_LINEAR = {key: value for key, value in DEEPSEEK.items() if key != "n_routed
 }
 
 HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some layers keep states
+    "falcon-h1": ("FalconH1", FALCON),
+    "falcon-h1-normed": (
+        "FalconH1",
+        FALCON | {"mamba_rms_norm": True, "projectors_bias": True, "mamba_proj_bias": True, "attention_bias": True},
+    ),
+    "granite-4": ("GraniteMoeHybrid", GRANITE_HYBRID | {"num_local_experts": 5}),
+    "granite-4-dense": (
+        "GraniteMoeHybrid",
+        GRANITE_HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 2},
+    ),
+    "lfm2": ("Lfm2", CONVOLUTIONS),
+    "lfm2-biased": ("Lfm2", CONVOLUTIONS | {"conv_bias": True, "block_auto_adjust_ff_dim": False}),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        CONVOLUTIONS | LFM2_EXPERTS,
+    ),
+    "nemotron-h": ("NemotronH", NEMOTRON),
+    "nemotron-3": ("NemotronH", NEMOTRON | {"moe_latent_size": 20, "layers_block_type": _NEMOTRON_3}),
     "qwen3-next": ("Qwen3Next", SHARED | DELTA | {"num_hidden_layers": 5}),
     "qwen3.5": ("Qwen3_5Text", DELTA | {"tie_word_embeddings": True}),
     "qwen3.5-moe": ("Qwen3_5MoeText", SHARED | DELTA | {"layer_types": [*2 * ["linear_attention", "full_attention"]]}),

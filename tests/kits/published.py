@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.kits.driver import COMMON
+from tests.kits.driver import COMMON, VOCAB
 
 __all__ = ["PUBLISHED", "save_published"]
 
@@ -31,6 +31,25 @@ LING = COMMON | {
     "rms_norm_eps": 1e-6,
     "rope_theta": 600000,
     "norm_topk_prob": True,
+}
+
+CHATGLM = {
+    "architectures": ["ChatGLMModel"],
+    "padded_vocab_size": VOCAB,
+    "hidden_size": 48,
+    "ffn_hidden_size": 80,
+    "num_layers": 3,
+    "num_attention_heads": 4,
+    "kv_channels": 16,
+    "multi_query_attention": True,
+    "multi_query_group_num": 2,
+    "seq_length": 256,
+    "layernorm_epsilon": 1e-5,
+    "rmsnorm": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": True,
+    "original_rope": True,
+    "rope_ratio": 50,
 }
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -55,6 +74,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "partial_rotary_factor": 0.5,
     },
+    "chatglm": CHATGLM,
+    "xverse": COMMON | {"architectures": ["XverseForCausalLM"], "rms_norm_eps": 1e-6},
+    "xverse-moe": COMMON
+    | {
+        "architectures": ["XverseForCausalLM"],
+        "intermediate_size": 32,
+        "num_experts": 6,
+        "moe_top_k": 2,
+        "num_shared_experts": 2,
+        "rms_norm_eps": 1e-6,
+    },
     "grok": COMMON
     | {
         "architectures": ["Grok1ForCausalLM"],
@@ -76,14 +106,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
-def save_published(name: str, directory: Path, sizes: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
-    """Save the model ``name`` with other ``sizes`` to ``directory``. -> tokens int64 [n] to logits [n, vocab]."""
+def save_published(name: str, directory: Path, vocab_size: int = 0) -> Callable[[Tensor], Tensor]:
+    """Save the model ``name`` to ``directory``, with another ``vocab_size`` if it is given. -> what gives logits [n,
+    vocab] of tokens int64 [n]."""
     from safetensors.torch import save_file
 
     from kernels.models.config_loader import parse_config
     from kernels.models.registry import tensors
 
-    config = {key: value for key, value in (PUBLISHED[name] | dict(sizes)).items() if value is not None}
+    config = {key: value for key, value in PUBLISHED[name].items() if value is not None}
+    if vocab_size:
+        config["padded_vocab_size" if "padded_vocab_size" in config else "vocab_size"] = vocab_size
     generator = torch.Generator().manual_seed(sum(name.encode()))
     weights = {}
     for tensor, spec in tensors(parse_config(config)).items():
@@ -91,7 +124,7 @@ def save_published(name: str, directory: Path, sizes: Mapping[str, Any]) -> Call
         weights[tensor] = torch.randn(spec.shape, generator=generator) * 0.3 + mean
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config))
-    forward = {"baichuan": _baichuan, "ling": _ling, "grok": _grok}[name.split("-")[0]]
+    forward = _FORWARD[name.split("-")[0]]
     return lambda tokens: forward(config, weights, tokens)
 
 
@@ -256,3 +289,72 @@ def _grok(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
         _norm(x, weights["model.norm.weight"], eps) * config["output_multiplier_scale"] @ weights["lm_head.weight"].T
     )
     return final * torch.tanh(logits / final)
+
+
+def _chatglm(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
+    eps, dim = config["layernorm_epsilon"], config["kv_channels"]
+    heads, kv_heads = config["num_attention_heads"], config["multi_query_group_num"]
+    x = weights["transformer.embedding.word_embeddings.weight"][tokens]
+    rates = 1.0 / (10000 * config["rope_ratio"]) ** (torch.arange(0, dim // 2, 2) / (dim // 2))
+    angles = torch.arange(len(x)).unsqueeze(1) * rates
+    turn = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
+
+    def rotated(x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x[..., : dim // 2].unflatten(-1, (-1, 2)).contiguous())
+        return torch.cat((torch.view_as_real(pairs * turn).flatten(-2), x[..., dim // 2 :]), -1)
+
+    for index in range(config["num_layers"]):
+        name = f"transformer.encoder.layers.{index}"
+        normed = _norm(x, weights[f"{name}.input_layernorm.weight"], eps)
+        module = f"{name}.self_attention.query_key_value"
+        projected = normed @ weights[f"{module}.weight"].T + weights[f"{module}.bias"]
+        queries, keys, values = projected.unflatten(1, (-1, dim)).split((heads, kv_heads, kv_heads), 1)
+        result = _attended(rotated(queries), rotated(keys), values)
+        x = x + result @ weights[f"{name}.self_attention.dense.weight"].T
+        normed = _norm(x, weights[f"{name}.post_attention_layernorm.weight"], eps)
+        gate, up = (normed @ weights[f"{name}.mlp.dense_h_to_4h.weight"].T).chunk(2, -1)
+        x = x + (F.silu(gate) * up) @ weights[f"{name}.mlp.dense_4h_to_h.weight"].T
+    return (
+        _norm(x, weights["transformer.encoder.final_layernorm.weight"], eps)
+        @ weights["transformer.output_layer.weight"].T
+    )
+
+
+def _xverse(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
+    eps, dim = config["rms_norm_eps"], config["hidden_size"] // config["num_attention_heads"]
+
+    def experts(module: str, x: Tensor) -> Tensor:
+        best = (x @ weights[f"{module}.router.weight"].T).softmax(-1).topk(config["moe_top_k"], -1)
+        rows = [
+            torch.stack(
+                [
+                    share * _mlp(weights, f"{module}.experts.{int(one)}", row)
+                    for share, one in zip(own, taken, strict=True)
+                ]
+            ).sum(0)
+            for row, own, taken in zip(x, *best, strict=True)
+        ]
+        return torch.stack(rows) + _mlp(weights, f"{module}.shared_experts", x)
+
+    x = weights["model.embed_tokens.weight"][tokens]
+    for index in range(config["num_hidden_layers"]):
+        name = f"model.layers.{index}"
+        normed = _norm(x, weights[f"{name}.input_layernorm.weight"], eps)
+        queries, keys, values = (
+            (normed @ weights[f"{name}.self_attn.{part}_proj.weight"].T).unflatten(1, (-1, dim)) for part in "qkv"
+        )
+        result = _attended(_rotated(queries, 10000.0, dim), _rotated(keys, 10000.0, dim), values)
+        x = x + result @ weights[f"{name}.self_attn.o_proj.weight"].T
+        normed = _norm(x, weights[f"{name}.post_attention_layernorm.weight"], eps)
+        sparse = "num_experts" in config
+        x = x + (experts(f"{name}.mlp", normed) if sparse else _mlp(weights, f"{name}.mlp", normed))
+    return _norm(x, weights["model.norm.weight"], eps) @ weights["lm_head.weight"].T
+
+
+_FORWARD: dict[str, Callable[[Config, Weights, Tensor], Tensor]] = {
+    "baichuan": _baichuan,
+    "chatglm": _chatglm,
+    "grok": _grok,
+    "ling": _ling,
+    "xverse": _xverse,
+}

@@ -11,6 +11,7 @@ from kernels.devices.communication import Communication
 from kernels.devices.cuda.attention.attention import CudaAttention
 from kernels.devices.cuda.cache import CudaCaches
 from kernels.devices.cuda.capture import CudaCapture
+from kernels.devices.cuda.delta_rule import CudaDeltaRule
 from kernels.devices.cuda.drafting.draft_kernels import CudaDraftKernels
 from kernels.devices.cuda.elementwise.elementwise import CudaElementwise
 from kernels.devices.cuda.elementwise.sampling import greedy_tokens, mask_logits
@@ -83,6 +84,7 @@ class CudaDevice(Device):
         self.attention = CudaAttention(self.cache, memory, config.page_size)
         self.sampling = SamplingKernels(greedy=greedy_tokens, mask=mask_logits)
         self.drafting = CudaDraftKernels(memory)
+        self.delta = CudaDeltaRule()
         self.capture = CudaCapture(config, memory, self.cache, self.experts)
 
     def bind_thread(self) -> None:

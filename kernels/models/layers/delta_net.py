@@ -20,14 +20,14 @@ from kernels.contract.caches import State
 from kernels.contract.errors import ConfigError
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Linear, Norm
-from kernels.devices.delta_rule import DeltaTokens, delta_rule
+from kernels.devices.delta_rule import DeltaInputs, DeltaTokens, delta_rule
 from kernels.devices.state_cache import StateCache, advance_states
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.recurrent import CausalConvolution
 from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear, norm
 
-__all__ = ["DeltaConfig", "DeltaInputs", "GatedDeltaNet", "HeadDecay", "layer", "read", "sizes", "tensors"]
+__all__ = ["DeltaConfig", "GatedDeltaNet", "HeadDecay", "layer", "read", "sizes", "tensors"]
 
 
 @dataclass(frozen=True)
@@ -165,17 +165,6 @@ class HeadDecay:
         return (self._factor * F.softplus(x.float() + self._offset)).unsqueeze(-1)
 
 
-@dataclass(frozen=True, eq=False)
-class DeltaInputs:
-    """What a layer makes of its tokens: the convolution's inputs [tokens, channels], the gates of the results [tokens,
-    values], ``betas`` float32 [tokens, heads], ``decays`` float32 [tokens, heads, 1 or key_dim]."""
-
-    mixed: Tensor
-    gates: Tensor
-    betas: Tensor
-    decays: Tensor
-
-
 class GatedDeltaNet:
     """A gated delta net of any family, made of its parts. ``gate``: the activation of the gates."""
 
@@ -190,7 +179,7 @@ class GatedDeltaNet:
         *,
         gate: Callable[[Tensor], Tensor] = F.silu,
     ) -> None:
-        self.sizes, self.spec, self.rows = delta, delta.state(), builder.rows
+        self.sizes, self.spec, self.rows, self.rule = delta, delta.state(), builder.rows, builder.ops.delta
         self.inputs, self.convolution, self.norm, self.output, self.gate = inputs, convolution, norm, output, gate
 
     def __call__(
@@ -223,7 +212,9 @@ class GatedDeltaNet:
             out.index_copy_(0, at, found.flatten(0, 1).to(out.dtype))
             return [before, memory]
 
-        advance_states(cache, batch.bounded[self.spec].segments, advance)
+        for segment in batch.bounded[self.spec].segments:
+            if not self.rule.step(inputs, self.convolution.weight, cache, segment, out, share):
+                advance_states(cache, (segment,), advance)
         if wanted is not None:
             out, gates = out.index_select(0, wanted), gates.index_select(0, wanted)
             if self.rows is not None:

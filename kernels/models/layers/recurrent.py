@@ -23,7 +23,7 @@ class CausalConvolution:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, activate: bool = True) -> None:
         self.taps = weight.shape[-1]
-        self._weight = weight.squeeze(1).t().float().contiguous()
+        self.weight = weight.squeeze(1).t().float().contiguous()
         self._bias = None if bias is None else bias.float()
         self._activate = activate
 
@@ -32,9 +32,9 @@ class CausalConvolution:
         the state after."""
         count = x.shape[1]
         wide = torch.cat((state, x.to(state.dtype)), 1)
-        result = wide[:, :count].float() * self._weight[0]
+        result = wide[:, :count].float() * self.weight[0]
         for tap in range(1, self.taps):
-            result.addcmul_(wide[:, tap : tap + count].float(), self._weight[tap])
+            result.addcmul_(wide[:, tap : tap + count].float(), self.weight[tap])
         if self._bias is not None:
             result += self._bias
         return F.silu(result) if self._activate else result, wide[:, count:]

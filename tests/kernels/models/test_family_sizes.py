@@ -25,12 +25,15 @@ SPARSE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 3
 
 
 def read(architecture: str, **more: object) -> ModelConfig:
-    return parse_config(COMMON | {"num_hidden_layers": 4, "architectures": [f"{architecture}ForCausalLM"]} | more)
+    name = "ChatGLMModel" if architecture == "ChatGLM" else f"{architecture}ForCausalLM"
+    return parse_config(COMMON | {"num_hidden_layers": 4, "architectures": [name]} | more)
 
 
 @pytest.mark.parametrize(
     ("architecture", "more", "says"),
     [
+        ("ChatGLM", {"post_layer_norm": False}, "post_layer_norm must be True, and is False"),
+        ("ChatGLM", {"add_bias_linear": True}, "add_bias_linear must be False, and is True"),
         ("BailingMoe", SPARSE | {"score_function": "best"}, "score_function must be softmax or sigmoid"),
         ("Grok1", SPARSE | {"rope_type": "yarn"}, "rope_type 'yarn' is not supported; Grok 2 is run with original"),
         ("Grok1", SPARSE | {"attn_temperature_len": 1}, "attn_temperature_len must be more than 1 token or -1"),

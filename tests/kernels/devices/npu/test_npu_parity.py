@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kits.driver import FAMILIES, LATENT, ROUTED, SPARSE
+from tests.kits.driver import FAMILIES, HYBRID, LATENT, ROUTED, SPARSE
 from tests.kits.parity import half_precision, scored, traffic
 
 PAGE = 128
@@ -20,7 +20,7 @@ OPTIONS = {"device": "npu", "page_size": PAGE, "max_step_tokens": 256, "max_tota
 
 
 @pytest.mark.parametrize(
-    "name", [*FAMILIES, *SPARSE, *LATENT, *ROUTED, "cohere-normed", "gemma2", "gemma3", "stablelm"]
+    "name", [*FAMILIES, *SPARSE, *LATENT, *ROUTED, *HYBRID, "cohere-normed", "gemma2", "gemma3", "stablelm"]
 )
 @pytest.mark.parametrize("chunks", [[181], [7, 140, 1, 1, 12, 20]], ids=["whole", "chunked"])
 def test_float32_logits_match_at_every_position(name, chunks, reference, drive, prompts):

@@ -1,0 +1,186 @@
+"""Decodes of gated delta nets: the convolution of a token, and its step of the delta rule, in two kernels. States are
+read from their pages and written to them in place."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.core.batch import StateSegments
+from kernels.devices.delta_rule import DeltaInputs, DeltaRule
+from kernels.devices.state_cache import StateCache
+
+__all__ = ["CudaDeltaRule", "convolve_token", "delta_token"]
+
+_CHANNELS = 512  # that a program convolves
+_VALUES = 32  # numbers of a value head that a program updates
+_LARGEST_KEY = 256  # numbers of a key head whose state's part fits in registers
+
+
+@triton.jit
+def _convolve(
+    mixed,
+    weight,
+    states,
+    tokens,
+    sources,
+    targets,
+    fresh,
+    out,
+    channels,
+    stride,
+    taps: tl.constexpr,
+    begins: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Program (row, block of channels): the state's last ``taps - 1`` inputs and the token's own."""
+    row = tl.program_id(0)
+    channel = tl.program_id(1) * block + tl.arange(0, block)
+    inside = channel < channels
+    width = (taps - 1) * channels
+    token = tl.load(tokens + row)
+    before = states + tl.load(sources + row) * width + channel
+    after = states + tl.load(targets + row) * width + channel
+    known = inside
+    if begins:
+        known = inside & (tl.load(fresh + row) == 0)
+    own = tl.load(mixed + token * stride + channel, mask=inside, other=0.0).to(tl.float32)
+    total = own * tl.load(weight + (taps - 1) * channels + channel, mask=inside, other=0.0)
+    for tap in tl.static_range(taps - 1):
+        value = tl.load(before + tap * channels, mask=known, other=0.0)
+        total += value * tl.load(weight + tap * channels + channel, mask=inside, other=0.0)
+        if tap > 0:
+            tl.store(after + (tap - 1) * channels, value, mask=inside)
+    tl.store(after + (taps - 2) * channels, own, mask=inside)
+    tl.store(out + row.to(tl.int64) * channels + channel, total * tl.sigmoid(total), mask=inside)
+
+
+@triton.jit
+def _step(
+    convolved,
+    betas,
+    decays,
+    states,
+    tokens,
+    sources,
+    targets,
+    fresh,
+    out,
+    scale,
+    channels,
+    heads: tl.constexpr,
+    share: tl.constexpr,
+    k_dim: tl.constexpr,
+    v_dim: tl.constexpr,
+    k_block: tl.constexpr,
+    v_block: tl.constexpr,
+    by_channel: tl.constexpr,
+    begins: tl.constexpr,
+):
+    """Program (row, value head, block of its numbers)."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    key = tl.arange(0, k_block)
+    value = tl.program_id(2) * v_block + tl.arange(0, v_block)
+    of_key = key < k_dim
+    of_value = value < v_dim
+    both = of_key[:, None] & of_value[None, :]
+    token = tl.load(tokens + row)
+    own = convolved + row.to(tl.int64) * channels
+    keys = (heads // share) * k_dim
+    at = (head // share) * k_dim + key
+    q = tl.load(own + at, mask=of_key, other=0.0)
+    k = tl.load(own + keys + at, mask=of_key, other=0.0)
+    v = tl.load(own + 2 * keys + head * v_dim + value, mask=of_value, other=0.0)
+    q = q * (tl.rsqrt(tl.sum(q * q) + 1e-6) * scale)
+    k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
+    beta = tl.load(betas + token * heads + head)
+    place = head * k_dim * v_dim + key[:, None] * v_dim + value[None, :]
+    known = both
+    if begins:
+        known = both & (tl.load(fresh + row) == 0)
+    size = heads * k_dim * v_dim
+    state = tl.load(states + tl.load(sources + row) * size + place, mask=known, other=0.0)
+    if by_channel:
+        kept = tl.exp(tl.load(decays + (token * heads + head) * k_dim + key, mask=of_key, other=0.0))
+        state = state * kept[:, None]
+    else:
+        state = state * tl.exp(tl.load(decays + token * heads + head))
+    change = (v - tl.sum(k[:, None] * state, 0)) * beta
+    state += k[:, None] * change[None, :]
+    tl.store(states + tl.load(targets + row) * size + place, state, mask=both)
+    found = tl.sum(q[:, None] * state, 0)
+    tl.store(out + (token * heads + head) * v_dim + value, found.to(out.dtype.element_ty), mask=of_value)
+
+
+def convolve_token(mixed: Tensor, weight: Tensor, states: Tensor, segment: StateSegments) -> Tensor:
+    """One token of each row after the inputs in ``states`` float32 [pages, taps - 1, channels], in which it is written
+    -> silu of the sums, float32 [n, channels]. ``mixed`` [tokens, channels], channels side by side; ``weight`` float32
+    [taps, channels]."""
+    taps, channels = weight.shape
+    rows, fresh = len(segment.sources), segment.fresh
+    out = states.new_empty(rows, channels)
+    _convolve[(rows, triton.cdiv(channels, _CHANNELS))](
+        mixed,
+        weight,
+        states,
+        segment.tokens,
+        segment.sources,
+        segment.targets,
+        segment.sources if fresh is None else fresh,
+        out,
+        channels,
+        mixed.stride(0),
+        taps,
+        fresh is not None,
+        _CHANNELS,
+        num_warps=4,
+    )
+    return out
+
+
+def delta_token(
+    convolved: Tensor, inputs: DeltaInputs, states: Tensor, segment: StateSegments, out: Tensor, share: int
+) -> None:
+    """One token of each row: queries, keys and values in ``convolved`` float32 [n, channels] change ``states`` float32
+    [pages, heads, k_dim, v_dim], and the answers go to ``out`` [tokens, heads, v_dim]. ``share``: value heads of a key
+    head."""
+    _, heads, k_dim, v_dim = states.shape
+    rows, fresh = len(segment.sources), segment.fresh
+    _step[(rows, heads, triton.cdiv(v_dim, _VALUES))](
+        convolved,
+        inputs.betas,
+        inputs.decays,
+        states,
+        segment.tokens,
+        segment.sources,
+        segment.targets,
+        segment.sources if fresh is None else fresh,
+        out,
+        k_dim**-0.5,
+        convolved.shape[1],
+        heads,
+        share,
+        k_dim,
+        v_dim,
+        triton.next_power_of_2(k_dim),
+        _VALUES,
+        inputs.decays.shape[-1] > 1,
+        fresh is not None,
+        num_warps=4,
+    )
+
+
+class CudaDeltaRule(DeltaRule):
+    """The kernels for decodes; other tokens run in plain torch."""
+
+    def step(
+        self, inputs: DeltaInputs, weight: Tensor, cache: StateCache, segment: StateSegments, out: Tensor, share: int
+    ) -> bool:
+        """As ``DeltaRule.step``."""
+        if segment.tokens.shape[1] > 1 or len(weight) < 2 or cache[1].shape[2] > _LARGEST_KEY:
+            return False
+        convolved = convolve_token(inputs.mixed, weight, cache[0], segment)
+        delta_token(convolved, inputs, cache[1], segment, out, share)
+        return True

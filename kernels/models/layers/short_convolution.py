@@ -1,0 +1,90 @@
+"""The gated short convolution of LFM2 (Liquid AI, arXiv 2511.23404, section 2): ``out_proj(c * convolution(b * x))``,
+with b, c and x of ``in_proj``. Its state is the last few inputs of the convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from kernels.contract.caches import State
+from kernels.contract.errors import ConfigError
+from kernels.core.batch import ForwardBatch
+from kernels.devices.state_cache import StateCache, advance_states
+from kernels.models.config import ModelConfig
+from kernels.models.layers.builder import LayerBuilder
+from kernels.models.layers.recurrent import CausalConvolution
+from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear
+
+__all__ = ["ConvolutionConfig", "ShortConvolution", "sizes", "tensors"]
+
+
+@dataclass(frozen=True)
+class ConvolutionConfig:
+    """``channels`` with a convolution over ``taps`` tokens each. ``bias``: of it and of both projections."""
+
+    channels: int
+    taps: int
+    bias: bool
+
+    def state(self) -> State:
+        """As ``Recurrence``."""
+        return State(((self.taps - 1, self.channels),))
+
+    def divided(self, size: int) -> ConvolutionConfig:
+        """As ``Recurrence``."""
+        if self.channels % size:
+            raise ConfigError(
+                f"hidden_size {self.channels} cannot be divided by --tensor-parallel-size {size}; lower it"
+            )
+        return replace(self, channels=self.channels // size)
+
+
+def sizes(config: ModelConfig) -> ConvolutionConfig:
+    """The sizes of the model's layers."""
+    assert isinstance(config.recurrence, ConvolutionConfig), "the family reads config.json so"
+    return config.recurrence
+
+
+def tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
+    """The projections and the convolution."""
+    own, hidden = sizes(config), config.hidden_size
+    part = (own.channels, own.channels)
+    yield from linear(f"{module}.in_proj", (3 * own.channels, hidden), by_outputs(*3 * [part]), bias=own.bias)
+    yield TensorSpec(f"{module}.conv.weight", (own.channels, 1, own.taps), Role.WIDE, by_outputs(part))
+    if own.bias:
+        yield TensorSpec(f"{module}.conv.bias", (own.channels,), Role.WIDE, by_outputs(part))
+    yield from linear(f"{module}.out_proj", (hidden, own.channels), by_inputs(*part), bias=own.bias)
+
+
+class ShortConvolution:
+    """The layer of ``tensors``."""
+
+    def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str) -> None:
+        own, take = sizes(config), builder.source.take
+        self.spec, self.rows = own.state(), builder.rows
+        self.inputs, self.output = builder.linear(f"{module}.in_proj"), builder.row_parallel(f"{module}.out_proj")
+        bias = take([f"{module}.conv.bias"]) if own.bias else None
+        self.convolution = CausalConvolution(take([f"{module}.conv.weight"]), bias, activate=False)
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: StateCache, batch: ForwardBatch, wanted: Tensor | None
+    ) -> Tensor:
+        """As ``AttentionLayer``."""
+        before, after, values = self.inputs(x).chunk(3, 1)
+        mixed, out = before * values, after.new_empty(after.shape)
+
+        def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
+            at = tokens.flatten()
+            found, state = self.convolution(mixed.index_select(0, at).view(*tokens.shape, -1), states[0])
+            out.index_copy_(0, at, found.flatten(0, 1).to(out.dtype))
+            return [state]
+
+        advance_states(cache, batch.bounded[self.spec].segments, advance)
+        if wanted is not None:
+            out, after = out.index_select(0, wanted), after.index_select(0, wanted)
+            if self.rows is not None:
+                self.rows.select(wanted)
+        return self.output(after * out)

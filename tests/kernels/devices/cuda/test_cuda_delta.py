@@ -1,0 +1,112 @@
+"""Kernels of gated delta nets, against plain torch, and whole families on a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.core.batch import StateSegments
+from kernels.devices.cuda.delta_rule import CudaDeltaRule, convolve_token, delta_token
+from kernels.devices.delta_rule import DeltaInputs, DeltaTokens, delta_step
+from kernels.devices.state_cache import states_before
+from kernels.models.layers.recurrent import CausalConvolution
+from tests.kits.driver import HYBRID
+from tests.kits.parity import scored, traffic
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+OPTIONS = {"device": "cuda", "page_size": 16, "max_total_tokens": 4096}
+PAGES = 7
+
+
+def segment(device: torch.device, fresh: bool) -> StateSegments:
+    """Tokens of rows of a step; the first row begins, and leaves its snapshot, which the second reads, as it is."""
+    tokens, sources, targets = (
+        torch.tensor(values, device=device) for values in ([[4], [0], [2]], [0, 5, 3], [6, 1, 3])
+    )
+    begins = torch.tensor([True, False, False], device=device) if fresh else None
+    return StateSegments(tokens, sources, targets, begins)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("taps", [2, 4])
+@pytest.mark.parametrize("channels", [5, 600])
+def test_a_convolved_token_and_its_state_are_torchs(
+    channels: int, taps: int, fresh: bool, device: torch.device
+) -> None:
+    torch.manual_seed(channels)
+    given, states = torch.randn(5, channels + 3, device=device), torch.randn(PAGES, taps - 1, channels, device=device)
+    mixed, rows = given[:, :channels], segment(device, fresh)
+    convolution = CausalConvolution(torch.randn(channels, 1, taps, device=device))
+    (before,) = states_before([states], rows)
+    expected, after = convolution(mixed[rows.tokens], before)
+    kept = states.clone()
+    kept[rows.targets] = after
+    found = convolve_token(mixed, convolution.weight, states, rows)
+    torch.testing.assert_close(found, expected[:, 0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(states, kept, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("by_channel", [False, True], ids=["head", "channel"])
+@pytest.mark.parametrize(("heads", "share", "k_dim", "v_dim"), [(4, 2, 12, 10), (2, 1, 32, 64), (3, 3, 5, 33)])
+def test_a_step_of_the_rule_and_its_state_are_torchs(
+    heads: int, share: int, k_dim: int, v_dim: int, by_channel: bool, fresh: bool, device: torch.device
+) -> None:
+    torch.manual_seed(heads)
+    rows, keys = segment(device, fresh), heads // share
+    convolved = torch.randn(3, 2 * keys * k_dim + heads * v_dim, device=device)
+    states = torch.randn(PAGES, heads, k_dim, v_dim, device=device)
+    nothing = torch.empty(0, device=device)
+    decays = -torch.rand(5, heads, k_dim if by_channel else 1, device=device)
+    inputs = DeltaInputs(nothing, nothing, torch.rand(5, heads, device=device), decays)
+    q, k, v = convolved.split((keys * k_dim, keys * k_dim, heads * v_dim), 1)
+
+    def unit(x: Tensor) -> Tensor:
+        return F.normalize(x.view(3, 1, keys, k_dim), dim=-1).repeat_interleave(share, 2)
+
+    tokens = rows.tokens[:, 0]
+    given = DeltaTokens(
+        unit(q) * k_dim**-0.5,
+        unit(k),
+        v.view(3, 1, heads, v_dim),
+        decays[tokens].unsqueeze(1),
+        inputs.betas[tokens].unsqueeze(1),
+    )
+    expected, after = delta_step(given, states_before([states], rows)[0])
+    kept, out = states.clone(), torch.full((5, heads, v_dim), 7.0, device=device)
+    kept[rows.targets] = after
+    delta_token(convolved, inputs, states, rows, out, share)
+    torch.testing.assert_close(out[tokens], expected[:, 0], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(states, kept, atol=2e-5, rtol=2e-5)
+    assert (out[[1, 3]] == 7.0).all()
+
+
+def test_chunks_and_large_keys_are_left_to_torch(device: torch.device) -> None:
+    nothing, rows = torch.empty(0, device=device), segment(device, False)
+    inputs = DeltaInputs(nothing, nothing, nothing, nothing)
+    weight = torch.zeros(4, 6, device=device)
+    chunk = StateSegments(rows.tokens.view(1, 3), rows.sources[:1], rows.targets[:1])
+    states = [torch.zeros(PAGES, 3, 6, device=device), torch.zeros(PAGES, 1, 300, 4, device=device)]
+    assert not CudaDeltaRule().step(inputs, weight, [states[0], states[1][:, :, :8]], chunk, nothing, 1)
+    assert not CudaDeltaRule().step(inputs, weight, states, rows, nothing, 1)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("chunks", [[181], [7, 140, 1, 1, 12, 20]], ids=["whole", "chunked"])
+def test_float32_logits_match_at_every_position(name, chunks, reference, drive, prompts):
+    model, (prompt,) = reference(name), prompts(181)
+    found = scored(drive(model.path, **OPTIONS), prompt, chunks)
+    np.testing.assert_allclose(found, model.logprobs(prompt).numpy(), atol=5e-4, rtol=2e-4)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", HYBRID)
+def test_float32_greedy_tokens_match_in_mixed_traffic(name, reference, drive, prompts):
+    model = reference(name)
+    texts, found = traffic(drive(model.path, **OPTIONS), prompts)
+    for slot, text in enumerate(texts, start=1):
+        assert found[slot] == model.greedy(text, len(text) + 12)

@@ -1,0 +1,39 @@
+"""The kernels of gated delta nets compile for the GPUs they are made for and spill no registers; no GPU is needed. The
+shapes are those of Qwen3-Next and of Kimi Linear."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+
+from kernels.core.batch import StateSegments
+from kernels.devices.cuda.delta_rule import CudaDeltaRule
+from kernels.devices.delta_rule import DeltaInputs
+from tests.kernels.devices.cuda.compiled import SHARED, compiling, empty
+
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
+
+
+def step(fresh: bool, by_channel: bool) -> None:
+    numbers, channels = (empty(3, dtype=torch.int64) for _ in range(3)), 2 * 16 * 128 + 32 * 128
+    tokens, sources, targets = numbers
+    rows = StateSegments(tokens.view(3, 1), sources, targets, empty(3, dtype=torch.bool) if fresh else None)
+    decays = empty(5, 32, 128 if by_channel else 1, dtype=torch.float32)
+    mixed = empty(5, channels, dtype=torch.bfloat16)
+    inputs = DeltaInputs(mixed, mixed, empty(5, 32, dtype=torch.float32), decays)
+    cache = [empty(9, 3, channels, dtype=torch.float32), empty(9, 32, 128, 128, dtype=torch.float32)]
+    weight, out = empty(4, channels, dtype=torch.float32), empty(5, 32, 128, dtype=torch.bfloat16)
+    assert CudaDeltaRule().step(inputs, weight, cache, rows, out, 2)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_steps_of_delta_nets_compile(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with compiling(monkeypatch, capability) as kernels:
+        for fresh in (False, True):
+            for by_channel in (False, True):
+                step(fresh, by_channel)
+    assert len(kernels) == 6
+    for each in kernels:
+        assert each.shared <= SHARED[capability], each
+        assert not each.spilled, each

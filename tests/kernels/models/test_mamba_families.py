@@ -1,0 +1,99 @@
+"""Families with Mamba 2 and with short convolutions: their caches, ranks, and what is refused.
+
+``test_equality`` compares them with transformers, ``test_cache_groups`` shares their prefixes.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kernels.contract.caches import CacheGroup, Paged, State
+from kernels.contract.errors import ConfigError
+from kernels.models.config import local_config
+from kernels.models.config_loader import parse_config, read_config
+from kernels.models.registry import caches
+from tests.kernels.distributed.ranks import run_ranks
+from tests.kits.driver import COMMON, CONVOLUTIONS, FALCON, GRANITE_HYBRID, NEMOTRON
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "FalconH1ForCausalLM": FALCON,
+    "GraniteMoeHybridForCausalLM": GRANITE_HYBRID | {"num_local_experts": 4},
+    "Lfm2ForCausalLM": CONVOLUTIONS,
+    "NemotronHForCausalLM": NEMOTRON,
+}
+
+
+def parse(architecture: str, **change: Any) -> Any:
+    return parse_config(COMMON | CONFIGS[architecture] | {"architectures": [architecture]} | change)
+
+
+@pytest.mark.parametrize("name", ["falcon-h1", "granite-4", "lfm2-moe", "nemotron-3"])
+def test_two_ranks_compute_what_one_does(name, reference, prompts):
+    model, (text,) = reference(f"parallel-{name}"), prompts(23)
+    first, second = run_ranks([{"model": str(model.path), "prompts": [text], "length": 32}])
+    assert first[0]["tokens"] == second[0]["tokens"] == [model.greedy(text, 32)]
+
+
+def test_each_kind_of_layer_keeps_what_it_needs(reference):
+    attention = Paged(2, 12, 12)
+    states = State(((3, 48 + 2 * 2 * 10), (8, 6, 10)))
+    falcon = caches(read_config(reference("falcon-h1").path))
+    assert falcon == (CacheGroup(attention, (0, 1, 2)), CacheGroup(states, (0, 1, 2)))
+    nemotron = caches(read_config(reference("nemotron-h").path))
+    assert nemotron == (CacheGroup(Paged(2, 16, 16), (2,)), CacheGroup(states, (0, 3)))
+    lfm2 = caches(read_config(reference("lfm2").path))
+    assert lfm2 == (CacheGroup(attention, (2,)), CacheGroup(State(((2, 48),)), (0, 1, 3)))
+
+
+def test_published_spellings_of_layers_are_read():
+    given = {"layers_block_type": None, "hybrid_override_pattern": "M-*ME", "attention_head_dim": 16, "head_dim": None}
+    assert parse("NemotronHForCausalLM", **given) == parse("NemotronHForCausalLM")
+    kinds = ["mamba", "attention", "mamba"]
+    assert parse("GraniteMoeHybridForCausalLM", layer_types=kinds) == parse("GraniteMoeHybridForCausalLM")
+    given = {"layer_types": None, "full_attn_idxs": [2], "block_ff_dim": 80, "intermediate_size": None}
+    assert parse("Lfm2ForCausalLM", **given) == parse("Lfm2ForCausalLM")
+
+
+@pytest.mark.parametrize("text", ['[0.0, {"__float__": "Infinity"}]', "[0.0, Infinity]", "null"])
+def test_an_infinite_step_is_read_in_each_spelling(text):
+    assert parse("FalconH1ForCausalLM", time_step_limit=json.loads(text)) == parse("FalconH1ForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "says"),
+    [
+        ("FalconH1ForCausalLM", {"mamba_d_head": 7}, "mamba_n_heads 8 of mamba_d_head 7 numbers do not make up 48"),
+        ("FalconH1ForCausalLM", {"mamba_n_groups": 3}, "mamba_n_heads 8 is not a multiple of mamba_n_groups 3"),
+        ("FalconH1ForCausalLM", {"ssm_multipliers": [1.0]}, "ssm_multipliers must be 5 numbers"),
+        ("FalconH1ForCausalLM", {"time_step_limit": [0.2, 0.1]}, "time_step_limit must be two rising numbers"),
+        ("GraniteMoeHybridForCausalLM", {"layer_types": ["conv"] * 3}, "layer_types must say"),
+        ("Lfm2ForCausalLM", {"layer_types": None, "full_attn_idxs": 3}, "full_attn_idxs must be a list of layers"),
+        ("NemotronHForCausalLM", {"layers_block_type": ["moe", 3]}, "layers_block_type must be a list of"),
+        ("NemotronHForCausalLM", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported"),
+        (
+            "NemotronHForCausalLM",
+            {"layers_block_type": None, "hybrid_override_pattern": "MX"},
+            "hybrid_override_pattern must be of M",
+        ),
+    ],
+)
+def test_what_is_wrong_with_the_sizes_is_named(architecture, change, says):
+    with pytest.raises(ConfigError, match=says):
+        parse(architecture, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"mamba_num_heads": 6, "n_groups": 1}, "6 heads of Mamba in 1 groups cannot be divided"),
+        ({"mamba_num_heads": 12, "n_groups": 6}, "12 heads of Mamba in 6 groups cannot be divided"),
+        ({}, "Mamba's norms over 24 of 48 numbers cannot be divided"),
+    ],
+)
+def test_heads_that_ranks_cannot_share_are_refused(change, says):
+    whole = parse("NemotronHForCausalLM", vocab_size=212, **change)
+    with pytest.raises(ConfigError, match=says):
+        local_config(whole, 4)
