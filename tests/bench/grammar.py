@@ -10,10 +10,9 @@ A point is ``concurrency:input tokens:output tokens``. Each round runs it three 
 grammar, with one schema of ten fields for all requests, and with a new schema in every request. All answers have the
 same number of tokens.
 
-``--schema fields``: ten ordinary fields of a customer, without bounds. Their names alone take 128 tokens of the
-included model. The prompt is random tokens and a request for a customer in JSON.
-``--schema long-texts``: ten texts of at least 100 characters, and prompts of random tokens. The included model has no
-reason to write JSON, and every text is longer than it wants, so the grammar refuses a quarter of its tokens.
+Prompts are random tokens. ``--schema fields``: ten ordinary fields of a customer, without bounds; their names alone
+take 127 tokens of the included model. ``--schema long-texts``: ten texts of at least 100 characters, which the included
+model would end earlier, so that the grammar refuses a quarter of its tokens.
 
 The processor time of the server's processes says more than its speed where other programs run beside it.
 """
@@ -53,7 +52,6 @@ FIELDS = {
     "account_balance_in_euros": "number",
     "receives_newsletter": "boolean",
 }
-ASKED = "Answer in JSON: who is the customer of this order?"
 
 
 def fields(number: int) -> dict[str, object]:
@@ -74,10 +72,8 @@ def _object(properties: dict[str, object]) -> dict[str, object]:
 SCHEMAS = {"fields": fields, "long-texts": long_texts}
 
 
-async def run(
-    url: str, model: str, point: Point, form: Callable[[], object], requests: int, seed: str, asked: list[int]
-) -> list[float]:
-    """Tokens a second, and the median seconds to the first token. ``asked``: the end of each prompt."""
+async def run(url: str, model: str, point: Point, form: Callable[[], object], requests: int, seed: str) -> list[float]:
+    """Tokens a second, and the median seconds to the first token."""
     rng = random.Random(seed)
     clients = [Client(url) for _ in range(point.concurrency)]
 
@@ -86,7 +82,7 @@ async def run(
         for _ in range(requests):
             body: dict[str, object] = {
                 "model": model,
-                "prompt": [rng.randrange(300, 3000) for _ in range(point.input_len - len(asked))] + asked,
+                "prompt": [rng.randrange(300, 3000) for _ in range(point.input_len)],
                 "max_tokens": point.output_len,
                 "temperature": 0.8,
                 "seed": rng.randrange(1 << 30),
@@ -130,23 +126,17 @@ async def measure(points: list[Point], model: str | None, url: str | None, optio
         client = Client(address)
         _, models = await client.json("GET", "/v1/models")
         name = models["data"][0]["id"]  # type: ignore[index]
-        asked: list[int] = []
-        if schema is fields:
-            body = {"model": name, "messages": [{"role": "user", "content": ASKED}], "add_generation_prompt": True}
-            _, tokens = await client.json("POST", "/tokenize", body)
-            asked = tokens["tokens"]  # type: ignore[index]
         await client.close()
         print(f"| point | form | tokens/s | of none | first token ms | processor time, none of it |\n|{'---|' * 6}")
         for point in points:
             found: dict[str, list[list[float]]] = {form: [] for form in forms}
             for form, make in forms.items():
-                await run(address, name, point, make, 1, f"warm {form}", asked)
+                await run(address, name, point, make, 1, f"warm {form}")
             for number in range(options.rounds):  # type: ignore[attr-defined]
                 for form, make in forms.items():
                     seed = f"{number} {form} {point}"
                     begun = _processor_seconds(server)
-                    requests = options.requests  # type: ignore[attr-defined]
-                    measured = await run(address, name, point, make, requests, seed, asked)
+                    measured = await run(address, name, point, make, options.requests, seed)  # type: ignore[attr-defined]
                     found[form].append([*measured, _processor_seconds(server) - begun])
             for form, rounds in found.items():
                 speeds, firsts, seconds = ([each[place] for each in rounds] for place in (0, 1, 2))
