@@ -3,7 +3,7 @@
 The noise of a token depends on its id, not on the other tokens (decision 0002). So the winner among all tokens is also
 the winner among the allowed ones, if it is allowed: most masks need not be computed. A row whose token is not allowed
 is drawn again with a mask, and its next token is drawn with one at once. So are all tokens of rows with top-k, top-p or
-min-p, whose cut depends on the mask.
+min-p, whose cut depends on the mask, and tokens that are known to be the only ones, whose mask is one bit.
 """
 
 from __future__ import annotations
