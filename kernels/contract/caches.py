@@ -74,8 +74,9 @@ class Latent(msgspec.Struct, frozen=True, tag="latent"):
         return None
 
     def token_bytes(self, number_bytes: int, scale_bytes: int = 0) -> int:
-        """Bytes of one token in one layer. ``scale_bytes``: of the vector's scale."""
-        return (self.dim + self.rope_dim + self.index_dim) * number_bytes + scale_bytes
+        """Bytes of one token in one layer. ``scale_bytes``: of the scale of each of these parts."""
+        parts = [size for size in (self.dim, self.rope_dim, self.index_dim) if size]
+        return sum(parts) * number_bytes + len(parts) * scale_bytes
 
 
 class Window(msgspec.Struct, frozen=True, tag="window"):

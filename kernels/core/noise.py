@@ -1,13 +1,14 @@
 """The sampling noise: a counter-based function of (seed, position, token id) and of nothing else.
 
-Sampling from softmax(s) is the race of exponential clocks: with independent ``E_i ~ Exp(1)``, the token that minimises
-``E_i / exp(s_i)``, that is maximises ``s_i - log E_i``, has probability ``softmax(s)_i`` (the Gumbel-max trick; Gumbel
-1954, Maddison et al., "A* Sampling", 2014, section 2). The clocks come from integer hashes, so a token's noise is the
-same in any batch, after any restart and on any device.
+Sampling from softmax(s) is the Gumbel-max trick: with independent ``E_i ~ Exp(1)``, the token that maximises
+``s_i - log E_i`` has probability ``softmax(s)_i`` (Gumbel 1954, Maddison et al., "A* Sampling", 2014, section 2;
+``-log E_i`` is Gumbel noise). The noise comes from integer hashes, so a token's is the same in any batch, after any
+restart and on any device.
 
-The clocks are made in blocks of 32 consecutive ids, from the top down: the earliest of a block is ``Exp(32)`` at a
-uniformly drawn member, and the others follow it by fresh ``Exp(1)`` waits, because the exponential distribution has no
-memory. The result is 32 independent clocks again, but a whole block can be ruled out by one hash: see ``race``.
+The exponentials are made in blocks of 32 consecutive ids, from the top down: the earliest of a block is ``Exp(32)`` at
+a uniformly drawn member, and the others follow it by fresh ``Exp(1)`` waits, because the exponential distribution has
+no memory. The result is 32 independent exponentials again, but a whole block can be ruled out by one hash: see
+``gumbel_argmax``.
 
 The mixer is the finalizer of MurmurHash3 (A. Appleby, public domain), two rounds, each with 32 bits of key. All integer
 arithmetic is int32 and wraps: accelerators that lack 64-bit integers compute the same.
@@ -18,9 +19,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "block_clocks", "clocks", "keys_at", "race", "race_over_all", "seed_key", "uniform"]
+__all__ = [
+    "BLOCK",
+    "block_noise",
+    "exponential_noise",
+    "gumbel_argmax",
+    "gumbel_argmax_over_all",
+    "keys_at",
+    "seed_key",
+    "uniform",
+]
 
-BLOCK = 32  # token ids that share a first clock; a power of two
+BLOCK = 32  # token ids that share a first exponential; a power of two
 BLOCK_BITS = 5
 
 _MASK64 = (1 << 64) - 1
@@ -65,24 +75,26 @@ def _exponential(h: Tensor) -> Tensor:
     return u.neg_().log1p_().neg_()
 
 
-def block_clocks(keys: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """First clock float32 of each block, and the hash it came from; keys [..., 2] broadcast against blocks [...]."""
+def block_noise(keys: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The least exponential float32 of each block, and the hash it came from; keys [..., 2] broadcast against blocks
+    [...]."""
     h = _hash(keys, torch.bitwise_not(blocks))  # negative counters: never a token's
     return _exponential(h).mul_(1.0 / BLOCK), h
 
 
-def _token_clocks(keys: Tensor, ids: Tensor, first: Tensor, block_hash: Tensor) -> Tensor:
+def _token_noise(keys: Tensor, ids: Tensor, first: Tensor, block_hash: Tensor) -> Tensor:
     owner = _mix(block_hash ^ 0x5BD1E995).bitwise_and_(BLOCK - 1)
     return torch.where((ids & (BLOCK - 1)) == owner, first, first + _exponential(_hash(keys, ids)))
 
 
-def clocks(keys: Tensor, ids: Tensor) -> Tensor:
-    """The clocks float32 of token ids int32 [...]; keys int32 [..., 2] broadcast against them. Always above 0."""
-    return _token_clocks(keys, ids, *block_clocks(keys, ids >> BLOCK_BITS))
+def exponential_noise(keys: Tensor, ids: Tensor) -> Tensor:
+    """The exponential noise float32 of token ids int32 [...]; keys int32 [..., 2] broadcast against them. Always above
+    0."""
+    return _token_noise(keys, ids, *block_noise(keys, ids >> BLOCK_BITS))
 
 
 def uniform(keys: Tensor) -> Tensor:
-    """A number float32 [rows] in 0 .. 1 of each row's keys int32 [rows, 2] that no token's clock depends on."""
+    """A number float32 [rows] in 0 .. 1 of each row's keys int32 [rows, 2] that no token's noise depends on."""
     counter = torch.full(keys.shape[:-1], 1 << 30, dtype=torch.int32, device=keys.device)
     return (_hash(keys, counter) & 0x7FFFFFFF).to(torch.float32).mul_(2.0**-31)
 
@@ -91,19 +103,19 @@ def _kept(values: Tensor, ids: Tensor, floor: Tensor, floor_id: Tensor, vocab: i
     return ((values > floor) | ((values == floor) & (ids <= floor_id))) & (ids < vocab)
 
 
-def race_over_all(
+def gumbel_argmax_over_all(
     logits: Tensor, rows: Tensor, row_max: Tensor, keys: Tensor, temperature: Tensor, floor: Tensor, floor_id: Tensor
 ) -> Tensor:
-    """What ``race`` returns, by looking at every token: fixed shapes and no wait for the device."""
+    """What ``gumbel_argmax`` returns, by looking at every token: fixed shapes and no wait for the device."""
     vocab = logits.shape[1]
     values = logits[rows].float()
     ids = torch.arange(vocab, dtype=torch.int32, device=logits.device)
-    scores = (values - row_max[:, None]) / temperature[:, None] - clocks(keys[:, None], ids).log_()
+    scores = (values - row_max[:, None]) / temperature[:, None] - exponential_noise(keys[:, None], ids).log_()
     scores.masked_fill_(~_kept(values, ids, floor[:, None], floor_id[:, None], vocab), -torch.inf)
     return scores.argmax(-1)
 
 
-def race(
+def gumbel_argmax(
     logits: Tensor,
     rows: Tensor,
     block_max: Tensor,
@@ -119,12 +131,12 @@ def race(
     float32 [n], above 0. Tokens below ``floor`` float32 [n], and tokens equal to it with an id above ``floor_id`` int64
     [n], do not take part. A row whose maximum is not finite gets ``vocab``, which is no token.
 
-    Exact, and cheap: no token of a block can beat ``block_max / temperature - log(first clock)``, so only blocks, and
-    in them tokens, whose bound reaches the score of a token already seen are looked at.
+    Exact, and cheap: no token of a block can beat ``block_max / temperature - log(least exponential)``, so only blocks,
+    and in them tokens, whose bound reaches the score of a token already seen are looked at.
     """
     vocab, blocks = logits.shape[1], block_max.shape[1]
     flat = logits.reshape(-1)
-    first, block_hash = block_clocks(keys[:, None], torch.arange(blocks, dtype=torch.int32, device=logits.device))
+    first, block_hash = block_noise(keys[:, None], torch.arange(blocks, dtype=torch.int32, device=logits.device))
     bound = ((block_max - row_max[:, None]) / temperature[:, None]).sub_(first.log())
     bound.masked_fill_(block_max < floor[:, None], -torch.inf)
     lanes = torch.arange(BLOCK, device=logits.device)
@@ -133,7 +145,7 @@ def race(
     near = torch.stack((block_max.argmax(-1), bound.argmax(-1)), dim=1)
     ids = (near[:, :, None] * BLOCK + lanes).flatten(1)
     values = flat[(rows[:, None] * vocab + ids.clamp(max=vocab - 1))].float()
-    score = (values - row_max[:, None]) / temperature[:, None] - clocks(keys[:, None], ids.int()).log_()
+    score = (values - row_max[:, None]) / temperature[:, None] - exponential_noise(keys[:, None], ids.int()).log_()
     score.masked_fill_(~_kept(values, ids, floor[:, None], floor_id[:, None], vocab), -torch.inf)
     reached = score.amax(-1) - _SLACK
 
@@ -146,7 +158,7 @@ def race(
     pair, lane = torch.nonzero(open_, as_tuple=True)
     at, block = at[pair], block[pair]
     ids = block * BLOCK + lane
-    waits = _token_clocks(keys[at], ids.int(), first[at, block], block_hash[at, block])
+    waits = _token_noise(keys[at], ids.int(), first[at, block], block_hash[at, block])
     score = ((values[pair, lane] - row_max[at]) / temperature[at]).sub_(waits.log_())
     winner = torch.full_like(row_max, -torch.inf).scatter_reduce_(0, at, score, "amax")
     tied = torch.where(score == winner[at], ids, vocab)

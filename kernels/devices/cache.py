@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from kernels.contract.caches import Latent
+from kernels.devices.latent_cache import LatentCache, make_latent_cache
 from kernels.weights.quantization.cache import SCALE, LayerScales, narrow
 
 __all__ = ["KvCaches"]
@@ -63,6 +65,13 @@ class KvCaches(ABC, Generic[Cache]):
     @abstractmethod
     def gather(self, cache: Cache, places: Tensor) -> Tensor:
         """The contents of ``places`` int64 [n] of a cache that is not narrow: [n, 2, kv_heads, dim]."""
+
+    def make_latent(
+        self, spec: Latent, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> LatentCache:
+        """One layer's cache of latent vectors, zeroed. ``dtype``: of those that are written and read; they are kept in
+        ``self.dtype``."""
+        return make_latent_cache(spec, pages, page_size, dtype, device, self.dtype, self.scale_dtype)
 
     def move_all(self, caches: Sequence[Cache], source: Tensor, target: Tensor, each: int) -> None:
         """``move`` in every layer. ``each``: tokens of a row, whose places no other row reads or writes."""

@@ -59,6 +59,18 @@ class AcceptedTokens:
     states: Tensor
 
 
+@dataclass(frozen=True)
+class AcceptedBuffers:
+    """Where an early draft reads accepted tokens: ``rows`` int64 [size, 2 + columns]: roots, slots and pages, 0 where
+    there is no page; ``outcome`` int64 [.., 2 + levels], 0 in rows without a request; ``tokens`` int64 [.., levels];
+    ``features`` [.. * levels, n]."""
+
+    rows: Tensor
+    outcome: Tensor
+    tokens: Tensor
+    features: Tensor
+
+
 class TreeBuilder(Protocol):
     """One pass: ``observe`` and ``start``, then ``level`` for each level but the last, then ``tree``."""
 
@@ -110,21 +122,16 @@ class DraftKernels(ABC):
     @abstractmethod
     def copy_accepted(
         self,
-        given: Tensor,
+        rows: Tensor,
         pages: Tensor,
         outcome: Tensor,
         tokens: Tensor,
         features: Tensor,
-        host: Tensor,
-        kept_outcome: Tensor,
-        kept_tokens: Tensor,
-        kept_features: Tensor,
+        to: AcceptedBuffers,
     ) -> bool:
         """Copy, in one kernel, what rows accepted to where an early draft reads it: ``outcome`` [rows, 2 + n],
         ``tokens`` [rows, n] and, of ``features``, those of the nodes passed.
 
-        ``given`` int64 [size, 4], size >= rows, like the rows of ``accept``: the slot, the root's position, an unused
-        number, and the index of the row's first token in ``features``; ``pages`` int [size, n]. Roots,
-        slots and pages go to ``host`` int64 [size, 2 + columns], 0 where there is no page. ``kept_outcome`` [.., 2 +
-        levels] is 0 in rows without a request. False if there is no such kernel.
+        ``rows`` int64 [size, 4], of which there may be more than of ``outcome``: as ``accept`` takes them, their third
+        number unused; ``pages`` int [size, n]. False if there is no such kernel.
         """

@@ -12,9 +12,8 @@ import torch
 from kernels.contract.caches import GroupPages, Latent, Paged, State
 from kernels.contract.errors import UnsupportedError
 from kernels.devices.base import Device
-from kernels.devices.latent_cache import make_latent_cache
 from kernels.devices.state_cache import make_states
-from kernels.weights.quantization.cache import LayerScales
+from kernels.weights.quantization.cache import LayerScales, narrow
 
 __all__ = ["make_group", "token_bytes"]
 
@@ -38,9 +37,8 @@ def make_group(
         return [make_states(group.spec, pages.num_pages, device.torch_device) for _ in group.layers]
     if isinstance(group.spec, Latent):
         _log_plain("latent vectors", device.name)
-        return [
-            make_latent_cache(group.spec, pages.num_pages, page_size, dtype, device.torch_device) for _ in group.layers
-        ]
+        given = group.spec, pages.num_pages, page_size, dtype, device.torch_device
+        return [device.cache.make_latent(*given) for _ in group.layers]
     paged = group.spec if isinstance(group.spec, Paged) else group.spec.paged
     own = None if scales is None else [scales[layer] for layer in group.layers]
     return device.cache.make(
@@ -52,7 +50,8 @@ def token_bytes(device: Device, spec: Paged | Latent, dtype: torch.dtype, fixed:
     """Bytes of one token in one layer, as ``make_group`` keeps it. ``fixed``: whether scales were found before. Raises
     UnsupportedError."""
     if isinstance(spec, Latent):
-        return spec.token_bytes(dtype.itemsize)
+        kept = device.cache.dtype or dtype
+        return spec.token_bytes(kept.itemsize, device.cache.scale_dtype.itemsize if narrow(kept) else 0)
     return device.cache.token_bytes(spec.kv_heads, _head_dim(spec), dtype, fixed)
 
 

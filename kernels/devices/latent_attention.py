@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kernels.core.attention_rows import AttentionRows
+from kernels.devices.latent_cache import Vectors, page_size_of, read_latent
 
 __all__ = [
     "LatentHeads",
@@ -20,10 +21,8 @@ __all__ = [
     "attend_latent_heads",
     "attend_row",
     "hidden_tokens",
-    "make_latent",
     "row_pages",
     "row_vectors",
-    "write_latent",
 ]
 
 _EXPANDED = 256
@@ -58,18 +57,8 @@ class LatentHeads:
         return torch.bmm(found.transpose(0, 1), self.values).transpose(0, 1)
 
 
-def make_latent(pages: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One layer's cache [pages, page_size, width], zeroed."""
-    return torch.zeros(pages, page_size, width, dtype=dtype, device=device)
-
-
-def write_latent(cache: Tensor, index: Tensor, vectors: Tensor) -> None:
-    """Write ``vectors`` [tokens, width] to ``index`` int64 [tokens] (page * page_size + offset)."""
-    cache.view(-1, cache.shape[-1]).index_copy_(0, index, vectors)
-
-
 def attend_latent_heads(
-    queries: Tensor, cache: Tensor, rows: AttentionRows, heads: LatentHeads, scale: float
+    queries: Tensor, cache: Vectors, rows: AttentionRows, heads: LatentHeads, scale: float
 ) -> Tensor:
     """Causal attention of ``queries`` [tokens, heads, plain_dim + rope_dim] -> [tokens, heads, value_dim].
 
@@ -87,12 +76,12 @@ def attend_latent_heads(
     for row in range(few, len(rows.counts)):
         start, count = int(rows.starts[row]), int(rows.counts[row])
         here = slice(tokens, tokens + count)
-        _attend_expanded(queries[here], row_vectors(cache, rows, row), heads, start, scale, out[here])
+        _attend_expanded(queries[here], row_vectors(cache, rows, row, queries.device), heads, start, scale, out[here])
         tokens += count
     return out
 
 
-def attend_latent(queries: Tensor, cache: Tensor, rows: AttentionRows, dim: int, scale: float) -> Tensor:
+def attend_latent(queries: Tensor, cache: Vectors, rows: AttentionRows, dim: int, scale: float) -> Tensor:
     """Causal attention of ``queries`` [tokens, heads, width] over the tokens of their rows -> [tokens, heads, dim].
 
     dim: numbers of a vector that are its value. The vectors of the queries' own tokens are already in the cache. Only
@@ -102,7 +91,7 @@ def attend_latent(queries: Tensor, cache: Tensor, rows: AttentionRows, dim: int,
     begin = 0
     for row, count in enumerate(rows.counts.tolist()):
         here = slice(begin, begin + count)
-        attend_row(queries[here], row_vectors(cache, rows, row), rows, row, dim, scale, out[here])
+        attend_row(queries[here], row_vectors(cache, rows, row, queries.device), rows, row, dim, scale, out[here])
         begin += count
     return out
 
@@ -167,15 +156,15 @@ def _attend_expanded(
             out[low:high, some] = result[0, ..., :value_dim].transpose(0, 1)
 
 
-def row_vectors(cache: Tensor, rows: AttentionRows, row: int) -> Tensor:
+def row_vectors(cache: Vectors, rows: AttentionRows, row: int, device: torch.device) -> Tensor:
     """The vectors [tokens, width] that a row sees, its own tokens' among them."""
-    page_size, end = cache.shape[1], int(rows.starts[row] + rows.counts[row])
-    pages = row_pages(cache, rows, row)
-    places = (pages.unsqueeze(1) * page_size + torch.arange(page_size, device=cache.device)).flatten()[:end]
-    return cache.view(-1, cache.shape[-1]).index_select(0, places)
+    page_size, end = page_size_of(cache), int(rows.starts[row] + rows.counts[row])
+    pages = row_pages(rows, row, page_size, device)
+    places = (pages.unsqueeze(1) * page_size + torch.arange(page_size, device=device)).flatten()[:end]
+    return read_latent(cache, places)
 
 
-def row_pages(cache: Tensor, rows: AttentionRows, row: int) -> Tensor:
-    """The pages int64 [pages] of ``cache`` that hold the tokens which a row sees."""
-    count = -(-int(rows.starts[row] + rows.counts[row]) // cache.shape[1])
-    return torch.from_numpy(rows.pages[row, :count]).to(cache.device, torch.int64)
+def row_pages(rows: AttentionRows, row: int, page_size: int, device: torch.device) -> Tensor:
+    """The pages int64 [pages] that hold the tokens which a row sees."""
+    count = -(-int(rows.starts[row] + rows.counts[row]) // page_size)
+    return torch.from_numpy(rows.pages[row, :count]).to(device, torch.int64)

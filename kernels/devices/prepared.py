@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from kernels.core.arrays import Longs
+from kernels.core.arrays import Bools, Longs
 from kernels.core.attention_rows import DecodeTokens, PromptTokens, StepTokens, TokenTable
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Acceptance, Draws, Masks
@@ -32,6 +32,7 @@ __all__ = [
     "PassResult",
     "PrefillCall",
     "StepForward",
+    "TargetOutput",
     "VerifyCall",
     "VerifyChains",
     "VerifyHead",
@@ -221,6 +222,16 @@ class PassLogits:
 
 
 @dataclass(frozen=True)
+class TargetOutput:
+    """Where a pass of the target leaves its results: ``logits`` [tokens, vocab], their ``argmax`` int64 [tokens], and
+    whether they are ``nonfinite`` bool [tokens]. The arrays share memory with the pass's tensors."""
+
+    logits: Tensor
+    argmax: Longs
+    nonfinite: Bools
+
+
+@dataclass(frozen=True)
 class ChainDraftPasses:
     """Passes of a draft that drafts one token after the other.
 
@@ -298,13 +309,9 @@ class NativePass(Protocol):
 
     def __call__(self, rows: DecodeTokens) -> None: ...
 
-    def advance(
-        self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], nonfinite: npt.NDArray[np.bool_]
-    ) -> DecodeCall:
-        """Whole decode steps by this pass. ``logits`` [tokens, vocab], ``argmax``, ``nonfinite``: results of it.
-
-        ``table``: of the sequences; its arrays stay where they are.
-        """
+    def advance(self, table: TokenTable, output: TargetOutput) -> DecodeCall:
+        """Whole decode steps by this pass, the target's. ``table``: of the sequences; its arrays stay where they
+        are."""
         ...
 
     def observe(
@@ -320,22 +327,19 @@ class NativePass(Protocol):
         draft: ChainDraftPasses,
         places: DraftCacheSlots,
         table: TokenTable,
-        logits: Tensor,
-        argmax: Longs,
-        nonfinite: npt.NDArray[np.bool_],
+        output: TargetOutput,
         features: npt.NDArray[np.int16] | None,
+        *,
         max_drafts: int,
         max_length: int,
     ) -> DraftCycle:
-        """This pass is the model's, with results as in ``advance``. The draft observes the rows of ``features``
+        """This pass is the target's. The draft observes the rows of ``features``
         [tokens, n] (their bits) of accepted tokens; None: it reads none. ``max_drafts``: draft tokens that are verified
         of a row. ``max_length``: tokens at which a sequence has no room for more."""
         ...
 
-    def verify(
-        self, table: TokenTable, logits: Tensor, argmax: Longs, nonfinite: npt.NDArray[np.bool_]
-    ) -> VerifyChains:
-        """This pass is the model's, with results as in ``advance``."""
+    def verify(self, table: TokenTable, output: TargetOutput) -> VerifyChains:
+        """This pass is the target's."""
         ...
 
     def prefill(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
 from kernels.devices.latent_attention import attend_row, hidden_tokens, row_pages, row_vectors
+from kernels.devices.latent_cache import Vectors, page_size_of, read_latent
 
 __all__ = ["Chosen", "attend_chosen", "choose_tokens"]
 
@@ -22,23 +23,23 @@ Chosen = list[Tensor | None]
 """For each row the positions int64 [queries, chosen] that its queries attend to, -1 for none; None: all tokens."""
 
 
-def choose_tokens(queries: Tensor, weights: Tensor, keys: Tensor, rows: AttentionRows, most: int) -> Chosen | None:
-    """The tokens that each query attends to, at most ``most``; None: all queries see no more than that.
+def choose_tokens(queries: Tensor, weights: Tensor, keys: Vectors, rows: AttentionRows, top_k: int) -> Chosen | None:
+    """The tokens that each query attends to, at most ``top_k``; None: all queries see no more than that.
 
     queries: [tokens, heads, dim]. weights: float32 [tokens, heads]. keys: a cache [pages, page_size, dim] that holds
     those of the queries' own tokens.
     """
     ends = rows.starts + rows.counts
-    if int(ends.max()) <= most:
+    if int(ends.max()) <= top_k:
         return None
     result: Chosen = []
     begin = 0
     for row, (end, count) in enumerate(zip(ends.tolist(), rows.counts.tolist(), strict=True)):
-        if end <= most:
+        if end <= top_k:
             result.append(None)
             begin += count
             continue
-        held, best = row_vectors(keys, rows, row).float().t(), []
+        held, best = row_vectors(keys, rows, row, queries.device).float().t(), []
         step = max(1, _NUMBERS // (end * queries.shape[1]))
         for low in range(0, count, step):
             high = min(low + step, count)
@@ -48,7 +49,7 @@ def choose_tokens(queries: Tensor, weights: Tensor, keys: Tensor, rows: Attentio
             hidden = hidden_tokens(rows, row, low, high, queries.device)
             total[:, : hidden.shape[1]].masked_fill_(hidden, -torch.inf)
             total[:, hidden.shape[1] :] = -torch.inf
-            found = total.topk(most, 1)
+            found = total.topk(top_k, 1)
             best.append(found.indices.masked_fill_(found.values == -torch.inf, -1))
         result.append(torch.cat(best))
         begin += count
@@ -56,27 +57,27 @@ def choose_tokens(queries: Tensor, weights: Tensor, keys: Tensor, rows: Attentio
 
 
 def attend_chosen(
-    queries: Tensor, cache: Tensor, rows: AttentionRows, dim: int, scale: float, chosen: Chosen
+    queries: Tensor, cache: Vectors, rows: AttentionRows, dim: int, scale: float, chosen: Chosen
 ) -> Tensor:
     """Attention of ``queries`` [tokens, heads, width] over the ``chosen`` tokens of their rows -> [tokens, heads, dim].
     dim: numbers of a vector that are its value. A query takes the same time however many tokens it sees."""
     out = queries.new_empty(*queries.shape[:2], dim)
-    flat, page_size, width = cache.view(-1, cache.shape[-1]), cache.shape[1], cache.shape[2]
+    page_size, width = page_size_of(cache), queries.shape[2]
     begin = 0
     for row, count in enumerate(rows.counts.tolist()):
         own, best = slice(begin, begin + count), chosen[row]
         begin += count
         if best is None:
-            attend_row(queries[own], row_vectors(cache, rows, row), rows, row, dim, scale, out[own])
+            attend_row(queries[own], row_vectors(cache, rows, row, queries.device), rows, row, dim, scale, out[own])
             continue
-        pages = row_pages(cache, rows, row)
+        pages = row_pages(rows, row, page_size, queries.device)
         step = max(1, _NUMBERS // (best.shape[1] * (width + queries.shape[1])))
         for low in range(own.start, own.stop, step):
             here = slice(low, min(low + step, own.stop))
             some = best[low - own.start : here.stop - own.start]
             at = some.clamp(min=0)
             places = pages[torch.div(at, page_size, rounding_mode="floor")] * page_size + at % page_size
-            vectors = flat.index_select(0, places.flatten()).view(len(some), -1, width)
+            vectors = read_latent(cache, places.flatten()).view(len(some), -1, width)
             scores = torch.bmm(queries[here], vectors.transpose(1, 2)).float().mul_(scale)
             shares = scores.masked_fill_((some < 0).unsqueeze(1), -torch.inf).softmax(-1).to(vectors.dtype)
             torch.bmm(shares, vectors[..., :dim], out=out[here])

@@ -113,7 +113,7 @@ class PendingStep:
         if self._builder is None:
             context, batch = self._context, self.batch
             context.bind_thread()
-            context.slot_updates.drop_broken()
+            context.slot_updates.drop_nonfinite()
             builder = ResultBuilder(unpack_ints(batch.slots), unpack_ints(batch.generations))
             context.slot_updates.update(batch, builder.failed, self._granted)
             self._builder = builder
@@ -131,7 +131,7 @@ class PendingStep:
     def _prepare(self) -> None:
         context, batch, speculator = self._context, self.batch, self._context.loaded.speculator
         context.bind_thread()
-        context.slot_updates.drop_broken()
+        context.slot_updates.drop_nonfinite()
         rows = len(batch.slots)
         if not rows == len(batch.generations) == len(batch.counts):
             raise ValueError("slots, generations and counts of a step must have one entry for each row")

@@ -103,7 +103,7 @@ class ModelRunner:
         malformed as a whole.
         """
         result = self.start(batch).result()
-        self._context.slot_updates.drop_broken()
+        self._context.slot_updates.drop_nonfinite()
         return result
 
     def start(self, batch: StepBatch) -> RunningStep:

@@ -15,7 +15,7 @@ from kernels.core.attention_rows import DecodeTokens
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Draw, Draws
 from kernels.devices.base import Device
-from kernels.devices.prepared import NativePass
+from kernels.devices.prepared import NativePass, TargetOutput
 from kernels.models.decoder import Decoder
 
 __all__ = ["NativeModel"]
@@ -33,6 +33,11 @@ class NativeModel:
     tokens: Longs
     nonfinite: Bools
     draw: Draw | None
+
+    @property
+    def output(self) -> TargetOutput:
+        """Where the pass leaves its results."""
+        return TargetOutput(self.logits, self.tokens, self.nonfinite)
 
     @classmethod
     def make(

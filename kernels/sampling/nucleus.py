@@ -5,8 +5,8 @@ Text Degeneration", 2020: the smallest set of most likely tokens whose probabili
 here: it only needs the row's maximum (Nguyen et al., "Turning Up the Heat", 2024).
 
 With top-k, or on an accelerator, the kept tokens are sorted and the last one is the ``cut``. On a CPU, top-p alone
-would sort the whole vocabulary; there the race runs first, and ``outside`` checks whether its winner lies outside the
-nucleus. If not, it is also the winner of the nucleus.
+would sort the whole vocabulary; there the Gumbel-max argmax runs first, and ``outside`` checks whether its winner lies
+outside the nucleus. If not, it is also the winner of the nucleus.
 """
 
 from __future__ import annotations

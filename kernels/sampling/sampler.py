@@ -2,7 +2,7 @@
 
 The order of the transforms: masks of grammars (``masks``), allowed tokens, bans, bad words, min_tokens and logit_bias
 (``edits``), penalties
-(``penalties``), temperature, top-k, top-p (``nucleus``), min-p, then the race of the noise's clocks (``noise``).
+(``penalties``), temperature, top-k, top-p (``nucleus``), min-p, then the Gumbel-max argmax (``noise``).
 Log-probabilities are those of the raw logits, before all transforms and at temperature 1. Ties are broken by the lowest
 id. A row's token depends only on its own logits, history, position and parameters.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.contract.step import SlotSampling
 from kernels.core.logit_blocks import argmax, block_maxima, log_normalizer, top
-from kernels.core.noise import keys_at, race, race_over_all, seed_key, uniform
+from kernels.core.noise import gumbel_argmax, gumbel_argmax_over_all, keys_at, seed_key, uniform
 from kernels.core.operators import DRAWS, Draw, Draws, Greedy, MaskLogits, TopKTopP
 from kernels.sampling.edits import BatchEdits, Put, SlotEdits
 from kernels.sampling.masks import RowMasks
@@ -427,11 +427,11 @@ class Sampler:
             floor = torch.maximum(min_logit, floor)
         keys = keys_at(plan.keys, positions)
         if logits.device.type != "cpu":
-            return race_over_all(logits, rows, row_max, keys, plan.temperature, floor, floor_id)
+            return gumbel_argmax_over_all(logits, rows, row_max, keys, plan.temperature, floor, floor_id)
         if rows.numel() * vocab <= _FEW_LOGITS:
-            tokens = race_over_all(logits, rows, row_max, keys, plan.temperature, floor, floor_id)
+            tokens = gumbel_argmax_over_all(logits, rows, row_max, keys, plan.temperature, floor, floor_id)
         else:
-            tokens = race(logits, rows, blocks, row_max, keys, plan.temperature, floor, floor_id)
+            tokens = gumbel_argmax(logits, rows, blocks, row_max, keys, plan.temperature, floor, floor_id)
         some = plan.judged
         while some is not None and len(some):
             winners = tokens[some].clamp_(max=vocab - 1)
@@ -439,10 +439,10 @@ class Sampler:
             behind = outside(logits, rows[some], blocks[some], row_max[some], plan.temperature[some], top_p, winners)
             some, winners = some[behind], winners[behind]
             if len(some):
-                # The winner lies outside the nucleus: run the race again among the tokens before it.
+                # The winner lies outside the nucleus: search again among the tokens before it.
                 floor[some], floor_id[some] = logits[rows[some], winners], winners - 1
                 narrowed = (rows[some], blocks[some], row_max[some], keys[some], plan.temperature[some])
-                tokens[some] = race(logits, *narrowed, floor[some], floor_id[some])
+                tokens[some] = gumbel_argmax(logits, *narrowed, floor[some], floor_id[some])
         return tokens
 
     def _fall_back(

@@ -1,8 +1,8 @@
 """Common parts of draft models: choosing draft tokens by logits, and places in a draft's cache.
 
 Sampled rows rank candidates by the draft's logits with the noise that the target will sample with. Where the draft's
-distribution is close to the target's, both then choose the same token (a common random number coupling; the race of
-clocks is explained in ``kernels.core.noise``).
+distribution is close to the target's, both then choose the same token (a common random number coupling; the
+Gumbel-max trick is explained in ``kernels.core.noise``).
 
 Draft tokens lie in the draft's cache after the known tokens, where the next observation overwrites them. They may need
 more places than the sequence's pages have, so each slot has some spare pages after those of the target's cache.
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from kernels.core.arrays import Ints, Longs
-from kernels.core.noise import clocks, keys_at
+from kernels.core.noise import exponential_noise, keys_at
 from kernels.core.operators import Candidates, Greedy
 from kernels.devices.base import Device
 from kernels.sampling.sampler import Noise
 
 __all__ = ["DraftPlaces", "DraftSampler"]
 
-_SAMPLED = 256  # candidates of a sampled row; less likely tokens win a race too rarely to matter
+_SAMPLED = 256  # candidates of a sampled row; less likely tokens win too rarely to matter
 
 
 class DraftSampler:
@@ -70,14 +70,14 @@ class DraftSampler:
 
 def _add_gumbel_noise(values: Tensor, total: Tensor, ids: Tensor, noise: Noise, positions: Tensor) -> Tensor:
     """The log of each candidate's [nodes, candidates] chance to be the target's sample. In sampled rows it is estimated
-    from the candidates' clocks.
+    from the candidates' noise.
     """
     each = len(values) // len(positions)
     keys = keys_at(noise.keys.repeat_interleave(each, 0), positions.expand(-1, each).reshape(-1))
     temperature = noise.temperature.repeat_interleave(each).unsqueeze(1)
     sampled = temperature > 0
     scaled = values / torch.where(sampled, temperature, 1.0)
-    noisy = scaled - clocks(keys.unsqueeze(1), ids.to(torch.int32)).log()
+    noisy = scaled - exponential_noise(keys.unsqueeze(1), ids.to(torch.int32)).log()
     return torch.where(sampled, noisy.log_softmax(-1), values - total)
 
 

@@ -28,7 +28,7 @@ from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Acceptance
 from kernels.core.tree import Drafts, DraftTree, Growth, Level, chain
 from kernels.devices.base import Device
-from kernels.devices.draft_kernels import AcceptedTokens, TreeBuilder, TreeShape
+from kernels.devices.draft_kernels import AcceptedBuffers, AcceptedTokens, TreeBuilder, TreeShape
 from kernels.devices.memory import PendingCopies
 from kernels.devices.prepared import CapturedPasses, PassResult, VerifyOutputs
 from kernels.sampling.sampler import Sampler
@@ -195,7 +195,7 @@ class EarlyDraftPasses:
         # Compiled here, so that no step waits for it.
         nothing = self._host.new_zeros((1, 2 + self._host.shape[1]))
         outcome, tokens = torch.zeros_like(self._outcome[:1]), torch.zeros_like(self._tokens[:1])
-        self._bring(nothing[:, :4], nothing[:, 4:], outcome, tokens, torch.zeros_like(self._features))
+        self._copy_accepted(nothing[:, :4], nothing[:, 4:], outcome, tokens, torch.zeros_like(self._features))
 
     def _capture(self, passes: _Passes, size: int, run: Callable[[], DraftTree], agree: Callable[[bool], bool]) -> bool:
         result: list[DraftTree] = []
@@ -228,8 +228,8 @@ class EarlyDraftPasses:
         host = np.zeros((size, 2 + columns), dtype=np.int64)
         host[:rows, 0], host[:rows, 1], host[:rows, 3] = slots, roots, places
         host[:rows, 4 : 4 + pages.shape[1]] = pages
-        given = show(host)
-        self._bring(given[:, :4], given[:, 4:], outcome, tokens, features)
+        packed = show(host)
+        self._copy_accepted(packed[:, :4], packed[:, 4:], outcome, tokens, features)
         return self._replay(self._passes[size], rows)
 
     def run_after_pass(self, end: int, rows: int) -> DraftTree | None:
@@ -245,24 +245,24 @@ class EarlyDraftPasses:
         tree = result[0]
         return DraftTree(tree.tokens[:rows], tree.parents[:rows], tree.depths[:rows], tree.bits[:rows], tree.linear)
 
-    def _bring(self, given: Tensor, pages: Tensor, outcome: Tensor, tokens: Tensor, features: Tensor) -> None:
+    def _copy_accepted(self, rows: Tensor, pages: Tensor, outcome: Tensor, tokens: Tensor, features: Tensor) -> None:
         """Copy accepted tokens to the input of a pass, as ``DraftKernels.copy_accepted`` does."""
-        size, rows, columns = len(given), len(outcome), min(self._host.shape[1] - 2, pages.shape[1])
+        size, count, columns = len(rows), len(outcome), min(self._host.shape[1] - 2, pages.shape[1])
         drafting = self._device.drafting
-        kept = self._host[:size], self._outcome, self._tokens, self._features
-        if drafting is not None and drafting.copy_accepted(given, pages, outcome, tokens, features, *kept):
+        buffers = AcceptedBuffers(self._host[:size], self._outcome, self._tokens, self._features)
+        if drafting is not None and drafting.copy_accepted(rows, pages, outcome, tokens, features, buffers):
             return
         self._host[:size].zero_()
-        self._host[:size, 0], self._host[:size, 1] = given[:, 1], given[:, 0]
+        self._host[:size, 0], self._host[:size, 1] = rows[:, 1], rows[:, 0]
         self._host[:size, 2 : 2 + columns].copy_(pages[:, :columns])
         self._outcome[:size].zero_()
-        self._outcome[:rows, : outcome.shape[1]].copy_(outcome)
-        self._tokens[:rows, : tokens.shape[1]].copy_(tokens)
-        at = (self._outcome[:rows, 2:] + given[:rows, 3:4]).reshape(-1)
+        self._outcome[:count, : outcome.shape[1]].copy_(outcome)
+        self._tokens[:count, : tokens.shape[1]].copy_(tokens)
+        at = (self._outcome[:count, 2:] + rows[:count, 3:4]).reshape(-1)
         self._features[: len(at)].copy_(features.index_select(0, at))
 
     def _run_after_pass(self, end: VerifyOutputs) -> DraftTree:
-        self._bring(end.rows, end.pages, end.accepted.outcome, end.accepted.tokens, end.features)
+        self._copy_accepted(end.rows, end.pages, end.accepted.outcome, end.accepted.tokens, end.features)
         return self._run(len(end.rows))
 
     def _run(self, rows: int) -> DraftTree:

@@ -249,8 +249,13 @@ class NativeChains(NativeDrafts):
         state, places = self._state, DraftCacheSlots(self._reached, self._first, *self._places.own)
         features = target.features if self._passes.seen.shape[1] else None
         return target.run.cycle(
-            *(self._passes, places, state.table, target.logits, target.tokens, target.nonfinite, features),
-            *(self._max_drafts, state.max_length),
+            self._passes,
+            places,
+            state.table,
+            target.output,
+            features,
+            max_drafts=self._max_drafts,
+            max_length=state.max_length,
         )
 
 

@@ -65,7 +65,7 @@ class NativeDraftLoop:
         self._max_rows, self._steps = max_rows, speculator.settings.num_steps
         drafter = speculator.drafter
         self._depth, self._max_drafts, self._linear = drafter.depth, drafter.max_nodes - 1, not drafter.branches
-        self._verify = target.run.verify(self._state.table, target.logits, target.tokens, target.nonfinite)
+        self._verify = target.run.verify(self._state.table, target.output)
         self._cycle = drafts.cycle(target)
         self._rows: tuple[bytes, bytes] | None = None  # slots and generations of the bound rows
         self._slots: Longs = np.zeros(0, dtype=np.int64)

@@ -71,10 +71,17 @@ def choose_cache(config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, d
         except UnsupportedError as error:
             _log.warning("The checkpoint has scales for a cache in %s, which is not used: %s", name, error)
             return CacheChoice()
-    if not name or CACHE_DTYPES[name] == dtype:
+    if not name or CACHE_DTYPES[name] == dtype or (model.latent is not None and not requested):
         return CacheChoice()
     kind = CACHE_DTYPES[name]
     device.cache.check_dtype(kind)
+    if model.latent is not None and narrow(kind):
+        if own or method not in ("", "per_token_head"):
+            raise ConfigError(
+                f"latent vectors of {model.architecture} are kept in 8 bits with a scale of each token; leave "
+                "--kv-cache-quant-method and --quantization-param-path out"
+            )
+        return CacheChoice(kind)
     if not narrow(kind) or method == "per_token_head":
         return CacheChoice(kind)
     scales = _read_file(own, name, model, config) if own else stored.scales(name)

@@ -18,6 +18,9 @@ _SNAPSHOT_PAGES = 16
 _SHARE = 2
 """Main pages for each page of a bounded group: prefixes without such pages are computed again."""
 
+_STATES = 2
+"""Most memory of states, by that of main pages, if slots need so much. A short sequence needs as many as a long one."""
+
 GroupBytes = Callable[[Paged | Latent], int]
 """Bytes of one token in one layer, as a device keeps it."""
 
@@ -109,10 +112,13 @@ class GroupSizes:
         return low if low > 1 else 0
 
     def _bounded(self, group: GroupPages, pages: int) -> int:
-        """Pages of the group: enough for one sequence, at most as many as all slots can use."""
+        """Pages of the group: enough for one sequence, at most as many as all slots can use, but for snapshots of
+        states. The states of all slots may take more memory than there is: sequences then wait for pages."""
         columns = -(-(self.context + 2 + self.page_size) // group.page_tokens)
         one = min(group.sequence_pages(self.page_size), columns) + group.step_pages(self.step_tokens)
         all_slots = self.slots * min(group.sequence_pages(self.page_size), columns)
         all_slots += group.step_pages(self.step_tokens)
         shared = pages * self.page_size // (group.page_tokens * _SHARE)
-        return max(one, min(all_slots, shared)) if isinstance(group.group.spec, Window) else max(all_slots, shared)
+        if isinstance(group.group.spec, Window):
+            return max(one, min(all_slots, shared))
+        return max(one, shared, min(all_slots, _STATES * pages * self.page_size // group.page_tokens))

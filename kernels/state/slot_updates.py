@@ -117,7 +117,7 @@ class SlotUpdates:
                 failed.append(RowError(slot, int(state.generation[slot]), str(error)))
                 self._drop(slot)
 
-    def drop_broken(self) -> None:
+    def drop_nonfinite(self) -> None:
         """Drop the requests whose rows were not finite, and clear the pages that these rows wrote to.
 
         A page that now belongs to another request was cleared when its owner changed. Pages written by earlier steps

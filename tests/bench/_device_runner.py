@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kernels.contract.caches import GroupPages, PageRun
 from kernels.contract.config import RunnerConfig
 from kernels.contract.info import ModelInfo
 from kernels.contract.step import Admission, SlotSampling, StepBatch
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
     from kernels.execution.runner import ModelRunner
 
 __all__ = ["measure"]
+
+
+def _run(group: GroupPages, slot: int, tokens: int) -> PageRun:
+    """The pages of a slot for so many tokens, in a bounded group."""
+    each = -(-tokens // group.page_tokens)
+    if (slot + 1) * each >= group.num_pages:
+        raise SystemExit(f"a cache group has {group.num_pages} pages, and slot {slot} needs {each} more")
+    return PageRun(0, np.arange(1 + slot * each, 1 + (slot + 1) * each, dtype=np.int32).tobytes())
 
 
 class Requests:
@@ -47,6 +56,7 @@ class Requests:
                 computed=0,
                 pages=order[slot].tobytes(),
                 sampling=SlotSampling(temperature=0.0),
+                bounded=tuple(_run(group, slot, prompt + output + 2) for group in info.bounded_groups),
             )
             for slot in range(count)
         ]

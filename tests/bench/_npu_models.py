@@ -20,6 +20,44 @@ EXPERTS = json.dumps(
     }
 )
 """Makes the included model one of experts, with weights that are made up."""
+_LATENT = {
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "tie_word_embeddings": False,
+}
+LATENT = json.dumps(_LATENT | {"architectures": ["DeepseekV3ForCausalLM"]})
+"""The same with latent attention."""
+SPARSE = json.dumps(
+    _LATENT
+    | {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "index_n_heads": 4,
+        "index_head_dim": 128,
+        "index_topk": 32,
+    }
+)
+"""The same with sparse attention."""
+SINKS = json.dumps(
+    {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "layer_types": None,
+        "tie_word_embeddings": False,
+        "quantization_config": None,
+    }
+)
+"""The same with sinks."""
 
 
 def models(scratch: Path) -> dict[str, RunnerConfig]:
@@ -40,6 +78,9 @@ def models(scratch: Path) -> dict[str, RunnerConfig]:
         "mxfp8": {"model_path": str(_mxfp8(scratch))},
         "experts": {"config_overrides": EXPERTS, "load_format": "dummy"},
         "experts in int8": {"config_overrides": EXPERTS, "load_format": "dummy", "quantization": "int8"},
+        "latent": {"config_overrides": LATENT, "load_format": "dummy"},
+        "sparse": {"config_overrides": SPARSE, "load_format": "dummy"},
+        "sinks": {"config_overrides": SINKS, "load_format": "dummy"},
         "plain": {},
     }
     return {name: msgspec.structs.replace(config, **changes) for name, changes in changed.items()}

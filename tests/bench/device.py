@@ -9,10 +9,11 @@ on an H200 (2026-11-20). They leave out what the actors cost; ``engine``, the sa
 over HTTP from client processes, and the start of a server to its first answer are the whole program's.
 
 Options: ``--only NAME[,NAME...]`` of checks, decode, offline, prefill, engine, online, start; ``--model 8b,0.6b``
-(or 30b, v2-lite);
+(or 30b, v2-lite, gpt-oss, qwen3.5-9b);
 ``--only products`` times the products of few tokens, every way there is to make them, ``--only chain`` those of a
-layer as they follow one another, ``--only prompts`` the attention of prompts, and ``--only latent`` that over latent
-vectors; ``--only speculative`` says what drafting tokens ahead costs and gains (``device_speculative``);
+layer as they follow one another, ``--only prompts`` the attention of prompts, ``--only latent`` that over latent
+vectors, and ``--only states`` decodes of gated delta nets; ``--only speculative`` says what drafting tokens ahead costs
+and gains (``device_speculative``);
 ``--profile DIR`` writes tables of the device's time by kernel.
 ``--deterministic`` measures decode, offline and prefill with kernels whose results depend on no other rows
 (``--enable-deterministic-inference``). In parts: ``--tests WORD`` checks only files and tests with the word in their
@@ -41,6 +42,7 @@ from tests.bench.device_latent import latent
 from tests.bench.device_products import products
 from tests.bench.device_prompts import prompts
 from tests.bench.device_speculative import speculative
+from tests.bench.device_states import states
 
 __all__ = ["main"]
 
@@ -100,6 +102,8 @@ def main(arguments: list[str]) -> None:
             prompts(given.model.split(","))
         if "latent" in points:
             latent()
+        if "states" in points:
+            states()
         if "chain" in points:
             chain(given.model.split(","))
         for name in given.model.split(","):

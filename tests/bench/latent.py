@@ -16,7 +16,8 @@ import torch
 
 from kernels.core.attention_rows import AttentionRows
 from kernels.devices import latent_attention
-from kernels.devices.latent_attention import LatentHeads, attend_latent_heads, make_latent
+from kernels.devices.latent_attention import LatentHeads, attend_latent_heads
+from kernels.devices.latent_cache import make_latent
 from tests.bench._options import command_line
 from tests.bench._record import record
 

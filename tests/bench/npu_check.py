@@ -98,7 +98,7 @@ def _versions(device: str) -> str:
 def _numbers(device: Any) -> Iterator[tuple[str, str, bool]]:
     import torch
 
-    from kernels.core.noise import block_clocks, clocks, keys_at, seed_key
+    from kernels.core.noise import block_noise, clocks, keys_at, seed_key
     from kernels.core.tree import chain, unpack_bits, within_window
     from kernels.speculation.verify import walk
 
@@ -108,7 +108,7 @@ def _numbers(device: Any) -> Iterator[tuple[str, str, bool]]:
     ids = torch.arange(4096, dtype=torch.int32)
 
     def hashes(place: Callable[[Any], Any]) -> Any:
-        return block_clocks(keys_at(place(keys), place(torch.arange(9)))[:, None], place(ids))[1]
+        return block_noise(keys_at(place(keys), place(torch.arange(9)))[:, None], place(ids))[1]
 
     def times(place: Callable[[Any], Any]) -> Any:
         return clocks(keys_at(place(keys), place(torch.arange(9)))[:, None], place(ids))

@@ -40,6 +40,7 @@ from tests.kits.driver import (
     Driver,
 )
 from tests.kits.published import PUBLISHED, save_published
+from tests.kits.published_names import PUBLISHED_NAMES
 
 
 @pytest.fixture
@@ -82,7 +83,6 @@ DIVISIBLE |= {
     "parallel-deepseek-v3.2": ("DeepseekV32", INDEXED | {"vocab_size": 212}),
     "parallel-gpt-oss": ("GptOss", GPT_OSS | {"vocab_size": 212}),
     "parallel-minicpm3": ("MiniCPM3", DEEPSEEK | {"vocab_size": 212, "pad_token_id": 0}),
-    "parallel-qwen3-next": ("Qwen3Next", SHARED | DELTA | {"vocab_size": 212}),
 }
 
 DIVISIBLE |= {
@@ -103,6 +103,22 @@ DIVISIBLE |= {
     "parallel-granite-4": ("GraniteMoeHybrid", GRANITE_HYBRID | {"vocab_size": 212, "num_local_experts": 4}),
     "parallel-lfm2-moe": ("Lfm2Moe", CONVOLUTIONS | LFM2_EXPERTS | {"vocab_size": 212, "conv_bias": True}),
     "parallel-nemotron-3": ("NemotronH", NEMOTRON | {"vocab_size": 212, "moe_latent_size": 20}),
+}
+
+WIDE_LATENT = DEEPSEEK | {  # sizes that operators for latent attention take
+    "num_hidden_layers": 2,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+DIVISIBLE |= {
+    "wide-deepseek-v3": ("DeepseekV3", WIDE_LATENT),
+    "wide-kimi": ("DeepseekV3", WIDE_LATENT | {"rope_interleave": False, "n_group": 1, "topk_group": 1}),
+    "wide-deepseek-v3.2": (
+        "DeepseekV32",
+        WIDE_LATENT | {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 48, "norm_topk_prob": True},
+    ),
 }
 
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {  # whose sizes the CPU's native operators take
@@ -140,8 +156,8 @@ class Reference:
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
         model.save_pretrained(directory, **save)
-        if family in PUBLISHED:
-            tensors = PUBLISHED[family](model.config, model.state_dict())
+        if family in PUBLISHED_NAMES:
+            tensors = PUBLISHED_NAMES[family](model.config, model.state_dict())
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
         self.model, self.path = model, directory
 

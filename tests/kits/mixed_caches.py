@@ -23,7 +23,8 @@ from torch import Tensor
 from kernels.contract.caches import CacheGroup, CacheSpec, Latent, Paged, State, Window
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm
-from kernels.devices.latent_attention import attend_latent, write_latent
+from kernels.devices.latent_attention import attend_latent
+from kernels.devices.latent_cache import write_latent
 from kernels.devices.linear import norm_of_sum
 from kernels.devices.state_cache import advance_states
 from kernels.models.config import ConfigReader, ModelConfig

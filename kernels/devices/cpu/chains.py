@@ -4,6 +4,7 @@ library (draft_chains.h, draft_cycle.h)."""
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from kernels.devices.prepared import (
     DraftCacheSlots,
     DraftCycle,
     ObserveTokens,
+    TargetOutput,
     VerifyChains,
 )
 
@@ -74,23 +76,29 @@ def _observation(ahead: int, inputs: Tensor, left: Tensor | None, states: Tensor
     return observation
 
 
+class CyclePasses(NamedTuple):
+    """The programs of a cycle: the ``target``'s, and those of ``ChainDraftPasses``."""
+
+    target: Program
+    observe: Program
+    head: Program
+    then: Program
+
+
 def cycle(
-    model: Program,
-    observing: Program,
-    head: Program,
-    then: Program,
+    passes: CyclePasses,
     draft: ChainDraftPasses,
     places: DraftCacheSlots,
     table: TokenTable,
-    logits: Tensor,
-    argmax: Longs,
-    nonfinite: npt.NDArray[np.bool_],
+    target: TargetOutput,
     features: npt.NDArray[np.int16] | None,
+    *,
     max_drafts: int,
     max_length: int,
 ) -> DraftCycle:
     """See ``NativePass.cycle``."""
-    native, ids, room = model.native, draft.ids, len(draft.headed)
+    model, observing, head, then = passes
+    native, ids, room, token_room = model.native, draft.ids, len(draft.headed), len(target.argmax)
     vocab = draft.first.logits.shape[1] if ids is None else int(ids.max()) + 1
     chosen, unsound = np.zeros((2, room), dtype=np.int64), np.zeros((2, room), dtype=np.bool_)
     draws: list[Op] = []
@@ -98,8 +106,8 @@ def cycle(
         op = native.drawing(each.logits, chosen[number], unsound[number])
         op.c, op.i1 = None if ids is None else ids.data_ptr(), vocab
         draws.append(op)
-    drawn, unfit = np.zeros(len(argmax), dtype=np.int64), np.zeros(len(argmax), dtype=np.bool_)
-    draws.append(native.drawing(logits, drawn, unfit))
+    drawn, unfit = np.zeros(token_room, dtype=np.int64), np.zeros(token_room, dtype=np.bool_)
+    draws.append(native.drawing(target.logits, drawn, unfit))
     pointer = ctypes.c_void_p
     chain = Chain(
         (pointer * 2)(ctypes.addressof(head.ops), ctypes.addressof(then.ops)),
@@ -123,8 +131,8 @@ def cycle(
         places.spare,
         ctypes.addressof(model.ops),
         model.count,
-        argmax.ctypes.data,
-        nonfinite.ctypes.data,
+        target.argmax.ctypes.data,
+        target.nonfinite.ctypes.data,
         ctypes.addressof(draws[2]),
         max_drafts,
         max_length,
@@ -135,7 +143,7 @@ def cycle(
     )
     roots, accepted = np.zeros((2, room), dtype=np.int64)
     emitted, drafted, depths = np.zeros((3, room), dtype=np.int32)
-    tokens, kept = np.zeros(len(argmax), dtype=np.int32), np.zeros(len(argmax), dtype=np.int64)
+    tokens, kept = np.zeros(token_room, dtype=np.int32), np.zeros(token_room, dtype=np.int64)
     ended = np.zeros(room, dtype=np.bool_)
     output = CycleOutput(*[part.ctypes.data for part in (roots, accepted, emitted, drafted, depths, tokens, kept)])
     output.ended = ended.ctypes.data
@@ -143,21 +151,7 @@ def cycle(
     call = native.library.cycle
     before = (native.address, ctypes.byref(settings), ctypes.byref(where))
     keep_alive: tuple[object, ...]
-    keep_alive = (
-        model,
-        observing,
-        head,
-        then,
-        draft,
-        places,
-        table,
-        logits,
-        argmax,
-        nonfinite,
-        features,
-        chosen,
-        unsound,
-    )
+    keep_alive = (passes, draft, places, table, target, features, chosen, unsound)
     keep_alive += (drawn, unfit, draws, ended)
     into = ctypes.byref(output)
     last, at = np.zeros(0, dtype=np.int64), 0
@@ -195,17 +189,16 @@ def cycle(
     return run
 
 
-def verify(
-    program: Program, table: TokenTable, logits: Tensor, argmax: Longs, nonfinite: npt.NDArray[np.bool_]
-) -> VerifyChains:
+def verify(program: Program, table: TokenTable, output: TargetOutput) -> VerifyChains:
     """See ``NativePass.verify``."""
     native, where, rows = program.native, described(table), RowTokens()
-    drawn, unsound = np.zeros(len(argmax), dtype=np.int64), np.zeros(len(argmax), dtype=np.bool_)
-    draw = native.drawing(logits, drawn, unsound)
+    count = len(output.argmax)
+    drawn, unsound = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.bool_)
+    draw = native.drawing(output.logits, drawn, unsound)
     before = (native.address, program.ops, program.count, ctypes.byref(where), ctypes.byref(rows))
-    results, drawing = (argmax.ctypes.data, nonfinite.ctypes.data), ctypes.byref(draw)
+    results, drawing = (output.argmax.ctypes.data, output.nonfinite.ctypes.data), ctypes.byref(draw)
     call = native.library.verify
-    keep_alive = (program, table, where, logits, argmax, nonfinite, drawn, unsound)
+    keep_alive = (program, table, where, output, drawn, unsound)
 
     def run(slots: Longs, roots: Longs, counts: Longs, tokens: Longs, draws: Draws | None) -> Longs | None:
         assert keep_alive

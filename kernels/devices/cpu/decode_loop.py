@@ -22,6 +22,7 @@ from kernels.devices.prepared import (
     ObserveTokens,
     PassLogits,
     PrefillCall,
+    TargetOutput,
     VerifyChains,
 )
 
@@ -39,19 +40,17 @@ class CpuPass:
     def __call__(self, rows: DecodeTokens) -> None:
         self._program.run_decodes(rows)
 
-    def advance(
-        self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], nonfinite: npt.NDArray[np.bool_]
-    ) -> DecodeCall:
-        program = self._program
-        native, result = program.native, np.zeros(len(argmax), dtype=np.int32)
-        drawn, unsound = np.zeros(len(argmax), dtype=np.int64), np.zeros(len(argmax), dtype=np.bool_)
-        draw = native.drawing(logits, drawn, unsound)
+    def advance(self, table: TokenTable, output: TargetOutput) -> DecodeCall:
+        program, count = self._program, len(output.argmax)
+        native, result = program.native, np.zeros(count, dtype=np.int32)
+        drawn, unsound = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.bool_)
+        draw = native.drawing(output.logits, drawn, unsound)
         described = chains.described(table)
         run = native.library.advance
         before = (native.address, program.ops, program.count, ctypes.byref(described))
-        results = (argmax.ctypes.data, nonfinite.ctypes.data)
+        results = (output.argmax.ctypes.data, output.nonfinite.ctypes.data)
         where, drawing = result.ctypes.data, ctypes.byref(draw)
-        keep_alive = (program, table, logits, argmax, nonfinite, drawn, unsound)
+        keep_alive = (program, table, output, drawn, unsound)
 
         def advance(slots: npt.NDArray[np.int64], draws: Draws | None, masks: Masks | None) -> bytes | None:
             assert keep_alive
@@ -74,23 +73,22 @@ class CpuPass:
         draft: ChainDraftPasses,
         places: DraftCacheSlots,
         table: TokenTable,
-        logits: Tensor,
-        argmax: npt.NDArray[np.int64],
-        nonfinite: npt.NDArray[np.bool_],
+        output: TargetOutput,
         features: npt.NDArray[np.int16] | None,
+        *,
         max_drafts: int,
         max_length: int,
     ) -> DraftCycle:
         assert isinstance(draft.observe, CpuPass)
         assert isinstance(draft.head, CpuPass)
         assert isinstance(draft.then, CpuPass)
-        passes = (self._program, draft.observe._program, draft.head._program, draft.then._program)
-        return chains.cycle(*passes, draft, places, table, logits, argmax, nonfinite, features, max_drafts, max_length)
+        passes = chains.CyclePasses(self._program, draft.observe._program, draft.head._program, draft.then._program)
+        return chains.cycle(
+            passes, draft, places, table, output, features, max_drafts=max_drafts, max_length=max_length
+        )
 
-    def verify(
-        self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], nonfinite: npt.NDArray[np.bool_]
-    ) -> VerifyChains:
-        return chains.verify(self._program, table, logits, argmax, nonfinite)
+    def verify(self, table: TokenTable, output: TargetOutput) -> VerifyChains:
+        return chains.verify(self._program, table, output)
 
     def prefill(
         self,

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
+from kernels.core.batch import ForwardBatch
+from kernels.core.operators import Norm
 from kernels.devices.attention import Attention
+from kernels.devices.latent_attention import LatentHeads
+from kernels.devices.latent_cache import SplitLatent, Vectors
 from kernels.devices.memory import DeviceMemory
 from kernels.devices.npu.backends import ASCEND, NATIVE, TREES, AttentionBackends
 from kernels.devices.npu.cache import NpuCache, NpuCaches
-from kernels.devices.npu.fused_attention import FusedPart, fused_attention, padded_dim, plan_part
+from kernels.devices.npu.fused_attention import FusedPart, LayerCache, fused_attention, padded_dim, plan_part
 from kernels.devices.npu.int8_cache import DequantizedPart, Int8Layer, attend_int8, compact
+from kernels.devices.npu.latent_attention import (
+    LatentPlan,
+    attend_latent,
+    attend_sparse,
+    choose_tokens,
+    fits_heads,
+    fits_latent,
+    place_latent,
+    plan_latent,
+)
 from kernels.devices.npu.native_attention import NativePart, native_attention, plan_native
-from kernels.devices.npu.operators import rotate
+from kernels.devices.npu.operators import NpuNorm, rotate
 from kernels.devices.npu.soc import Soc
 from kernels.devices.npu.tree_attention import TreePart, plan_trees, tree_attention
 
@@ -33,6 +48,7 @@ class AttentionPlan:
 
 class NpuAttention(Attention[NpuCache, AttentionPlan]):
     signed_sines = False
+    pairs_latent = True
 
     def __init__(self, caches: NpuCaches, memory: DeviceMemory, backends: AttentionBackends, soc: Soc) -> None:
         super().__init__(caches)
@@ -40,6 +56,7 @@ class NpuAttention(Attention[NpuCache, AttentionPlan]):
         self._put = memory.put
         self._backends = backends
         self.soc = soc
+        self._latent_plan: LatentPlan | None = None
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         out.copy_(rotate(x, cos, sin))
@@ -82,6 +99,82 @@ class NpuAttention(Attention[NpuCache, AttentionPlan]):
             else:
                 result.append(native_attention(part_queries, held, part, scale))
         return (result[0] if len(result) == 1 else torch.cat(result)).reshape(len(queries), -1)
+
+    def attend_rows(
+        self,
+        queries: Tensor,
+        cache: NpuCache,
+        rows: AttentionRows,
+        window: int,
+        scale: float,
+        cap: float,
+        sinks: Tensor | None = None,
+        *,
+        slopes: Tensor | None = None,
+        growth_length: int = 0,
+    ) -> Tensor:
+        plain = not cap and slopes is None and not growth_length and isinstance(cache, LayerCache)
+        plan = self.plan(rows, window) if sinks is not None and plain else None
+        if plan is None or sinks is None or not all(isinstance(part, FusedPart) for part in plan.parts):
+            given = queries, cache, rows, window, scale, cap, sinks
+            return super().attend_rows(*given, slopes=slopes, growth_length=growth_length)
+        assert isinstance(cache, LayerCache)
+        result = [
+            fused_attention(queries[part.begin : part.end], cache, part, scale, sinks)
+            for part in plan.parts
+            if isinstance(part, FusedPart)
+        ]
+        return torch.cat(result).flatten(1)
+
+    def place_latent(
+        self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Vectors, index: Tensor
+    ) -> Tensor:
+        if isinstance(cache, SplitLatent) and isinstance(norm, NpuNorm):
+            return place_latent(queries, vectors, norm, cos, sin, cache, index)
+        rope = cos.shape[-1]
+        rotated = vectors[:, -rope:].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)  # halves
+        vectors = torch.cat((vectors[:, :-rope], rotated), 1)
+        return super().place_latent(queries, vectors, norm, cos, sin, cache, index)
+
+    def attend_latent(
+        self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float
+    ) -> Tensor:
+        plan, mask = self._plan_latent(cache, batch, heads), self._caches.mask
+        if plan is None or mask is None:
+            return super().attend_latent(queries, cache, batch, heads, scale)
+        assert isinstance(cache, SplitLatent)
+        return attend_latent(queries, cache, plan, heads, scale, mask, self.soc)
+
+    def choose_tokens(self, queries: Tensor, weights: Tensor, keys: Vectors, batch: ForwardBatch, top_k: int) -> Any:
+        chosen = None
+        if isinstance(keys, Tensor) and batch.rows is not None and batch.rows.tree is None:
+            chosen = choose_tokens(queries, weights, keys, self._latent_rows(batch.rows), top_k)
+        return super().choose_tokens(queries, weights, keys, batch, top_k) if chosen is None else chosen
+
+    def attend_chosen(
+        self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float, chosen: Any
+    ) -> Tensor:
+        rows = batch.rows
+        if not isinstance(chosen, Tensor) or rows is None:
+            return super().attend_chosen(queries, cache, batch, heads, scale, chosen)
+        if isinstance(cache, SplitLatent) and fits_heads(heads):
+            return attend_sparse(queries, cache, self._latent_rows(rows), heads, scale, chosen, self.soc)
+        by_row = list(chosen.squeeze(1).long().split(rows.counts.tolist()))
+        return super().attend_chosen(queries, cache, batch, heads, scale, by_row)
+
+    def _plan_latent(self, cache: Vectors, batch: ForwardBatch, heads: LatentHeads) -> LatentPlan | None:
+        """None if the operators do not take the step."""
+        rows = batch.rows
+        if rows is None or rows.tree is not None or not fits_latent(cache, heads):
+            return None
+        return self._latent_rows(rows)
+
+    def _latent_rows(self, rows: AttentionRows) -> LatentPlan:
+        """One plan for all layers of a step."""
+        plan = self._latent_plan
+        if plan is None or plan.rows is not rows:
+            plan = self._latent_plan = plan_latent(rows, self._put)
+        return plan
 
     def _part(
         self, rows: AttentionRows, first: int, last: int, kind: str, window: int

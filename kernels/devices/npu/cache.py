@@ -9,13 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.contract.caches import Latent
 from kernels.contract.errors import UnsupportedError
 from kernels.devices.cache import KvCaches
+from kernels.devices.latent_cache import IndexedLatent, LatentCache, SplitLatent, make_latent
 from kernels.devices.memory import DeviceMemory
 from kernels.devices.npu.backends import AttentionBackends
 from kernels.devices.npu.features import FEATURES
 from kernels.devices.npu.fused_attention import LayerCache, causal_mask, check_cache, padded_dim
 from kernels.devices.npu.int8_cache import ALIGNMENT, Int8Layer, make_int8_layer
+from kernels.devices.npu.latent_attention import PAGE, RANK, ROPE
 from kernels.devices.npu.operators import write_cache
 from kernels.weights.quantization.cache import CACHE_DTYPES, LayerScales
 
@@ -67,6 +70,20 @@ class NpuCaches(KvCaches[NpuCache]):
             return torch.zeros((pages, page_size, kv_heads, dim), dtype=dtype, device=self._device)
 
         return [LayerCache(zeros(), zeros()) for _ in range(layers)]
+
+    def make_latent(
+        self, spec: Latent, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> LatentCache:
+        """Where the fused attention reads latent vectors, in two tensors."""
+        sizes = (spec.dim, spec.rope_dim, page_size) == (RANK, ROPE, PAGE)
+        if self.dtype is not None or not self._backends.fused or not sizes or dtype != torch.bfloat16:
+            return super().make_latent(spec, pages, page_size, dtype, device)
+        if self.mask is None:
+            self.mask = causal_mask(self._device)
+        parts = (make_latent(pages, page_size, size, dtype, device) for size in (RANK, ROPE))
+        vectors = SplitLatent(*parts)
+        keys = spec.index_dim and make_latent(pages, page_size, spec.index_dim, dtype, device)
+        return IndexedLatent(vectors, keys) if isinstance(keys, Tensor) else vectors
 
     def clear(self, caches: Sequence[NpuCache], pages: list[int]) -> None:
         index = self._memory.put(np.array(pages))

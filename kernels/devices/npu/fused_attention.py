@@ -134,8 +134,11 @@ def plan_part(
     )
 
 
-def fused_attention(queries: Tensor, cache: LayerCache, part: FusedPart, scale: float) -> Tensor:
-    """``queries`` [part's tokens, heads, dim] -> [part's tokens, heads, dim], in the queries' dtype.
+def fused_attention(
+    queries: Tensor, cache: LayerCache, part: FusedPart, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """``queries`` [part's tokens, heads, dim] -> [part's tokens, heads, dim], in the queries' dtype. ``sinks`` [heads]:
+    scores of one more token, whose value is 0, which the second version of the operator takes.
 
     float16 is converted to bfloat16, the only documented dtype of the TND layout.
     """
@@ -148,6 +151,25 @@ def fused_attention(queries: Tensor, cache: LayerCache, part: FusedPart, scale: 
         if part.window
         else {"sparse_mode": _CAUSAL}
     )
+    if sinks is not None:
+        found, _ = torch_npu.npu_fused_infer_attention_score_v2(
+            given,
+            cache.keys.view(pages, page_size, kv_heads * wide),
+            cache.values.view(pages, page_size, kv_heads * wide),
+            atten_mask=part.mask,
+            actual_seq_qlen=part.query_ends,
+            actual_seq_kvlen=part.lengths,
+            block_table=part.pages,
+            learnable_sink=sinks.to(given.dtype),
+            num_query_heads=heads,
+            num_key_value_heads=kv_heads,
+            softmax_scale=scale,
+            input_layout="TND",
+            block_size=page_size,
+            **masking,
+        )
+        kept: Tensor = found[..., :dim]
+        return kept.to(queries.dtype)
     # Lengths are keyword arguments and lists: otherwise captured calls cannot be updated (see
     # kernels.devices.npu.graphs).
     out, _ = torch_npu.npu_fused_infer_attention_score(

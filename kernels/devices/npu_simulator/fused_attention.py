@@ -1,14 +1,16 @@
 """Fused inference attention, both versions (facts 2.1 to 2.4 and 2.8): layouts TND, BSND, BSH and BNSD, paged or not.
 
 Scores, softmax and the weighted sum are float32 here, and the result is rounded once to the query's dtype; the device
-also rounds its probabilities. Rope parts (latent attention), position shifts, shared prefixes, and quantized caches
-other than int8 for one query a request are not simulated and raise.
+also rounds its probabilities. Rope parts (latent attention, facts 2.6) are simulated for concatenated queries: with
+heads of 128 and keys of the step, and with latent vectors of 512 in pages. Position shifts, shared prefixes, and
+quantized caches other than int8 for one query a request are not simulated and raise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,13 +20,14 @@ from kernels.devices.npu_simulator.constraints import contiguous, dtypes, requir
 
 __all__ = ["Attention"]
 
-LAYOUTS = ("TND", "BSND", "BSH", "BNSD")
+LAYOUTS = ("TND", "TND_NTD", "BSND", "BSH", "BNSD")
 MASK = 2048
 TND_HEAD_DIMS = (128, 192, 256)
 MAX_ENTRIES = 4096
 MAX_RATIO = 64
 MAX_HEADS = 256
 MAX_HEAD_DIM = 512
+LATENT_DIM, ROPE_DIM, LATENT_HEADS, LATENT_QUERIES = 512, 64, 128, 16
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,18 @@ class Attention:
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
     modes: tuple[int, int] = (0, 0)
+    query_rope: Tensor | None = None
+    key_rope: Tensor | None = None
 
     # ---- rules: shapes, dtypes and host values ----
 
     def need(self, holds: Any, argument: str, rule: str) -> None:
         require(holds, self.operator, argument, rule)
+
+    @property
+    def latent(self) -> bool:
+        """Whether keys and values are latent vectors."""
+        return self.query_rope is not None and self.head_dim == LATENT_DIM
 
     @property
     def head_dim(self) -> int:
@@ -74,10 +84,10 @@ class Attention:
         else:
             same_dtype(name, query=self.query, key=self.key, value=self.value)
             self.need(self.key_scale is None, "key_antiquant_scale", "is for keys of int8")
-        dims = {"TND": 3, "BSH": 3, "BSND": 4, "BNSD": 4}[self.layout]
+        dims = {"TND": 3, "TND_NTD": 3, "BSH": 3, "BSND": 4, "BNSD": 4}[self.layout]
         self.need(self.query.dim() == dims, "query", f"{self.layout} has {dims} dimensions, not {self.query.dim()}")
         self.need(0 < self.heads <= MAX_HEADS, "num_heads", f"{self.heads} must be 1 to {MAX_HEADS}")
-        axis = {"TND": 1, "BSND": 2, "BNSD": 1}.get(self.layout)
+        axis = {"TND": 1, "TND_NTD": 1, "BSND": 2, "BNSD": 1}.get(self.layout)
         if axis is not None:
             found = self.query.shape[axis]
             self.need(found == self.heads, "num_heads", f"{self.heads} must be the query's {found}")
@@ -85,17 +95,58 @@ class Attention:
             width = self.query.shape[-1]
             self.need(width % self.heads == 0, "num_heads", f"{self.heads} must divide the query's width {width}")
         ratio = self.heads / self.kv_heads
-        whole = ratio == int(ratio) and ratio <= MAX_RATIO
+        whole = ratio == int(ratio) and ratio <= (LATENT_HEADS if self.latent else MAX_RATIO)
         rule = f"{self.heads} query heads over {self.kv_heads} must be a whole number up to {MAX_RATIO}"
         self.need(whole, "num_key_value_heads", rule)
         self.need(self.head_dim <= MAX_HEAD_DIM, "query", f"head dim {self.head_dim} is above {MAX_HEAD_DIM}")
-        if self.layout == "TND":
+        if self.query_rope is not None or self.key_rope is not None or self.layout == "TND_NTD":
+            self.check_rope()
+        elif self.layout == "TND":
             dtypes(name, (torch.bfloat16,), query=self.query)  # facts 2.2: the documentation's TND is bf16 only
             rule = f"TND takes head dims {TND_HEAD_DIMS}, not {self.head_dim}: use BSND or pad the heads"
             self.need(self.head_dim in TND_HEAD_DIMS, "query", rule)
         self.check_lengths()
         self.check_cache()
         self.check_mask()
+
+    def check_rope(self) -> None:
+        """Facts 2.6: heads of 128 beside keys of as many heads that are not paged; or latent vectors of 512, one key
+        head in pages, for 1, 2, 4 .. 128 query heads and up to 16 queries a request. Rope parts have 64 numbers."""
+        name, query_rope, key_rope = self.operator, self.query_rope, self.key_rope
+        given = query_rope is not None and key_rope is not None
+        self.need(given, "query_rope", f"query_rope and key_rope come together, and {self.layout} is for them")
+        assert query_rope is not None
+        assert key_rope is not None
+        same_dtype(name, query=self.query, query_rope=query_rope, key_rope=key_rope)
+        contiguous(name, query_rope=query_rope, key_rope=key_rope)
+        self.need(self.tnd, "input_layout", f"{self.layout} with rope parts is not simulated: use TND or TND_NTD")
+        rule = f"must be {(*self.query.shape[:2], ROPE_DIM)}, is {tuple(query_rope.shape)}"
+        self.need(tuple(query_rope.shape) == (*self.query.shape[:2], ROPE_DIM), "query_rope", rule)
+        self.need(not self.lse or self.layout == "TND", "softmax_lse_flag", "is simulated with TND only")
+        if not self.latent:
+            dims = self.head_dim == 128 and self.value.shape[-1] == 128
+            self.need(dims, "query", f"head dim {self.head_dim} with a rope part must be 128 or {LATENT_DIM}")
+            self.need(self.layout == "TND", "input_layout", "TND_NTD is for latent vectors")
+            self.need(self.blocks is None, "block_table", "heads of 128 with a rope part are simulated without pages")
+            shape = (*self.key.shape[:2], ROPE_DIM)
+            self.need(tuple(key_rope.shape) == shape, "key_rope", f"must be {shape}, is {tuple(key_rope.shape)}")
+            return
+        powers = [1 << power for power in range(8)]
+        self.need(self.heads in powers, "num_heads", f"{self.heads} must be a power of 2 up to {LATENT_HEADS}")
+        self.need(self.kv_heads == 1, "num_key_value_heads", f"{self.kv_heads} must be 1 for latent vectors")
+        self.need(self.blocks is not None, "block_table", "latent vectors must be in pages")
+        shape = (*self.key.shape[:2], ROPE_DIM)
+        self.need(tuple(key_rope.shape) == shape, "key_rope", f"must be {shape}, is {tuple(key_rope.shape)}")
+        ends = [0, *(self.lengths or ())]
+        most = max((end - begin for begin, end in pairwise(ends)), default=0)
+        self.need(most <= LATENT_QUERIES, "actual_seq_lengths", f"{most} queries a request, {LATENT_QUERIES} at most")
+        rule = f"sparse_mode {self.sparse}: one query a request takes 0 without a mask, more take 3"
+        self.need(self.sparse == (3 if most > 1 else 0) or (self.sparse == 3 and most == 1), "sparse_mode", rule)
+
+    @property
+    def tnd(self) -> bool:
+        """Whether queries are concatenated."""
+        return self.layout in ("TND", "TND_NTD")
 
     def check_whole_numbers(self) -> None:
         """Keys and values of int8 (vendor: "pseudo quantization", scales of keys and values apart), paged, for one
@@ -128,7 +179,7 @@ class Attention:
             if values is not None:
                 whole = all(type(value) is int and value >= 0 for value in values)
                 self.need(whole, argument, f"must be a list of host integers of 0 or more, is {list(values)[:8]}")
-        if self.layout == "TND":
+        if self.tnd:
             total = self.query.shape[0]
             self.need(self.lengths, "actual_seq_lengths", "TND needs the cumulative query lengths")
             assert self.lengths is not None
@@ -150,12 +201,12 @@ class Attention:
         entries = self.entries()
         if self.kv_lengths is not None:
             count = len(self.kv_lengths)
-            enough = count == entries or (self.layout != "TND" and (count == 1 or count > entries))
+            enough = count == entries or (not self.tnd and (count == 1 or count > entries))
             self.need(enough, "actual_seq_lengths_kv", f"needs {entries} entries, one per request, has {count}")
 
     def entries(self) -> int:
         """Requests."""
-        return len(self.lengths or ()) if self.layout == "TND" else self.query.shape[0]
+        return len(self.lengths or ()) if self.tnd else self.query.shape[0]
 
     def query_tokens(self) -> int:
         return self.query.shape[{"BSND": 1, "BSH": 1, "BNSD": 2}[self.layout]]
@@ -165,7 +216,7 @@ class Attention:
             self.need(self.key.dim() == self.query.dim(), "key", f"must be {self.layout} like the query")
             shapes = self.key.shape[:-1] == self.value.shape[:-1]
             self.need(shapes, "value", "must have the key's shape up to the head dim")
-            if self.layout == "TND" and self.kv_lengths:
+            if self.tnd and self.kv_lengths:
                 ends, total = list(self.kv_lengths), self.key.shape[0]
                 self.need(ends == sorted(ends), "actual_seq_lengths_kv", "without block_table: cumulative")
                 rule = f"without block_table the last entry must be the keys' {total}, is {ends[-1]}"
@@ -183,7 +234,9 @@ class Attention:
         self.need(size and size % 128 == 0 and size <= 512, "block_size", rule)
         for argument, cache in (("key", self.key), ("value", self.value)):
             flat = cache.dim() == 3 and cache.shape[1] == size and cache.shape[2] % self.kv_heads == 0
-            deep = cache.dim() == 4 and cache.shape[1:3] == (self.kv_heads, size) and self.layout in ("TND", "BNSD")
+            deep = (
+                cache.dim() == 4 and cache.shape[1:3] == (self.kv_heads, size) and (self.tnd or self.layout == "BNSD")
+            )
             self.need(
                 flat or deep,
                 argument,
@@ -214,9 +267,9 @@ class Attention:
             self.need(self.mask.numel() == MASK * MASK, "atten_mask", rule)
         if self.sparse == 1:
             self.need(self.mask is not None, "atten_mask", "sparse_mode 1 needs the whole mask")
-        if self.mask is not None and self.sparse in (0, 1) and self.layout != "TND":
+        if self.mask is not None and self.sparse in (0, 1) and not self.tnd:
             self.check_whole_mask()
-        if self.layout == "TND" and self.sparse in (0, 1):
+        if self.tnd and self.sparse in (0, 1):
             self.need(self.mask is None, "atten_mask", f"TND with sparse_mode {self.sparse} takes no mask here")
         if self.sink is not None:
             self.need(self.layout == "TND", "learnable_sink", "is for TND only")
@@ -255,7 +308,8 @@ class Attention:
                 value = self.paged(self.value, request, kv, self.value_scale)
             else:
                 key, value = keys[request][:kv], values[request][:kv]
-            out, lse = self.attend(query, key, value, request)
+            rope = None if self.query_rope is None else self.rope_scores(request, kv)
+            out, lse = self.attend(query, key, value, request, rope)
             outputs.append(out)
             sums.append(lse)
         return self.assemble(outputs, sums)
@@ -269,7 +323,7 @@ class Attention:
 
     def query_rows(self) -> list[Tensor]:
         """[tokens, heads, dim] of each request, its padding cut off."""
-        if self.layout == "TND":
+        if self.tnd:
             ends = list(self.lengths or ())
             return [self.query[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         whole = self.split_heads(self.query, self.heads)
@@ -289,13 +343,13 @@ class Attention:
 
     def unpaged(self, x: Tensor, argument: str) -> list[Tensor]:
         """Keys or values [tokens, heads, dim] of each request."""
-        if self.layout == "TND":
+        if self.tnd:
             ends = list(self.kv_lengths or ())
             return [x[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         return list(self.split_heads(x, self.kv_heads))
 
     def kv_length(self, request: int) -> int:
-        if self.blocks is None and self.layout == "TND":
+        if self.blocks is None and self.tnd:
             ends = [0, *(self.kv_lengths or ())]
             return ends[request + 1] - ends[request]
         if self.kv_lengths is None:
@@ -319,11 +373,27 @@ class Attention:
             result = result.float() * scales.view(-1 if paged else 1, self.kv_heads, 1 if paged else self.head_dim)
         return result[:length]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, request: int) -> tuple[Tensor, Tensor]:
+    def rope_scores(self, request: int, length: int) -> Tensor:
+        """Products of the rope parts of a request, [kv heads, heads of each, tokens, length]."""
+        assert self.query_rope is not None
+        assert self.key_rope is not None
+        ends = [0, *(self.lengths or ())]
+        query = self.query_rope[ends[request] : ends[request + 1]].float()
+        if self.blocks is None:
+            key = self.unpaged(self.key_rope, "key_rope")[request]
+        else:
+            key = self.paged(self.key_rope, request, length, None)
+        grouped = query.view(len(query), self.kv_heads, self.heads // self.kv_heads, -1)
+        return torch.einsum("tkgd,skd->kgts", grouped, key.float())
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, request: int, rope: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """[tokens, heads, value dim] and [tokens, heads] in float32. A row that sees nothing yields zeros."""
         tokens, seen, group = query.shape[0], key.shape[0], self.heads // self.kv_heads
         q = query.float().view(tokens, self.kv_heads, group, -1)
-        scores = torch.einsum("tkgd,skd->kgts", q, key.float()) * self.scale
+        scores = torch.einsum("tkgd,skd->kgts", q, key.float())
+        scores = (scores if rope is None else scores + rope) * self.scale
         hidden = self.hidden(tokens, seen, request)
         if hidden is not None:
             scores = scores.masked_fill(hidden, float("-inf"))
@@ -355,6 +425,8 @@ class Attention:
 
     def assemble(self, outputs: list[Tensor], sums: list[Tensor]) -> tuple[Tensor, Tensor]:
         empty = torch.empty(0, dtype=torch.float32)
+        if self.layout == "TND_NTD":
+            return torch.cat(outputs).to(self.query.dtype).transpose(0, 1).contiguous(), empty
         if self.layout == "TND":
             out = torch.cat(outputs).to(self.query.dtype)
             return out, torch.cat(sums).unsqueeze(-1).contiguous() if self.lse else empty

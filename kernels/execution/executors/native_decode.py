@@ -34,7 +34,7 @@ class NativeDecode:
         self._state, self._sampler = loaded.slots, loaded.sampler
         self._features = None if unobserved or loaded.speculator is None else model.features
         self._draw, self._max_rows, self._unobserved = model.draw, max_rows, unobserved
-        self._advance = model.run.advance(loaded.slots.table, model.logits, model.tokens, model.nonfinite)
+        self._advance = model.run.advance(loaded.slots.table, model.output)
         self._checked: tuple[bytes, bytes, bytes] | None = (
             None  # slots, generations and counts of the last checked rows
         )

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from kernels.contract.caches import State
 from kernels.contract.errors import ConfigError
-from kernels.core.batch import ForwardBatch
+from kernels.core.batch import ForwardBatch, StateSegments
 from kernels.core.operators import Linear, Norm
-from kernels.devices.delta_rule import DeltaInputs, DeltaTokens, delta_rule
+from kernels.devices.delta_rule import DeltaInputs, DeltaRule, DeltaTokens, delta_rule
 from kernels.devices.state_cache import StateCache, advance_states
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.recurrent import CausalConvolution
 from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear, norm
 
-__all__ = ["DeltaConfig", "GatedDeltaNet", "HeadDecay", "layer", "read", "sizes", "tensors"]
+__all__ = ["DeltaConfig", "GatedDeltaNet", "HeadDecay", "layer", "read", "run_segments", "sizes", "tensors"]
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,45 @@ class HeadDecay:
         return (self._factor * F.softplus(x.float() + self._offset)).unsqueeze(-1)
 
 
+def run_segments(
+    delta: DeltaConfig,
+    rule: DeltaRule,
+    convolution: CausalConvolution,
+    inputs: DeltaInputs,
+    cache: StateCache,
+    segments: tuple[StateSegments, ...],
+    *,
+    out: Tensor,
+) -> None:
+    """Run the tokens of ``inputs`` on from their states in ``cache``; results go to ``out`` [tokens, heads,
+    value_dim]."""
+    heads, share = delta.value_heads, delta.value_heads // delta.key_heads
+
+    def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
+        shape, at = tokens.shape, tokens.flatten()
+        some, before = convolution(inputs.mixed.index_select(0, at).view(*shape, -1), states[0])
+        q, k, v = some.split((delta.keys, delta.keys, delta.values), 2)
+        q, k = (_l2_norm(part.unflatten(2, (delta.key_heads, -1))) for part in (q, k))
+        if share > 1:
+            q, k = (part.repeat_interleave(share, 2) for part in (q, k))
+        found, memory = delta_rule(
+            DeltaTokens(
+                q * delta.key_dim**-0.5,
+                k,
+                v.unflatten(2, (heads, -1)),
+                inputs.decays.index_select(0, at).view(*shape, heads, -1),
+                inputs.betas.index_select(0, at).view(*shape, heads),
+            ),
+            states[1],
+        )
+        out.index_copy_(0, at, found.flatten(0, 1).to(out.dtype))
+        return [before, memory]
+
+    for segment in segments:
+        if not rule.step(inputs, convolution.weight, cache, segment, out, share):
+            advance_states(cache, (segment,), advance)
+
+
 class GatedDeltaNet:
     """A gated delta net of any family, made of its parts. ``gate``: the activation of the gates."""
 
@@ -186,38 +225,14 @@ class GatedDeltaNet:
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: StateCache, batch: ForwardBatch, wanted: Tensor | None
     ) -> Tensor:
         """As ``AttentionLayer``."""
-        delta = self.sizes
-        heads, share = delta.value_heads, delta.value_heads // delta.key_heads
         inputs = self.inputs(x)
-        gates = inputs.gates
-        out = x.new_empty(len(x), heads, delta.value_dim)
-
-        def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
-            shape, at = tokens.shape, tokens.flatten()
-            some, before = self.convolution(inputs.mixed.index_select(0, at).view(*shape, -1), states[0])
-            q, k, v = some.split((delta.keys, delta.keys, delta.values), 2)
-            q, k = (_l2_norm(part.unflatten(2, (delta.key_heads, -1))) for part in (q, k))
-            if share > 1:
-                q, k = (part.repeat_interleave(share, 2) for part in (q, k))
-            found, memory = delta_rule(
-                DeltaTokens(
-                    q * delta.key_dim**-0.5,
-                    k,
-                    v.unflatten(2, (heads, -1)),
-                    inputs.decays.index_select(0, at).view(*shape, heads, -1),
-                    inputs.betas.index_select(0, at).view(*shape, heads),
-                ),
-                states[1],
-            )
-            out.index_copy_(0, at, found.flatten(0, 1).to(out.dtype))
-            return [before, memory]
-
-        for segment in batch.bounded[self.spec].segments:
-            if not self.rule.step(inputs, self.convolution.weight, cache, segment, out, share):
-                advance_states(cache, (segment,), advance)
+        gates, dim = inputs.gates, self.sizes.value_dim
+        out = x.new_empty(len(x), self.sizes.value_heads, dim)
+        segments = batch.bounded[self.spec].segments
+        run_segments(self.sizes, self.rule, self.convolution, inputs, cache, segments, out=out)
         if wanted is not None:
             out, gates = out.index_select(0, wanted), gates.index_select(0, wanted)
             if self.rows is not None:
                 self.rows.select(wanted)
-        normed = self.norm(out.view(-1, delta.value_dim)).view(len(out), -1)
+        normed = self.norm(out.view(-1, dim)).view(len(out), -1)
         return self.output((normed.float() * self.gate(gates.float())).to(x.dtype))

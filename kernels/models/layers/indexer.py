@@ -9,13 +9,13 @@ ranks have the whole indexer, and choose the same tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.core.batch import ForwardBatch
-from kernels.devices.latent_attention import write_latent
-from kernels.devices.sparse_attention import Chosen
+from kernels.devices.latent_cache import Vectors, write_latent
 from kernels.models.config import IndexConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.rotary import rotary_order
@@ -42,7 +42,7 @@ class Indexer:
 
     def __init__(self, builder: LayerBuilder, index: IndexConfig, module: str, rope_dim: int) -> None:
         self.module, self.index = module, index
-        self.chosen: Chosen | None = None
+        self.chosen: Any = None
         self.attention, name = builder.ops.attention, f"{module}.indexer"
         self._queries, self._keys = builder.linear(f"{name}.wq_b"), builder.linear(f"{name}.wk")
         self._norm = builder.layer_norm(f"{name}.k_norm", eps=_EPS)
@@ -53,7 +53,7 @@ class Indexer:
         self._rope = rope_dim
 
     def choose(
-        self, x: Tensor, compressed: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, batch: ForwardBatch
+        self, x: Tensor, compressed: Tensor, cos: Tensor, sin: Tensor, keys: Vectors, batch: ForwardBatch
     ) -> None:
         """Write the keys of ``x`` [tokens, hidden] to the cache ``keys`` [pages, page_size, dim], and choose the tokens
         that queries attend to. ``compressed``: [tokens, query_rank]."""

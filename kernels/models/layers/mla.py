@@ -79,17 +79,17 @@ class LatentAttention:
         self.attention, self.rows = builder.ops.attention, builder.rows
         self.heads, self.scale, self.growth = config.heads, config.attention_scale, config.query_growth
         queries = _head_order(config, latent.plain_dim, config.heads)
-        vectors = _head_order(config, latent.rank, 1)
+        vectors = _head_order(config, latent.rank, 1, self.attention.pairs_latent)
         self.query_norm: Linear | None = None
         self.queries: Linear | None = None
         if latent.query_rank:
             first, names = list(range(latent.query_rank)), (f"{module}.q_a_proj", f"{module}.kv_a_proj_with_mqa")
             self.query_norm = builder.norm(f"{module}.q_a_layernorm", _EPS)
-            self.queries = _ordered(builder, config, queries, f"{module}.q_b_proj")
+            self.queries = _ordered(builder, queries, f"{module}.q_b_proj")
         else:
             first, names = queries, (f"{module}.q_proj", f"{module}.kv_a_proj_with_mqa")
         self.split = len(first)
-        self.down = _ordered(builder, config, [*first, *(self.split + place for place in vectors)], *names)
+        self.down = _ordered(builder, [*first, *(self.split + place for place in vectors)], *names)
         self.norm = builder.norm(f"{module}.kv_a_layernorm", _EPS)
         self.expansion = self._expansion(builder, module)
         self.output = builder.row_parallel(f"{module}.o_proj")
@@ -152,14 +152,18 @@ def _sizes(config: ModelConfig) -> LatentConfig:
     return config.latent
 
 
-def _head_order(config: ModelConfig, before: int, heads: int) -> list[int]:
+def _head_order(config: ModelConfig, before: int, heads: int, pairs: bool = False) -> list[int]:
     """The order of the outputs of ``heads`` in which the halves of their rotated parts, which follow ``before`` others,
-    rotate against one another."""
+    rotate against one another, or with ``pairs`` neighbors."""
     rotated = _sizes(config).rope_dim
-    order = rotary_order(rotated, rotated, config.rope_interleaved) or range(rotated)
+    if pairs:
+        neighbors = [place // 2 + rotated // 2 * (place % 2) for place in range(rotated)]
+        order = list(range(rotated)) if config.rope_interleaved else neighbors
+    else:
+        order = rotary_order(rotated, rotated, config.rope_interleaved) or list(range(rotated))
     head = [*range(before), *(before + place for place in order)]
     return [index * len(head) + place for index in range(heads) for place in head]
 
 
-def _ordered(builder: LayerBuilder, config: ModelConfig, order: Sequence[int], *modules: str) -> Linear:
-    return builder.ordered(order, *modules) if config.rope_interleaved else builder.linear(*modules)
+def _ordered(builder: LayerBuilder, order: Sequence[int], *modules: str) -> Linear:
+    return builder.linear(*modules) if list(order) == list(range(len(order))) else builder.ordered(order, *modules)

@@ -15,7 +15,8 @@ def test_specs_know_their_bytes() -> None:
     assert PAGED.token_bytes(1, scale_bytes=4) == 2 * (8 + 4) + 2 * 2 * 4
     assert Window(PAGED, 32).token_bytes(2) == PAGED.token_bytes(2)
     assert Latent(dim=16, rope_dim=4).token_bytes(2) == 40
-    assert Latent(dim=16, rope_dim=4).token_bytes(1, scale_bytes=4) == 24
+    assert Latent(dim=16, rope_dim=4).token_bytes(1, scale_bytes=4) == 28
+    assert Latent(dim=16, rope_dim=4, index_dim=8).token_bytes(1, scale_bytes=4) == 40
     assert State(((2, 3), (5,)), "bfloat16").sequence_bytes() == 2 * 11
 
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
-from kernels.contract.caches import State
+from kernels.contract.caches import Latent, State
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import StateSegments
-from kernels.devices.latent_attention import attend_latent, make_latent, write_latent
+from kernels.devices.latent_attention import attend_latent
+from kernels.devices.latent_cache import (
+    NarrowLatent,
+    make_latent,
+    make_latent_cache,
+    move_latent,
+    read_latent,
+    write_latent,
+)
 from kernels.devices.state_cache import advance_states, make_states, plan_segments
 
 CPU = torch.device("cpu")
@@ -80,3 +89,20 @@ def test_a_fresh_row_ignores_what_its_page_held() -> None:
     segments = plan_segments(np.array([0]), np.array([2]), np.array([[3]], dtype=np.int32), 4, torch.from_numpy)
     advance_states(cache, segments, lambda tokens, states: [states[0] + tokens.shape[1]])
     assert cache[0][3].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(("kept", "step"), [(torch.int8, 1 / 254), (torch.float8_e4m3fn, 1 / 16)])
+def test_each_part_of_a_narrow_vector_has_its_scale(kept: torch.dtype, step: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    vectors = torch.randn(5, 14, generator=generator) * torch.tensor([1.0] * 8 + [50.0] * 6)
+    cache = make_latent_cache(Latent(8, 6), 3, 4, torch.float32, CPU, kept, torch.float32)
+    assert isinstance(cache, NarrowLatent)
+    index = torch.tensor([4, 5, 6, 7, 8])
+    write_latent(cache, index, vectors)
+    off = (read_latent(cache, index) - vectors).abs()
+    for part in (slice(0, 8), slice(8, 14)):
+        largest = vectors[:, part].abs().amax(1, keepdim=True)
+        assert bool((off[:, part] <= step * largest * 1.01).all())
+    move_latent([cache], index[:2], index[3:])
+    torch.testing.assert_close(read_latent(cache, index[3:]), read_latent(cache, index[:2]))
+    assert not read_latent(cache, torch.arange(4)).any()

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from kernels.contract.caches import CacheGroup, Latent
 from kernels.contract.errors import ConfigError
+from kernels.contract.speculation import SpeculativeSettings
 from kernels.devices import latent_attention
 from kernels.models.config_loader import parse_config, read_config
 from kernels.models.registry import caches
@@ -104,10 +105,54 @@ def test_fp8_in_blocks_is_what_its_floats_are(block, ranks, reference, drive, pr
         assert first[0]["tokens"] == second[0]["tokens"] == [expected]
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3.2"])
+@pytest.mark.parametrize(("dtype", "error"), [("int8", 0.15), ("fp8_e4m3", 0.25), ("bfloat16", 0.1)])
+def test_answers_of_vectors_in_few_bits_are_close(name, dtype, error, reference, drive, prompts):
+    model, (prompt,) = reference(name), prompts(14)  # a token whose experts change is far off
+    driver = drive(model.path, kv_cache_dtype=dtype)
+    found, expected = scored(driver, prompt, [6, 8]), model.logprobs(prompt).numpy()
+    assert np.abs(found - expected).mean() < error * np.abs(expected - expected.mean(1, keepdims=True)).mean()
+    assert np.abs(found - expected).max() > 1e-3  # they were rounded
+    parts = (24, 8, 12) if name == "deepseek-v3.2" else (24, 8)
+    bytes_ = 2 * sum(parts) if dtype == "bfloat16" else sum(parts) + 2 * len(parts)
+    assert driver.info.cache_token_bytes == 3 * bytes_
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm5"])
+def test_narrow_vectors_serve_mixed_steps_alike(name, reference, drive, prompts):
+    model, texts = reference(name), prompts(20, 70, 33)
+    alone = []
+    for text in texts:
+        driver = drive(model.path, kv_cache_dtype="int8")
+        driver.admit(1, text)
+        alone.append(driver.generate(1, len(text) + 6))
+    driver = drive(model.path, kv_cache_dtype="int8", speculation=SpeculativeSettings("NGRAM", num_draft_tokens=8))
+    for slot, text in enumerate(texts, start=1):
+        driver.admit(slot, text)
+    driver.step([(1, 20), (2, 50)])
+    driver.step([(1, 1), (2, 20), (3, 33)], drafts={1: 7})
+    for _ in range(6):
+        driver.step([(slot, 1) for slot in (1, 2, 3)], drafts={1: 7, 2: 7, 3: 7})
+    for slot, text in enumerate(texts, start=1):
+        assert driver.tokens[slot][: len(text) + 6] == alone[slot - 1]
+
+
+def test_narrow_pages_of_broken_rows_are_cleared(reference, drive, prompts):
+    driver, (text,) = drive(reference("deepseek-v3.2").path, kv_cache_dtype="fp8_e4m3"), prompts(30)
+    driver.admit(1, text)
+    driver.step([(1, 30)])
+    loaded, pages = driver.runner._loaded, list(driver.pages[1])
+    kept = [part for cache in loaded.caches for part in (cache.vectors, cache.keys)]
+    assert all(part.values[pages].any() and part.scales[pages].any() for part in kept)
+    with torch.inference_mode():
+        loaded.clear_pages(pages)
+    assert not any(part.values[pages].any() or part.scales[pages].any() for part in kept)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype is for keys and values"),
+        ({"kv_cache_dtype": "int8", "kv_cache_quant_method": "none"}, "with a scale of each token"),
         ({"invariant": True}, "leave --enable-deterministic-inference out"),
     ],
 )

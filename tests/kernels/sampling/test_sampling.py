@@ -9,7 +9,7 @@ import torch
 
 from kernels.contract.step import SlotSampling
 from kernels.core.logit_blocks import block_maxima
-from kernels.core.noise import clocks, keys_at, seed_key
+from kernels.core.noise import exponential_noise, keys_at, seed_key
 from kernels.sampling.nucleus import cut
 from kernels.sampling.sampler import SampledTokens, Sampler
 
@@ -112,7 +112,7 @@ def test_every_filter_is_the_race_among_the_kept_tokens():
     found = run(logits, samplings, 9)
     for index, sampling in enumerate(samplings):
         keys = keys_at(torch.tensor([seed_key(sampling.seed)], dtype=torch.int32), torch.tensor([9]))
-        waits = clocks(keys, torch.arange(777, dtype=torch.int32))
+        waits = exponential_noise(keys, torch.arange(777, dtype=torch.int32))
         score = (logits[index] - logits[index].max()) / sampling.temperature - waits.log()
         score[~kept_by_definition(logits[index], sampling)] = -torch.inf
         assert int(found.tokens[index]) == int(score.argmax()), sampling

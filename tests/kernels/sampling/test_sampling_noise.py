@@ -1,4 +1,4 @@
-"""The sampling noise: its distribution, what it depends on, and the race over it."""
+"""The sampling noise: its distribution, what it depends on, and the argmax with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.core.logit_blocks import block_maxima
-from kernels.core.noise import BLOCK, clocks, keys_at, race, race_over_all, seed_key
+from kernels.core.noise import BLOCK, exponential_noise, gumbel_argmax, gumbel_argmax_over_all, keys_at, seed_key
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def keys(seed: int, position: int) -> torch.Tensor:
 
 
 def noise(seed: int, position: int, count: int) -> torch.Tensor:
-    return clocks(keys(seed, position), torch.arange(count, dtype=torch.int32))
+    return exponential_noise(keys(seed, position), torch.arange(count, dtype=torch.int32))
 
 
 def by_definition(seed: int, position: int, token: int) -> float:
@@ -57,13 +57,13 @@ def by_definition(seed: int, position: int, token: int) -> float:
 def test_the_noise_is_what_the_definition_says(seed, position):
     """Also on another device and in a later version: a restarted request relies on it."""
     ids = [0, 1, 31, 32, 33, 1000, 151935, 2**20]
-    found = clocks(keys(seed, position), torch.tensor(ids, dtype=torch.int32))
+    found = exponential_noise(keys(seed, position), torch.tensor(ids, dtype=torch.int32))
     assert found.tolist() == pytest.approx([by_definition(seed, position, token) for token in ids], rel=1e-5)
     if (seed, position) == (1234, 7):
         assert noise(1234, 7, 4).tolist() == pytest.approx([1.268339, 1.359572, 0.110491, 2.594293], abs=1e-5)
 
 
-def test_clocks_are_independent_exponentials():
+def test_noise_is_independent_exponentials():
     count = BLOCK * 4096
     sample = noise(5, 3, count).double()
     assert float(sample.min()) > 0
@@ -72,11 +72,11 @@ def test_clocks_are_independent_exponentials():
     theory = 1 - torch.exp(-ordered)
     steps = torch.arange(1, count + 1, dtype=torch.float64) / count
     assert float((theory - steps).abs().max()) < 1.63 / math.sqrt(count)
-    # Within a block the clocks are uncorrelated although they are built from its first one.
+    # Within a block the exponentials are uncorrelated although they are built from its first one.
     table = sample.view(-1, BLOCK)
     correlation = torch.corrcoef(table.T) - torch.eye(BLOCK)
     assert float(correlation.abs().max()) < 5.0 / math.sqrt(len(table))
-    # The first clock of a block is exponential with rate 32, at a uniform member.
+    # The least one of a block is exponential with rate 32, at a uniform member.
     assert float(table.amin(-1).mean()) == pytest.approx(1 / BLOCK, rel=0.08)
     owners = torch.bincount(table.argmin(-1), minlength=BLOCK).double()
     expected = len(table) / BLOCK
@@ -99,9 +99,9 @@ def test_neighbouring_positions_do_not_shift_the_noise():
 def test_a_token_has_the_same_noise_in_any_batch():
     ids = torch.tensor([900, 3, 31, 32, 77], dtype=torch.int32)
     row = keys(11, 4)
-    together = clocks(row, ids)
-    alone = torch.stack([clocks(row, ids[i : i + 1])[0] for i in range(len(ids))])
-    everything = clocks(row, torch.arange(1000, dtype=torch.int32))[ids.long()]
+    together = exponential_noise(row, ids)
+    alone = torch.stack([exponential_noise(row, ids[i : i + 1])[0] for i in range(len(ids))])
+    everything = exponential_noise(row, torch.arange(1000, dtype=torch.int32))[ids.long()]
     torch.testing.assert_close(together, alone, rtol=1e-6, atol=0)
     torch.testing.assert_close(together, everything, rtol=1e-6, atol=0)
 
@@ -120,8 +120,8 @@ def test_the_race_that_prunes_finds_the_winner_of_all(vocab, spread):
     rows = torch.arange(count)
     floor = torch.where(rows % 3 == 0, logits.median(-1).values, -torch.inf)
     floor_id = torch.where(rows % 2 == 0, vocab, vocab // 2)
-    found = race(logits, rows, blocks, row_max, row_keys, temperature, floor, floor_id)
-    assert torch.equal(found, race_over_all(logits, rows, row_max, row_keys, temperature, floor, floor_id))
+    found = gumbel_argmax(logits, rows, blocks, row_max, row_keys, temperature, floor, floor_id)
+    assert torch.equal(found, gumbel_argmax_over_all(logits, rows, row_max, row_keys, temperature, floor, floor_id))
     scores = (logits - row_max[:, None]) / temperature[:, None] - torch.stack(
         [noise(s, 9, vocab) for s in range(count)]
     ).log()

@@ -7,7 +7,7 @@ import torch
 
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
-from kernels.core.noise import clocks, keys_at, seed_key
+from kernels.core.noise import exponential_noise, keys_at, seed_key
 from kernels.models.config_loader import read_config
 from kernels.speculation.drafters.dflash import DflashDrafter, default_layers
 from tests.kits.speculation.dflash import DFLASH, SHAPES, block
@@ -65,7 +65,10 @@ def test_sampled_rows_draft_with_the_targets_noise(drafting):
     keys = torch.tensor([seed_key(3)], dtype=torch.int32)
     ((tokens, _),) = made.draft(0, noise=(keys, torch.tensor([0.8])))
     at = keys_at(keys.expand(5, -1), 11 + torch.arange(5))
-    scores = block(made, plain, table, 0, 6) / 0.8 - clocks(at[:, None], torch.arange(96, dtype=torch.int32)).log()
+    scores = (
+        block(made, plain, table, 0, 6) / 0.8
+        - exponential_noise(at[:, None], torch.arange(96, dtype=torch.int32)).log()
+    )
     assert tokens[1:] == scores.argmax(-1).tolist()
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from kernels.core.noise import clocks, keys_at, seed_key
+from kernels.core.noise import exponential_noise, keys_at, seed_key
 from tests.kits.speculation.drafting import Drafting
 from tests.kits.speculation.layouts import make_layout
 
@@ -112,7 +112,7 @@ def test_sampled_rows_draft_with_the_targets_noise(topk, drafting):
     path = []
     for step in range(2 if topk == 1 else 1):
         scores = plain.after(made.features[0, :12], made.tokens[0, :13], path) / 0.7
-        scores = scores - clocks(keys_at(keys[:1], torch.tensor([13 + step])), plain.ids.int()).log()
+        scores = scores - exponential_noise(keys_at(keys[:1], torch.tensor([13 + step])), plain.ids.int()).log()
         path.append(int(plain.ids[scores.argmax()]))
     assert sampled[1 : 1 + len(path)] == path
     assert parents[1] == 0

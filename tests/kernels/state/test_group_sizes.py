@@ -37,9 +37,17 @@ def test_a_window_has_pages_for_one_sequence_at_least(pages: int) -> None:
 
 
 def test_a_state_has_pages_for_all_slots_and_snapshots_beside() -> None:
-    (_, few), (_, many) = (sizes(FULL, STATE).with_pages(pages) for pages in (2, 100_000))
+    (_, few), (_, many) = (sizes(FULL, STATE).with_pages(pages) for pages in (50, 100_000))
     assert few.num_pages - 1 == 4 * few.sequence_pages(16) + few.step_pages(128)
     assert many.num_pages - 1 == 100_000 * 16 // (many.page_tokens * 2)
+
+
+def test_states_of_many_slots_leave_room_for_pages_of_tokens() -> None:
+    """A state of 50 MB and 512 slots would need 77 GB."""
+    found = sizes(FULL, CacheGroup(State(((50, 250_000),)), (1,)), slots=512)
+    (_, state), (_, one) = found.with_pages(100_000), found.with_pages(2)
+    assert state.num_pages - 1 == 2 * 100_000 * 16 // state.page_tokens
+    assert one.num_pages - 1 == 2 + one.step_pages(128)  # of a context of 4,096 tokens
 
 
 def test_snapshots_weigh_no_more_than_the_other_groups() -> None:

@@ -229,7 +229,7 @@ void draw(const Op& op, const Step& step, int64_t row) {
     reinterpret_cast<uint8_t*>(op.i4)[row] = failed;
     const Draw& how = static_cast<const Draw*>(op.b)[row];
     if (!failed && how.temperature > 0)
-        id = Race(logits, op.i0, static_cast<const int64_t*>(op.c), op.i1, how, step.positions[row]).run(id, top);
+        id = GumbelArgmax(logits, op.i0, static_cast<const int64_t*>(op.c), op.i1, how, step.positions[row]).run(id, top);
 }
 
 // `bytes`: of an input.

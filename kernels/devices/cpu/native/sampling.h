@@ -1,4 +1,4 @@
-// Sampling: the race of clocks of kernels/core/noise.py among the tokens that top-k, top-p and min-p leave (kernels/sampling/nucleus.py).
+// Sampling: the Gumbel-max trick of kernels/core/noise.py among the tokens that top-k, top-p and min-p leave (kernels/sampling/nucleus.py).
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -33,12 +33,12 @@ inline float exponential(uint32_t hash) {
     return -std::log1p(-std::min(u, 1.0f - 0x1p-24f));
 }
 
-// The race of one row. `ids`: the token of each logit; null: its index.
-class Race {
+// The sample of one row. `ids`: the token of each logit; null: its index.
+class GumbelArgmax {
    public:
     static constexpr int BLOCK = 32;
 
-    Race(const bf16* logits, int64_t count, const int64_t* ids, int64_t vocab, const Draw& draw, int64_t position)
+    GumbelArgmax(const bf16* logits, int64_t count, const int64_t* ids, int64_t vocab, const Draw& draw, int64_t position)
         : logits_(logits), count_(count), ids_(ids), draw_(draw) {
         const uint32_t at = static_cast<uint32_t>(position);
         first_key_ = draw.keys[0] + at * 0x9E3779B9, second_key_ = draw.keys[1] + at * 0x7FEB352D;
@@ -64,14 +64,14 @@ class Race {
         int64_t winner = among(best, floor, last);
         if (draw_.top_k > 0 || draw_.top_p >= 1) return winner;
         const double goal = draw_.top_p * before(INFINITY, 0, true);
-        // Most winners are likely tokens. Where the nucleus ends before one, the race is run again before it.
+        // Most winners are likely tokens. Where the nucleus ends before one, the search is run again before it.
         while (before(value(winner), winner, false) >= goal) winner = among(best, value(winner), winner - 1);
         return winner;
     }
 
    private:
     struct Block {
-        float first;  // the time of its first clock
+        float first;  // its least exponential
         uint32_t hash;
     };
 
@@ -100,8 +100,8 @@ class Race {
             const Mask here = mask(i);
             const Floats x = load(logits_ + i, here);
             const Ints id = ids_ ? tokens(i, here) : splat(i) + lane_numbers();
-            const Floats clocks = gather(logarithms_, id >> 5, here);
-            const Floats bound = scaled(x) - clocks;
+            const Floats noise = gather(logarithms_, id >> 5, here);
+            const Floats bound = scaled(x) - noise;
             Mask open = here & (bound > splat(reached)) & kept(x, i, floor, last);
             for (; open; open &= open - 1) {
                 const int64_t index = i + __builtin_ctz(open);

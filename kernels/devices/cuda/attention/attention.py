@@ -19,8 +19,10 @@ from kernels.devices.cuda.elementwise.norm_rope_cache import norm_rope_cache
 from kernels.devices.cuda.elementwise.norms import CudaNorm
 from kernels.devices.cuda.matmul.qkv_projection import CudaQkvProjection
 from kernels.devices.latent_attention import LatentHeads
+from kernels.devices.latent_cache import Vectors
 from kernels.devices.linear import NormThenLinear
 from kernels.devices.memory import DeviceMemory
+from kernels.devices.row_attention import CapAndSinks
 
 __all__ = ["CudaAttention"]
 
@@ -36,6 +38,7 @@ class CudaAttention(Attention[CudaCache, AttentionPlan]):
         self._put = memory.put
         self._page_size = page_size
         self._invariant = invariant
+        self.plans_caps = not invariant
         self._scratch = None if invariant else DecodeScratch(memory.torch_device)
 
     def plan(self, rows: AttentionRows, window: int) -> AttentionPlan:
@@ -49,18 +52,25 @@ class CudaAttention(Attention[CudaCache, AttentionPlan]):
     def attend(self, queries: Tensor, cache: CudaCache, plan: AttentionPlan, scale: float) -> Tensor:
         return attention(queries, cache, plan, scale, self._scratch)
 
-    def attend_latent(
-        self, queries: Tensor, cache: Tensor, batch: ForwardBatch, heads: LatentHeads, scale: float
+    def attend_capped(
+        self, queries: Tensor, cache: CudaCache, batch: ForwardBatch, window: int, scale: float, extra: CapAndSinks
     ) -> Tensor:
-        if self._scratch is None:  # a model with latent vectors is not loaded then
+        if self._scratch is None:
+            return super().attend_capped(queries, cache, batch, window, scale, extra)
+        return attention(queries, cache, batch.plans[window], scale, self._scratch, extra)
+
+    def attend_latent(
+        self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float
+    ) -> Tensor:
+        if self._scratch is None or not isinstance(cache, Tensor):
             return super().attend_latent(queries, cache, batch, heads, scale)
         plain, rotated = heads.absorb(queries)
         return heads.expand(attend_latent(plain, rotated, cache, batch.plans[0], scale, self._scratch))
 
     def place_latent(
-        self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Tensor, index: Tensor
+        self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Vectors, index: Tensor
     ) -> Tensor:
-        if not isinstance(norm, CudaNorm):
+        if not isinstance(norm, CudaNorm) or not isinstance(cache, Tensor):
             return super().place_latent(queries, vectors, norm, cos, sin, cache, index)
         place_latent(queries, vectors, norm.weight, norm.eps, cos, sin, cache, index)
         return queries

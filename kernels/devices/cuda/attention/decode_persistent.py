@@ -80,7 +80,7 @@ def _page(pages, row, tile, length, page_stride, page_size: gl.constexpr, kv_hea
 
 
 @gluon.jit
-def _bring(
+def _load_kv(
     cache,
     part,
     bar,
@@ -208,7 +208,7 @@ def decode_attention_persistent_kernel(
         _expect(bars.index(stage), left_of, lines, dim, stage < count)
         early = (stage < count) & (left_of > block)
         bar = bars.index(stage)
-        _bring(cache, part, bar, held, pieces, stage, line, left_of, kv_heads, page_size, dim, early)
+        _load_kv(cache, part, bar, held, pieces, stage, line, left_of, kv_heads, page_size, dim, early)
     line_at = _page(pages, row_at, tile_at, length_at, page_stride, page_size, kv_heads, window) + head_at * page_size
     if pdl:
         gdc_wait()
@@ -217,7 +217,7 @@ def decode_attention_persistent_kernel(
         left_of = length_of - _first(length_of, window) - tile_of * block
         late = (stage < count) & (left_of <= block)
         bar = bars.index(stage)
-        _bring(cache, part, bar, held, pieces, stage, line, left_of, kv_heads, page_size, dim, late)
+        _load_kv(cache, part, bar, held, pieces, stage, line, left_of, kv_heads, page_size, dim, late)
         query = row_of * query_lines + head_of * group
         tma.async_copy_global_to_shared(queries, [query, 0], bar, query_tiles.index(stage), pred=stage < count)
 
@@ -265,7 +265,7 @@ def decode_attention_persistent_kernel(
         more = step + stages < count
         left_at = length_at - _first(length_at, window) - tile_at * block
         _expect(bar, left_at, lines, dim, more)
-        _bring(cache, part, bar, held, pieces, slot, line_at, left_at, kv_heads, page_size, dim, more)
+        _load_kv(cache, part, bar, held, pieces, slot, line_at, left_at, kv_heads, page_size, dim, more)
         query = row_at * query_lines + head_at * group
         tma.async_copy_global_to_shared(queries, [query, 0], bar, query_tiles.index(slot), pred=more)
         row_at, head_at, tile_at, length_at, following_at = _next(

@@ -117,7 +117,7 @@ def _stretch(
     do_not_specialize=["page_stride", "state_stride", "bits_stride", "tiles", "splits"],
     do_not_specialize_on_alignment=["pages", "state"],
 )
-def _latent(
+def latent_attention_kernel(
     queries,
     rotated,
     cache,
@@ -214,7 +214,7 @@ def _latent(
     do_not_specialize=["state_stride", "tokens", "splits"],
     do_not_specialize_on_alignment=["state"],
 )
-def _join(
+def latent_join_kernel(
     state,
     out,
     partial,
@@ -302,7 +302,7 @@ class _Launch:
             partial, stats, _ = self.scratch.room(total, heads, 1, dim, splits)
         dim_block = max(16, triton.next_power_of_2(dim))
         pdl = overlapping(queries.device)
-        _latent[(len(state) * tiles, splits)](
+        latent_attention_kernel[(len(state) * tiles, splits)](
             queries,
             rotated,
             self.cache,
@@ -342,7 +342,7 @@ class _Launch:
         if splits > 1:
             splits_block = triton.next_power_of_2(splits)
             joined = min(dim_block, max(_MIN_JOINED, _JOINED // splits_block))
-            _join[(len(state) * tokens, heads, dim_block // joined)](
+            latent_join_kernel[(len(state) * tokens, heads, dim_block // joined)](
                 state,
                 self.out,
                 partial,

@@ -13,8 +13,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.core.operators import Acceptance
 from kernels.core.tree import DraftTree
 from kernels.devices.cuda.launch import overlapping
+from kernels.devices.draft_kernels import AcceptedBuffers
 
-__all__ = ["accept", "bring"]
+__all__ = ["accept", "copy_accepted"]
 
 _COPIED = 2048
 
@@ -68,7 +69,7 @@ def accept_drafts_kernel(
     below = tl.load(depths + own, mask=run, other=0).to(tl.int32)
     after = tl.load(sampled + first + node, mask=run, other=0)
     fails = tl.load(nonfinite + first + node, mask=run, other=0).to(tl.int32)
-    reach = tl.max(below, 0)
+    max_depth = tl.max(below, 0)
     if forced:
         deepest = tl.where(run & (below <= depth), below * block + (block - 1 - node), -1)
         end = block - 1 - tl.max(deepest, 0) % block
@@ -101,7 +102,7 @@ def accept_drafts_kernel(
         tl.store(tokens + level, next_token)
         tl.store(table + slot * table_stride + start + 1 + level, next_token.to(tl.int32))
     tl.store(outcome, tl.where(wrong > 0, -accepted, accepted).to(tl.int64))
-    tl.store(outcome + 1, reach.to(tl.int64))
+    tl.store(outcome + 1, max_depth.to(tl.int64))
 
 
 def accept(
@@ -206,37 +207,29 @@ def copy_accepted_kernel(
             tl.store(own + 2 + column, page.to(tl.int64), mask=column < columns)
 
 
-def bring(
-    given: Tensor,
-    pages: Tensor,
-    outcome: Tensor,
-    tokens: Tensor,
-    features: Tensor,
-    host: Tensor,
-    kept_outcome: Tensor,
-    kept_tokens: Tensor,
-    kept_features: Tensor,
+def copy_accepted(
+    rows: Tensor, pages: Tensor, outcome: Tensor, tokens: Tensor, features: Tensor, to: AcceptedBuffers
 ) -> None:
     """See ``DraftKernels.copy_accepted``."""
-    rows, size = len(outcome), len(given)
-    columns, levels, wide = host.shape[1] - 2, kept_tokens.shape[1], features.shape[1]
+    count, size = len(outcome), len(rows)
+    columns, levels, wide = to.rows.shape[1] - 2, to.tokens.shape[1], features.shape[1]
     pdl = overlapping(outcome.device)
     copy_accepted_kernel[(size, levels, triton.cdiv(wide, _COPIED))](
-        given,
+        rows,
         pages,
         outcome,
         tokens,
         features,
-        host,
-        kept_outcome,
-        kept_tokens,
-        kept_features,
-        rows,
+        to.rows,
+        to.outcome,
+        to.tokens,
+        to.features,
+        count,
         tokens.shape[1],
         min(columns, pages.shape[1]),
-        given.stride(0),
+        rows.stride(0),
         pages.stride(0),
-        host.stride(0),
+        to.rows.stride(0),
         outcome.stride(0),
         tokens.stride(0),
         features.stride(0),

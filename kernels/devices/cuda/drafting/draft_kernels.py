@@ -11,10 +11,10 @@ from kernels.core.operators import Acceptance
 from kernels.core.tree import DraftTree
 from kernels.devices.cuda.attention.moving import move_accepted
 from kernels.devices.cuda.cache import CudaCache
-from kernels.devices.cuda.drafting.acceptance import accept, bring
+from kernels.devices.cuda.drafting.acceptance import accept, copy_accepted
 from kernels.devices.cuda.drafting.candidates import candidates
 from kernels.devices.cuda.drafting.tree_builder import CudaTreeBuilder
-from kernels.devices.draft_kernels import AcceptedTokens, DraftKernels, TreeBuilder, TreeShape
+from kernels.devices.draft_kernels import AcceptedBuffers, AcceptedTokens, DraftKernels, TreeBuilder, TreeShape
 from kernels.devices.memory import DeviceMemory
 
 __all__ = ["CudaDraftKernels"]
@@ -42,17 +42,14 @@ class CudaDraftKernels(DraftKernels):
 
     def copy_accepted(
         self,
-        given: Tensor,
+        rows: Tensor,
         pages: Tensor,
         outcome: Tensor,
         tokens: Tensor,
         features: Tensor,
-        host: Tensor,
-        kept_outcome: Tensor,
-        kept_tokens: Tensor,
-        kept_features: Tensor,
+        to: AcceptedBuffers,
     ) -> bool:
-        bring(given, pages, outcome, tokens, features, host, kept_outcome, kept_tokens, kept_features)
+        copy_accepted(rows, pages, outcome, tokens, features, to)
         return True
 
     def _pointers_of(self, caches: Sequence[Tensor]) -> Tensor:

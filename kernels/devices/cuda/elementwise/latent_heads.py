@@ -16,7 +16,7 @@ _HEADS = 16  # that a program rotates
 
 
 @triton.jit
-def _place_latent(
+def latent_rope_cache_kernel(
     queries,
     vectors,
     weight,
@@ -83,7 +83,7 @@ def place_latent(
     rope = cos.shape[-1]
     rank, each = vectors.shape[1] - rope, min(_HEADS, triton.next_power_of_2(heads))
     pdl = overlapping(queries.device)
-    _place_latent[(tokens, triton.cdiv(heads, each) + 1)](
+    latent_rope_cache_kernel[(tokens, triton.cdiv(heads, each) + 1)](
         queries,
         vectors,
         weight,

@@ -47,7 +47,7 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def _norm_both(
+def norm_pair_kernel(
     first,
     second,
     first_weight,
@@ -82,7 +82,7 @@ def _norm_both(
 
 
 @triton.jit
-def _enter_both(
+def embed_norm_pair_kernel(
     ids,
     table,
     states,
@@ -198,7 +198,7 @@ def norm_pair(first: Tensor, first_norm: CudaNorm, second: Tensor, second_norm: 
     tokens, width = first.shape
     out = first.new_empty((tokens, 2 * width))
     block, pdl = triton.next_power_of_2(width), overlapping(first.device)
-    _norm_both[(tokens, 2)](
+    norm_pair_kernel[(tokens, 2)](
         first,
         second,
         first_norm.weight,
@@ -235,7 +235,7 @@ def norm_embeddings_and_states(
     out = states.new_empty((tokens, 2 * width))
     cos, sin = states.new_empty((2, tokens, 1, dim))
     block, pdl = triton.next_power_of_2(width), overlapping(states.device)
-    _enter_both[(tokens, 3)](
+    embed_norm_pair_kernel[(tokens, 3)](
         ids,
         table,
         states,

@@ -36,7 +36,7 @@ class RoutedPairs:
 
 
 @triton.jit
-def _choose(
+def route_kernel(
     logits,
     correction,
     weights,
@@ -106,7 +106,7 @@ def _choose(
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _order(experts, order, counts, pairs, block: tl.constexpr):
+def sort_pairs_kernel(experts, order, counts, pairs, block: tl.constexpr):
     """One expert: its pairs in ascending order, behind those of the experts before it."""
     expert = tl.program_id(0)
     at = tl.arange(0, block)
@@ -126,7 +126,7 @@ def _order(experts, order, counts, pairs, block: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["hidden"])
-def _sum(results, weights, out, hidden, chosen: tl.constexpr, block: tl.constexpr):
+def sum_experts_kernel(results, weights, out, hidden, chosen: tl.constexpr, block: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     total = tl.zeros([block], tl.float32)
@@ -148,7 +148,7 @@ def route(logits: Tensor, routing: Routing) -> RoutedPairs:
     # While kernels are compiled, and not launched, torch must not count experts that nothing has chosen.
     allocate = torch.zeros if is_precompiling() else torch.empty
     experts = allocate((tokens, chosen), dtype=torch.int32, device=logits.device)
-    _choose[(tokens,)](
+    route_kernel[(tokens,)](
         logits,
         logits if correction is None else correction,
         weights,
@@ -181,7 +181,9 @@ def _ordered(weights: Tensor, experts: Tensor, count: int) -> RoutedPairs:
         counts.index_add_(0, flat, torch.ones_like(order))
         return RoutedPairs(weights, experts, order, counts)
     order, counts = torch.empty_like(flat), flat.new_empty(count)
-    _order[(count,)](flat, order, counts, pairs, min(_PAIRS, max(32, triton.next_power_of_2(pairs))), num_warps=4)
+    sort_pairs_kernel[(count,)](
+        flat, order, counts, pairs, min(_PAIRS, max(32, triton.next_power_of_2(pairs))), num_warps=4
+    )
     return RoutedPairs(weights, experts, order, counts)
 
 
@@ -190,5 +192,7 @@ def sum_experts(results: Tensor, weights: Tensor) -> Tensor:
     tokens, chosen = weights.shape
     hidden = results.shape[1]
     out = results.new_empty((tokens, hidden))
-    _sum[(tokens, triton.cdiv(hidden, _HIDDEN))](results, weights, out, hidden, chosen, _HIDDEN, num_warps=4)
+    sum_experts_kernel[(tokens, triton.cdiv(hidden, _HIDDEN))](
+        results, weights, out, hidden, chosen, _HIDDEN, num_warps=4
+    )
     return out

@@ -35,6 +35,8 @@ DEFAULTS_V1 = {
     "value_antiquant_scale": None,
     "key_antiquant_mode": 0,
     "value_antiquant_mode": 0,
+    "query_rope": None,
+    "key_rope": None,
 }
 IGNORED = frozenset({"workspace", "out"})
 SECOND_NAMES = {
@@ -80,6 +82,8 @@ def attention(operator: str, query: Tensor, key: Tensor, value: Tensor, options:
         key_scale=chosen["key_antiquant_scale"],
         value_scale=chosen["value_antiquant_scale"],
         modes=(chosen["key_antiquant_mode"], chosen["value_antiquant_mode"]),
+        query_rope=chosen["query_rope"],
+        key_rope=chosen["key_rope"],
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels.contract.step import SlotSampling
-from kernels.core.noise import clocks, keys_at
+from kernels.core.noise import exponential_noise, keys_at
 from kernels.core.operators import DRAWS
 from kernels.devices.cpu.device import CpuDevice
 from kernels.sampling.masks import RowMasks
@@ -105,5 +105,5 @@ def test_a_reduced_vocabulary_uses_the_noise_of_the_original_tokens(platform):
     positions = torch.arange(ROWS) + 3
     found = platform.sampling.draw(logits, sampler.draws(slots), positions, ids, 4096)
     keys = keys_at(sampler.noise(slots).keys, positions)
-    scores = logits.float() / 0.8 - clocks(keys[:, None], ids.to(torch.int32)).log()
+    scores = logits.float() / 0.8 - exponential_noise(keys[:, None], ids.to(torch.int32)).log()
     assert found[0].tolist() == scores.argmax(-1).tolist()

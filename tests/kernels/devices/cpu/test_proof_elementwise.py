@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.contract.step import SlotSampling
-from kernels.core.noise import clocks, keys_at
+from kernels.core.noise import exponential_noise, keys_at
 from kernels.devices.cpu.device import CpuDevice
 from kernels.devices.cpu.experts import CpuExperts
 from kernels.devices.cpu.native.library import Op, Step
@@ -274,7 +274,7 @@ def test_a_draw_is_that_of_float64(device: CpuDevice, data: st.DataObject) -> No
     slots, positions = torch.arange(rows), torch.arange(rows) * 37
     found = sampler.sample(logits, slots, positions, torch.zeros(rows, 4, dtype=torch.int32)).tokens.tolist()
     keys = keys_at(sampler.noise(tuple(range(rows))).keys, positions)
-    late = clocks(keys[:, None], torch.arange(vocab, dtype=torch.int32)).double().log()
+    late = exponential_noise(keys[:, None], torch.arange(vocab, dtype=torch.int32)).double().log()
     for row, (how, token) in enumerate(zip(hows, found, strict=True)):
         scores = logits[row].double() / how.temperature - late[row]
         # A token at the edge of a nucleus may be on either side of it.

@@ -8,7 +8,8 @@ import torch
 
 from kernels.core.tree import Drafts, DraftTree, chain, tree_of
 from kernels.devices.cuda.attention.moving import move_accepted
-from kernels.devices.cuda.drafting.acceptance import accept, bring
+from kernels.devices.cuda.drafting.acceptance import accept, copy_accepted
+from kernels.devices.draft_kernels import AcceptedBuffers
 from kernels.sampling.sampler import SampledTokens
 from kernels.speculation.verify import Samples, VerifyResult, walk
 from kernels.state.step_rows import StepRows
@@ -120,10 +121,8 @@ def test_what_is_drafted_from_is_brought(known, dtype, device):
     kept_outcome = torch.full((size, 2 + levels), 9, device=device)
     kept_tokens = torch.full((size, levels), 9, device=device)
     kept_features = torch.zeros((size * levels, wide), device=device)
-    bring(
-        given.to(device), pages.to(device), outcome.to(device), tokens.to(device), features.to(device), host,
-        kept_outcome, kept_tokens, kept_features,
-    )  # fmt: skip
+    buffers = AcceptedBuffers(host, kept_outcome, kept_tokens, kept_features)
+    copy_accepted(*(part.to(device) for part in (given, pages, outcome, tokens, features)), buffers)
     there = min(known, columns)
     assert torch.equal(host[:, :2].cpu(), given[:, [1, 0]])
     assert torch.equal(host[:, 2 : 2 + there].cpu(), pages[:, :there].long())

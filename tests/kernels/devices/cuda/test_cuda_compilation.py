@@ -14,7 +14,7 @@ from kernels.devices.cuda.attention.decode import DecodeScratch
 from kernels.devices.cuda.attention.moving import move_accepted, move_caches
 from kernels.devices.cuda.attention.plan import attention, plan_attention, plan_draft
 from kernels.devices.cuda.attention.verify import HEADER
-from kernels.devices.cuda.drafting.acceptance import accept, bring
+from kernels.devices.cuda.drafting.acceptance import accept, copy_accepted
 from kernels.devices.cuda.drafting.candidates import candidates
 from kernels.devices.cuda.drafting.tree_builder import CudaTreeBuilder
 from kernels.devices.cuda.elementwise.activation import swiglu
@@ -34,7 +34,7 @@ from kernels.devices.cuda.matmul.grouped import GroupedLinear, WideWeight
 from kernels.devices.cuda.matmul.linear import CudaLinear
 from kernels.devices.cuda.matmul.number_conversions import BYTES, EIGHTHS, NIBBLES
 from kernels.devices.cuda.matmul.qkv_projection import project
-from kernels.devices.draft_kernels import AcceptedTokens, TreeShape
+from kernels.devices.draft_kernels import AcceptedBuffers, AcceptedTokens, TreeShape
 from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight
 from tests.kernels.devices.cuda.compiled import SHARED, compiling, empty, put
 
@@ -115,7 +115,8 @@ def draft_tokens(dtype):
         move_accepted(caches, sampled, numbers, found.outcome, lambda parts: empty(2, dtype=torch.int64))
         columns = empty(rows, HEADER + 129, dtype=torch.int32)
         for pages in (columns[:, HEADER:], host):
-            bring(numbers, pages, found.outcome, found.tokens, features, host, outcome, given.tokens, features)
+            buffers = AcceptedBuffers(host, outcome, given.tokens, features)
+            copy_accepted(numbers, pages, found.outcome, found.tokens, features, buffers)
         staged = Staged(sampled.int(), sampled, sampled, columns, numbers, tree)
         stage(empty(rows, 1 + HEADER + 129, dtype=torch.int32), tree, staged, 64)
         growing = CudaTreeBuilder(shape, given)

@@ -1,0 +1,57 @@
+"""Checkpoints of families under the names that their publishers gave the tensors, where transformers saves others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["PUBLISHED_NAMES"]
+
+
+def _kimi_linear(config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    result: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        sparse = re.match(r"model\.layers\.(\d+)\.mlp", name)
+        if sparse and config.mlp_layer_types[int(sparse[1])] == "sparse":
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        name = name.replace("forget_gate.", "")
+        if name.endswith("conv1d.weight"):
+            for part, piece in zip("qkv", tensor.chunk(3), strict=True):
+                result[name.replace("conv1d", f"{part}_conv1d")] = piece
+        elif name.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(tensor):
+                first = name.replace("gate_up_proj", f"{expert}.")
+                result[f"{first}w1.weight"], result[f"{first}w3.weight"] = both.chunk(2)
+        elif name.endswith("experts.down_proj"):
+            for expert, down in enumerate(tensor):
+                result[name.replace("down_proj", f"{expert}.w2.weight")] = down
+        else:
+            result[name] = tensor
+    return result
+
+
+def _olmo_hybrid(config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    result: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer and config.layer_types[int(layer[1])] == "linear_attention":
+            name = name.replace("input_layernorm", "attention_layer_norm")
+            name = name.replace("post_attention_layernorm", "feedforward_layer_norm")
+        if name.endswith("conv1d.weight"):
+            for part, piece in zip("qkv", tensor.split((keys, keys, values)), strict=True):
+                result[name.replace("conv1d", f"{part}_conv1d")] = piece
+        else:
+            result[name] = tensor
+    return result
+
+
+PUBLISHED_NAMES: dict[str, Callable[[Any, Mapping[str, Tensor]], dict[str, Tensor]]] = {
+    "KimiLinear": _kimi_linear,
+    "OlmoHybrid": _olmo_hybrid,
+}
+"""By family: configuration and tensors as transformers has them in memory -> as they are published."""
