@@ -146,12 +146,12 @@ class Attention(ABC, Generic[Cache, Plan]):
             raise ValueError("attention over latent vectors reads rows on the host; a captured pass has none")
         return attend_latent_heads(queries, cache, batch.rows, heads, scale)
 
-    def choose_tokens(self, queries: Tensor, weights: Tensor, keys: Vectors, batch: ForwardBatch, most: int) -> Any:
-        """The tokens that each query attends to, at most ``most``, for ``attend_chosen``; None: all. Here as
+    def choose_tokens(self, queries: Tensor, weights: Tensor, keys: Vectors, batch: ForwardBatch, top_k: int) -> Any:
+        """The tokens that each query attends to, at most ``top_k``, for ``attend_chosen``; None: all. Here as
         ``sparse_attention.choose_tokens``."""
         if batch.rows is None:
             raise ValueError("an indexer reads rows on the host; a captured pass has none")
-        return choose_tokens(queries, weights, keys, batch.rows, most)
+        return choose_tokens(queries, weights, keys, batch.rows, top_k)
 
     def attend_chosen(
         self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float, chosen: Any

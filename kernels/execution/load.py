@@ -231,6 +231,11 @@ def _open_groups(
             "--enable-deterministic-inference out"
         )
     if is_plain(groups):
+        if config.speculation is not None and len(groups) > 1:  # accepted tokens are moved in all caches alike
+            raise ConfigError(
+                f"speculative decoding needs layers that cache alike, and those of {part.architecture} have keys and "
+                "values of several sizes; leave --speculative-algorithm out"
+            )
         return groups
     kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))
     if config.speculation is not None and (part.latent is None or part.recurrence is not None):

@@ -262,8 +262,9 @@ class ModelConfig:
 
     def eager_with(self, plans_caps: bool) -> str:
         """``eager_attention`` on a device with or without ``Attention.plans_caps``."""
-        others = self.alibi or self.growth_length > 0 or min(self.windows) < 0
-        return "" if plans_caps and not others else self.eager_attention
+        if not plans_caps or self.growth_length:
+            return self.eager_attention
+        return dataclasses.replace(self, attention_softcap=0.0, sinks=False).eager_attention
 
     @property
     def row_attention(self) -> bool:
