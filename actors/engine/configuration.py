@@ -137,8 +137,8 @@ def grammar_settings(arguments: Arguments, served: ServedModel) -> GrammarSettin
 
 def chunk_size(arguments: Arguments, placement: Placement) -> int:
     """``--chunked-prefill-size`` or the default of the device."""
-    given = arguments.chunked_prefill_size
-    return placement.chunk_size if given is None else given
+    requested = arguments.chunked_prefill_size
+    return placement.chunk_size if requested is None else requested
 
 
 def _step_tokens(arguments: Arguments, context_length: int, placement: Placement, whole_inputs: bool = False) -> int:

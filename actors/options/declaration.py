@@ -55,9 +55,9 @@ def _argument(field: msgspec.structs.FieldInfo, hint: Any) -> Argument:
         raise TypeError(f"{field.name} declares no ArgumentSpec: write its type as Annotated[..., ArgumentSpec(...)]")
     kind, choices = _kind(field.name, typing.get_args(hint)[0])
     default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-    given = {name: getattr(option, name) for name in ArgumentSpec.__struct_fields__ if name != "kind"}
+    fields = {name: getattr(option, name) for name in ArgumentSpec.__struct_fields__ if name != "kind"}
     return Argument(
-        name=field.name.replace("_", "-"), kind=option.kind or kind, choices=choices, default=default, **given
+        name=field.name.replace("_", "-"), kind=option.kind or kind, choices=choices, default=default, **fields
     )
 
 

@@ -69,8 +69,8 @@ class Arguments(SpeculativeArguments, frozen=True, kw_only=True):
     @property
     def stall_seconds(self) -> float:
         """``soft_watchdog_timeout``, or its default from the other watchdog's."""
-        given = self.soft_watchdog_timeout
-        return min(60.0, self.watchdog_timeout / 5) if given is None else given
+        value = self.soft_watchdog_timeout
+        return min(60.0, self.watchdog_timeout / 5) if value is None else value
 
     def describe(self) -> dict[str, Any]:
         """Every value by field name, as JSON types, with hidden API keys: for ``/server_info`` and logs."""

@@ -353,10 +353,10 @@ class Intake:
             predicted = await encoding.encode(params.prediction, add_special_tokens=False)
             prediction = np.asarray(predicted, dtype=np.int32).tobytes()
         self._wanted(buffer)
-        given = len(ids)
+        length = len(ids)
         ids, max_tokens = self._measure(ids, params)
-        if isinstance(request.task, Score | NextToken) and len(ids) < given:
-            raise self._model.too_long(given, None)  # the numbers would be those of another prompt
+        if isinstance(request.task, Score | NextToken) and len(ids) < length:
+            raise self._model.too_long(length, None)  # the numbers would be those of another prompt
         if isinstance(request.task, Score) and request.task.start >= len(ids):
             raise InvalidRequest(
                 f"start {request.task.start} leaves no token to score in a prompt of {len(ids)}. Lower it.",
@@ -566,7 +566,7 @@ class Intake:
         else:
             reason, error = buffer.finish_reasons[-1], ""
         message = "The reader left before the end." if reader_left else str(buffer.error or "")
-        reasons = tuple(given or reason for given in buffer.finish_reasons) if request.sequences else ()
+        reasons = tuple(each or reason for each in buffer.finish_reasons) if request.sequences else ()
         self._timelines.close(request.timeline, Outcome(finish_reasons=reasons, error_type=error, message=message))
 
 

@@ -265,17 +265,17 @@ def _usable(name: str, value: object) -> bool:
     return True
 
 
-def _check_strings(name: str, strings: object, most: int, longest: int) -> Sequence[str]:
+def _check_strings(name: str, strings: object, max_entries: int, max_length: int) -> Sequence[str]:
     if not isinstance(strings, (tuple, list)) or not all(isinstance(text, str) for text in strings):
         raise _invalid(name, f'{name} must be a list of strings, also when it is only one: ["..."].')
-    if len(strings) > most:
-        raise _invalid(name, f"{name} has {len(strings)} entries; at most {most} are allowed. Send fewer.")
+    if len(strings) > max_entries:
+        raise _invalid(name, f"{name} has {len(strings)} entries; at most {max_entries} are allowed. Send fewer.")
     for text in strings:
         if not text:
             raise _invalid(name, f"{name} holds an empty string. Leave it out.")
-        if len(text) > longest:
+        if len(text) > max_length:
             raise _invalid(
-                name, f"{name} holds a string of {len(text)} characters; at most {longest} are allowed. Shorten it."
+                name, f"{name} holds a string of {len(text)} characters; at most {max_length} are allowed. Shorten it."
             )
         try:
             text.encode()
@@ -293,11 +293,11 @@ def _check_patterns(patterns: object, limits: Limits) -> None:
             raise _invalid(name, f"{name}: {error}.") from None
 
 
-def _check_ids(name: str, ids: object, most: int, vocab_size: int | None) -> None:
+def _check_ids(name: str, ids: object, max_entries: int, vocab_size: int | None) -> None:
     if not isinstance(ids, (tuple, list)) or not all(_is_integer(token) for token in ids):
         raise _invalid(name, f"{name} must be a list of integer token ids.")
-    if len(ids) > most:
-        raise _invalid(name, f"{name} has {len(ids)} entries; at most {most} are allowed. Send fewer.")
+    if len(ids) > max_entries:
+        raise _invalid(name, f"{name} has {len(ids)} entries; at most {max_entries} are allowed. Send fewer.")
     for token in ids:
         _check_id(name, token, vocab_size)
 

@@ -260,7 +260,9 @@ class ModelFiles:
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end a sequence, from generation_config.json or else config.json."""
-        value = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
+        text = self.config.get("text_config")
+        own = text.get("eos_token_id") if isinstance(text, dict) else None
+        value = self.generation_config.get("eos_token_id", self.config.get("eos_token_id", own))
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]

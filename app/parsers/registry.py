@@ -101,6 +101,9 @@ _FAMILIES: Mapping[str, tuple[ToolFormat, ThoughtFormat]] = {
     "GptOssForCausalLM": (HARMONY, HARMONY),
     "DeepseekV32ForCausalLM": ("deepseekv32", "deepseek-v3"),
     "DeepseekV4ForCausalLM": ("deepseek_v4", "deepseek-v3"),
+    "Llama4ForCausalLM": ("llama4", OFF),
+    "Ministral3ForCausalLM": ("mistral", OFF),
+    "Mistral4ForCausalLM": ("mistral", OFF),
     "MistralForCausalLM": ("mistral", OFF),
     "MixtralForCausalLM": ("mistral", OFF),
 }

@@ -190,6 +190,7 @@ KNOWN: dict[str, Known] = {
     "input_embeds": _refused("send the prompt as text or input_ids"),
     "input_ids": _refused("send messages, or token ids to /v1/completions"),
     "image": _refused("images are not read in this version"),
+    **dict.fromkeys(("width", "height", "steps"), _refused("only text can be produced; leave it out", 0)),
     "images": _refused("images are not read in this version"),
     "image_data": _refused("images are not read in this version"),
     "video_data": _refused("videos are not read in this version"),

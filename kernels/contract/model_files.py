@@ -23,7 +23,15 @@ __all__ = [
     "read_pooling",
 ]
 
-LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
+LENGTH_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+    "model_max_length",
+)
 """What config.json calls the most tokens of a sequence."""
 
 _HEADER = "kernels.weights.gguf.header"

@@ -63,6 +63,7 @@ class StepTokens:
     lengths: npt.NDArray[np.int64]  # [rows], tokens that each row's sees, itself included
     grows: npt.NDArray[np.bool_]  # [rows], whether it is the last that is known of its row
     pages: npt.NDArray[np.int32]  # [rows, columns]
+    bounded: tuple[npt.NDArray[np.int32], ...] = ()  # of each group of windows, like ``pages``
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class PromptTokens:
     grows: npt.NDArray[np.bool_]  # [rows], whether its last token is the last that is known of the row
     pages: npt.NDArray[np.int32]  # [rows, columns]
     decodes: int
+    bounded: tuple[npt.NDArray[np.int32], ...] = ()  # of each group of windows, like ``pages``
 
 
 @dataclass(frozen=True)

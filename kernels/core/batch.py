@@ -37,7 +37,7 @@ class BoundedRows:
 
     ``pages`` int32 [rows, columns]: column i of a row holds tokens ``i * page_tokens ..``; the null page where the row
     neither reads nor writes. ``cache_index`` and ``plan`` as in ``ForwardBatch``, of a window; None of a state.
-    ``segments``: of a state, what the layers run, in order.
+    ``segments``: of a state, what the layers run, in order. Where a pass is captured there are no rows on the host.
     """
 
     starts: npt.NDArray[np.int64]  # [rows]
@@ -47,6 +47,12 @@ class BoundedRows:
     cache_index: Tensor | None = None
     plan: Any = None
     segments: tuple[StateSegments, ...] = ()
+
+    @classmethod
+    def captured(cls, page_tokens: int, cache_index: Tensor, plan: Any) -> BoundedRows:
+        """Those of a window in a captured pass."""
+        nothing = np.zeros(0, dtype=np.int64)
+        return cls(nothing, nothing, np.zeros((0, 0), dtype=np.int32), page_tokens, cache_index, plan)
 
 
 @dataclass(frozen=True)
@@ -71,5 +77,5 @@ class ForwardBatch:
         """The batch as the layers of a window group see it: attention over the group's own pages."""
         rows = self.bounded[spec]
         assert rows.cache_index is not None
-        own = AttentionRows(rows.starts, rows.counts, rows.pages, 0)
+        own = None if self.rows is None else AttentionRows(rows.starts, rows.counts, rows.pages, 0)
         return replace(self, cache_index=rows.cache_index, plans={spec.length: rows.plan}, rows=own)

@@ -17,7 +17,7 @@ from kernels.devices.cache import KvCaches
 from kernels.devices.latent_attention import LatentHeads, attend_latent_heads
 from kernels.devices.latent_cache import Vectors, write_latent
 from kernels.devices.linear import NormThenLinear
-from kernels.devices.row_attention import attend_rows
+from kernels.devices.row_attention import CapAndSinks, attend_rows
 from kernels.devices.sparse_attention import attend_chosen, choose_tokens
 
 __all__ = ["Attention", "QkvProjection"]
@@ -33,13 +33,16 @@ class Attention(ABC, Generic[Cache, Plan]):
     built once per step from host arrays and shared by all layers.
 
     ``signed_sines``: whether ``rotate`` takes the sines of the first half negated. ``pairs_latent``: whether
-    ``place_latent`` rotates neighbors of a vector against one another, not halves. ``plans_latent``: whether
-    ``attend_latent`` reads the plan of all tokens instead of rows on the host.
+    ``place_latent`` rotates neighbors of a vector against one another, not halves. ``invariant_latent``: whether
+    results of ``attend_latent`` depend on nothing but a query and what it sees. ``plans_latent``, ``plans_caps``:
+    whether ``attend_latent``, or ``attend_capped``, reads the plan of all tokens instead of rows on the host.
     """
 
     signed_sines: bool = True
     pairs_latent: bool = False
+    invariant_latent: bool = False
     plans_latent: bool = False
+    plans_caps: bool = False
 
     def __init__(self, caches: KvCaches[Cache]) -> None:
         self.caches = caches
@@ -108,6 +111,14 @@ class Attention(ABC, Generic[Cache, Plan]):
             growth_length=growth_length,
         )
 
+    def attend_capped(
+        self, queries: Tensor, cache: Cache, batch: ForwardBatch, window: int, scale: float, extra: CapAndSinks
+    ) -> Tensor:
+        """As ``attend``, with a cap of the scores or with sinks. Here by ``attend_rows`` (``plans_caps``)."""
+        if batch.rows is None:
+            raise ValueError("attention with caps or sinks reads rows on the host; a captured pass has none")
+        return self.attend_rows(queries, cache, batch.rows, window, scale, extra.cap, extra.sinks)
+
     def place_latent(
         self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Vectors, index: Tensor
     ) -> Tensor:
@@ -137,12 +148,12 @@ class Attention(ABC, Generic[Cache, Plan]):
             raise ValueError("attention over latent vectors reads rows on the host; a captured pass has none")
         return attend_latent_heads(queries, cache, batch.rows, heads, scale)
 
-    def choose_tokens(self, queries: Tensor, weights: Tensor, keys: Vectors, batch: ForwardBatch, most: int) -> Any:
-        """The tokens that each query attends to, at most ``most``, for ``attend_chosen``; None: all. Here as
+    def choose_tokens(self, queries: Tensor, weights: Tensor, keys: Vectors, batch: ForwardBatch, top_k: int) -> Any:
+        """The tokens that each query attends to, at most ``top_k``, for ``attend_chosen``; None: all. Here as
         ``sparse_attention.choose_tokens``."""
         if batch.rows is None:
             raise ValueError("an indexer reads rows on the host; a captured pass has none")
-        return choose_tokens(queries, weights, keys, batch.rows, most)
+        return choose_tokens(queries, weights, keys, batch.rows, top_k)
 
     def attend_chosen(
         self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float, chosen: Any

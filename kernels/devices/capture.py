@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kernels.contract.caches import Window
 from kernels.core.batch import ForwardBatch
 from kernels.devices.prepared import CapturedPasses, CapturedSteps, NativePass, StepForward, VerifyHead
 
@@ -21,7 +22,8 @@ class CaptureRequest:
     ``agree``: whether all ranks that run the model together succeeded, given whether this one did. It is called after
     each capture: a step that only some ranks have captured would hang.
     ``tree``: whether drafts may be trees. ``states`` [any, width]: like those of the batches, if these have any.
-    ``prompts``: tokens of a step up to which chunks of prompts are worth capturing.
+    ``prompts``: tokens of a step up to which chunks of prompts are worth capturing. ``bounded``: the groups of windows
+    with page tables of their own (``Capture.holds_windows``).
     ``head``: what ``CapturedPasses.verify`` computes from the result in the same call, if the device gains by it.
     """
 
@@ -35,6 +37,7 @@ class CaptureRequest:
     states: Tensor | None = None
     prompts: int = 0
     head: VerifyHead | None = None
+    bounded: Sequence[Window] = ()
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ class StepCaptureRequest:
     """Whole steps of decodes of up to ``max_rows`` rows, from the tokens that the device knows to those that it
     chooses, for a model that one rank runs.
 
-    ``table`` int32 [slots, positions]: tokens by slot; row 0 belongs to no request. ``windows``, ``columns``: as in
-    ``CaptureRequest``.
+    ``table`` int32 [slots, positions]: tokens by slot; row 0 belongs to no request. ``windows``, ``columns``,
+    ``bounded``: as in ``CaptureRequest``.
     """
 
     forward: StepForward
@@ -51,11 +54,17 @@ class StepCaptureRequest:
     windows: Sequence[int]
     max_rows: int
     columns: int
+    bounded: Sequence[Window] = ()
 
 
 class Capture:
     """Captures passes and steps. A method returns None if the device cannot capture or gains nothing by it; this base
-    class always does."""
+    class always does.
+
+    ``holds_windows``: whether passes of decodes are captured if layers keep only windows, in page tables of their own.
+    """
+
+    holds_windows: bool = False
 
     def decodes(self, request: CaptureRequest) -> CapturedPasses | None:
         """Passes of decodes and drafts."""

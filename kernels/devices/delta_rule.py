@@ -26,6 +26,8 @@ _CHUNK = 64
 """Tokens that are computed in parallel."""
 _CHANNEL_CHUNK = 16
 """The same where each number of a key decays by itself: scores are then sums of products of three."""
+_NUMBERS = 1 << 25
+"""Most factors of such products that are made at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +41,11 @@ class DeltaTokens:
     v: Tensor
     decay: Tensor
     beta: Tensor
+
+    def part(self, begin: int, end: int) -> DeltaTokens:
+        """Tokens ``begin .. end - 1`` of each row."""
+        given = (self.q, self.k, self.v, self.decay, self.beta)
+        return DeltaTokens(*(x[:, begin:end] for x in given))
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +92,21 @@ def delta_step(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
 
 def delta_chunks(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     """``delta_rule`` in chunks."""
+    rows, count, heads, dim = tokens.q.shape
+    if tokens.decay.shape[-1] == 1:
+        return _chunks(tokens, state, min(_CHUNK, count))
+    size = min(_CHANNEL_CHUNK, count)
+    span = max(1, _NUMBERS // (rows * heads * dim * size * size)) * size
+    results = []
+    for begin in range(0, count, span):
+        found, state = _chunks(tokens.part(begin, begin + span), state, size)
+        results.append(found)
+    return torch.cat(results, 1), state
+
+
+def _chunks(tokens: DeltaTokens, state: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """``delta_rule`` in chunks of ``size`` tokens."""
     count, by_channel = tokens.q.shape[1], tokens.decay.shape[-1] > 1
-    size = min(_CHANNEL_CHUNK if by_channel else _CHUNK, count)
 
     def chunks(x: Tensor) -> Tensor:
         """[n, count, heads, dim] -> [n, heads, chunks, size, dim]; padding leaves the state as it is."""

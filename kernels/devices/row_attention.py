@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,9 +14,18 @@ from torch import Tensor
 from kernels.contract.errors import UnsupportedError
 from kernels.core.attention_rows import AttentionRows
 
-__all__ = ["attend_rows"]
+__all__ = ["CapAndSinks", "attend_rows"]
 
 _QUERIES = 256  # of a row at a time, so that the scores of a long prompt fit in memory
+
+
+@dataclass(frozen=True)
+class CapAndSinks:
+    """``cap``: scores are ``cap * tanh(score / cap)``; 0: they are not capped. ``sinks`` float32 [heads]: the scores of
+    one more token, whose value is 0."""
+
+    cap: float = 0.0
+    sinks: Tensor | None = None
 
 
 def attend_rows(

@@ -23,19 +23,19 @@ Chosen = list[Tensor | None]
 """For each row the positions int64 [queries, chosen] that its queries attend to, -1 for none; None: all tokens."""
 
 
-def choose_tokens(queries: Tensor, weights: Tensor, keys: Vectors, rows: AttentionRows, most: int) -> Chosen | None:
-    """The tokens that each query attends to, at most ``most``; None: all queries see no more than that.
+def choose_tokens(queries: Tensor, weights: Tensor, keys: Vectors, rows: AttentionRows, top_k: int) -> Chosen | None:
+    """The tokens that each query attends to, at most ``top_k``; None: all queries see no more than that.
 
     queries: [tokens, heads, dim]. weights: float32 [tokens, heads]. keys: a cache [pages, page_size, dim] that holds
     those of the queries' own tokens.
     """
     ends = rows.starts + rows.counts
-    if int(ends.max()) <= most:
+    if int(ends.max()) <= top_k:
         return None
     result: Chosen = []
     begin = 0
     for row, (end, count) in enumerate(zip(ends.tolist(), rows.counts.tolist(), strict=True)):
-        if end <= most:
+        if end <= top_k:
             result.append(None)
             begin += count
             continue
@@ -49,7 +49,7 @@ def choose_tokens(queries: Tensor, weights: Tensor, keys: Vectors, rows: Attenti
             hidden = hidden_tokens(rows, row, low, high, queries.device)
             total[:, : hidden.shape[1]].masked_fill_(hidden, -torch.inf)
             total[:, hidden.shape[1] :] = -torch.inf
-            found = total.topk(most, 1)
+            found = total.topk(top_k, 1)
             best.append(found.indices.masked_fill_(found.values == -torch.inf, -1))
         result.append(torch.cat(best))
         begin += count

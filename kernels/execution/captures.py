@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from kernels.contract.caches import Window
 from kernels.contract.config import RunnerConfig
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Acceptance
@@ -21,7 +22,8 @@ __all__ = ["Passes"]
 
 
 class Passes:
-    """Captures passes of ``model`` over ``caches``, with the tables of ``slots``. ``agree``: see ``CaptureRequest``."""
+    """Captures passes of ``model`` over ``caches``, with the tables of ``slots``. ``agree``, ``bounded``: see
+    ``CaptureRequest``. ``moves``: whether passes that verify trees can move what they accept in ``caches``."""
 
     def __init__(
         self,
@@ -33,8 +35,11 @@ class Passes:
         slots: SlotTable,
         windows: Iterable[int],
         agree: Callable[[bool], bool],
+        bounded: Sequence[Window] = (),
+        moves: bool = True,
     ) -> None:
-        self._config, self._device, self._agree = config, device, agree
+        self._config, self._device, self._agree, self._bounded = config, device, agree, bounded
+        self._moves = moves
         self._model, self._caches, self._slots, self._windows = model, caches, slots, sorted(windows)
 
     def capture_decodes(self, rows: int, tokens: int = 1, tree: bool = False, depth: int = 0) -> CapturedPasses | None:
@@ -58,7 +63,7 @@ class Passes:
 
         if speculation is not None and tokens > 1 and greedy is not None and self._config.tp_size == 1:
             forced = int(speculation.fixed_acceptance)
-            known = drafting is not None and forced == speculation.fixed_acceptance
+            known = drafting is not None and forced == speculation.fixed_acceptance and (self._moves or not tree)
             head = VerifyHead(find, accept if known else None, lambda result: model.split(result)[1])
         request = CaptureRequest(
             forward=lambda batch: model.forward(batch, self._caches),
@@ -70,6 +75,7 @@ class Passes:
             tree=tree,
             prompts=self._config.max_step_tokens,
             head=head,
+            bounded=self._bounded,
         )
         return device.capture.decodes(request)
 
@@ -82,4 +88,6 @@ class Passes:
             return hidden, model.logits(hidden)
 
         columns = self._slots.pages.shape[1]
-        return self._device.capture.steps(StepCaptureRequest(forward, self._slots.tokens, self._windows, rows, columns))
+        return self._device.capture.steps(
+            StepCaptureRequest(forward, self._slots.tokens, self._windows, rows, columns, self._bounded)
+        )

@@ -34,7 +34,7 @@ def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[in
     Every rank of the group must call it. Call it again once the device has better operators.
     """
     loaded = context.loaded
-    if not loaded.groups.is_plain or loaded.model.reads_rows:  # captures read one page table only, on the device
+    if not loaded.groups.is_captured or loaded.model.reads_rows:  # captures read page tables on the device only
         return (NoRows(), EagerPass(context)), ()
     max_rows = loaded.config.max_slots - 1
     passes = Passes(
@@ -45,6 +45,8 @@ def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[in
         slots=loaded.slots,
         windows=loaded.windows,
         agree=loaded.agree,
+        bounded=loaded.groups.windowed,
+        moves=not loaded.groups.has_latent,
     )
     steps = passes.capture_steps(max_rows) if loaded.speculator is None and loaded.group.size == 1 else None
     decodes = passes.capture_decodes(max_rows) if steps is None else None
@@ -83,7 +85,8 @@ def _speculative(
     rows = min(max_rows, loaded.config.max_step_tokens // drafter.max_nodes)
     verifies = passes.capture_decodes(rows, drafter.max_nodes, drafter.branches, drafter.depth)
     drafter.capture(loaded.agree, verifies.ends if verifies is not None else {})
-    speculator.verifier.prepare(drafter.max_nodes, loaded.caches if drafter.branches else [])
+    moved = drafter.branches and not loaded.groups.has_latent  # by the device's own kernel
+    speculator.verifier.prepare(drafter.max_nodes, loaded.caches if moved else [])
     if verifies is not None and verifies.ends and loaded.group.size == 1:
         result.append(
             OverlappedVerifyPass(context, OverlappedVerify(speculator, loaded.device, loaded.slots, verifies))

@@ -195,7 +195,8 @@ def _open_groups(
     """The cache groups of a rank's layers. Raises ConfigError for options that only plain pages support."""
     kept = sum(min(context, abs(window) or context) for window in part.windows)
     plain_only = config.speculation is not None or cache.dtype is not None
-    share = 1.0 if part.eager_attention else _WINDOW_SHARE  # of which nothing is captured anyway
+    eager = part.eager_with(device.attention.plans_caps)
+    share = 1.0 if eager else _WINDOW_SHARE  # of which nothing is captured anyway
     saves = kept < share * context * part.layers
     groups = caches(part, windows=config.window_pages and saves and not plain_only)
     check_groups(groups, part.layers)
@@ -209,12 +210,19 @@ def _open_groups(
             f"{part.eager_attention} of {part.architecture} has no attention whose results are independent of the "
             "chunks of prompts; leave --enable-deterministic-inference out"
         )
-    if part.eager_attention and plain_only:
+    if eager and plain_only:
         raise ConfigError(
-            f"{part.eager_attention} of {part.architecture} is neither for speculative decoding nor for a cache in "
+            f"{eager} of {part.architecture} is neither for speculative decoding nor for a cache in "
             "fewer bits; leave --speculative-algorithm and --kv-cache-dtype out"
         )
-    if part.latent is not None and config.invariant:
+    if part.row_attention and any(layer.offsets is not None for layer in cache.scales or ()):
+        raise ConfigError(
+            f"{part.eager_attention} of {part.architecture} is not for a cache whose static scales have offsets: leave "
+            "--kv-cache-dtype out, or scale tokens dynamically"
+        )
+    latent = part.latent
+    dependent = latent is not None and (latent.index is not None or not device.attention.invariant_latent)
+    if dependent and config.invariant:
         raise ConfigError(
             f"latent attention of {part.architecture} has no form whose results are independent of the chunks of "
             "prompts; leave --enable-deterministic-inference out"
@@ -225,11 +233,14 @@ def _open_groups(
             "--enable-deterministic-inference out"
         )
     if is_plain(groups):
+        if config.speculation is not None and len(groups) > 1:  # accepted tokens are moved in all caches alike
+            raise ConfigError(
+                f"speculative decoding needs layers that cache alike, and those of {part.architecture} have keys and "
+                "values of several sizes; leave --speculative-algorithm out"
+            )
         return groups
     kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))
-    # Where passes over latent vectors are captured, none verifies draft tokens.
-    states = part.latent is None or part.recurrence is not None
-    if config.speculation is not None and (states or device.attention.plans_latent):
+    if config.speculation is not None and (part.latent is None or part.recurrence is not None):
         raise ConfigError(
             f"speculative decoding needs keys and values of all tokens in every layer, and the layers of "
             f"{part.architecture} keep: {kinds}; leave --speculative-algorithm out"
@@ -450,7 +461,15 @@ def _step_memory(
         others.logits(own, *given)
         others.precompile_passes(own)
         captured = Passes(
-            config, device, some, own, slots=make_slots(), windows=part.windows, agree=lambda could: could
+            config,
+            device,
+            some,
+            own,
+            slots=make_slots(),
+            windows=groups.windows(frozenset(part.windows)),
+            agree=lambda could: could,
+            bounded=groups.windowed,
+            moves=part.latent is None,
         )
         rows = config.max_slots - 1
         if drafter is None:
@@ -464,7 +483,7 @@ def _step_memory(
             precompile_drafts(config, drafter, target)
 
     # Several ranks would deadlock in passes that only some of them can run.
-    if group.size == 1 and groups.is_plain and not model.reads_rows:
+    if group.size == 1 and groups.is_captured and not model.reads_rows:
         device.capture.precompile(passes)
     draft_caches.clear()  # the drafter holds the same list
     return device.memory.measure_step(largest)

@@ -51,7 +51,7 @@ class WarmUp:
 
     def for_model(self, model: Decoder) -> WarmUp:
         """The warm-up of another model with the same settings."""
-        return WarmUp(self._config, self._device, model, self._sampler, self._windows)
+        return WarmUp(self._config, self._device, model, self._sampler, self._windows, self._groups)
 
     def precompile_passes(self, caches: list[Any]) -> None:
         """Run the passes of ``warm_up`` for ``Capture.precompile``."""

@@ -252,12 +252,19 @@ class ModelConfig:
 
     @property
     def eager_attention(self) -> str:
-        """What attention has that no captured pass does, since a step's rows are read on the host; "": nothing."""
+        """What attention has that no captured pass does where a step's rows are read on the host for it; "": nothing.
+        Devices with ``Attention.plans_caps`` do so for caps and sinks no longer (``eager_with``)."""
         if self.attention_softcap:
             return "attn_logit_softcapping"
         if self.sinks or self.alibi:
             return "the sinks of attention" if self.sinks else "ALiBi"
         return "attention in chunks" if min(self.windows) < 0 else ""
+
+    def eager_with(self, plans_caps: bool) -> str:
+        """``eager_attention`` on a device with or without ``Attention.plans_caps``."""
+        if not plans_caps or self.growth_length:
+            return self.eager_attention
+        return dataclasses.replace(self, attention_softcap=0.0, sinks=False).eager_attention
 
     @property
     def row_attention(self) -> bool:
@@ -265,9 +272,9 @@ class ModelConfig:
         return self.attention_softcap > 0 or self.sinks or self.alibi or self.growth_length > 0
 
     @property
-    def reads_rows(self) -> bool:
+    def indexed(self) -> bool:
         """Whether attention reads a step's rows on the host on every device, so that no pass is captured."""
-        return bool(self.eager_attention) or (self.latent is not None and self.latent.index is not None)
+        return self.latent is not None and self.latent.index is not None
 
     @property
     def scaled_queries(self) -> bool:

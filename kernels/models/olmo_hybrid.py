@@ -31,9 +31,9 @@ _NORM_EPS = 1e-5  # of the delta nets' results, whatever the other norms have
 
 @dataclasses.dataclass(frozen=True)
 class _HybridConfig(DeltaConfig):
-    """``most``: what betas reach."""
+    """``max_beta``: what betas reach."""
 
-    most: float = 1.0
+    max_beta: float = 1.0
 
 
 def config(raw: ConfigReader) -> ModelConfig:
@@ -53,14 +53,14 @@ def config(raw: ConfigReader) -> ModelConfig:
         "linear_value_head_dim": raw.size("linear_value_head_dim", 2 * dim),
     }
     delta = delta_net.read(ConfigReader({**raw.raw, **own}, raw.architecture), grouped=False)
-    most = 2.0 if raw.flag("linear_allow_neg_eigval", True) else 1.0
+    max_beta = 2.0 if raw.flag("linear_allow_neg_eigval", True) else 1.0
     parameters = raw.raw.get("rope_parameters")
     theta = parameters.get("rope_theta") if isinstance(parameters, dict) else raw.raw.get("rope_theta")
     rope = plain.rope if theta is not None else dataclasses.replace(plain.rope, kind="none")
     return dataclasses.replace(
         plain,
         rope=rope,
-        recurrence=_HybridConfig(**dataclasses.asdict(delta), most=most),
+        recurrence=_HybridConfig(**dataclasses.asdict(delta), max_beta=max_beta),
         recurrent=frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention"),
     )
 
@@ -140,7 +140,7 @@ def _delta_net(builder: LayerBuilder, config: ModelConfig, module: str) -> Gated
 
     def inputs(x: Tensor) -> DeltaInputs:
         mixed, gates, b, a = projection(x).split((delta.channels, delta.values, heads, heads), 1)
-        return DeltaInputs(mixed, gates, torch.sigmoid(b.float()) * delta.most, decay(a))
+        return DeltaInputs(mixed, gates, torch.sigmoid(b.float()) * delta.max_beta, decay(a))
 
     return GatedDeltaNet(
         builder,

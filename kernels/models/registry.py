@@ -137,7 +137,7 @@ BUILT_IN = (
     Entry("GraniteMoeForCausalLM", "kernels.models.granite_moe"),
     Entry("GraniteMoeHybridForCausalLM", "kernels.models.granite_moe_hybrid"),
     Entry("Grok1ForCausalLM", "kernels.models.grok"),
-    Entry("HunYuanDenseV1ForCausalLM", "kernels.models.hunyuan"),
+    Entry("HunYuanDenseV1ForCausalLM", "kernels.models.hunyuan", gguf="hunyuan-dense"),
     Entry("HunYuanMoEV1ForCausalLM", "kernels.models.hunyuan_moe"),
     Entry("InternLM2ForCausalLM", "kernels.models.internlm2"),
     Entry("KimiLinearForCausalLM", "kernels.models.kimi_linear"),
@@ -147,6 +147,7 @@ BUILT_IN = (
     Entry("LlamaForCausalLM", "kernels.models.llama", gguf="llama", gguf_window="ignored"),
     Entry("LongcatFlashForCausalLM", "kernels.models.longcat_flash"),
     Entry("MiMoForCausalLM", "kernels.models.mimo"),
+    Entry("MiMoV2FlashForCausalLM", "kernels.models.mimo_v2_flash"),
     Entry("MiniCPM3ForCausalLM", "kernels.models.minicpm3"),
     Entry("MiniMaxM2ForCausalLM", "kernels.models.minimax_m2"),
     Entry("Ministral3ForCausalLM", "kernels.models.ministral3"),
@@ -326,9 +327,10 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
 class Support:
     """What a family supports. ``gguf``: its name in GGUF files; "": none. ``experts``: layers of experts. ``windows``:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
-    ``eager``: attention is what only plain torch does: its scores are capped, or heads have sinks. ``latent``: keys and
-    values are latent vectors; ``indexed``: of which an indexer chooses some. ``states``: layers keep states of
-    sequences. ``plain``: the layers have Llama's operators alone, which native code has.
+    ``eager``: attention that some devices, or all, run in plain torch; ``capped``: at most since scores are capped or
+    heads have sinks. ``latent``: keys and values are latent vectors; ``indexed``: of which an indexer chooses some.
+    ``states``: layers keep states of sequences. ``plain``: the layers have Llama's operators alone, which native code
+    has.
     """
 
     architecture: str
@@ -338,6 +340,7 @@ class Support:
     tied: bool
     quantizable: bool
     eager: bool = False
+    capped: bool = False
     latent: bool = False
     indexed: bool = False
     states: bool = False
@@ -369,6 +372,7 @@ _EXAMPLE = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
+    "attn_temperature_len": 32,
 }
 """A small model with everything that a family may have."""
 
@@ -394,6 +398,7 @@ def families() -> tuple[Support, ...]:
                 tied=not any(spec.role is Role.OUTPUT for spec in specs),
                 quantizable=any(spec.quantizable for spec in specs),
                 eager=bool(config.eager_attention),
+                capped=not config.eager_with(True),
                 latent=config.latent is not None,
                 indexed=config.latent is not None and config.latent.index is not None,
                 states=config.recurrence is not None,

@@ -111,7 +111,7 @@ class Expansion:
     def capture(self, agree: Callable[[bool], bool]) -> None:
         """As ``Drafter.capture``."""
         model, context, device = self._model, self._context, self._device
-        if model.config.latent is not None:  # its attention reads rows on the host
+        if self._reads_rows:
             return
         states = torch.zeros((1, model.width), dtype=context.dtype, device=device.torch_device)
         max_rows, page_size = context.config.max_slots - 1, context.config.page_size
@@ -251,10 +251,16 @@ class Expansion:
         self, tokens: Tensor, positions: Tensor, index: Tensor, rows: AttentionRows, states: Tensor
     ) -> ForwardBatch:
         attention = self._device.attention
-        if self._model.config.latent is not None:
+        if self._reads_rows:
             return ForwardBatch(tokens, positions, index, {}, states, rows)
         plans = {window: attention.plan(rows, window) for window in self._windows}
         return ForwardBatch(tokens, positions, index, plans, states)
+
+    @property
+    def _reads_rows(self) -> bool:
+        """Whether attention reads rows on the host."""
+        config = self._model.config
+        return config.latent is not None and (config.indexed or not self._device.attention.plans_latent)
 
 
 def observed_rows(

@@ -52,13 +52,13 @@ def warm_up_drafts(start: Start, info: ModelInfo, drafter: Drafter, max_slots: i
     ``info``: the runner's description."""
     stage = _Stage(start, info, drafter)
     each = max(_SHORT, drafter.max_nodes)
-    most = min(max_slots - 1, max_step_tokens // each, stage.room(_SHORT))
-    for rows in (rows for rows in _ROWS if rows <= most):
+    max_rows = min(max_slots - 1, max_step_tokens // each, stage.room(_SHORT))
+    for rows in (rows for rows in _ROWS if rows <= max_rows):
         stage.run_equal(rows)
-    if most > 1:
+    if max_rows > 1:
         for draft_tokens in {1, drafter.max_nodes - 1}:
-            stage.run_with_prompt(min(most, _BESIDE), draft_tokens)
-    if most > 0:
+            stage.run_with_prompt(min(max_rows, _BESIDE), draft_tokens)
+    if max_rows > 0:
         longest = min(max_step_tokens, stage.longest)
         for prompt in (*(prompt for prompt in _PROMPTS if prompt < longest), longest):
             stage.prompt(prompt)
@@ -214,15 +214,15 @@ class TargetParts:
 def precompile_drafts(config: RunnerConfig, drafter: Drafter, target: TargetParts) -> None:
     """Run passes that verify and observe, with ``drafter`` over the first page of its own caches."""
     passes = _Passes(config.page_size, drafter, target)
-    most, longest = drafter.max_nodes, config.max_step_tokens
-    for nodes in sorted({min(most, size) for size in _COMPILED_SIZES}):
+    max_nodes, longest = drafter.max_nodes, config.max_step_tokens
+    for nodes in sorted({min(max_nodes, size) for size in _COMPILED_SIZES}):
         result = passes.verify(nodes)
     # The split of sequences depends on their lengths and number, no longer on the tokens that each verifies.
-    sizes = [(1, size, _COMPILED_LENGTHS[0]) for size in _COMPILED_SIZES if size <= max(most, _PROMPT)]
+    sizes = [(1, size, _COMPILED_LENGTHS[0]) for size in _COMPILED_SIZES if size <= max(max_nodes, _PROMPT)]
     sizes += [(_COMPILED_ROWS[-1], size, length) for _, size, length in sizes]
-    sizes += [(rows, most, length) for rows in _COMPILED_ROWS for length in _COMPILED_LENGTHS]
+    sizes += [(rows, max_nodes, length) for rows in _COMPILED_ROWS for length in _COMPILED_LENGTHS]
     for rows, nodes, length in sizes:
-        if rows < config.max_slots and length <= longest:
+        if rows < config.max_slots and length <= longest and target.part.latent is None:  # others have one kernel each
             passes.attend(rows, nodes, length)
     if drafter.features:
         for tokens in (*_OBSERVED, longest):
@@ -237,6 +237,7 @@ class _Passes:
     def verify(self, nodes: int) -> Tensor:
         """Verify a row of ``nodes`` nodes together with a prompt. Returns the pass's result."""
         device, model, drafter = self._device, self._model, self._drafter
+        moves = drafter.branches and self._config.latent is None
         counts = np.array([nodes, _PROMPT])
         ids, positions, index, pages = self._tokens(counts)
         tree = chain(torch.zeros((1, nodes), dtype=torch.int64, device=device.torch_device))
@@ -249,9 +250,9 @@ class _Passes:
             verified_rows = device.memory.put_pinned(root_in_slot_0)
             sampled = device.sampling.greedy(logits)
             accepted = device.drafting.accept(tree, verified_rows, *sampled, drafter.depth, 0, self._slots.tokens)
-            if accepted is not None and drafter.branches:
+            if accepted is not None and moves:
                 device.drafting.move_accepted(self._caches, index, accepted.rows, accepted.outcome)
-        if drafter.branches:
+        if moves:
             places = index[:1].expand(drafter.depth + 1).contiguous()
             device.cache.move_all(self._caches, places, places, len(places))
         return result

@@ -125,9 +125,38 @@ SHAPES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
+    "gpt-oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "vocab_size": 201088,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "swiglu_limit": 7.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    },
 }
 MODEL_TYPES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
+    "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
@@ -201,7 +230,8 @@ class Row:
     @property
     def unit(self) -> str:
         known = PEER.get((self.model, self.point))
-        return known[2] if known else "ms" if self.point.endswith("p50") else "tokens/s"
+        takes = self.point.startswith("decode") or self.point.endswith("p50")
+        return known[2] if known else "ms" if takes else "tokens/s"
 
     def line(self) -> str:
         peer, goal, _ = PEER.get((self.model, self.point), (0.0, 0.0, ""))

@@ -237,7 +237,6 @@ def litellm_encoder_ways(url: str, model: str) -> Iterator[Way]:
     yield "rerank, hosted_vllm", lambda: rerank("hosted_vllm", "")
     yield "rerank, jina_ai", lambda: rerank("jina_ai", "/v1/rerank")
     yield "rerank, cohere", lambda: rerank("cohere", "")
-    yield "rerank, infinity", lambda: rerank("infinity", "")
 
 
 CAPITALS = ({"question": "The capital of France is", "choices": ["Paris", "Rome"], "answer": 0},

@@ -9,7 +9,7 @@ on an H200 (2026-11-20). They leave out what the actors cost; ``engine``, the sa
 over HTTP from client processes, and the start of a server to its first answer are the whole program's.
 
 Options: ``--only NAME[,NAME...]`` of checks, decode, offline, prefill, engine, online, start; ``--model 8b,0.6b``
-(or 30b, v2-lite, qwen3.5-9b);
+(or 30b, v2-lite, gpt-oss, qwen3.5-9b);
 ``--only products`` times the products of few tokens, every way there is to make them, ``--only chain`` those of a
 layer as they follow one another, ``--only prompts`` the attention of prompts, ``--only latent`` that over latent
 vectors, and ``--only states`` decodes of gated delta nets; ``--only speculative`` says what drafting tokens ahead costs

@@ -228,6 +228,10 @@ LAYERED_ROPE = {"full_attention": YARN_ROPE, "sliding_attention": {"rope_type": 
 EQUAL_YARN = YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}
 GROWING_YARN = EQUAL_YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}
 NTK_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
+PARTIAL_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.334},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.334},
+}
 LAYER_TYPES = [*3 * ["sliding_attention"], "full_attention"]
 PADDED = {"pad_token_id": 0}
 
@@ -458,6 +462,13 @@ ROUTED: dict[str, tuple[str, dict[str, Any]]] = {  # MoE models with routers, ga
         "Llama4Text",
         LLAMA4 | {"attention_chunk_size": None, "use_qk_norm": False, "num_experts_per_tok": 2},
     ),
+    "mimo-v2-flash": (
+        "MiMoV2Flash",
+        {"num_hidden_layers": 4, "head_dim": 24, "v_head_dim": 10, "num_key_value_heads": 1, "sliding_window": 21}
+        | {"layer_types": ["full_attention", *2 * ["sliding_attention"], "full_attention"]}
+        | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
+        | {"rope_parameters": PARTIAL_ROPE, "attn_implementation": "eager"},  # which has sinks
+    ),
     "minimax-m2": (
         "MiniMaxM2",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 32},
@@ -487,6 +498,7 @@ DIVIDED = (
     "hunyuan-moe",
     "llama4",
     "longcat-flash",
+    "mimo-v2-flash",
     "ministral3",
     "olmo",
     "olmoe-clipped",
@@ -571,12 +583,14 @@ HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some laye
     "falcon-h1": ("FalconH1", FALCON),
     "falcon-h1-normed": (
         "FalconH1",
-        FALCON | {"mamba_rms_norm": True, "projectors_bias": True, "mamba_proj_bias": True, "attention_bias": True},
+        FALCON
+        | {"mamba_rms_norm": True, "projectors_bias": True, "mamba_proj_bias": True, "attention_bias": True}
+        | {"time_step_limit": [0.4, 1.1]},
     ),
     "granite-4": ("GraniteMoeHybrid", GRANITE_HYBRID | {"num_local_experts": 5}),
     "granite-4-dense": (
         "GraniteMoeHybrid",
-        GRANITE_HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 2},
+        GRANITE_HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope"},
     ),
     "lfm2": ("Lfm2", CONVOLUTIONS),
     "lfm2-biased": ("Lfm2", CONVOLUTIONS | {"conv_bias": True, "block_auto_adjust_ff_dim": False}),

@@ -178,10 +178,10 @@ class StepCost:
         start, level, node = (share * share for share in CONSTANTS.first_shares)
         error /= start + level * levels**2 + node * nodes**2
         # No part exceeds the whole excess of this step: a stall would otherwise distort many probes.
-        most = max(0.0, seconds - self.plain)
-        self.start = min(max(0.0, self.start + error * start), most)
-        self.per_level = min(max(0.0, self.per_level + error * level * levels), most / max(levels, 1))
-        self.per_node = min(max(0.0, self.per_node + error * node * nodes), most / nodes)
+        overhead = max(0.0, seconds - self.plain)
+        self.start = min(max(0.0, self.start + error * start), overhead)
+        self.per_level = min(max(0.0, self.per_level + error * level * levels), overhead / max(levels, 1))
+        self.per_node = min(max(0.0, self.per_node + error * node * nodes), overhead / nodes)
 
     @property
     def refresh(self) -> int:
@@ -190,8 +190,8 @@ class StepCost:
 
     def add_gain(self, gain: float) -> None:
         """Record the gain of a drafting step, in plain steps of time."""
-        least = -CONSTANTS.first_debt if self.drafting_steps <= CONSTANTS.trials else -CONSTANTS.max_debt
-        self.credit = min(max(self.credit + max(gain, least), -CONSTANTS.max_debt), CONSTANTS.max_credit)
+        min_gain = -CONSTANTS.first_debt if self.drafting_steps <= CONSTANTS.trials else -CONSTANTS.max_debt
+        self.credit = min(max(self.credit + max(gain, min_gain), -CONSTANTS.max_debt), CONSTANTS.max_credit)
 
     def add_plain(self, steps: int) -> None:
         """Record steps without draft tokens."""
@@ -239,9 +239,9 @@ class LossBudget:
 
         ``tokens``: tokens by row, each counted as the plain steps that it would have taken.
         """
-        most = CONSTANTS.first_debt if self._first else CONSTANTS.max_credit
+        max_debt = CONSTANTS.first_debt if self._first else CONSTANTS.max_credit
         self._first = max(self._first - 1, 0)
-        self._add(max(tokens * plain - seconds, -most * plain), plain)
+        self._add(max(tokens * plain - seconds, -max_debt * plain), plain)
 
     def _add(self, seconds: float, plain: float) -> None:
         # Savings of batch sizes with longer steps are kept.
@@ -288,10 +288,10 @@ class AdaptivePolicy:
         self._config = config or AdaptiveConfig()
         self._nodes = list(nodes)
         self._widths = [after - before for before, after in pairwise(nodes)]  # draft tokens of each level
-        most = len(nodes) - 1
-        chosen = {level for level in self._config.candidate_steps if level <= most}
-        self._levels = sorted(chosen - {0}) if self._config.candidate_steps else list(range(1, most + 1))
-        self._prior = [CONSTANTS.prior] * most
+        max_levels = len(nodes) - 1
+        chosen = {level for level in self._config.candidate_steps if level <= max_levels}
+        self._levels = sorted(chosen - {0}) if self._config.candidate_steps else list(range(1, max_levels + 1))
+        self._prior = [CONSTANTS.prior] * max_levels
         self._outcomes = CONSTANTS.prior_weight
         self._costs: dict[int, StepCost] = {}
         self._budget = LossBudget()
@@ -515,8 +515,8 @@ class AdaptivePolicy:
             return
         # After a pause the draft observes deferred tokens. That time is lost but is not a cost of draft tokens.
         expected = cost.expected(levels, nodes)
-        most = (2 if paused else 1) * CONSTANTS.outlier * expected
-        believed = expected + min(max(seconds - expected, -most), most)
+        max_error = (2 if paused else 1) * CONSTANTS.outlier * expected
+        believed = expected + min(max(seconds - expected, -max_error), max_error)
         self._add_gain(
             cost, 1 + accepted / rows, believed, seconds if paused else min(seconds, CONSTANTS.stall * expected)
         )
@@ -599,19 +599,19 @@ class AdaptivePolicy:
         expected = [
             list(accumulate(each, initial=0.0)) for each in chances
         ]  # draft tokens accepted of 0, 1, ... levels
-        best, least = [0] * rows, rate * gain
+        best, min_rate = [0] * rows, rate * gain
         tried = bisect_right(self._levels, cost.deepest)
-        for most in self._levels[: max(1, 2 * tried)]:  # depth at most doubles: the cost of more is unknown
+        for max_depth in self._levels[: max(1, 2 * tried)]:  # depth at most doubles: the cost of more is unknown
             # A level pays while it promises more tokens than its seconds would yield elsewhere.
-            worth = [cost.per_node * rate * nodes for nodes in self._widths[:most]]
-            levels = [next((n for n in range(most) if each[n] < worth[n]), most) for each in chances]
+            worth = [cost.per_node * rate * nodes for nodes in self._widths[:max_depth]]
+            levels = [next((n for n in range(max_depth) if each[n] < worth[n]), max_depth) for each in chances]
             if self._config.candidate_steps:
                 levels = [max((0, *(n for n in self._levels if n <= level))) for level in levels]
             tokens = rows + sum([each[level] for each, level in zip(expected, levels, strict=True)])
             seconds = cost.expected(max(levels), sum([self._nodes[level] for level in levels]))
-            if tokens / seconds > least:
-                best, least = levels, tokens / seconds
-                rate = least
+            if tokens / seconds > min_rate:
+                best, min_rate = levels, tokens / seconds
+                rate = min_rate
         return best
 
 

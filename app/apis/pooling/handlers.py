@@ -203,6 +203,12 @@ async def classify(service: Service, exchange: Exchange, body: ClassifyRequest) 
 async def pooling(service: Service, exchange: Exchange, body: PoolingRequest) -> Response:
     """The vector of each input: an embedding, or the numbers of the model's head."""
     model = service.check_model(body.model)
+    if body.task not in (None, "embed", "classify"):
+        raise invalid(
+            f"task: {body.task!r} is not run: an input has one vector here; use embed or classify.",
+            param="task",
+            code="unsupported_parameter",
+        )
     config = _require(service, body.task)
     if body.dimensions is not None:
         if config.task != "embed":

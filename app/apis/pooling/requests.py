@@ -99,7 +99,7 @@ class PoolingRequest(_Options, kw_only=True):
     prompt that stands before each text."""
 
     input: Inputs
-    task: Literal["embed", "classify"] | None = None
+    task: Literal["embed", "classify", "token_embed", "token_classify", "plugin"] | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Count | None = None
     activation: bool = True

@@ -10,8 +10,10 @@ import torch
 
 from kernels.contract.config import RunnerConfig
 from kernels.core.attention_rows import PromptTokens
+from kernels.core.batch import ForwardBatch
 from kernels.core.tree import chain
 from kernels.devices.capture import Capture, CaptureRequest, StepCaptureRequest
+from kernels.devices.cuda.attention.plan import AttentionPlan
 from kernels.devices.cuda.cache import CudaCaches
 from kernels.devices.cuda.graphs.decode_graphs import DecodeGraphs, capture_draft
 from kernels.devices.cuda.graphs.prompt_graphs import PromptGraphs, prompt_sizes
@@ -32,6 +34,8 @@ _PROMPT_TOKENS = 2048
 
 
 class CudaCapture(Capture):
+    holds_windows = True
+
     def __init__(self, config: RunnerConfig, memory: StagedMemory, caches: CudaCaches, experts: ExpertLayers) -> None:
         self._config, self._memory, self._caches, self._experts = config, memory, caches, experts
         self._device = memory.torch_device
@@ -60,7 +64,7 @@ class CudaCapture(Capture):
             graphs.verify(np.zeros(1, dtype=np.int64), null_pages, nothing)
         return CapturedPasses(
             tuple(graphs.sizes),
-            lambda batch: graphs.run(batch, next(iter(batch.plans.values()))),
+            lambda batch: graphs.run(batch, _any_plan(batch)),
             verify=graphs.verify,
             ends=graphs.ends,
         )
@@ -125,3 +129,9 @@ class CudaCapture(Capture):
         """Largest batch of graphs by default: graphs take memory and time to capture, so smaller on small devices."""
         total = self._memory.usage().total
         return 32 if total <= 24 * _GIB else 160 if total <= 60 * _GIB else 512
+
+
+def _any_plan(batch: ForwardBatch) -> AttentionPlan:
+    """All have the same rows. A model whose layers all keep windows has none of the main pages."""
+    plan: AttentionPlan = next(iter([*batch.plans.values(), *(rows.plan for rows in batch.bounded.values())]))
+    return plan

@@ -382,11 +382,19 @@ def _attend(
 
 
 def attend_decodes_alone(
-    queries: Tensor, cache: Tensor, scales: Tensor | None, state: Tensor, window: int, scale: float, out: Tensor
+    queries: Tensor,
+    cache: Tensor,
+    scales: Tensor | None,
+    state: Tensor,
+    pages: Tensor,
+    window: int,
+    scale: float,
+    out: Tensor,
 ) -> None:
-    """The first rows of ``queries`` [tokens, heads, dim], one for each of ``state`` int32 [rows, 1 + columns], as
-    ``DecodeRows``; into ``out`` likewise, dense. ``cache``, ``scales`` and ``window`` as ``attend_decodes``."""
-    _attend(queries, cache, scales, _DECODES, state, state[:, 1:], None, 1, window, scale, out)
+    """The first rows of ``queries`` [tokens, heads, dim], one for each of ``state`` int32 [rows, 1 + columns] and
+    ``pages`` int32 [rows, columns], as ``DecodeRows``; into ``out`` likewise, dense. ``cache``, ``scales`` and
+    ``window`` as ``attend_decodes``."""
+    _attend(queries, cache, scales, _DECODES, state, pages, None, 1, window, scale, out)
 
 
 def attend_drafts_alone(

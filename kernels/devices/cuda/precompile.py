@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -54,7 +55,7 @@ def precompile_passes(passes: Callable[[], None], device: torch.device, pool: Ex
 def _compile(passes: Callable[[], None], device: torch.device, pool: Executor) -> int:
     """Returns the number of kernels."""
     compiling = triton.AsyncCompileMode(_Loading(pool, device), ignore_errors=True)
-    with compiling as mode, _launching_nothing(), precompiling(), suppress(torch.OutOfMemoryError):
+    with compiling as mode, _launching_nothing(), _loading_apart(), precompiling(), suppress(torch.OutOfMemoryError):
         passes()
     return len(mode.future_kernels)
 
@@ -95,6 +96,25 @@ def _launching_nothing() -> Iterator[None]:
         yield
     finally:
         JITFunction.run = own
+
+
+@contextmanager
+def _loading_apart() -> Iterator[None]:
+    """A context in which launchers are loaded one at a time. All have one module name, and Python gives a file that it
+    loads again the module that it loaded last by that name: one that another thread may be about to read."""
+    own, lock = triton.runtime.build._load_module_from_path, threading.Lock()
+
+    def load(name: str, path: str) -> ModuleType:
+        with lock:
+            module = ModuleType(name)
+            vars(module).update(vars(own(name, path)))
+            return module
+
+    triton.runtime.build._load_module_from_path = load
+    try:
+        yield
+    finally:
+        triton.runtime.build._load_module_from_path = own
 
 
 def _kind(argument: Any) -> Hashable:

@@ -208,11 +208,11 @@ class NpuAttention(Attention[NpuCache, AttentionPlan]):
         assert isinstance(cache, SplitLatent)
         return attend_latent(queries, cache, plan, heads, scale, mask, self.soc)
 
-    def choose_tokens(self, queries: Tensor, weights: Tensor, keys: Vectors, batch: ForwardBatch, most: int) -> Any:
+    def choose_tokens(self, queries: Tensor, weights: Tensor, keys: Vectors, batch: ForwardBatch, top_k: int) -> Any:
         chosen = None
         if isinstance(keys, Tensor) and batch.rows is not None and batch.rows.tree is None:
-            chosen = choose_tokens(queries, weights, keys, self._latent_rows(batch.rows), most)
-        return super().choose_tokens(queries, weights, keys, batch, most) if chosen is None else chosen
+            chosen = choose_tokens(queries, weights, keys, self._latent_rows(batch.rows), top_k)
+        return super().choose_tokens(queries, weights, keys, batch, top_k) if chosen is None else chosen
 
     def attend_chosen(
         self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float, chosen: Any

@@ -139,11 +139,11 @@ def attend_latent(
     return torch.cat((_attend_absorbed(queries[: plan.tokens], cache, plan, heads, scale, mask, soc), later))
 
 
-def choose_tokens(queries: Tensor, weights: Tensor, keys: Tensor, plan: LatentPlan, most: int) -> Tensor | None:
+def choose_tokens(queries: Tensor, weights: Tensor, keys: Tensor, plan: LatentPlan, top_k: int) -> Tensor | None:
     """The positions int32 [tokens, 1, most] that each query attends to, -1 behind the last; None if the operator does
     not take such an indexer."""
     _, heads, dim = queries.shape
-    fits = dim == INDEX and heads <= _INDEX_HEADS and most <= _CHOSEN and keys.dtype == queries.dtype
+    fits = dim == INDEX and heads <= _INDEX_HEADS and top_k <= _CHOSEN and keys.dtype == queries.dtype
     if not fits or queries.dtype not in (torch.float16, torch.bfloat16) or keys.shape[1] % 16:
         return None
     chosen: Tensor = torch_npu.npu_lightning_indexer(
@@ -155,7 +155,7 @@ def choose_tokens(queries: Tensor, weights: Tensor, keys: Tensor, plan: LatentPl
         block_table=plan.pages,
         layout_query="TND",
         layout_key="PA_BSND",
-        sparse_count=most,
+        sparse_count=top_k,
         sparse_mode=_CAUSAL,
     )[0]
     return chosen

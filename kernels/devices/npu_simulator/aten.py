@@ -119,8 +119,10 @@ class AtenOperator(Operator):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.random and kwargs.get("generator") is None:
             positional = [argument.name for argument in self.overload._schema.arguments]
-            given = len(args) > positional.index("generator") and args[positional.index("generator")] is not None
-            if not given:
+            has_generator = (
+                len(args) > positional.index("generator") and args[positional.index("generator")] is not None
+            )
+            if not has_generator:
                 kwargs["generator"] = default_host_generator(torch.npu.current_device())
                 args = args[: positional.index("generator")] if "generator" in positional[: len(args)] else args
         return super().__call__(*args, **kwargs)

@@ -124,9 +124,9 @@ class Call:
         if isinstance(result, Tensor):
             if result.device.type != "cpu":
                 return result
-            given = self.original(result)
-            if given is not None:
-                return given
+            value = self.original(result)
+            if value is not None:
+                return value
             if any(result is argument for argument in flat((self.args, self.kwargs))):
                 return result  # a CPU tensor that was written to
             made = new_like(result, self.target())

@@ -26,11 +26,14 @@ class WholeStep:
         steps, pages = self._steps, step.writes.pages
         ends = rows.starts + rows.counts
         grows = ends == self._slots.known[rows.slots]
+        bounded = tuple(table.rows(rows.slots, rows.starts, rows.counts) for table in self._slots.bounded)
         result: CapturedStepResult | None = None
         if rows.decodes == len(rows.slots):
-            result = steps.run(StepTokens(rows.slots, ends, grows, pages))
+            result = steps.run(StepTokens(rows.slots, ends, grows, pages, bounded))
         elif steps.prompts is not None and not self._outputs.needs_all_tokens(rows):
-            result = steps.prompts(PromptTokens(rows.slots, rows.starts, rows.counts, grows, pages, rows.decodes))
+            result = steps.prompts(
+                PromptTokens(rows.slots, rows.starts, rows.counts, grows, pages, rows.decodes, bounded)
+            )
         if result is None:
             return None
         step.begin()

@@ -20,6 +20,7 @@ from kernels.contract.caches import CacheGroup, Paged, Window
 from kernels.contract.errors import ConfigError
 from kernels.contract.model_files import LENGTH_KEYS
 from kernels.core.batch import ForwardBatch
+from kernels.devices.row_attention import CapAndSinks
 from kernels.models.config import ModelConfig, RopeConfig
 from kernels.models.decoder import Decoder
 from kernels.models.fallback.attention import PAGED, PROBE, Call, register, running
@@ -204,9 +205,8 @@ class CodeDecoder(Decoder):
         self.device.cache.write(cache, batch.cache_index, torch.cat((keys, values), 1))
         queries, attention = queries.contiguous(), self.device.attention
         if layer.cap or layer.sinks:
-            assert batch.rows is not None
-            sinks = None if call.sinks is None else call.sinks.float()
-            result = attention.attend_rows(queries, cache, batch.rows, layer.window, call.scale, layer.cap, sinks=sinks)
+            extra = CapAndSinks(layer.cap, None if call.sinks is None else call.sinks.float())
+            result = attention.attend_capped(queries, cache, batch, layer.window, call.scale, extra)
         else:
             result = attention.attend(queries, cache, batch.plans[layer.window], call.scale)
         return result.view(1, len(queries), layer.heads, layer.dim)[..., : layer.v_dim].to(call.queries.dtype)

@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Linear, Norm, PendingResidual
 from kernels.devices.linear import norm_of_sum
+from kernels.devices.row_attention import CapAndSinks
 from kernels.models.config import ModelConfig, QueryGrowth
 from kernels.models.layers import gqa
 from kernels.models.layers.builder import LayerBuilder
@@ -60,7 +61,7 @@ class AttentionLayer(Protocol):
 
 class SelfAttention:
     """Attention of normed tokens, projected back. ``qkv``: the heads of queries, keys and values. ``norm``: of query
-    and key heads. ``sinks`` float32 [heads]: as ``Attention.attend_rows``. ``weights`` [dim]: of the rotated queries.
+    and key heads. ``sinks`` float32 [heads]: as ``CapAndSinks``. ``weights`` [dim]: of the rotated queries.
     ``growth``: of these, too. ``plain``: ``Attention.attend_rows`` computes it in any case."""
 
     def __init__(
@@ -79,16 +80,20 @@ class SelfAttention:
     ) -> None:
         self.attention, self.rows, self.qkv, self.output = builder.ops.attention, builder.rows, qkv, output
         self.heads, self.total, self.dim = config.heads, config.heads + 2 * config.kv_heads, config.head_dim
-        self.window, self.norm, self.cap = window, norm, config.attention_softcap
+        self.window, self.norm = window, norm
         self.scale = config.attention_scale or config.head_dim**-0.5
         refuse = builder.ops.elementwise.compose(lambda x: x, lambda x: x)
-        self.sinks, self.weights, self.growth = sinks, weights, growth
+        self.extra = CapAndSinks(config.attention_softcap, sinks)
+        self.weights, self.growth = weights, growth
         self.slopes, self.growth_length = None, config.growth_length
         if config.alibi:
             slopes = alibi_slopes(config.heads * builder.mesh.size)[builder.mesh.rank * config.heads :][: config.heads]
             self.slopes = torch.tensor(slopes, device=builder.ops.torch_device)
         self._unrecorded = None if weights is None and growth is None else refuse  # programs scale no queries
-        self._uncaptured = refuse if plain or config.row_attention else None  # it reads the host's rows
+        # What reads the host's rows is not captured.
+        eager = plain or (config.row_attention and config.eager_with(self.attention.plans_caps))
+        self._uncaptured = refuse if eager else None
+        self._capped = config.row_attention
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
@@ -98,10 +103,8 @@ class SelfAttention:
         queries = self.attention.norm_rope_cache(heads, self.heads, self.norm, cos, sin, cache, batch.cache_index)
         if self._unrecorded is not None:
             queries = self._scaled(self._unrecorded(queries), batch.positions)
-        if self._uncaptured is None:
-            result = self.attention.attend(queries, cache, batch.plans[self.window], self.scale)
-        else:
-            queries, rows = self._uncaptured(queries), batch.rows
+        if self._uncaptured is not None:
+            queries, rows, extra = self._uncaptured(queries), batch.rows, self.extra
             assert rows is not None, "such attention is part of no captured pass"
             result = self.attention.attend_rows(
                 queries,
@@ -109,11 +112,15 @@ class SelfAttention:
                 rows,
                 self.window,
                 self.scale,
-                self.cap,
-                self.sinks,
+                extra.cap,
+                extra.sinks,
                 slopes=self.slopes,
                 growth_length=self.growth_length,
             )
+        elif not self._capped:
+            result = self.attention.attend(queries, cache, batch.plans[self.window], self.scale)
+        else:
+            result = self.attention.attend_capped(queries, cache, batch, self.window, self.scale, self.extra)
         if wanted is not None:
             result = result.index_select(0, wanted)
             if self.rows is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ import huggingface_hub
 import pytest
 
 from actors.engine.lifecycle import Lifecycle
-from actors.text.model_files import ModelDownloadError, ModelPathError, resolve_model_path
+from actors.text.model_files import ModelDownloadError, ModelFiles, ModelPathError, resolve_model_path
 
 
 class _HubError(OSError):
@@ -50,6 +52,22 @@ def test_a_hub_that_does_not_answer_may_answer_a_later_start(
 def test_the_argument_that_names_a_path_is_reported() -> None:
     with pytest.raises(ModelPathError, match="--tokenizer-path /no/such"):
         resolve_model_path("/no/such", argument="--tokenizer-path")
+
+
+@pytest.mark.parametrize(
+    ("config", "length", "eos"),
+    [
+        ({"model_max_length": 4096, "eos_token_id": 7}, 4096, (7,)),
+        ({"text_config": {"max_position_embeddings": 64, "eos_token_id": [5, 6]}}, 64, (5, 6)),
+        ({"eos_token_id": 3, "text_config": {"eos_token_id": 5}}, 2048, (3,)),
+    ],
+)
+def test_lengths_and_ends_are_read_where_families_keep_them(
+    config: dict[str, object], length: int, eos: tuple[int, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    files = ModelFiles(tmp_path)
+    assert (files.context_length, files.eos_token_ids()) == (length, eos)
 
 
 def test_the_first_reason_to_give_up_decides_whether_it_is_permanent() -> None:

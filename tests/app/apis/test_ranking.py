@@ -108,6 +108,9 @@ async def test_embeddings_rank_by_their_cosine(tmp_path: Path) -> None:
         assert [one["data"] for one in answer["data"]] == [pytest.approx(one, abs=1e-6) for one in vectors]
         _, answer = await post(application, "/pooling", input=DOCUMENTS[0], dimensions=4)
         assert len(answer["data"][0]["data"]) == 4
+        status, answer = await post(application, "/pooling", input=DOCUMENTS[0], task="token_embed")
+        assert (status, answer["error"]["param"]) == (400, "task")
+        assert "'token_embed' is not run" in answer["error"]["message"]
 
 
 async def test_a_generating_model_scores_labels(tiny_model: Path) -> None:

@@ -264,6 +264,9 @@ def test_auto_reads_the_format_off_the_template(name: str) -> None:
 
 def test_auto_falls_back_on_the_family() -> None:
     assert output_format(None, None, None, "GptOssForCausalLM").harmony
+    assert output_format(None, None, None, "Llama4ForCausalLM").tools is TOOL_PARSERS["llama4"]
+    assert output_format(None, None, None, "Ministral3ForCausalLM").tools is TOOL_PARSERS["mistral"]
+    assert output_format(None, None, None, "Mistral4ForCausalLM").tools is TOOL_PARSERS["mistral"]
     assert output_format(None, None, None, "MistralForCausalLM").tools is TOOL_PARSERS["mistral"]
     assert output_format(None, None, None, "").tools is TOOL_PARSERS["hermes"]
     assert output_format(None, None, None, "").parser(False) is None

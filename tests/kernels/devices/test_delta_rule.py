@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.devices import delta_rule as delta_rule_module
 from kernels.devices.delta_rule import DeltaTokens, delta_chunks, delta_rule
 
 HEADS, K_DIM, V_DIM = 3, 6, 5
@@ -38,6 +39,24 @@ def test_chunks_equal_the_rule_token_by_token(count: int, decays: int) -> None:
         found, left = run(given, state.clone())
         torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(left.double(), after, atol=2e-5, rtol=1e-4)
+
+
+def test_long_rows_with_decays_of_channels_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, state = tokens(2, 70, K_DIM), torch.randn(2, HEADS, K_DIM, V_DIM)
+    whole, after = delta_chunks(given, state)
+    calls: list[int] = []
+    chunks = delta_rule_module._chunks
+
+    def counted(part: DeltaTokens, before: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        calls.append(part.q.shape[1])
+        return chunks(part, before, size)
+
+    monkeypatch.setattr(delta_rule_module, "_NUMBERS", 2 * 2 * HEADS * K_DIM * 16 * 16)
+    monkeypatch.setattr(delta_rule_module, "_chunks", counted)
+    found, left = delta_chunks(given, state)
+    assert calls == [32, 32, 6]
+    torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(left, after, atol=1e-5, rtol=1e-4)
 
 
 def test_repeated_keys_and_total_decay_stay_finite() -> None:

@@ -124,6 +124,24 @@ def test_a_normed_output_is_not_quantized() -> None:
         vocabulary.vocabulary(builder, read("Baichuan"))
 
 
+def test_published_names_of_mimo_v2_are_read() -> None:
+    published = {"hybrid_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": [0, 1, 1, 1], "sliding_window_size": 20}
+    sizes = {"head_dim": 24, "v_head_dim": 10, "num_key_value_heads": 1, "swa_num_key_value_heads": 4}
+    config = read("MiMoV2Flash", swa_rope_theta=300.0, routed_scaling_factor=None, **SPARSE | published | sizes)
+    assert list(config.windows) == [0, 21, 21, 0]
+    assert {layer: rope.theta for layer, rope in config.ropes.items()} == {1: 300.0, 2: 300.0}
+    assert (config.rope.theta, config.rotary_dim) == (5e6, 8)
+    assert config.experts is not None
+    assert sorted(config.experts.layers) == [1, 2, 3]
+    assert caches(config, windows=True) == (
+        CacheGroup(Paged(1, 24, 24), (0, 3)),
+        CacheGroup(Window(Paged(4, 24, 24), 21), (1, 2)),
+    )
+    assert list(read("MiMoV2Flash", num_hidden_layers=7, **SPARSE).windows) == [0, 129, 129, 129, 129, 0, 129]
+    with pytest.raises(ConfigError, match="v_head_dim 30 is more than head_dim 24"):
+        read("MiMoV2Flash", **SPARSE | sizes | {"v_head_dim": 30})
+
+
 def test_longcat_takes_other_names_of_sizes() -> None:
     config = read("LongcatFlash", **{key: value for key, value in LONGCAT.items() if key != "num_layers"})
     assert config.layers == 4

@@ -5,6 +5,7 @@ families with transformers, ``test_cache_groups`` shares their prefixes.
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from kernels.models.registry import caches
 from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.driver import COMMON, DELTA, SHARED
 from tests.kits.parity import scored
+from tests.kits.quantized import fp8_blocks, rewrite
 
 CONFIG = COMMON | SHARED | DELTA | {"architectures": ["Qwen3NextForCausalLM"]}
 
@@ -120,6 +122,29 @@ def test_quantized_projections_are_close(reference, drive, prompts):
     expected, exact = model.logprobs(prompt).numpy(), scored(drive(model.path), prompt, [20])
     assert np.abs(found - expected).mean() < 0.2 * np.abs(expected - expected.mean(1, keepdims=True)).mean()
     assert np.abs(found - exact).max() > 0  # it was quantized
+
+
+def test_fp8_in_blocks_beside_floats_is_what_its_floats_are(reference, drive, prompts, tmp_path):
+    """Betas and decays stay in floats, as published checkpoints have them."""
+    model, (prompt,) = reference("qwen3-next"), prompts(20)
+    blocks, kept = fp8_blocks(4, 4), [f"model.layers.{layer}.linear_attn.in_proj_ba" for layer in range(5)]
+
+    def change(module, weight):
+        return {f"{module}.weight": weight} if module in kept else blocks(module, weight)
+
+    settings = {"quant_method": "fp8", "weight_block_size": [4, 4], "modules_to_not_convert": kept}
+    path = rewrite(model.path, tmp_path / "fp8", change, settings)
+    floats = shutil.copytree(model.path, tmp_path / "floats")
+    held = load_file(path / "model.safetensors")
+    scales = {name.removesuffix("_scale_inv"): held.pop(name) for name in list(held) if name.endswith("_scale_inv")}
+    for name, scale in scales.items():
+        rows, columns = held[name].shape
+        wide = scale.repeat_interleave(4, 0)[:rows].repeat_interleave(4, 1)[:, :columns]
+        held[name] = held[name].float() * wide
+    save_file(held, floats / "model.safetensors")
+    expected, found = (scored(drive(directory), prompt, [20]) for directory in (floats, path))
+    assert scales
+    np.testing.assert_allclose(found, expected, atol=3e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -335,6 +335,7 @@ def test_encoders_are_those_of_the_registry():
         ({"1_Pooling/config.json": {"pooling_mode_mean_tokens": True}}, {"architectures": ["Qwen3Model"]}, "last t"),
         ({}, {"architectures": ["GlmModel"], "is_causal": False}, "is_causal"),
         ({}, {"architectures": ["Qwen2ForCausalLM"], "is_causal": False}, "serve it with --is-embedding"),
+        ({}, {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "serve it with --is-embed"),
         ({}, {"architectures": ["Qwen2ForSequenceClassification"], "is_causal": False}, "is run for embeddings of"),
         ({}, {"architectures": ["BertModel"], "max_position_embeddings": "x"}, "max_position_embeddings"),
         ({}, {"architectures": ["BertForSequenceClassification"], "num_labels": 0}, "num_labels must be"),

@@ -22,6 +22,7 @@ from kernels.devices.latent_attention import LatentHeads
 from kernels.devices.latent_cache import Vectors
 from kernels.devices.linear import NormThenLinear
 from kernels.devices.memory import DeviceMemory
+from kernels.devices.row_attention import CapAndSinks
 
 __all__ = ["CudaAttention"]
 
@@ -37,6 +38,7 @@ class CudaAttention(Attention[CudaCache, AttentionPlan]):
         self._put = memory.put
         self._page_size = page_size
         self._invariant = invariant
+        self.plans_caps = not invariant
         self._scratch = None if invariant else DecodeScratch(memory.torch_device)
 
     def plan(self, rows: AttentionRows, window: int) -> AttentionPlan:
@@ -49,6 +51,13 @@ class CudaAttention(Attention[CudaCache, AttentionPlan]):
 
     def attend(self, queries: Tensor, cache: CudaCache, plan: AttentionPlan, scale: float) -> Tensor:
         return attention(queries, cache, plan, scale, self._scratch)
+
+    def attend_capped(
+        self, queries: Tensor, cache: CudaCache, batch: ForwardBatch, window: int, scale: float, extra: CapAndSinks
+    ) -> Tensor:
+        if self._scratch is None:
+            return super().attend_capped(queries, cache, batch, window, scale, extra)
+        return attention(queries, cache, batch.plans[window], scale, self._scratch, extra)
 
     def attend_latent(
         self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float

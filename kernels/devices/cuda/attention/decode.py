@@ -15,9 +15,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.devices.cuda.launch import multiprocessors, overlapping
+from kernels.devices.row_attention import CapAndSinks
 
-__all__ = ["LAUNCHED", "DecodeScratch", "attend_decodes", "split_count"]
+__all__ = ["LAUNCHED", "PLAIN", "DecodeScratch", "attend_decodes", "capped_score", "score_factors", "split_count"]
 
+PLAIN = CapAndSinks()
+"""Neither a cap nor sinks."""
+_LOG2_E = 1.4426950408889634
 _PROGRAMS = 1056  # programs that fill the device: 8 on each of 132 multiprocessors
 _MAX_SPLITS = 64
 _TOGETHER = 4096  # elements of parts that a program sums at a time
@@ -103,14 +107,44 @@ def _lines(
     return line
 
 
+def score_factors(scale: float, extra: CapAndSinks) -> tuple[float, float]:
+    """What kernels multiply products of queries and keys with, and the bound of ``capped_score``: scores are powers of
+    two."""
+    if extra.cap:
+        return 2.0 * _LOG2_E * scale / extra.cap, _LOG2_E * extra.cap
+    return _LOG2_E * scale, 0.0
+
+
+@triton.jit
+def capped_score(score, cap):
+    """``cap * tanh(x)``, where 2 ** score is e ** 2x."""
+    return cap - 2.0 * cap / (1.0 + tl.exp2(score))
+
+
 @triton.jit
 def _attend(
-    q, k, v, scales, line, behind, seen, top, norm, total, scale, precision: tl.constexpr, scaled: tl.constexpr
+    q,
+    k,
+    v,
+    scales,
+    line,
+    behind,
+    seen,
+    top,
+    norm,
+    total,
+    scale,
+    cap,
+    precision: tl.constexpr,
+    scaled: tl.constexpr,
+    capped: tl.constexpr,
 ):
     """Update sum, maximum and normalizer with another block. ``behind``: distance from a key's scale to its value's."""
     score = tl.dot(q, tl.trans(k), input_precision=precision) * scale
     if scaled:
         score = score * tl.load(scales + line).to(tl.float32)[None, :]
+    if capped:
+        score = capped_score(score, cap)
     score = tl.where(seen[None, :], score, -float("inf"))
     above = tl.maximum(top, tl.max(score, 1))
     weight = tl.exp2(score - above[:, None])
@@ -132,11 +166,13 @@ def decode_attention_kernel(
     scales,
     pages,
     lengths,
+    sinks,
     out,
     partial,
     stats,
     arrived,
     scale,
+    cap,
     window: tl.constexpr,
     query_stride,
     page_stride,
@@ -154,6 +190,8 @@ def decode_attention_kernel(
     stages: tl.constexpr,
     together: tl.constexpr,
     scaled: tl.constexpr,
+    capped: tl.constexpr,
+    sunk: tl.constexpr,
     early: tl.constexpr,
     few: tl.constexpr,
     pdl: tl.constexpr,
@@ -196,6 +234,10 @@ def decode_attention_kernel(
         top = tl.full([group_block], -float("inf"), tl.float32)
         norm = tl.zeros([group_block], tl.float32)
         total = tl.zeros([group_block, dim_block], tl.float32)
+        if sunk:  # one more token without a value, which the first part has seen
+            sink = tl.load(sinks + head, mask=(member < group) & (split == 0), other=-float("inf"))
+            top = sink * 1.4426950408889634
+            norm = tl.where(top > -float("inf"), 1.0, 0.0)
         begin = first_block + split * share
         end = tl.minimum(begin + share, first_block + blocks)
         q_mask = (member < group)[:, None] & (at < dim)[None, :]
@@ -223,8 +265,9 @@ def decode_attention_kernel(
             v = tl.where(here, new_v[None, :], v)
             seen = (position < length) & (position >= first)
             top, norm, total = _attend(
-                q, k, v, scales, line, kv_heads * page_size, seen, top, norm, total, scale, precision, scaled
-            )
+                q, k, v, scales, line, kv_heads * page_size, seen, top, norm, total, scale, cap,
+                precision, scaled, capped,
+            )  # fmt: skip
             begin += 1
         else:
             q = tl.load(query_pointers, mask=q_mask, other=0.0)
@@ -240,8 +283,9 @@ def decode_attention_kernel(
                 v = tl.load(place + kv_heads * page_size * dim, mask=(at < dim)[None, :], other=0.0).to(q.dtype)
             seen = (position < length) & (position >= first)
             top, norm, total = _attend(
-                q, k, v, scales, line, kv_heads * page_size, seen, top, norm, total, scale, precision, scaled
-            )
+                q, k, v, scales, line, kv_heads * page_size, seen, top, norm, total, scale, cap,
+                precision, scaled, capped,
+            )  # fmt: skip
         result = out + row * heads * dim + head[:, None] * dim + at[None, :]
         if used == 1:
             tl.store(result, (total / norm[:, None]).to(out.dtype.element_ty), mask=q_mask)
@@ -297,6 +341,7 @@ def attend_decodes(
     scratch: DecodeScratch,
     out: Tensor,
     scales: Tensor | None = None,
+    extra: CapAndSinks = PLAIN,
 ) -> None:
     """Attend with ``queries`` [rows, heads, dim], one per row, to ``lengths`` int32 [rows] cached tokens, at least 1.
 
@@ -310,17 +355,20 @@ def attend_decodes(
     dim_block, group = max(16, triton.next_power_of_2(dim)), triton.next_power_of_2(heads // kv_heads)
     partial, stats, arrived = scratch.room(rows, heads, kv_heads, dim, splits)
     pdl = overlapping(queries.device)
+    factor, cap = score_factors(scale, extra)
     decode_attention_kernel[(rows, kv_heads, splits)](
         queries,
         cache,
         cache if scales is None else scales,
         pages,
         lengths,
+        queries if extra.sinks is None else extra.sinks,
         out,
         partial,
         stats,
         arrived,
-        scale * 1.4426950408889634,
+        factor,
+        cap,
         window,
         queries.stride(0),
         pages.stride(0),
@@ -338,6 +386,8 @@ def attend_decodes(
         2 if wide else 3,
         max(1, _TOGETHER // (group * dim_block)),
         scales is not None,
+        bool(extra.cap),
+        extra.sinks is not None,
         # If a sector contains parts of two tokens, an early read would cache stale data of the newest.
         rows == 1 and dim * cache.element_size() % _SECTOR == 0,
         1 if rows == 1 else _FEW if rows <= _FEW else 0,

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
 from kernels.devices.cuda.attention.cache_8bit import Cache8bit, scale_found, scale_queries
-from kernels.devices.cuda.attention.decode import DecodeScratch, attend_decodes, split_count
+from kernels.devices.cuda.attention.decode import PLAIN, DecodeScratch, attend_decodes, split_count
 from kernels.devices.cuda.attention.prefill import PrefillBlocks, attend_prefills, plan_prefills
 from kernels.devices.cuda.attention.verify import HEADER, attend_drafts, draft_splits
 from kernels.devices.cuda.invariant_kernels import attend_decodes_alone, attend_drafts_alone, attend_prompts_alone
 from kernels.devices.cuda.launch import attempted, copying, has_gluon
+from kernels.devices.row_attention import CapAndSinks
 
 __all__ = ["AttentionPlan", "DecodeRows", "DraftRows", "attention", "plan_attention", "plan_draft"]
 
@@ -38,11 +39,18 @@ class DecodeRows:
     """``state`` int32 [rows, 1 + columns]: the tokens of a row in the cache, then its pages. They are written before
     the step's first kernel, and so are all tokens that a row attends to but its newest
     (``kernels.devices.cuda.launch``). Consecutive passes without a copy or the start of a graph between them use
-    ``DraftRows``. ``splits``: number of parts of split sequences.
+    ``DraftRows``. ``splits``: number of parts of split sequences. ``own_pages`` int32 [rows, columns]: of layers with
+    another page table than that of ``state``.
     """
 
     state: Tensor
     splits: int
+    own_pages: Tensor | None = None
+
+    @property
+    def pages(self) -> Tensor:
+        """The pages of each row, int32 [rows, columns]."""
+        return self.state[:, 1:] if self.own_pages is None else self.own_pages
 
 
 @dataclass(frozen=True)
@@ -127,16 +135,21 @@ def plan_draft(
 
 
 def attention(
-    queries: Tensor, cache: Tensor | Cache8bit, plan: AttentionPlan, scale: float, scratch: DecodeScratch | None
+    queries: Tensor,
+    cache: Tensor | Cache8bit,
+    plan: AttentionPlan,
+    scale: float,
+    scratch: DecodeScratch | None,
+    extra: CapAndSinks = PLAIN,
 ) -> Tensor:
     """``queries`` [tokens, heads, dim] -> [tokens, heads * dim]. ``scratch``: None for batch-invariant results
-    (``kernels.devices.cuda.invariant_kernels``)."""
+    (``kernels.devices.cuda.invariant_kernels``), which know no ``extra``."""
     if isinstance(cache, Cache8bit):
         if cache.fixed is None:
-            return _attention(queries, cache.values, cache.scales, plan, scale, scratch).flatten(1)
-        result = _attention(scale_queries(queries, cache.fixed), cache.values, None, plan, scale, scratch)
+            return _attention(queries, cache.values, cache.scales, plan, scale, scratch, extra).flatten(1)
+        result = _attention(scale_queries(queries, cache.fixed), cache.values, None, plan, scale, scratch, extra)
         return scale_found(result, cache.fixed).flatten(1)
-    return _attention(queries, cache, None, plan, scale, scratch).flatten(1)
+    return _attention(queries, cache, None, plan, scale, scratch, extra).flatten(1)
 
 
 def _spreads(queries: Tensor, cache: Tensor, scales: Tensor | None) -> bool:
@@ -223,9 +236,11 @@ def _attention(
     plan: AttentionPlan,
     scale: float,
     scratch: DecodeScratch | None,
+    extra: CapAndSinks,
 ) -> Tensor:
     tokens, heads, dim = queries.shape
     out = queries.new_empty((tokens, heads, dim))
+    plain = not extra.cap and extra.sinks is None  # which kernels for compute capability 9.0 are for
     if scratch is None:
         return _attend_alone(queries, cache, scales, plan, scale, out)
     some = plan.decodes
@@ -233,16 +248,17 @@ def _attention(
         state = some.state
         draft_queries = queries[: len(state)]
         result = out[: len(state)]
-        given = draft_queries, cache, state[:, 1:], state[:, 0], plan.window, scale
-        if not _spreads(draft_queries, cache, scales) or attempted(_spread(), *given, scratch, result) is None:
-            attend_decodes(*given, some.splits, scratch, result, scales)
+        given = draft_queries, cache, some.pages, state[:, 0], plan.window, scale
+        spreads = plain and _spreads(draft_queries, cache, scales)
+        if not spreads or attempted(_spread(), *given, scratch, result) is None:
+            attend_decodes(*given, some.splits, scratch, result, scales, extra)
     drafts = plan.drafts
     if drafts is not None:
-        _attend_drafts(queries, cache, scales, drafts, plan.window, scale, scratch, out)
+        _attend_drafts(queries, cache, scales, drafts, plan.window, scale, scratch, out, extra)
     if plan.prefills is not None:
-        specializes = _specializes(queries, cache, scales, plan.prefills, plan.window)
+        specializes = plain and _specializes(queries, cache, scales, plan.prefills, plan.window)
         if not specializes or attempted(_specialized(), queries, cache, plan.prefills, scale, out) is None:
-            attend_prefills(queries, cache, plan.prefills, plan.window, scale, out, scales)
+            attend_prefills(queries, cache, plan.prefills, plan.window, scale, out, scales, extra)
     return out
 
 
@@ -251,7 +267,7 @@ def _attend_alone(
 ) -> Tensor:
     given, drafts = (queries, cache, scales), plan.drafts
     if plan.decodes is not None:
-        attend_decodes_alone(*given, plan.decodes.state, plan.window, scale, out)
+        attend_decodes_alone(*given, plan.decodes.state, plan.decodes.pages, plan.window, scale, out)
     if drafts is not None:
         attend_drafts_alone(*given, drafts.state, drafts.bits, drafts.tokens, plan.window, scale, out)
     if plan.prefills is not None:
@@ -268,11 +284,13 @@ def _attend_drafts(
     scale: float,
     scratch: DecodeScratch,
     out: Tensor,
+    extra: CapAndSinks,
 ) -> None:
     queries = queries[: drafts.end or None]  # scratch holds sums of each
     given = queries, cache, drafts.state, drafts.bits, drafts.tokens, window, scale
-    if _is_few(queries, cache, scales, drafts) and attempted(_few(), *given, scratch, out, drafts.early) is not None:
+    few = not extra.cap and extra.sinks is None and _is_few(queries, cache, scales, drafts)
+    if few and attempted(_few(), *given, scratch, out, drafts.early) is not None:
         return
     heads, kv_heads = queries.shape[1], cache.shape[2]
     splits = draft_splits(len(drafts.state), drafts.tokens, heads // kv_heads, kv_heads, drafts.context)
-    attend_drafts(*given, splits, scratch, out, scales, drafts.early, drafts.end > 0)
+    attend_drafts(*given, splits, scratch, out, scales, drafts.early, drafts.end > 0, extra)

@@ -18,7 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
+from kernels.devices.cuda.attention.decode import PLAIN, capped_score, score_factors
 from kernels.devices.cuda.launch import has_large_shared_memory
+from kernels.devices.row_attention import CapAndSinks
 
 __all__ = ["TILE", "PrefillBlocks", "attend_prefills", "plan_prefills"]
 
@@ -78,6 +80,7 @@ def _stretch(
     end,
     length,
     scale,
+    cap,
     window: tl.constexpr,
     kv_heads: tl.constexpr,
     dim: tl.constexpr,
@@ -88,6 +91,7 @@ def _stretch(
     precision: tl.constexpr,
     stages: tl.constexpr,
     scaled: tl.constexpr,
+    capped: tl.constexpr,
 ):
     """Attend to key blocks ``begin .. end``."""
     at = tl.arange(0, dim_block)
@@ -110,15 +114,18 @@ def _stretch(
         score = tl.dot(q, tl.trans(k), input_precision=precision)
         if scaled:
             score = score * tl.load(scales + line).to(tl.float32)[None, :]
+        by = scale
+        if capped:
+            score, by = capped_score(score * scale, cap), 1.0
         if masked:
             seen = position[None, :] <= query_position[:, None]
             if window > 0:
                 seen = seen & (position[None, :] > query_position[:, None] - window)
             score = tl.where(seen, score, -float("inf"))
-        above = tl.maximum(top, tl.max(score, 1) * scale)
+        above = tl.maximum(top, tl.max(score, 1) * by)
         if masked:
             above = tl.maximum(above, -1e30)  # all keys of a block may be masked for a query
-        weight = tl.exp2(score * scale - above[:, None])
+        weight = tl.exp2(score * by - above[:, None])
         shrink = tl.exp2(top - above)
         norm = norm * shrink + tl.sum(weight, 1)
         if scaled:
@@ -135,8 +142,10 @@ def prefill_attention_kernel(
     scales,
     pages,
     blocks,
+    sinks,
     out,
     scale,
+    cap,
     window: tl.constexpr,
     query_stride,
     page_stride,
@@ -151,6 +160,8 @@ def prefill_attention_kernel(
     precision: tl.constexpr,
     stages: tl.constexpr,
     scaled: tl.constexpr,
+    capped: tl.constexpr,
+    sunk: tl.constexpr,
 ):
     head = tl.program_id(0)
     which = tl.program_id(1) // parts
@@ -174,6 +185,9 @@ def prefill_attention_kernel(
     top = tl.full([query_block], -float("inf"), tl.float32)
     norm = tl.zeros([query_block], tl.float32)
     total = tl.zeros([query_block, dim_block], tl.float32)
+    if sunk:  # one more token without a value
+        top = tl.zeros([query_block], tl.float32) + 1.4426950408889634 * tl.load(sinks + head)
+        norm = tl.full([query_block], 1.0, tl.float32)
     first = 0
     whole = (start + 1) // block  # every query attends to all blocks before this one
     if window > 0:
@@ -181,12 +195,12 @@ def prefill_attention_kernel(
         whole = first
     last = (length + block - 1) // block
     total, top, norm = _stretch(
-        total, top, norm, q, cache, scales, table, query_position, kv_head, first, whole, length, scale, window,
-        kv_heads, dim, dim_block, page_size, block, False, precision, stages, scaled,
+        total, top, norm, q, cache, scales, table, query_position, kv_head, first, whole, length, scale, cap, window,
+        kv_heads, dim, dim_block, page_size, block, False, precision, stages, scaled, capped,
     )  # fmt: skip
     total, top, norm = _stretch(
-        total, top, norm, q, cache, scales, table, query_position, kv_head, whole, last, length, scale, window,
-        kv_heads, dim, dim_block, page_size, block, True, precision, stages, scaled,
+        total, top, norm, q, cache, scales, table, query_position, kv_head, whole, last, length, scale, cap, window,
+        kv_heads, dim, dim_block, page_size, block, True, precision, stages, scaled, capped,
     )  # fmt: skip
     result = out + token[:, None] * heads * dim + head * dim + at[None, :]
     tl.store(result, (total / norm[:, None]).to(out.dtype.element_ty), mask=mask)
@@ -200,6 +214,7 @@ def attend_prefills(
     scale: float,
     out: Tensor,
     scales: Tensor | None = None,
+    extra: CapAndSinks = PLAIN,
 ) -> None:
     """Attend with the ``queries`` [tokens, heads, dim] of the plan's blocks; results go to ``out``, of the same shape
     and contiguous.
@@ -210,14 +225,17 @@ def attend_prefills(
     _, _, kv_heads, page_size, _ = cache.shape
     wide = queries.element_size() == 4
     parts = TILE // plan.query_block
+    factor, cap = score_factors(scale, extra)
     prefill_attention_kernel[(heads, parts * len(plan.blocks))](
         queries,
         cache,
         cache if scales is None else scales,
         plan.pages,
         plan.blocks,
+        queries if extra.sinks is None else extra.sinks,
         out,
-        scale * 1.4426950408889634,
+        factor,
+        cap,
         window,
         queries.stride(0),
         plan.pages.stride(0),
@@ -232,5 +250,7 @@ def attend_prefills(
         "ieee" if wide else "tf32",
         2 if wide else 3,
         scales is not None,
+        bool(extra.cap),
+        extra.sinks is not None,
         num_warps=8 if wide else 4,
     )

@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.devices.cuda.attention.decode import DecodeScratch
+from kernels.devices.cuda.attention.decode import PLAIN, DecodeScratch, capped_score, score_factors
 from kernels.devices.cuda.launch import overlapping
+from kernels.devices.row_attention import CapAndSinks
 
 __all__ = ["HEADER", "attend_drafts", "draft_splits", "ones"]
 
@@ -107,6 +108,7 @@ def _stretch(
     end,
     length,
     scale,
+    cap,
     window: tl.constexpr,
     kv_heads: tl.constexpr,
     dim: tl.constexpr,
@@ -117,6 +119,7 @@ def _stretch(
     precision: tl.constexpr,
     stages: tl.constexpr,
     scaled: tl.constexpr,
+    capped: tl.constexpr,
 ):
     """Attend to key blocks ``begin .. end``."""
     at = tl.arange(0, dim_block)
@@ -139,6 +142,8 @@ def _stretch(
         score = tl.dot(q, tl.trans(k), input_precision=precision) * scale
         if scaled:
             score = score * tl.load(scales + line).to(tl.float32)[None, :]
+        if capped:
+            score = capped_score(score, cap)
         if masked:
             node = position - root
             left = bits[:, None] >> tl.minimum(tl.maximum(node, 0), 63).to(tl.uint64)[None, :]
@@ -168,10 +173,12 @@ def verify_attention_kernel(
     scales,
     state,
     bits,
+    sinks,
     out,
     partial,
     stats,
     scale,
+    cap,
     window: tl.constexpr,
     query_stride,
     state_stride,
@@ -192,6 +199,8 @@ def verify_attention_kernel(
     precision: tl.constexpr,
     stages: tl.constexpr,
     scaled: tl.constexpr,
+    capped: tl.constexpr,
+    sunk: tl.constexpr,
     early: tl.constexpr,
     pdl: tl.constexpr,
 ):
@@ -243,16 +252,20 @@ def verify_attention_kernel(
         top = tl.full([lines], -float("inf"), tl.float32)
         norm = tl.zeros([lines], tl.float32)
         total = tl.zeros([lines, dim_block], tl.float32)
+        if sunk:  # one more token without a value, which the first part has seen
+            sink = tl.load(sinks + head, mask=there & (split == 0), other=-float("inf"))
+            top = sink * 1.4426950408889634
+            norm = tl.where(top > -float("inf"), 1.0, 0.0)
         whole = begin  # every query attends to all blocks before this one
         if window == 0:
             whole = tl.minimum(tl.maximum(root // block, begin), end)
         total, top, norm = _stretch(
-            total, top, norm, q, cache, scales, table, seen, root, kv_head, begin, whole, length, scale, window,
-            kv_heads, dim, dim_block, page_size, block, False, precision, stages, scaled,
+            total, top, norm, q, cache, scales, table, seen, root, kv_head, begin, whole, length, scale, cap, window,
+            kv_heads, dim, dim_block, page_size, block, False, precision, stages, scaled, capped,
         )  # fmt: skip
         total, top, norm = _stretch(
-            total, top, norm, q, cache, scales, table, seen, root, kv_head, whole, end, length, scale, window,
-            kv_heads, dim, dim_block, page_size, block, True, precision, stages, scaled,
+            total, top, norm, q, cache, scales, table, seen, root, kv_head, whole, end, length, scale, cap, window,
+            kv_heads, dim, dim_block, page_size, block, True, precision, stages, scaled, capped,
         )  # fmt: skip
         result = out + place[:, None] * heads * dim + head[:, None] * dim + at[None, :]
         if used == 1:
@@ -329,6 +342,7 @@ def attend_drafts(
     scales: Tensor | None = None,
     early: bool = False,
     varies: bool = False,
+    extra: CapAndSinks = PLAIN,
 ) -> None:
     """Attend with the rows' ``queries`` of [tokens of the step, heads, dim]; results go to ``out``, contiguous.
 
@@ -347,6 +361,7 @@ def attend_drafts(
     wide = queries.element_size() == 4
     partial, stats, _ = scratch.room(total, heads, kv_heads, dim, splits)
     pdl = overlapping(queries.device)
+    factor, cap = score_factors(scale, extra)
     block, dim_block = 32 if wide else 64, max(16, triton.next_power_of_2(dim))
     verify_attention_kernel[(rows * blocks, kv_heads, splits)](
         queries,
@@ -354,10 +369,12 @@ def attend_drafts(
         cache if scales is None else scales,
         state,
         state if bits is None else bits,
+        queries if extra.sinks is None else extra.sinks,
         out,
         partial,
         stats,
-        scale * 1.4426950408889634,
+        factor,
+        cap,
         window,
         queries.stride(0),
         state.stride(0),
@@ -378,6 +395,8 @@ def attend_drafts(
         "ieee" if wide else "tf32",
         2 if wide else 3,
         scales is not None,
+        bool(extra.cap),
+        extra.sinks is not None,
         early,
         pdl,
         num_warps=4,

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,8 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.contract.caches import CacheSpec
 from kernels.core.attention_rows import AttentionRows
-from kernels.core.batch import ForwardBatch
+from kernels.core.batch import BoundedRows, ForwardBatch
 from kernels.core.tree import DraftTree, chain_bits
 from kernels.devices.capture import CaptureRequest
 from kernels.devices.cuda.attention.decode import split_count
@@ -82,6 +84,9 @@ class DecodeGraphs:
         self._windows, self._kv_heads, self._page_size = request.windows, kv_heads, page_size
         self._device, self._padded, self._put, self._put_pinned = device, padded, put, put_pinned or put
         self._tokens, self._tree, self._header = tokens, tree, header
+        self._bounded = request.bounded  # of decodes alone
+        self._index = torch.zeros((len(self._bounded), rows), dtype=torch.int64, device=device)
+        self._pages = torch.zeros((len(self._bounded), rows, columns), dtype=torch.int32, device=device)
         self._buffers = buffers = GraphBuffers(rows, tokens, page_size, device, request.states)
         self._state = torch.zeros((rows, header + columns), dtype=torch.int32, device=device)
         self._nothing = torch.zeros((rows, header + 1), dtype=torch.int32, device=device)
@@ -152,6 +157,13 @@ class DecodeGraphs:
         else:
             given = self._draft_state(rows)
         self._state[:count, : given.shape[1]].copy_(given)
+        for spec, index, pages in zip(self._bounded, self._index, self._pages, strict=True):
+            own = batch.bounded[spec]
+            assert own.cache_index is not None
+            index[:count].copy_(own.cache_index)
+            index[count:size].copy_(buffers.null_slots[count:size])
+            pages[:count, : own.pages.shape[1]].copy_(own.plan.decodes.pages)
+            pages[count:size, :1] = 0  # of the only token that padding attends to
         if size > count:
             padding = slice(whole, size * self._tokens)
             buffers.cache_index[padding].copy_(buffers.null_slots[padding])
@@ -246,7 +258,15 @@ class DecodeGraphs:
             bits = self._bits[:size] if self._tree else None
             drafts = DraftRows(self._state[:size], bits, self._tokens, context, early=True)
         plans = {window: AttentionPlan(decodes, None, window, drafts) for window in self._windows}
-        return self._buffers.batch(size, plans)
+        batch = self._buffers.batch(size, plans)
+        if not self._bounded:
+            return batch
+        assert decodes is not None, "speculation is without bounded groups"
+        bounded: dict[CacheSpec, BoundedRows] = {}
+        for spec, index, pages in zip(self._bounded, self._index, self._pages, strict=True):
+            plan = AttentionPlan(replace(decodes, own_pages=pages[:size]), None, spec.length)
+            bounded[spec] = BoundedRows.captured(self._page_size, index[:size], plan)
+        return replace(batch, bounded=bounded)
 
 
 def capture_each(

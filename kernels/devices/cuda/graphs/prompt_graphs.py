@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -19,9 +19,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.contract.caches import CacheSpec
 from kernels.core.arrays import ragged
 from kernels.core.attention_rows import PromptTokens
-from kernels.core.batch import ForwardBatch
+from kernels.core.batch import BoundedRows, ForwardBatch
 from kernels.devices.capture import StepCaptureRequest
 from kernels.devices.cuda.attention.decode import split_count
 from kernels.devices.cuda.attention.plan import AttentionPlan, DecodeRows
@@ -81,17 +82,18 @@ def prompt_sizes(requested: Sequence[int], max_tokens: int, max_rows: int) -> li
 @dataclass(frozen=True)
 class _Numbers:
     """The input of a step's graph, int32 ``words``: the first ``longs`` are int64, the slots, positions and
-    places in the cache of its tokens and the last token of each row; then tiles [tiles, 4] as ``PrefillBlocks`` has
-    them, a row's pages named by where they begin.
+    places in each of the ``tables`` caches of its tokens and the last token of each row; then tiles [tiles, 4] as
+    ``PrefillBlocks`` has them, a row's pages named by where they begin.
     """
 
     longs: int
     words: int
 
     @classmethod
-    def from_size(cls, size: Size) -> _Numbers:
+    def from_size(cls, size: Size, tables: int) -> _Numbers:
         tokens, rows = size
-        return cls(3 * tokens + rows, 2 * (3 * tokens + rows) + 4 * (-(-tokens // TILE) + min(rows, _CHUNKS)))
+        longs = (2 + tables) * tokens + rows
+        return cls(longs, 2 * longs + 4 * (-(-tokens // TILE) + min(rows, _CHUNKS)))
 
 
 _NOTHING = PromptTokens(
@@ -127,9 +129,12 @@ class PromptGraphs:
         # Row 0 is the row of padding tokens: its pages are page 0.
         # Rows begin where a vector does, as other steps' do: kernels are compiled for that once.
         width = -(-(_HEADER + max(columns, -(-TILE // page_size))) // 4) * 4
-        self._state = torch.zeros((1 + rows, width), dtype=torch.int32, device=device)
-        self._state[:, 2] = self._state[:, _HEADER - 1] = 1  # a token in the cache
-        self._numbers = {size: put(self._fill(_NOTHING, size)) for size in sizes}
+        # Groups of layers with a page table of their own have a copy whose pages are theirs.
+        self._bounded, self._tables = request.bounded, 1 + len(request.bounded)
+        self._states = torch.zeros((self._tables, 1 + rows, width), dtype=torch.int32, device=device)
+        self._states[:, :, 2] = self._states[:, :, _HEADER - 1] = 1  # a token in the cache
+        nothing = replace(_NOTHING, bounded=tuple(_NOTHING.pages for _ in self._bounded))
+        self._numbers = {size: put(self._fill(nothing, size)) for size in sizes}
         self._max_prompts = rows
         self._kept: tuple[Tensor, Tensor] | None = None
         begun = time.perf_counter()
@@ -161,37 +166,38 @@ class PromptGraphs:
         if size is None:
             return None
         numbers = self._fill(prompts, size)
-        state = np.zeros((size[1], _HEADER + prompts.pages.shape[1]), dtype=np.int32)
+        states = np.zeros((self._tables, size[1], _HEADER + prompts.pages.shape[1]), dtype=np.int32)
+        state = states[0]
         state[:, 2] = state[:, _HEADER - 1] = 1
-        state[:count, 0], state[:count, 1], state[:count, 2] = (
-            prompts.slots,
-            prompts.grows,
-            prompts.starts + prompts.counts,
-        )
+        state[:count, 0], state[:count, 1] = prompts.slots, prompts.grows
+        state[:count, 2] = prompts.starts + prompts.counts
         state[: prompts.decodes, _HEADER - 1] = prompts.starts[: prompts.decodes] + 1
-        state[:count, _HEADER:] = prompts.pages
-        new = self._put(np.concatenate((numbers, state.ravel())))
+        for own, pages in zip(states, (prompts.pages, *prompts.bounded), strict=True):
+            own[:count, _HEADER:] = pages
+        new = self._put(np.concatenate((numbers, states.ravel())))
         self._numbers[size].copy_(new[: len(numbers)])
-        self._state[1 : 1 + size[1], : state.shape[1]].copy_(new[len(numbers) :].view(state.shape))
+        self._states[:, 1 : 1 + size[1], : states.shape[2]].copy_(new[len(numbers) :].view(states.shape))
         replay, result = self._graphs[size]
         replay()
         return CapturedStepResult(result.hidden[:count], result.logits[:count], result.argmax[:count])
 
     def _fill(self, prompts: PromptTokens, size: Size) -> npt.NDArray[np.int32]:
         """The numbers of ``size``."""
-        tokens, layout = int(prompts.counts.sum()), _Numbers.from_size(size)
+        tokens, layout = int(prompts.counts.sum()), _Numbers.from_size(size, self._tables)
         numbers = np.zeros(layout.words, dtype=np.int32)
         longs = numbers[: 2 * layout.longs].view(np.int64)
-        slots, positions, index = longs[: 3 * size[0]].reshape(3, size[0])
+        firsts = (2 + self._tables) * size[0]
+        slots, positions, *indices = longs[:firsts].reshape(-1, size[0])
         row = np.repeat(np.arange(len(prompts.slots)), prompts.counts)
         at = ragged(prompts.starts, prompts.counts)
         slots[:tokens], positions[:tokens] = prompts.slots[row], at
-        index[:tokens] = prompts.pages[row, at // self._page_size] * np.int64(self._page_size) + at % self._page_size
-        index[tokens:] = np.arange(size[0] - tokens) % self._page_size
+        for index, owned in zip(indices, (prompts.pages, *prompts.bounded), strict=True):
+            index[:tokens] = owned[row, at // self._page_size] * np.int64(self._page_size) + at % self._page_size
+            index[tokens:] = np.arange(size[0] - tokens) % self._page_size
         offsets = np.cumsum(prompts.counts) - prompts.counts
-        longs[3 * size[0] : 3 * size[0] + len(prompts.slots)] = offsets + prompts.counts - 1
+        longs[firsts : firsts + len(prompts.slots)] = offsets + prompts.counts - 1
         # Rows of prompts and the padding row, each of whose tiles starts at position 0.
-        some, stride = slice(prompts.decodes, None), self._state.shape[1]
+        some, stride = slice(prompts.decodes, None), self._states.shape[2]
         missing = size[0] - tokens
         counts = np.append(prompts.counts[some], missing)
         each = -(-counts // TILE)
@@ -220,16 +226,23 @@ class PromptGraphs:
         ]
 
     def _run(self, size: Size) -> CapturedStepResult:
-        (tokens, rows), layout = size, _Numbers.from_size(size)
+        (tokens, rows), layout = size, _Numbers.from_size(size, self._tables)
         numbers = self._numbers[size]
         longs = numbers[: 2 * layout.longs].view(torch.int64)
-        slots, positions, index = longs[: 3 * tokens].view(3, tokens)
-        last, tiles = longs[3 * tokens :], numbers[2 * layout.longs :].view(-1, 4)
-        state, context = self._state[1 : 1 + rows], (self._state.shape[1] - _HEADER) * self._page_size
+        firsts = (2 + self._tables) * tokens
+        slots, positions, *indices = longs[:firsts].view(-1, tokens)
+        last, tiles = longs[firsts:], numbers[2 * layout.longs :].view(-1, 4)
+        state, context = self._states[0, 1 : 1 + rows], (self._states.shape[2] - _HEADER) * self._page_size
         decodes = DecodeRows(state[:, _HEADER - 1 :], split_count(rows, self._kv_heads, context))
-        blocks = PrefillBlocks(tiles, self._state.view(-1, 1), TILE // 2, tokens > TILE)
+        blocks = PrefillBlocks(tiles, self._states[0].view(-1, 1), TILE // 2, tokens > TILE)
         plans = {window: AttentionPlan(decodes, blocks, window) for window in self._windows}
-        hidden, logits = self._forward(ForwardBatch(self._table[slots, positions], positions, index, plans), last)
+        bounded: dict[CacheSpec, BoundedRows] = {}
+        for spec, index, own in zip(self._bounded, indices[1:], self._states[1:], strict=True):
+            there = replace(decodes, own_pages=own[1 : 1 + rows, _HEADER:])
+            plan = AttentionPlan(there, replace(blocks, pages=own.view(-1, 1)), spec.length)
+            bounded[spec] = BoundedRows.captured(self._page_size, index, plan)
+        ids = self._table[slots, positions]
+        hidden, logits = self._forward(ForwardBatch(ids, positions, indices[0], plans, bounded=bounded), last)
         result = torch.empty(rows, dtype=torch.int32, device=state.device)
         if self._kept is None:
             self._kept = (

@@ -9,7 +9,7 @@ that nothing is copied if the next step has the same rows and pages.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.contract.caches import CacheSpec
 from kernels.core.attention_rows import StepTokens
-from kernels.core.batch import ForwardBatch
+from kernels.core.batch import BoundedRows, ForwardBatch
 from kernels.devices.capture import StepCaptureRequest
 from kernels.devices.cuda.attention.decode import LAUNCHED, split_count
 from kernels.devices.cuda.attention.plan import AttentionPlan, DecodeRows
@@ -38,7 +39,7 @@ _HEADER = 3
 _BLOCK = 64
 
 
-@triton.jit(do_not_specialize=["rows", "state_stride", "table_stride"])
+@triton.jit(do_not_specialize=["rows", "state_stride", "table_stride", "pages_stride", "group_stride"])
 def step_begin_kernel(
     state,
     table,
@@ -46,16 +47,22 @@ def step_begin_kernel(
     positions,
     index,
     place,
+    pages,
     rows,
     state_stride,
     table_stride,
+    pages_stride,
+    group_stride,
+    index_stride,
+    groups: tl.constexpr,
     header: tl.constexpr,
     page_size: tl.constexpr,
     places: tl.constexpr,
     block: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """Write each row's last token, its position and its place in the cache, and the step's place in the ring."""
+    """Write each row's last token, its position and its places in the caches, and the step's place in the ring.
+    ``groups`` caches have ``pages`` of their own."""
     row = tl.program_id(0) * block + tl.arange(0, block)
     there = row < rows
     own = state + row.to(tl.int64) * state_stride
@@ -68,6 +75,10 @@ def step_begin_kernel(
     tl.store(tokens + row, tl.load(table + slot * table_stride + position, mask=there, other=0), mask=there)
     tl.store(positions + row, position.to(tl.int64), mask=there)
     tl.store(index + row, page * page_size + position % page_size, mask=there)
+    for group in tl.static_range(groups):
+        column = group * group_stride + row.to(tl.int64) * pages_stride + position // page_size
+        page = tl.load(pages + column, mask=there, other=0).to(tl.int64)
+        tl.store(index + (1 + group) * index_stride + row, page * page_size + position % page_size, mask=there)
     if tl.program_id(0) == 0:
         tl.store(place, (tl.load(place) + 1) % places)
 
@@ -116,10 +127,11 @@ def enter(
     positions: Tensor,
     index: Tensor,
     arrivals: ArrivalRing,
+    pages: Tensor | None = None,
 ) -> None:
-    """``state`` int32 [rows, 3 + columns]; ``table`` int32 [slots, positions]. ``tokens`` int32, ``positions`` and
-    ``index`` int64 [rows] are written: see ``ForwardBatch``. The step's place of ``arrivals`` is the next one from here
-    on.
+    """``state`` int32 [rows, 3 + columns]; ``table`` int32 [slots, positions]. ``tokens`` int32 [rows], ``positions``
+    int64 [rows] and ``index`` int64 [1 + groups, rows] are written: see ``ForwardBatch``. The step's place of
+    ``arrivals`` is the next one from here on. ``pages`` int32 [groups, rows, columns]: of other page tables.
     """
     rows, pdl = len(state), overlapping(state.device)
     step_begin_kernel[(triton.cdiv(rows, _BLOCK),)](
@@ -129,9 +141,14 @@ def enter(
         positions,
         index,
         arrivals.place,
+        state if pages is None else pages,
         rows,
         state.stride(0),
         table.stride(0),
+        0 if pages is None else pages.stride(1),
+        0 if pages is None else pages.stride(0),
+        index.stride(0),
+        0 if pages is None else len(pages),
         _HEADER,
         page_size,
         len(arrivals.memory),
@@ -198,7 +215,11 @@ class StepGraphs:
         self._state[:, 2] = 1  # a token in the cache
         self._held = np.full(self._state.shape, -1, dtype=np.int32)  # what the device has, once it was brought
         self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._positions, self._index = torch.zeros((2, rows), dtype=torch.int64, device=device)
+        self._bounded = request.bounded
+        self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._index = torch.zeros((1 + len(self._bounded), rows), dtype=torch.int64, device=device)
+        self._pages = torch.zeros((len(self._bounded), rows, columns), dtype=torch.int32, device=device)
+        self._held_pages = np.full(self._pages.shape, -1, dtype=np.int32)
         self._logits: Tensor | None = None
         self._arrivals = ArrivalRing(rows, device)
         captured = capture_each(sorted(sizes, reverse=True), self._run, device, lambda could: could)
@@ -217,6 +238,8 @@ class StepGraphs:
         state[:count, 0], state[:count, 1], state[:count, 2] = given.slots, given.grows, given.lengths
         state[:count, _HEADER:] = given.pages
         self._stage(state)
+        if given.bounded:
+            self._stage_pages(given, size)
         self._arrivals.clear()
         step = self._steps[size]
         step.replay()
@@ -233,13 +256,29 @@ class StepGraphs:
             held[:] = state
         held[:, 2] += held[:, 1]
 
+    def _stage_pages(self, given: StepTokens, size: int) -> None:
+        """The pages of other tables to the device, unless it has them."""
+        columns = given.pages.shape[1]
+        pages = np.zeros((len(given.bounded), size, columns), dtype=np.int32)
+        for group, own in zip(pages, given.bounded, strict=True):
+            group[: len(own)] = own
+        held = self._held_pages[:, :size, :columns]
+        if not np.array_equal(held, pages):
+            self._pages[:, :size, :columns].copy_(self._put(pages))
+            held[:] = pages
+
     def _run(self, size: int) -> CapturedStepResult:
         state, context = self._state[:size], (self._state.shape[1] - _HEADER) * self._page_size
-        tokens, positions, index = self._tokens[:size], self._positions[:size], self._index[:size]
-        enter(state, self._table, self._page_size, tokens, positions, index, self._arrivals)
+        tokens, positions, index = self._tokens[:size], self._positions[:size], self._index[:, :size]
+        pages = self._pages[:, :size] if self._bounded else None
+        enter(state, self._table, self._page_size, tokens, positions, index, self._arrivals, pages)
         decodes = DecodeRows(state[:, 2:], split_count(size, self._kv_heads, max(context, LAUNCHED)))
         plans = {window: AttentionPlan(decodes, None, window) for window in self._windows}
-        hidden, logits = self._forward(ForwardBatch(tokens, positions, index, plans), None)
+        bounded: dict[CacheSpec, BoundedRows] = {}
+        for group, spec in enumerate(self._bounded):
+            plan = AttentionPlan(replace(decodes, own_pages=self._pages[group, :size]), None, spec.length)
+            bounded[spec] = BoundedRows.captured(self._page_size, index[1 + group], plan)
+        hidden, logits = self._forward(ForwardBatch(tokens, positions, index[0], plans, bounded=bounded), None)
         result = torch.empty(size, dtype=torch.int32, device=state.device)
         if self._logits is None:  # the largest step comes first
             self._logits = logits.new_empty(logits.shape)

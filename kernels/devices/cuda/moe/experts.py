@@ -6,13 +6,15 @@ not at all if no token chose it. Weights of 8 and 4 bits are dequantized in regi
 
 An integer n becomes a 16-bit float by its bits alone: 0x4300 | n is 128 + n in bfloat16, for n of 4 bits, and
 0x6400 | n is 1024 + n in float16 (Kim et al., arXiv 2211.10017, section 3.2). The difference to its zero point is
-exact, so that a group's scale multiplies sums.
+exact, so that a group's scale multiplies sums. An e2m1 number becomes a float whose exponent is too small by the
+difference of their biases, which a power of two corrects, so that subnormal ones need no case of their own; the powers
+of two that MXFP4 has for 32 inputs multiply weights, as all products are exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.devices.cuda.elementwise.activation import swiglu
+from kernels.devices.cuda.elementwise.activation import clamped_swiglu, swiglu
 from kernels.devices.cuda.launch import has_large_shared_memory
-from kernels.devices.cuda.moe.routing import route, sum_experts
+from kernels.devices.cuda.moe.routing import RoutedPairs, route, sum_experts
 from kernels.devices.experts import (
     ClampedGate,
     ExpertInputs,
@@ -33,6 +35,7 @@ from kernels.devices.experts import (
     StackedExperts,
     refusal,
 )
+from kernels.weights.quantization.mxfp4 import Mxfp4Weight
 from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
 
 __all__ = ["CudaExpertLayers", "CudaExperts"]
@@ -79,11 +82,25 @@ def _less(n, zero, bits: tl.constexpr, like: tl.constexpr):
 
 
 @triton.jit
+def _from_e2m1(n, like: tl.constexpr):
+    """The numbers of 4-bit codes ``n``."""
+    if like == tl.float16:
+        low = (((n & 7).to(tl.int16) << 9) | ((n & 8).to(tl.int16) << 12)).to(like, bitcast=True) * 16384.0
+    elif like == tl.bfloat16:
+        low = (((n & 7).to(tl.int16) << 6) | ((n & 8).to(tl.int16) << 12)).to(like, bitcast=True) * 8.507059173023462e37
+    else:
+        low = (((n & 7).to(tl.int32) << 22) | ((n & 8).to(tl.int32) << 28)).to(like, bitcast=True)
+        low = low * 8.507059173023462e37
+    return low.to(like)
+
+
+@triton.jit
 def moe_gemm_kernel(
     x,
     weight,
     scales,
     zeros,
+    biases,
     order,
     counts,
     out,
@@ -100,12 +117,15 @@ def moe_gemm_kernel(
     tall: tl.constexpr,
     zeroed: tl.constexpr,
     scaled: tl.constexpr,
+    micro: tl.constexpr,
+    biased: tl.constexpr,
 ):
     """``out`` [pairs, outputs] of ``x`` [pairs / each, inputs] and ``weight`` [experts, outputs, inputs], or half as
     many bytes for 4 ``bits``. ``order``: the pairs sorted by expert; each expert has ``counts`` pairs.
 
     ``scales``: with ``group`` [experts, outputs / tall, inputs / group], else if ``scaled`` [experts, outputs].
-    ``zeros`` like the scales, if ``zeroed``, for unsigned integer weights.
+    ``zeros`` like the scales, if ``zeroed``, for unsigned integer weights. ``micro``: weights are e2m1, and scales the
+    exponents of two for ``group`` inputs, of which a block has several. ``biases`` [experts, outputs], if ``biased``.
     """
     number = tl.program_id(1)
     every = tl.arange(0, experts)
@@ -140,7 +160,13 @@ def moe_gemm_kernel(
             w = tl.interleave(two & 15, two >> 4)
         else:
             w = tl.load(weight + row[:, None] * inputs + column[None, :], mask=inside[None, :], other=0.0)
-        if w.dtype == tl.uint8:
+        if micro:
+            part = begin // group + tl.arange(0, block // group)
+            power = tl.load(scales + factor[:, None] + part[None, :], mask=(part < groups)[None, :], other=127)
+            times = tl.exp2(power.to(tl.float32) - 127.0).to(v.dtype)
+            apart = tl.reshape(_from_e2m1(w, v.dtype), (rows, block // group, group))
+            wide = tl.reshape(apart * times[:, :, None], (rows, block))
+        elif w.dtype == tl.uint8:
             if zeroed:
                 zero = tl.load(zeros + factor + begin // group).to(tl.float32)
             else:
@@ -148,13 +174,15 @@ def moe_gemm_kernel(
             wide = _less(w, zero[:, None], bits, v.dtype)
         else:
             wide = w.to(v.dtype)
-        if group > 0:
+        if group > 0 and not micro:
             scale = tl.load(scales + factor + begin // group).to(tl.float32)
             total += tl.dot(wide, tl.trans(v), input_precision="ieee") * scale[:, None]
         else:
             total = tl.dot(wide, tl.trans(v), total, input_precision="ieee")
     if scaled:
         total *= tl.load(scales + row)[:, None]
+    if biased:
+        total += tl.load(biases + row).to(tl.float32)[:, None]
     place = out + pair[None, :] * outputs + output[:, None]
     tl.store(place, total.to(out.dtype.element_ty), mask=here[None, :] & (output < outputs)[:, None])
 
@@ -163,7 +191,7 @@ def moe_gemm_kernel(
 class _Stack:
     """The weights of all experts. ``values`` [experts, outputs, inputs] in floats, int8, fp8, or uint8 with two 4-bit
     values (``bits``) a byte. ``scales``: [experts, outputs], or one for ``group`` inputs of ``tall`` outputs, [experts,
-    outputs / tall, inputs / group]; ``zeros`` uint8 like these.
+    outputs / tall, inputs / group]; ``zeros`` uint8 like these. ``micro``: MXFP4, whose scales are uint8 exponents.
     """
 
     values: Tensor
@@ -173,10 +201,24 @@ class _Stack:
     group: int = 0
     tall: int = 1
     before: ExpertInputs | None = None
+    micro: bool = False
 
 
 class CudaExperts(StackedExperts[_Stack]):
-    """MoE layers in floats, int8, fp8 (with a scale an output, or in blocks), or 4 and 8 bits in groups."""
+    """MoE layers in floats, int8, fp8 (with a scale an output, or in blocks), MXFP4, or 4 and 8 bits in groups.
+    ``gate``: in place of SwiGLU's."""
+
+    def __init__(
+        self,
+        router: Callable[[Tensor], Tensor],
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        gate: ClampedGate | None = None,
+    ) -> None:
+        super().__init__(router, experts, routing)
+        self._gate = gate
+        self._gate_up_bias = _stacked([expert.gate_up_bias for expert in experts])
+        self._down_bias = _stacked([expert.down_bias for expert in experts])
 
     @staticmethod
     def kind(weight: Tensor | QuantizedWeight, capability: tuple[int, int]) -> tuple[object, ...] | None:
@@ -193,7 +235,17 @@ class CudaExperts(StackedExperts[_Stack]):
         if isinstance(weight, GroupedWeight) and _block(weight.group) >= _MIN_INPUTS:
             form = weight.bits, weight.group, weight.zeros is None, weight.order is None, weight.activation
             return (GroupedWeight, weight.scales.dtype, *form, *prepared)
+        if isinstance(weight, Mxfp4Weight):
+            return (Mxfp4Weight, *prepared)
         return None
+
+    @staticmethod
+    def refusal(experts: Sequence[ExpertWeights], kind: Callable[[Tensor | QuantizedWeight], object]) -> str | None:
+        """As ``kernels.devices.experts.refusal``, where all experts may have biases, and clamped gates."""
+        if len({(expert.gate_up_bias is None, expert.down_bias is None) for expert in experts}) > 1:
+            return "some have biases"
+        plain = [replace(expert, gate_up_bias=None, down_bias=None) for expert in experts]
+        return refusal(plain, kind)
 
     def stack(self, weights: Sequence[Projection]) -> _Stack:
         floats = [weight for weight in weights if isinstance(weight, Tensor)]
@@ -211,6 +263,11 @@ class CudaExperts(StackedExperts[_Stack]):
                 grouped[0].group,
                 before=before,
             )
+        blocks = [weight.pieces[0] for weight in weights if isinstance(weight, Mxfp4Weight)]
+        if blocks:  # a block is its exponent and 16 bytes
+            values = torch.stack([piece.data[:, :, 1:].flatten(1) for piece in blocks])
+            scales = torch.stack([piece.data[:, :, 0] for piece in blocks])
+            return _Stack(values, scales, None, 4, blocks[0].kind.block, before=before, micro=True)
         narrow = [weight for weight in weights if isinstance(weight, Int8Weight | Fp8Weight)]
         values = torch.stack([weight.values for weight in narrow])
         scales = torch.stack([weight.scales.float() for weight in narrow])
@@ -219,17 +276,17 @@ class CudaExperts(StackedExperts[_Stack]):
 
     def __call__(self, x: Tensor) -> Tensor:
         routed, chosen = route(self.router(x), self.routing), self.routing.chosen
-        order, counts = routed.order, routed.counts
         rows, each = x.contiguous(), chosen
         if self.gate_up.before is not None:
             rows, each = self.gate_up.before(x.repeat_interleave(chosen, 0), routed.experts.flatten()), 1
-        inner = swiglu(self._product(rows, self.gate_up, order, counts, each))
+        both = self._product(rows, self.gate_up, self._gate_up_bias, routed, each)
+        inner = swiglu(both) if self._gate is None else clamped_swiglu(both, self._gate)
         if self.down.before is not None:
             inner = self.down.before(inner, routed.experts.flatten())
-        return sum_experts(self._product(inner, self.down, order, counts, 1), routed.weights)
+        return sum_experts(self._product(inner, self.down, self._down_bias, routed, 1), routed.weights)
 
-    def _product(self, x: Tensor, weight: _Stack, order: Tensor, counts: Tensor, each: int) -> Tensor:
-        values, scales = weight.values, weight.scales
+    def _product(self, x: Tensor, weight: _Stack, bias: Tensor | None, routed: RoutedPairs, each: int) -> Tensor:
+        values, scales, order, counts = weight.values, weight.scales, routed.order, routed.counts
         pairs, outputs, inputs = len(order), values.shape[1], x.shape[1]
         large = x.element_size() <= 2 and has_large_shared_memory(x.device)
         tile = _choose_tile(pairs / self.count, weight.group > 0, large)
@@ -240,6 +297,7 @@ class CudaExperts(StackedExperts[_Stack]):
             values,
             values if scales is None else scales,
             values if weight.zeros is None else weight.zeros,
+            x if bias is None else bias,
             order,
             counts,
             out,
@@ -249,17 +307,25 @@ class CudaExperts(StackedExperts[_Stack]):
             inputs,
             triton.next_power_of_2(self.count),
             tile.rows,
-            _block(weight.group, tile.block) if weight.group else tile.block,
+            _block(weight.group, tile.block) if weight.group and not weight.micro else tile.block,
             tile.pairs,
             weight.bits,
             weight.group,
             weight.tall,
             weight.zeros is not None,
             scales is not None and not weight.group,
+            weight.micro,
+            bias is not None,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
         return out
+
+
+def _stacked(biases: Sequence[Tensor | None]) -> Tensor | None:
+    """[experts, outputs]; None if there are none."""
+    some = [bias for bias in biases if bias is not None]
+    return torch.stack(some) if some else None
 
 
 def _block(group: int, block: int = 64) -> int:
@@ -279,7 +345,7 @@ class CudaExpertLayers(ExpertLayers):
         device = self.linear.elementwise.torch_device
         kind = partial(CudaExperts.kind, capability=torch.cuda.get_device_capability(device))
         experts = self.stackable(experts, kind)
-        made, reason = self.make_router(router, bias, routing), refusal(experts, kind, gate)
+        made, reason = self.make_router(router, bias, routing), CudaExperts.refusal(experts, kind)
         if reason is not None:
             return self.make_in_turn(made, experts, routing, reason, gate)
-        return CudaExperts(made, experts, routing)
+        return CudaExperts(made, experts, routing, gate)

@@ -260,16 +260,16 @@ def factor_rules(x: Tensor, weight: Tensor, options: dict[str, Any]) -> None:
     outputs = columns * (8 if packed else 1)
     first = None
     for argument in _FACTORS:
-        given = options.get(argument)
-        require(given is not None and len(given) == 1, name, argument, "must be one tensor: pass zeros as offsets")
-        assert given is not None
-        shape = tuple(given[0].shape)
+        value = options.get(argument)
+        require(value is not None and len(value) == 1, name, argument, "must be one tensor: pass zeros as offsets")
+        assert value is not None
+        shape = tuple(value[0].shape)
         groups = inputs // shape[1] if packed and len(shape) == 3 and shape[1] and not inputs % shape[1] else 0
         fits = shape == (experts, outputs) or (
             groups % 32 == 0 and shape == (experts, inputs // (groups or 1), outputs)
         )
         require(fits and first in (None, shape), name, argument, f"of shape {shape} does not fit the weight")
-        dtypes(name, (x.dtype,), **{argument: given[0]})
+        dtypes(name, (x.dtype,), **{argument: value[0]})
         first = shape
 
 

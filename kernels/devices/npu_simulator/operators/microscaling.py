@@ -96,10 +96,10 @@ def mx_rules(
     require(max(inputs, outputs) <= MAX_DIM, name, "weight", f"has a dimension above {MAX_DIM}: {tuple(weight.shape)}")
     require(inputs % _PAIR == 0, name, "x", f"must have inputs that {_PAIR} divides, has {inputs}")
     shapes = ((*experts, inputs // _PAIR, outputs, 2), (len(x), inputs // _PAIR, 2))
-    for (argument, given, said), shape in zip((scales, token_scales), shapes, strict=True):
-        require(given is not None and tuple(given.shape) == shape, name, argument, f"must be {list(shape)}")
-        assert given is not None
-        dtypes(name, (torch.uint8, torch.float8_e8m0fnu), **{argument: given})
+    for (argument, value, said), shape in zip((scales, token_scales), shapes, strict=True):
+        require(value is not None and tuple(value.shape) == shape, name, argument, f"must be {list(shape)}")
+        assert value is not None
+        dtypes(name, (torch.uint8, torch.float8_e8m0fnu), **{argument: value})
         require(said == _E8M0, name, f"{argument}_dtype", f"must be torch_npu.float8_e8m0fnu ({_E8M0}), is {said}")
     assert scales[1] is not None
     assert token_scales[1] is not None

@@ -10,6 +10,7 @@ from kernels.devices.cuda.attention.decode import DecodeScratch
 from kernels.devices.cuda.attention.moving import move_caches
 from kernels.devices.cuda.attention.plan import attention, plan_attention
 from kernels.devices.cuda.elementwise.norm_rope_cache import norm_rope_cache
+from kernels.devices.row_attention import CapAndSinks
 from kernels.weights.quantization.cache import (
     CACHE_DTYPES,
     SCALE,
@@ -91,6 +92,11 @@ def test_attention_dequantizes_the_cache(device, dtype, window, shape, name, fix
     wide = widened(case.cache).permute(0, 2, 3, 1, 4).contiguous().to(device)
     exact = attention(case.queries.float(), wide, plan, 0.2, DecodeScratch(device))
     near(found, exact, 2e-5 if dtype == torch.float32 else 0.01)
+    if not fixed:
+        extra = CapAndSinks(2.0, torch.linspace(-3, 3, heads, device=device))
+        found = attention(case.queries, case.cache, plan, 0.2, DecodeScratch(device), extra)
+        exact = attention(case.queries.float(), wide, plan, 0.2, DecodeScratch(device), extra)
+        near(found, exact, 2e-5 if dtype == torch.float32 else 0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,7 +11,8 @@ import triton
 
 from kernels.devices.cuda.moe import experts
 from kernels.devices.cuda.moe.experts import CudaExperts
-from kernels.devices.experts import ExpertsInTurn, ExpertWeights, Routing, refusal
+from kernels.devices.experts import ClampedGate, ExpertsInTurn, ExpertWeights, Routing
+from kernels.weights.quantization.mxfp4 import Mxfp4Weight
 from kernels.weights.quantization.tokens import clip_tokens, fake_quantize_tokens
 from kernels.weights.quantization.weights import (
     Fp8Weight,
@@ -54,6 +55,14 @@ def blocks(tall, wide, kind=torch.float32):
     return round_
 
 
+def mxfp4(weight):
+    generator = torch.Generator().manual_seed(weight.shape[1])
+    outputs, inputs = weight.shape
+    codes = torch.randint(0, 256, (outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator)
+    powers = torch.randint(121, 128, (outputs, inputs // 32), dtype=torch.uint8, generator=generator)
+    return Mxfp4Weight.of(codes, powers, weight.dtype)
+
+
 KINDS = {
     "floats": lambda weight: weight,
     "int8": quantize_int8,
@@ -66,6 +75,7 @@ KINDS = {
     "8 bits": grouped(8, 16, zeros=True),
     "act-order": grouped(4, 32, shuffled=True),
     "4 by 8": grouped(4, 16, activation="dynamic"),
+    "mxfp4": mxfp4,
 }
 
 
@@ -105,7 +115,7 @@ def layers(kind, dtype, device, count=5, hidden=HIDDEN, inner=INNER):
 
 
 def refused(experts, capability=(9, 0)):
-    return refusal(experts, partial(CudaExperts.kind, capability=capability))
+    return CudaExperts.refusal(experts, partial(CudaExperts.kind, capability=capability))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,6 +131,39 @@ def test_two_products_are_those_of_experts_one_by_one(kind, dtype, tokens, devic
     expected = ExpertsInTurn(lambda x: x @ router.t(), functions, Routing(2, True))(x)
     limit = 1e-4 if dtype == torch.float32 else 2e-2
     assert (found - expected).float().norm() <= limit * expected.float().norm()
+
+
+@pytest.mark.parametrize("kind", ["floats", "mxfp4", "4 bits, zeros"])
+@pytest.mark.parametrize(("biases", "tokens"), [((True, True), 1), ((True, True), 40), ((True, False), 7)])
+def test_experts_with_biases_and_clamped_gates(kind, biases, tokens, device):
+    """As gpt-oss has them, on the first rank and on others."""
+    router, given, _ = layers(kind, torch.float16, device)
+    gate, generator = ClampedGate(1.702, 1.5), torch.Generator().manual_seed(3)
+    x = 2 * torch.randn(tokens, HIDDEN, generator=generator).half()
+    functions = []
+    for index, expert in enumerate(given):
+        first, last = (
+            torch.randn(2 * INNER, generator=generator).half(),
+            torch.randn(HIDDEN, generator=generator).half(),
+        )
+        last = last if biases[1] else torch.zeros_like(last)
+        up, down = (
+            (weight if kind == "floats" else weight.dequantize(torch.float32)).float().cpu()
+            for weight in (expert.gate_up, expert.down)
+        )
+        functions.append(
+            (
+                lambda x, up=up, first=first: gate(x.float() @ up.t() + first.float()).half(),
+                lambda x, down=down, last=last: x.float() @ down.t() + last.float(),
+            )
+        )
+        last = last.to(device) if biases[1] else None
+        given[index] = dataclasses.replace(expert, gate_up_bias=first.to(device), down_bias=last)
+    assert refused(given) is None
+    onto = router.to(device)
+    found = CudaExperts(lambda x: x @ onto.t(), given, Routing(2, True), gate)(x.to(device)).cpu()
+    expected = ExpertsInTurn(lambda x: x @ router.t(), functions, Routing(2, True))(x)
+    assert (found - expected).float().norm() <= 5e-3 * expected.float().norm()
 
 
 @pytest.mark.parametrize("kind", ["floats", "fp8", "4 bits"])
@@ -143,7 +186,7 @@ def test_what_the_kernel_does_not_take():
     assert refused([*given, *layers("floats", BF16, "cpu")[1]]) == "they are of different kinds"
     static = dataclasses.replace(first.down, activation=StaticActivation(torch.ones(1)))
     for change, reason in (
-        ({"down_bias": torch.zeros(80)}, "they have biases"),
+        ({"down_bias": torch.zeros(80)}, "some have biases"),
         ({"down": dataclasses.replace(first.down, clip=torch.ones(1))}, "they are of different kinds"),
         ({"down": static}, "no kernel takes inputs that are rounded by scales found before"),
         ({"gate_up": (first.gate_up, first.down)}, "gates are of another kind than what they are multiplied with"),
@@ -179,7 +222,7 @@ FORMS = (
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_it_compiles(capability, monkeypatch, tmp_path):
-    """For 128 experts of which a token takes 8, as Qwen3-30B-A3B has them."""
+    """For 128 experts of which a token takes 8, as Qwen3-30B-A3B has them, and for those of gpt-oss-20b."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled anew, also what an earlier run compiled
     with compiling(monkeypatch, capability) as found:
         for form in FORMS[: len(FORMS) if capability >= 90 else 4]:
@@ -188,6 +231,18 @@ def test_it_compiles(capability, monkeypatch, tmp_path):
             layer = CudaExperts(lambda x, onto=onto: x @ onto, [expert] * 128, Routing(8, True))
             for tokens in (1, 300):
                 layer(empty(tokens, 2048))
+        packed = (
+            Mxfp4Weight.of(
+                empty(2880 * both, 90, 16, dtype=torch.uint8), empty(2880 * both, 90, dtype=torch.uint8), BF16
+            )
+            for both in (2, 1)
+        )
+        first, last = packed
+        expert = ExpertWeights(first, empty(5760), last, empty(2880))
+        onto = empty(2880, 32)
+        layer = CudaExperts(lambda x: x @ onto, [expert] * 32, Routing(4, True), ClampedGate(1.702, 7.0))
+        for tokens in (1, 300):
+            layer(empty(tokens, 2880))
     assert len(found) >= 6
     products = [kernel for kernel in found if kernel.kernel == "moe_gemm_kernel"]
     assert products

@@ -28,6 +28,7 @@ from kernels.devices.cuda.matmul.autotune import Choices
 from kernels.devices.cuda.matmul.linear import CudaLinear
 from kernels.devices.cuda.matmul.norm_then_linear import CudaNormThenLinear
 from kernels.devices.linear import NormThenLinear
+from kernels.devices.row_attention import CapAndSinks
 from kernels.sampling.masks import RowMasks
 from tests.kernels.devices.cuda.plain import bulk_in_triton
 
@@ -326,7 +327,15 @@ def filled(device: torch.device, dtype: torch.dtype, lengths: list[int], kv_head
     return cache, pages
 
 
-def reference(queries: Tensor, cache: Tensor, rows: AttentionRows, window: int, scale: float) -> Tensor:
+def reference(
+    queries: Tensor,
+    cache: Tensor,
+    rows: AttentionRows,
+    window: int,
+    scale: float,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     _, heads, dim = queries.shape
     kv_heads = cache.shape[2]
     found, offset = [], 0
@@ -339,7 +348,12 @@ def reference(queries: Tensor, cache: Tensor, rows: AttentionRows, window: int, 
         hidden = key > at
         if window:
             hidden |= key <= at - window
-        score = score.masked_fill(hidden.to(score.device), -torch.inf).softmax(-1)
+        score = cap * torch.tanh(score / cap) if cap else score
+        score = score.masked_fill(hidden.to(score.device), -torch.inf)
+        if sinks is not None:
+            beside = sinks.double().view(*score.shape[:2], 1, 1).expand(*score.shape[:3], 1)
+            score = torch.cat((score, beside), -1)
+        score = score.softmax(-1)[..., : start + count]
         found.append(torch.einsum("hgqk,hkd->qhgd", score, values).reshape(count, heads * dim))
         offset += count
     return torch.cat(found)
@@ -369,6 +383,29 @@ def test_attention_over_pages(device, dtype, window, heads, kv_heads, dim, page_
     scratch = DecodeScratch(device)
     for _ in range(2):  # the counters of split sequences must be back at zero
         near(attention(queries, cache, plan, scale, scratch), reference(queries, cache, rows, window, scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("cap", "sunk"), [(0.0, True), (3.0, False), (3.0, True)])
+@pytest.mark.parametrize("window", [0, 21])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "page_size"), [(6, 2, 24, 64), (8, 1, 64, 16)])
+@pytest.mark.parametrize("shape", ["decodes", "alone", "prefills", "drafts"])
+def test_attention_with_caps_and_sinks(device, dtype, cap, sunk, window, heads, kv_heads, dim, page_size, shape):
+    counts, starts = {
+        "decodes": ([1, 1, 1, 1], [0, 5, 200, 63]),
+        "alone": ([1], [300]),
+        "prefills": ([1, 150, 3], [70, 0, 70]),
+        "drafts": ([4, 2, 1], [300, 9, 64]),
+    }[shape]
+    lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+    cache, pages = filled(device, dtype, lengths, kv_heads, dim, page_size)
+    drafts, decodes = len(counts) if shape == "drafts" else 0, sum(count == 1 for count in counts)
+    rows = AttentionRows(np.array(starts), np.array(counts), pages, 0 if drafts else decodes, drafts)
+    queries = 3 * torch.randn(sum(counts), heads, dim, device=device).to(dtype)
+    sinks = torch.linspace(-9, 9, heads, device=device) if sunk else None  # some take nothing, some all
+    plan = plan_attention(rows, window, kv_heads, lambda array: torch.from_numpy(array.copy()).to(device))
+    found = attention(queries, cache, plan, dim**-0.5, DecodeScratch(device), CapAndSinks(cap, sinks))
+    near(found, reference(queries, cache, rows, window, dim**-0.5, cap, sinks))
 
 
 def test_sequences_are_split_until_the_device_is_full():

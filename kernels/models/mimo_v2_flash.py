@@ -1,0 +1,170 @@
+"""MiMo-V2-Flash (Xiaomi, arXiv 2601.02780): in all layers but the first and every sixth, heads see a short window and
+have sinks; these layers have twice as many key heads and rotate with a base of their own. Values are shorter than keys
+and scaled; here they are filled with zeros, so that one cache holds both. Experts are DeepSeek V3's, without a shared
+one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.contract.caches import CacheGroup, Paged, Window
+from kernels.contract.errors import ConfigError
+from kernels.core.operators import Linear
+from kernels.models.config import ConfigReader, ModelConfig
+from kernels.models.decoder import Decoder
+from kernels.models.layers import sparse
+from kernels.models.layers.block import SelfAttention
+from kernels.models.layers.builder import LayerBuilder, ModelBuilder
+from kernels.models.layers.gqa import head_order
+from kernels.models.layers.moe import DEEPSEEK
+from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear
+
+__all__ = ["build", "caches", "config", "tensors"]
+
+
+@dataclass(frozen=True)
+class MiMoV2Config(ModelConfig):
+    """``kv_heads``: of layers with a window. ``full_kv_heads``: of the others, of the whole model. ``all_heads``: the
+    whole model's. ``value_dim``: numbers of a value; ``value_scale`` multiplies them."""
+
+    full_kv_heads: int = 0
+    all_heads: int = 0
+    value_dim: int = 0
+    value_scale: float = 1.0
+
+    def layer(self, index: int) -> ModelConfig:
+        """The sizes of a layer, on this rank if the others are."""
+        if self.windows[index]:
+            return self
+        return dataclasses.replace(self, kv_heads=max(1, self.full_kv_heads * self.heads // self.all_heads))
+
+
+def config(raw: ConfigReader) -> ModelConfig:
+    """The sizes in config.json."""
+    raw, ropes = _as_transformers(raw), raw.raw.get("rope_parameters")
+    windows = _windows(raw)
+    experts = ConfigReader(
+        {"norm_topk_prob": True, **raw.raw, "n_shared_experts": None}, raw.architecture
+    ).deepseek_experts(raw.later_layers(1), "sigmoid", pair_sum=True)
+    full = raw.size("num_key_value_heads", min(4, max(1, raw.size("num_attention_heads") // 2)))
+    kv_heads = raw.size("swa_num_key_value_heads", 2 * full)
+    bias, dim = raw.flag("attention_bias"), raw.size("head_dim", 192)
+    values = raw.size("v_head_dim", 128)
+    if values > dim:
+        raise ConfigError(f"config.json: v_head_dim {values} is more than head_dim {dim}")
+    own: dict[str, Any] = {"num_key_value_heads": kv_heads}
+    if ropes is None:
+        part = raw.number("partial_rotary_factor", 0.334)
+        own["rope_parameters"] = {
+            "full_attention": {"rope_theta": raw.number("rope_theta", 5000000.0), "partial_rotary_factor": part},
+            "sliding_attention": {"rope_theta": raw.number("swa_rope_theta", 10000.0), "partial_rotary_factor": part},
+        }
+    reader = ConfigReader({**raw.raw, **own}, raw.architecture)
+    plain = reader.decoder(qkv_bias=bias, windows=windows, experts=experts, eps=1e-5, head_dim=192)
+    local = reader.local_rope(dim, 10000.0)
+    fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
+    return MiMoV2Config(
+        **fields | {"sinks": True, "ropes": {layer: local for layer, window in enumerate(windows) if window}},
+        full_kv_heads=full,
+        all_heads=plain.heads,
+        value_dim=values,
+        value_scale=raw.number("attention_value_scale", 0.707) if raw.raw.get("attention_value_scale", 1) else 1.0,
+    )
+
+
+def _as_transformers(raw: ConfigReader) -> ConfigReader:
+    """The lists of the published files in place of transformers'."""
+    own = dict(raw.raw)
+    pattern, sparse_layers = own.pop("hybrid_layer_pattern", None), own.pop("moe_layer_freq", None)
+    if isinstance(pattern, list) and own.get("layer_types") is None:
+        own["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
+    if isinstance(sparse_layers, list) and own.get("mlp_layer_types") is None:
+        own["mlp_layer_types"] = ["sparse" if one else "dense" for one in sparse_layers]
+    if type(size := own.get("sliding_window_size")) is int:  # tokens before a query
+        own["sliding_window"] = size + 1
+    if own.get("routed_scaling_factor", 1.0) is None:
+        own["routed_scaling_factor"] = 1.0
+    return ConfigReader(own, raw.architecture)
+
+
+def _windows(raw: ConfigReader) -> tuple[int, ...]:
+    """By ``layer_types``; the first and every sixth layer see all tokens where config.json has none."""
+    given = ConfigReader({"sliding_window": 129, **raw.raw}, raw.architecture)
+    if raw.raw.get("layer_types") is None:
+        window = given.size("sliding_window")
+        return tuple(window if layer and (layer + 1) % 6 else 0 for layer in range(raw.layers))
+    return given.patterned_windows(6)
+
+
+def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
+    """Every tensor of a checkpoint."""
+    return sparse.tensors(config, DEEPSEEK, _tensors)
+
+
+def _tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
+    assert isinstance(config, MiMoV2Config)
+    index = int(module.split(".")[2])
+    own, hidden, heads, bias = config.layer(index), config.hidden_size, config.heads, config.qkv_bias
+    queries, keys, values = (
+        heads * config.head_dim,
+        own.kv_heads * config.head_dim,
+        own.kv_heads * config.value_dim,
+    )
+    by_key_head, by_value = by_outputs((keys, own.kv_heads)), by_outputs((values, own.kv_heads))
+    yield from linear(f"{module}.q_proj", (queries, hidden), by_outputs((queries, heads)), f"{gguf}_q", bias=bias)
+    yield from linear(f"{module}.k_proj", (keys, hidden), by_key_head, f"{gguf}_k", bias=bias)
+    yield from linear(f"{module}.v_proj", (values, hidden), by_value, f"{gguf}_v", bias=bias)
+    width = heads * config.value_dim
+    yield from linear(f"{module}.o_proj", (hidden, width), by_inputs(width, heads), f"{gguf}_output")
+    if config.windows[index]:
+        name, split = f"{module}.attention_sink_bias", by_outputs((heads, heads))
+        yield TensorSpec(name, (heads,), Role.WIDE, split, None, (f"{module}.sinks",))
+
+
+def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
+    """Keys and values of all tokens, or of a window."""
+    assert isinstance(config, MiMoV2Config)
+    groups: dict[Paged | Window, list[int]] = {}
+    for index, window in enumerate(config.windows):
+        paged = Paged(config.layer(index).kv_heads, config.head_dim, config.head_dim)
+        groups.setdefault(Window(paged, window) if window else paged, []).append(index)
+    return tuple(CacheGroup(spec, tuple(layers)) for spec, layers in groups.items())
+
+
+def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
+    """The decoder of one rank, whose sizes are ``config``."""
+    return sparse.build(config, builder, DEEPSEEK, _attention)
+
+
+def _attention(builder: LayerBuilder, config: ModelConfig, module: str, window: int) -> SelfAttention:
+    assert isinstance(config, MiMoV2Config)
+    own, dim, short, scale = (
+        config.layer(int(module.split(".")[2])),
+        config.head_dim,
+        config.value_dim,
+        config.value_scale,
+    )
+    order, rotated = head_order(config) or range(dim), own.heads + own.kv_heads
+    places = [head * dim + place for head in range(rotated) for place in order]
+    keys = builder.ordered(places, f"{module}.q_proj", f"{module}.k_proj")
+    values, output = builder.linear(f"{module}.v_proj"), builder.row_parallel(f"{module}.o_proj")
+
+    def qkv(x: Tensor) -> Tensor:
+        filled = F.pad(values(x).view(len(x), own.kv_heads, short) * scale, (0, dim - short))
+        return torch.cat((keys(x), filled.flatten(1)), 1)
+
+    def cut(x: Tensor) -> Tensor:
+        return output(x.view(len(x), own.heads, dim)[..., :short].flatten(1))
+
+    compose = builder.ops.elementwise.compose
+    sinks = builder.source.take([f"{module}.attention_sink_bias"]) if window else None
+    made: Linear = compose(qkv, lambda x: x)
+    return SelfAttention(builder, own, made, compose(cut, lambda x: x), window, sinks=sinks, plain=True)
