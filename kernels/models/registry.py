@@ -137,7 +137,7 @@ BUILT_IN = (
     Entry("GraniteMoeForCausalLM", "kernels.models.granite_moe"),
     Entry("GraniteMoeHybridForCausalLM", "kernels.models.granite_moe_hybrid"),
     Entry("Grok1ForCausalLM", "kernels.models.grok"),
-    Entry("HunYuanDenseV1ForCausalLM", "kernels.models.hunyuan"),
+    Entry("HunYuanDenseV1ForCausalLM", "kernels.models.hunyuan", gguf="hunyuan-dense"),
     Entry("HunYuanMoEV1ForCausalLM", "kernels.models.hunyuan_moe"),
     Entry("InternLM2ForCausalLM", "kernels.models.internlm2"),
     Entry("KimiLinearForCausalLM", "kernels.models.kimi_linear"),

@@ -83,7 +83,6 @@ DIVISIBLE |= {
     "parallel-deepseek-v3.2": ("DeepseekV32", INDEXED | {"vocab_size": 212}),
     "parallel-gpt-oss": ("GptOss", GPT_OSS | {"vocab_size": 212}),
     "parallel-minicpm3": ("MiniCPM3", DEEPSEEK | {"vocab_size": 212, "pad_token_id": 0}),
-    "parallel-qwen3-next": ("Qwen3Next", SHARED | DELTA | {"vocab_size": 212}),
 }
 
 DIVISIBLE |= {

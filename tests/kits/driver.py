@@ -583,12 +583,14 @@ HYBRID: dict[str, tuple[str, dict[str, Any]]] = {  # decoders of which some laye
     "falcon-h1": ("FalconH1", FALCON),
     "falcon-h1-normed": (
         "FalconH1",
-        FALCON | {"mamba_rms_norm": True, "projectors_bias": True, "mamba_proj_bias": True, "attention_bias": True},
+        FALCON
+        | {"mamba_rms_norm": True, "projectors_bias": True, "mamba_proj_bias": True, "attention_bias": True}
+        | {"time_step_limit": [0.4, 1.1]},
     ),
     "granite-4": ("GraniteMoeHybrid", GRANITE_HYBRID | {"num_local_experts": 5}),
     "granite-4-dense": (
         "GraniteMoeHybrid",
-        GRANITE_HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 2},
+        GRANITE_HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope"},
     ),
     "lfm2": ("Lfm2", CONVOLUTIONS),
     "lfm2-biased": ("Lfm2", CONVOLUTIONS | {"conv_bias": True, "block_auto_adjust_ff_dim": False}),

@@ -46,6 +46,7 @@ def write_gguf(
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     family = config["architectures"][0].removesuffix("ForCausalLM").lower()
     same = {"mistral": "llama", "mixtral": "llama", "deepseekv2": "deepseek2", "deepseekv3": "deepseek2"}
+    same["hunyuandensev1"] = "hunyuan-dense"
     arch = same.get(family, family)
     writer = gguf.GGUFWriter(file, arch)
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
@@ -76,7 +77,9 @@ def write_gguf(
     _rope(writer, config, dim)
     if (model / "tokenizer.json").is_file():
         _tokenizer(writer, model, pre)
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(
+        getattr(gguf.MODEL_ARCH, arch.upper().replace("-", "_")), config["num_hidden_layers"]
+    )
     held = load_file(model / "model.safetensors")
     if arch == "deepseek2":
         held = _of_deepseek(held, config, apart_kv)
@@ -209,7 +212,8 @@ def _of_deepseek(tensors: dict[str, torch.Tensor], config: dict[str, Any], apart
 
 def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
     rope = config.get("rope_parameters") or {}
-    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    base = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    writer.add_rope_freq_base(base * rope.get("alpha", 1.0) ** (dim / (dim - 2)))
     kind = rope.get("rope_type", "default")
     if kind == "yarn" and "mscale_all_dim" in rope:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)

@@ -10,7 +10,7 @@ import triton
 
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.tree import DraftTree
-from kernels.devices.cuda.attention.decode import DecodeScratch
+from kernels.devices.cuda.attention.decode import PLAIN, DecodeScratch
 from kernels.devices.cuda.attention.moving import move_accepted, move_caches
 from kernels.devices.cuda.attention.plan import attention, plan_attention, plan_draft
 from kernels.devices.cuda.attention.verify import HEADER
@@ -35,6 +35,7 @@ from kernels.devices.cuda.matmul.linear import CudaLinear
 from kernels.devices.cuda.matmul.number_conversions import BYTES, EIGHTHS, NIBBLES
 from kernels.devices.cuda.matmul.qkv_projection import project
 from kernels.devices.draft_kernels import AcceptedBuffers, AcceptedTokens, TreeShape
+from kernels.devices.row_attention import CapAndSinks
 from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight
 from tests.kernels.devices.cuda.compiled import SHARED, compiling, empty, put
 
@@ -43,6 +44,8 @@ pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels 
 LLAMA = (32, 8, 128)  # query heads, key heads, dimension
 QWEN = (16, 8, 128)
 SMALL = (14, 2, 64)
+GPT_OSS = (64, 8, 64)
+GEMMA_2 = (8, 4, 256)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -229,7 +232,7 @@ def invariant(dtype):
     attend(dtype, *LLAMA, 64, scratch=False)
 
 
-def attend(dtype, heads, kv_heads, dim, page_size, windows=(0,), scratch=True):
+def attend(dtype, heads, kv_heads, dim, page_size, windows=(0,), scratch=True, extra=PLAIN):
     """Decodes, drafts as chains and as trees, and prompts."""
     cache, pages = empty(99, 2, kv_heads, page_size, dim, dtype=dtype), 9
     scratch = DecodeScratch(torch.device("meta")) if scratch else None
@@ -240,12 +243,18 @@ def attend(dtype, heads, kv_heads, dim, page_size, windows=(0,), scratch=True):
             starts = np.full(len(counts), held) - counts
             rows = AttentionRows(starts, np.array(counts), table, len(counts) if counts[0] == 1 else 0)
             plan = plan_attention(rows, window, kv_heads, put)
-            attention(empty(sum(counts), heads, dim, dtype=dtype), cache, plan, 0.1, scratch)
+            attention(empty(sum(counts), heads, dim, dtype=dtype), cache, plan, 0.1, scratch, extra)
         for tokens, tree in ((4, False), (16, True), (64, True)):
             bits = empty(2, tokens, dtype=torch.int64) if tree else None
             starts, table = empty(2, dtype=torch.int64), empty(2, pages, dtype=torch.int64)
             plan = plan_draft(starts, table, tokens, bits, starts, window, page_size)
-            attention(empty(2 * tokens, heads, dim, dtype=dtype), cache, plan, 0.1, scratch)
+            attention(empty(2 * tokens, heads, dim, dtype=dtype), cache, plan, 0.1, scratch, extra)
+
+
+def capped(dtype):
+    """gpt-oss and Gemma 2."""
+    attend(dtype, *GPT_OSS, 64, (128,), extra=CapAndSinks(0.0, empty(GPT_OSS[0], dtype=FP32)))
+    attend(dtype, *GEMMA_2, 64, (0,), extra=CapAndSinks(50.0))
 
 
 SHORT = {
@@ -261,6 +270,7 @@ LONG = {
     "llama": lambda dtype: attend(dtype, *LLAMA, 64),
     "eight bits": eight_bits,
     "groups": groups,
+    "capped": capped,
     "small": lambda dtype: attend(dtype, *SMALL, 16, (100,)),
 }
 SPILLED = {

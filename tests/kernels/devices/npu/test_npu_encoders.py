@@ -9,6 +9,7 @@ import pytest
 
 from kernels.contract.tasks import Classify, Embed
 from tests.kits.tiny_encoder import make_tiny_encoder
+from tests.kits.tiny_model import make_tiny_model
 from tests.kits.vectors import inputs, run
 
 
@@ -19,5 +20,16 @@ def test_an_encoder_gives_the_numbers_of_the_cpu(labels: int, dtype: str, close:
     _, expected = run(tmp_path, inputs(vocab=vocab), task)
     info, found = run(tmp_path, inputs(vocab=vocab), task, device="npu", dtype=dtype, page_size=128)
     assert info.device.startswith("npu")
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=close)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-5), ("bfloat16", 6e-2)])
+def test_a_decoder_attends_in_both_directions_as_on_the_cpu(dtype: str, close: float, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, architectures=["Qwen3Model"], is_causal=False)
+    _, expected = run(tmp_path, inputs(), Embed())
+    info, found = run(tmp_path, inputs(), Embed(), device="npu", dtype=dtype, page_size=128)
+    assert info.pooling is not None
+    assert info.pooling.encoder
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=close)

@@ -156,6 +156,7 @@ def test_a_tied_table_stays_quantized(kind, most, drive, tmp_path):
     [
         *("llama2", "llama3.1", "llama-biased", "llama-linear", "llama-yarn", "mistral-full", "qwen2", "qwen3"),
         *("mixtral", "parallel-moe", "parallel-shared", "deepseek-v2", "deepseek-v2-lite", "parallel-deepseek-v3"),
+        "hunyuan",
     ],
 )
 def test_families_compute_what_their_directories_do(family, reference, drive, prompts, tmp_path):
