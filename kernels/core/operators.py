@@ -81,12 +81,14 @@ class Draw(Protocol):
         ids: Tensor | None,
         vocab: int,
         masks: Masks | None = None,
+        rows: npt.NDArray[np.int64] | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """Logits [rows, vocab], draws [rows], positions int64 [rows] -> what ``Greedy`` finds, sampled. None: not of
         such logits, or not yet.
 
         ``ids`` int64: the tokens that logits are of, of ``vocab`` in all, whose noise counts; None: their own indices.
-        ``masks``: of the rows; the logits of other tokens are overwritten.
+        ``masks``: of the rows; the logits of other tokens are overwritten. ``rows``: of the logits, those that are
+        drawn from; None: all.
         """
         ...
 

@@ -33,12 +33,14 @@ class Attention(ABC, Generic[Cache, Plan]):
     built once per step from host arrays and shared by all layers.
 
     ``signed_sines``: whether ``rotate`` takes the sines of the first half negated. ``pairs_latent``: whether
-    ``place_latent`` rotates neighbors of a vector against one another, not halves. ``plans_latent``, ``plans_caps``:
+    ``place_latent`` rotates neighbors of a vector against one another, not halves. ``invariant_latent``: whether
+    results of ``attend_latent`` depend on nothing but a query and what it sees. ``plans_latent``, ``plans_caps``:
     whether ``attend_latent``, or ``attend_capped``, reads the plan of all tokens instead of rows on the host.
     """
 
     signed_sines: bool = True
     pairs_latent: bool = False
+    invariant_latent: bool = False
     plans_latent: bool = False
     plans_caps: bool = False
 

@@ -220,7 +220,9 @@ def _open_groups(
             f"{part.eager_attention} of {part.architecture} is not for a cache whose static scales have offsets: leave "
             "--kv-cache-dtype out, or scale tokens dynamically"
         )
-    if part.latent is not None and config.invariant:
+    latent = part.latent
+    dependent = latent is not None and (latent.index is not None or not device.attention.invariant_latent)
+    if dependent and config.invariant:
         raise ConfigError(
             f"latent attention of {part.architecture} has no form whose results are independent of the chunks of "
             "prompts; leave --enable-deterministic-inference out"

@@ -49,6 +49,10 @@ class Matcher(Protocol):
         the only ones that a backend allows. May be empty all the same."""
         ...
 
+    def certain(self) -> list[int]:
+        """The next tokens, where the mask of each allows it alone. May be empty all the same."""
+        ...
+
     def fill(self, row: Bits) -> None:
         """Write which tokens are allowed next, end-of-text tokens among them where the text may end. Raises
         GrammarError where the grammar is too much for the library."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from ctypes import addressof, c_char
 
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
@@ -82,23 +83,34 @@ class LlMatcher:
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self._matcher = matcher
+        self._certain: list[int] = matcher.compute_ff_tokens()
 
     def follow(self, token: int) -> bool:
-        return self._matcher.consume_token(token)
+        result = self._matcher.consume_token(token)
+        self._certain = self._matcher.compute_ff_tokens()
+        return result
 
     def accept(self, token: int) -> bool:
         # The library consumes any tokens of forced bytes, but its mask allows their canonical one alone.
-        forced = self._matcher.compute_ff_tokens()
-        return (not forced or token == forced[0]) and self._matcher.try_consume_tokens([token]) == 1
+        certain = self._certain
+        if (certain and token != certain[0]) or self._matcher.try_consume_tokens([token]) != 1:
+            return False
+        # Now its state is in the processor's cache. To find the tokens of a long text takes longer than to take them.
+        self._certain = certain[1:] or self._matcher.compute_ff_tokens()
+        return True
 
-    def forced(self) -> list[int]:
-        return self._matcher.compute_ff_tokens()
+    def certain(self) -> list[int]:
+        return self._certain
+
+    forced = certain
 
     def rollback(self, tokens: int) -> None:
         self._matcher.rollback(tokens)
+        self._certain = self._matcher.compute_ff_tokens()
 
     def fill(self, row: Bits) -> None:
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        address = addressof(c_char.from_buffer(row.data))  # a fifth of the time of row.ctypes.data
+        self._matcher.unsafe_compute_mask_ptr(address, row.nbytes)
         if self._matcher.is_error():
             raise GrammarError(_first_lines(self._matcher.get_error()))
 

@@ -21,7 +21,7 @@ from kernels.grammar.backend import Bits, Compiled, Matcher
 from kernels.grammar.compiler import GrammarCompiler
 from kernels.sampling.masks import RowMasks
 
-__all__ = ["NO_MASKS", "GrammarSlots", "StepMasks", "TextTree"]
+__all__ = ["NO_MASKS", "GrammarSlots", "StepMasks", "TextTree", "bit"]
 
 KeptBits = Callable[[Longs], npt.NDArray[np.bool_]]
 
@@ -86,13 +86,15 @@ class GrammarSlots:
         self._eos = frozenset(settings.eos_ids)
         self._memory, self._table = memory, table
         self._texts: dict[int, _Text] = {}
+        self._errors: dict[int, str] = {}
         self._arriving: list[tuple[PendingCopies, KeptBits | None, list[tuple[int, _Text]]]] = []
         threads = 1 if table is not None else min(_THREADS, usable_cores())
         self._pool = ThreadPoolExecutor(threads - 1, "grammar-masks") if threads > 1 else None
         self._threads = threads
-        self._thought: Bits = np.full(-(-vocab_size // 32), _ALL, dtype=np.int32)
+        self.words = -(-vocab_size // 32)
+        self._thought: Bits = np.full(self.words, _ALL, dtype=np.int32)
         for token in self._eos:
-            self._thought[token // 32] &= ~_bit(token)
+            self._thought[token // 32] &= ~bit(token)
 
     def close(self) -> None:
         """End the threads."""
@@ -116,11 +118,13 @@ class GrammarSlots:
         text = _Text(compiled, sampling, self._eos, admission.prompt_length, len(self._thought))
         if self._table is None:
             text.arrived = output
+        self._errors.pop(admission.slot, None)
         self._texts[admission.slot] = text
 
     def release(self, slot: int) -> None:
         """Forget the slot's text."""
         self._texts.pop(slot, None)
+        self._errors.pop(slot, None)
 
     def masks(
         self, slots: Sequence[int], lengths: Sequence[int], trees: Mapping[int, TextTree] | None = None
@@ -148,33 +152,48 @@ class GrammarSlots:
             end = place + (1 if tree is None else len(tree.tokens))
             work.append((text, slots[row], lengths[row], bits[place:end], tree))
         self._fill_all(work)
-        errors = {slots[row]: text.error for text, row in zip(texts, rows, strict=True) if text.error}
-        return StepMasks(RowMasks(np.array(rows, dtype=np.int64), bits, self._memory.put), errors)
+        if not bits.any(axis=1).all():
+            for _, slot, _, own, _ in work:
+                if not own[0].any():
+                    self.fail(slot, "no token may follow")
+                    own[:] = _ALL
+        return StepMasks(RowMasks(np.array(rows, dtype=np.int64), bits, self._memory.put), self.errors(slots))
 
     def accept(self, slots: Sequence[int], lengths: Sequence[int], tokens: Sequence[int]) -> list[int]:
         """Advance by a token of each slot, sampled without a mask after its first ``lengths`` tokens; slots without a
         text accept everything. Returns the indices whose grammar does not allow the token: their state is unchanged.
         Only where the device is the host. ``errors`` says which grammars cannot go on."""
         refused: list[int] = []
-        begun = time.thread_time()
+        begun, started = time.thread_time(), time.perf_counter()
         for row, slot in enumerate(slots):
             text = self._texts.get(slot)
             if text is None or text.error:
                 continue
-            started = time.perf_counter()
             try:
                 if text.position < lengths[row]:
                     text.follow(self._tokens(text, slot, lengths[row]))
                 if not text.accept(tokens[row]):
                     refused.append(row)
-                text.charge(started, begun)
+                started = text.charge(started, begun)
             except Exception as error:  # of one text: others go on
-                text.fail(error)
+                self.fail(slot, error)
+                started = time.perf_counter()
         return refused
 
-    def fail(self, slot: int, reason: str) -> None:
+    def certain(self, slots: Sequence[int], lengths: Sequence[int]) -> dict[int, int]:
+        """By index, the only token that a slot's grammar allows after its first ``lengths`` tokens, where that is known
+        already."""
+        result = {}
+        for at, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+            text = self._texts.get(slot)
+            if text is not None and not text.error and (token := text.certain(length)) >= 0:
+                result[at] = token
+        return result
+
+    def fail(self, slot: int, reason: object) -> None:
         """The text of this slot cannot go on."""
-        self._texts[slot].fail(reason)
+        text = self._texts[slot]
+        self._errors[slot] = text.error = f"the grammar cannot go on: {reason}"
 
     def forced(self, slot: int, length: int) -> list[int]:
         """``Matcher.forced`` after the first ``length`` tokens of a slot; empty where it has no grammar, or where these
@@ -190,13 +209,13 @@ class GrammarSlots:
             result = text.forced() if text.position == length else []
             text.charge(started, begun)
         except Exception as error:  # of one text: others go on
-            text.fail(error)
+            self.fail(slot, error)
             return []
         return result
 
     def errors(self, slots: Sequence[int]) -> dict[int, str]:
         """By slot, why its grammar cannot go on."""
-        return {slot: text.error for slot in slots if (text := self._texts.get(slot)) is not None and text.error}
+        return {slot: self._errors[slot] for slot in slots if slot in self._errors} if self._errors else {}
 
     def sampled(
         self, slots: Sequence[int], tokens: Tensor, outcome: Tensor | None = None, kept: KeptBits | None = None
@@ -223,19 +242,18 @@ class GrammarSlots:
     def _fill(self, work: list[_Work]) -> None:
         """Follow texts and fill their masks. An error is the text's own; others go on."""
         begun = time.thread_time()  # before the first text: to read it takes a call of the system
+        started = time.perf_counter()
         for text, slot, length, rows, tree in work:
             if not text.error:
-                tokens, started = self._tokens(text, slot, length), time.perf_counter()
                 try:
-                    text.follow(tokens)
+                    text.follow(self._tokens(text, slot, length))
                     text.fill(rows[0], self._thought)
-                    if not rows[0].any():
-                        raise GrammarError("no token may follow")
                     if tree is not None:
                         text.fill_tree(tree, rows, self._thought)
-                    text.charge(started, begun)
+                    started = text.charge(started, begun)
                 except Exception as error:
-                    text.fail(error)
+                    self.fail(slot, error)
+                    started = time.perf_counter()
             if text.error:
                 rows[:] = _ALL
 
@@ -250,7 +268,7 @@ class GrammarSlots:
 
     def _tokens(self, text: _Text, slot: int, length: int) -> list[int]:
         if self._table is not None:
-            result: list[int] = self._table[slot, text.position : length].tolist()
+            result: list[int] = self._table[slot, text.position : length].tolist() if text.position < length else []
             return result
         arrived, text.arrived = text.arrived, []
         return arrived
@@ -260,7 +278,8 @@ _Work = tuple["_Text", int, int, Bits, TextTree | None]
 """A text, its slot, the tokens before its mask, and the masks of the text and of its tree's other nodes."""
 
 
-def _bit(token: int) -> Any:
+def bit(token: int) -> Any:
+    """Of a mask's word."""
     return _BITS[token % 32]
 
 
@@ -281,17 +300,15 @@ class _Text:
         self._begin = self.position = position
         self.arrived: list[int] = []
 
-    def fail(self, reason: object) -> None:
-        self.error = f"the grammar cannot go on: {reason}"
-
-    def charge(self, started: float, begun: float) -> None:
-        """Count the time since ``started``, at most the thread's own since ``begun``. Raises GrammarError where the
-        text has taken too much."""
-        seconds = time.perf_counter() - started
-        if seconds > _FREE_SECONDS:
-            self._spent += min(seconds, time.thread_time() - begun)
-        if self._spent > _TEXT_SECONDS + _TOKEN_SECONDS * (self.position - self._begin):
-            raise GrammarError("it takes too long to follow; simplify it")
+    def charge(self, started: float, begun: float) -> float:
+        """Count the time since ``started``, at most the thread's own since ``begun``. Returns the time now. Raises
+        GrammarError where the text has taken too much."""
+        now = time.perf_counter()
+        if now - started > _FREE_SECONDS:
+            self._spent += min(now - started, time.thread_time() - begun)
+            if self._spent > _TEXT_SECONDS + _TOKEN_SECONDS * (self.position - self._begin):
+                raise GrammarError("it takes too long to follow; simplify it")
+        return now
 
     def follow(self, tokens: list[int]) -> None:
         """Raises GrammarError for a token that the grammar does not allow."""
@@ -303,11 +320,20 @@ class _Text:
         """Advance by a token. False: the grammar does not allow it; the state is unchanged."""
         return self._step(token, False)
 
+    def certain(self, length: int) -> int:
+        """The only token that the grammar allows after ``length`` tokens, where that is known; else -1."""
+        matcher = self._matcher
+        if matcher is None or self.position != length or self._after or self._ended or self._opens >= 0:
+            return -1
+        tokens = matcher.certain()
+        return tokens[0] if tokens and tokens[0] not in self._eos else -1
+
     def _step(self, token: int, sure: bool) -> bool:
         """``sure``: the token was sampled with a mask. If it is wrong all the same, the state is of no further use."""
         opens, after = self._opens, self._after
         if not after and not self._ended and token not in self._eos:  # nearly always
-            allowed = self._started().follow(token) if sure else self._started().accept(token)
+            matcher = self._matcher or self._started()
+            allowed = matcher.follow(token) if sure else matcher.accept(token)
             self.position += allowed
             self._consumed += allowed
             return allowed
@@ -333,7 +359,7 @@ class _Text:
     def _may_end(self, token: int) -> bool:
         row = np.zeros(self._words, dtype=np.int32)
         self._started().fill(row)
-        return bool(row[token // 32] & _bit(token))
+        return bool(row[token // 32] & bit(token))
 
     def fill(self, row: Bits, thought: Bits) -> None:
         """Write the allowed tokens. ``thought``: those of a text before its grammar."""
@@ -341,7 +367,7 @@ class _Text:
             row[:] = _ALL
         elif self._opens >= 0:
             self._started().fill(row)
-            row[self._opens // 32] |= _bit(self._opens)
+            row[self._opens // 32] |= bit(self._opens)
         elif self._after:
             row[:] = thought
         else:
@@ -360,7 +386,7 @@ class _Text:
             for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
                 if not node:
                     continue
-                possible = parent in taken and bool(rows[parent][token // 32] & _bit(token))
+                possible = parent in taken and bool(rows[parent][token // 32] & bit(token))
                 if possible and self._take(tree, node, path):
                     taken.add(node)
                     self.fill(rows[node], thought)

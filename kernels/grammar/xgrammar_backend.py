@@ -104,6 +104,9 @@ class XMatcher:
         result: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
         return result
 
+    def certain(self) -> list[int]:
+        return []  # it allows other tokens of a forced text
+
     def rollback(self, tokens: int) -> None:
         self._matcher.rollback(tokens)
 

@@ -3,7 +3,7 @@
 The noise of a token depends on its id, not on the other tokens (decision 0002). So the winner among all tokens is also
 the winner among the allowed ones, if it is allowed: most masks need not be computed. A row whose token is not allowed
 is drawn again with a mask, and its next token is drawn with one at once. So are all tokens of rows with top-k, top-p or
-min-p, whose cut depends on the mask.
+min-p, whose cut depends on the mask, and tokens that are known to be the only ones, whose mask is one bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.contract.step import RowError
 from kernels.core.arrays import Ints, Longs, ragged
 from kernels.core.operators import Draw, Draws, Masks
-from kernels.grammar.slots import GrammarSlots
+from kernels.grammar.slots import GrammarSlots, bit
 from kernels.sampling.masks import RowMasks
 from kernels.sampling.sampler import Sampler
 from kernels.state.slots import SlotTable
@@ -30,7 +30,7 @@ __all__ = ["MaskedRows", "NativeChainsResult", "NativeGrammars"]
 class MaskedRows:
     """Rows with a grammar of a batch: their indices ``rows`` and ``slots`` int64 [n], and their ``draws`` [n].
     ``cut`` bool [n]: rows where what is sampled can depend on the mask, even if the token drawn without one is allowed.
-    ``early``: the rows that the next step draws with a mask at once."""
+    ``early``: the rows that the next step draws with a mask at once, where they may have several tokens."""
 
     def __init__(self, rows: list[int], named: Sequence[int], draws: Draws) -> None:
         self.rows: Longs = np.array(rows, dtype=np.int64)
@@ -39,16 +39,12 @@ class MaskedRows:
         self.draws = draws
         cut = (draws["top_k"] > 0) | (draws["top_p"] < 1) | (draws["log_min_p"] > -np.inf)
         self.cut: npt.NDArray[np.bool_] = cut & (draws["temperature"] > 0)
-        self.early: list[int] = np.flatnonzero(self.cut).tolist()
-
-    def others(self) -> list[int]:
-        """Those that are not ``early``."""
-        early = set(self.early)
-        return [at for at in range(len(self.named)) if at not in early]
+        self._always = np.flatnonzero(self.cut).tolist()
+        self.early: set[int] = set(self._always)
 
     def refused(self, some: list[int]) -> None:
         """The tokens of these were not allowed."""
-        self.early = sorted({*np.flatnonzero(self.cut).tolist(), *some})
+        self.early = {*self._always, *some}
 
 
 class NativeChainsResult(NamedTuple):
@@ -76,13 +72,21 @@ class NativeGrammars:
 
     def masks(self, masked: MaskedRows, rows: int) -> Masks | None:
         """Masks for a step of so many ``rows``; None if no row needs one before it is drawn."""
-        if not masked.early:
+        lengths = self._state.known[masked.slots]
+        certain = self._grammars.certain(masked.named, lengths.tolist())
+        some = [at for at in masked.early if at not in certain]
+        if not certain and not some:
             return None
-        result = self._of(masked, np.array(masked.early, dtype=np.int64), self._state.known[masked.slots])
-        if result is None:
-            return None
-        bits: Ints = np.full((rows, result.bits.shape[1]), -1, dtype=np.int32)
-        bits[masked.rows[masked.early]] = result.bits
+        bits: Ints = np.full((rows, self._grammars.words), -1, dtype=np.int32)
+        for at, token in certain.items():
+            row = bits[masked.rows[at]]
+            row[:] = 0
+            row[token // 32] = bit(token)
+        if some:
+            chosen = np.array(some, dtype=np.int64)
+            result = self._of(masked, chosen, lengths[chosen])
+            if result is not None:
+                bits[masked.rows[chosen]] = result.bits
         return bits
 
     def check(self, masked: MaskedRows, logits: Tensor, tokens: bytes) -> tuple[bytes, tuple[RowError, ...]]:
@@ -90,13 +94,7 @@ class NativeGrammars:
         Also returns the rows whose grammar cannot go on. ``logits`` [rows, vocab] that they were drawn from."""
         result = np.frombuffer(tokens, dtype=np.int32)
         lengths = self._state.known[masked.slots] - 1
-        known, drawn, early = lengths.tolist(), result[masked.rows].tolist(), masked.early
-        if early:
-            some = masked.others()
-            arguments = ([each[at] for at in some] for each in (masked.named, known, drawn))
-            refused = [some[at] for at in self._grammars.accept(*arguments)]
-        else:
-            refused = self._grammars.accept(masked.named, known, drawn)
+        refused = self._grammars.accept(masked.named, lengths.tolist(), result[masked.rows].tolist())
         masked.refused(refused)
         if refused:
             result = result.copy()
@@ -169,7 +167,7 @@ class NativeGrammars:
             result.append(last)
         return result
 
-    def _accept(self, masked: MaskedRows, some: Longs, lengths: Longs, tokens: Ints) -> list[int]:
+    def _accept(self, masked: MaskedRows, some: Longs, lengths: Longs, tokens: Ints | Longs) -> list[int]:
         named = masked.slots[some].tolist()
         return self._grammars.accept(named, lengths.tolist(), tokens.tolist())
 
@@ -178,31 +176,28 @@ class NativeGrammars:
         return tuple(RowError(slot, int(generation[slot]), why, invalid=True) for slot, why in result.items())
 
     def _of(self, masked: MaskedRows, some: Longs, lengths: Longs) -> RowMasks | None:
-        return self._grammars.masks(masked.slots[some].tolist(), lengths[some].tolist()).masks
+        """The masks of the rows ``some`` after so many tokens."""
+        return self._grammars.masks(masked.slots[some].tolist(), lengths.tolist()).masks
 
     def _draw_again(self, masked: MaskedRows, some: Longs, lengths: Longs, logits: Tensor, found: Ints) -> None:
         """Draw the rows ``some`` of the masked ones with their masks, into ``found`` and the table."""
         rows, known = masked.rows[some], lengths[some]
         assert self._state.here is not None
-        found[rows] = self._drawn(masked, some, known, logits, rows)
-        self._state.here[masked.slots[some], known] = found[rows]
+        found[rows] = drawn = self._drawn(masked, some, known, logits, rows)
+        self._state.here[masked.slots[some], known] = drawn
+        self._accept(masked, some, known, drawn)  # now, while the texts' state is in the processor's cache
 
     def _drawn(self, masked: MaskedRows, some: Longs, lengths: Longs, logits: Tensor, places: Longs) -> Longs:
         """The tokens of the rows ``some`` that follow ``lengths`` tokens, drawn from ``places`` of the logits with
-        masks."""
-        masks = self._grammars.masks(masked.slots[some].tolist(), lengths.tolist()).masks
+        masks. The logits of other tokens are overwritten."""
+        masks = self._of(masked, some, lengths)
         assert masks is not None
-        chosen, at = _chosen(logits, places), torch.from_numpy(lengths)
-        drawn = self._draw(chosen, masked.draws[some], at, None, chosen.shape[1], masks.bits)
+        at = torch.from_numpy(lengths)
+        drawn = self._draw(logits, masked.draws[some], at, None, logits.shape[1], masks.bits, places)
         assert drawn is not None, "the device recorded the pass"
         tokens: Longs = drawn[0].numpy()
-        for place in np.flatnonzero(drawn[1].numpy()).tolist():
-            self._grammars.fail(masked.named[some[place]], "the model gives no token that it allows a finite logit")
+        broken = drawn[1].numpy()
+        if broken.any():
+            for place in np.flatnonzero(broken).tolist():
+                self._grammars.fail(masked.named[some[place]], "the model gives no token that it allows a finite logit")
         return tokens
-
-
-def _chosen(logits: Tensor, places: Longs) -> Tensor:
-    """Copies of these rows. numpy copies so few faster than torch, whose threads would wake."""
-    if logits.dtype != torch.bfloat16:
-        return logits[torch.from_numpy(places)]
-    return torch.from_numpy(logits.view(torch.int16).numpy()[places]).view(torch.bfloat16)

@@ -2,12 +2,19 @@
 
     python -m tests.bench grammar                                  # its own server, the included model
     python -m tests.bench grammar --points 1:32:128,32:32:128 -- --grammar-backend xgrammar
-    python -m tests.bench grammar --shape 8b --points 1:512:128,64:512:128    # a GPU, made-up weights and vocabulary
+    python -m tests.bench grammar --schema long-texts              # which the included model would end much earlier
+    python -m tests.bench grammar --schema long-texts --shape 8b --points 1:512:128,64:512:128    # a GPU, made-up
+                                                                   # weights and vocabulary
 
 A point is ``concurrency:input tokens:output tokens``. Each round runs it three times, one after the other: without a
-grammar, with one schema of ten fields for all requests, and with a new schema in every request. The fields are texts
-long enough that no answer is complete before its last token, so all runs have the same tokens. The processor time of
-the server's processes says more than its speed where other programs run beside it.
+grammar, with one schema of ten fields for all requests, and with a new schema in every request. All answers have the
+same number of tokens.
+
+Prompts are random tokens. ``--schema fields``: ten ordinary fields of a customer, without bounds; their names alone
+take 127 tokens of the included model. ``--schema long-texts``: ten texts of at least 100 characters, which the included
+model would end earlier, so that the grammar refuses a quarter of its tokens.
+
+The processor time of the server's processes says more than its speed where other programs run beside it.
 """
 
 from __future__ import annotations
@@ -32,20 +39,37 @@ from tests.bench.serving import Client, OwnServer, Point, Sample
 
 __all__ = ["main"]
 
-FIELDS = 10
 NONE, SAME, NEW = "no grammar", "one schema", "a new schema each"
+FIELDS = {
+    "customer_first_name": "string",
+    "customer_last_name": "string",
+    "email_address": "string",
+    "telephone_number": "string",
+    "street_and_house_number": "string",
+    "postal_code": "string",
+    "date_of_birth": "string",
+    "number_of_orders": "integer",
+    "account_balance_in_euros": "number",
+    "receives_newsletter": "boolean",
+}
 
 
-def schema(number: int) -> dict[str, object]:
+def fields(number: int) -> dict[str, object]:
+    """A schema of ten ordinary fields; their names differ by ``number``."""
+    return _object({f"{name}_{number}": {"type": kind} for name, kind in FIELDS.items()})
+
+
+def long_texts(number: int) -> dict[str, object]:
     """A schema of ten texts of 100 characters; its fields' names differ by ``number``."""
-    names = [f"field_{number}_{field}" for field in range(FIELDS)]
-    texts = {"type": "string", "minLength": 100, "maxLength": 200}
-    return {
-        "type": "object",
-        "properties": dict.fromkeys(names, texts),
-        "required": names,
-        "additionalProperties": False,
-    }
+    text = {"type": "string", "minLength": 100, "maxLength": 200}
+    return _object({f"field_{number}_{field}": text for field in range(10)})
+
+
+def _object(properties: dict[str, object]) -> dict[str, object]:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+SCHEMAS = {"fields": fields, "long-texts": long_texts}
 
 
 async def run(url: str, model: str, point: Point, form: Callable[[], object], requests: int, seed: str) -> list[float]:
@@ -77,6 +101,8 @@ async def run(url: str, model: str, point: Point, form: Callable[[], object], re
         await client.close()
     if errors := [sample.error for sample in samples if sample.error]:
         raise SystemExit(f"{len(errors)} requests failed: {errors[0]}")
+    if any(sample.tokens != point.output_len for sample in samples):
+        raise SystemExit(f"an answer was complete before its token {point.output_len}; ask for fewer")
     return [sum(sample.tokens for sample in samples) / seconds, statistics.median(sample.ttft for sample in samples)]
 
 
@@ -86,6 +112,7 @@ def _processor_seconds(server: OwnServer | None) -> float:
 
 async def measure(points: list[Point], model: str | None, url: str | None, options: object) -> None:
     numbers = itertools.count(1)
+    schema = SCHEMAS[options.schema]  # type: ignore[attr-defined]
     forms: dict[str, Callable[[], object]] = {
         NONE: lambda: None,
         SAME: lambda: schema(0),
@@ -118,6 +145,7 @@ async def measure(points: list[Point], model: str | None, url: str | None, optio
                 row = (statistics.median(each) for each in (speeds, ratios, firsts, times))
                 speed, ratio, first, busy = row
                 print(f"| {point} | {form} | {speed:.0f} | {ratio:.2f} | {1e3 * first:.2f} | {busy:.2f} |", flush=True)
+                form = form if schema is long_texts else f"{form}, ten fields"
                 if server is not None:
                     record(f"{point}, {form}", "of the processor time without", times, "")
                 record(f"{point}, {form}", "tokens/s", speeds, "")
@@ -130,6 +158,7 @@ async def measure(points: list[Point], model: str | None, url: str | None, optio
 
 def main(argv: list[str]) -> int:
     parser = server_command_line(__name__, __doc__, "1:32:128,32:32:128", 5)
+    parser.add_argument("--schema", choices=sorted(SCHEMAS), default="fields", help="see above")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="serve this shape with made-up weights on a GPU")
     options = parser.parse_args(argv)
     points = [Point.parse(text) for text in options.points.split(",")]

@@ -98,7 +98,7 @@ def _versions(device: str) -> str:
 def _numbers(device: Any) -> Iterator[tuple[str, str, bool]]:
     import torch
 
-    from kernels.core.noise import block_noise, clocks, keys_at, seed_key
+    from kernels.core.noise import block_noise, exponential_noise, keys_at, seed_key
     from kernels.core.tree import chain, unpack_bits, within_window
     from kernels.speculation.verify import walk
 
@@ -111,7 +111,7 @@ def _numbers(device: Any) -> Iterator[tuple[str, str, bool]]:
         return block_noise(keys_at(place(keys), place(torch.arange(9)))[:, None], place(ids))[1]
 
     def times(place: Callable[[Any], Any]) -> Any:
-        return clocks(keys_at(place(keys), place(torch.arange(9)))[:, None], place(ids))
+        return exponential_noise(keys_at(place(keys), place(torch.arange(9)))[:, None], place(ids))
 
     def walked(place: Callable[[Any], Any]) -> Any:
         found = walk(chain(place(tokens)), place(torch.arange(9) % 6 + 1), place(sampled), 5)

@@ -3,6 +3,8 @@ to none; else plain torch operators, bf16 through oneDNN, and float32."""
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -110,7 +112,8 @@ class CpuDevice(Device):
         ids: Tensor | None,
         vocab: int,
         masks: Masks | None = None,
+        rows: npt.NDArray[np.int64] | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """See ``operators.Draw``."""
         native = self.native.fitting(logits.dtype, True)
-        return None if native is None else native.draw(logits, draws, positions, ids, vocab, masks)
+        return None if native is None else native.draw(logits, draws, positions, ids, vocab, masks, rows)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.contract.config import RunnerConfig
 from kernels.core.attention_rows import AttentionRows
+from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Linear, Lookup, Norm
 from kernels.devices.cpu.attention import CpuAttention, CpuPlan
 from kernels.devices.cpu.cache import CpuCache, CpuCaches
@@ -31,6 +32,8 @@ from kernels.devices.invariant.attention import InvariantPlan, Put
 from kernels.devices.invariant.capabilities import InvariantAttention, InvariantElementwise, refuse_ranks
 from kernels.devices.invariant.matmul import TiledLinear
 from kernels.devices.invariant.norm import InvariantNorm
+from kernels.devices.latent_attention import LatentHeads
+from kernels.devices.latent_cache import Vectors
 from kernels.devices.linear import LinearLayers
 from kernels.weights.quantization.weights import QuantizedWeight
 
@@ -105,6 +108,8 @@ class _LinearLayers(CpuLinearLayers):
 
 
 class _Attention(CpuAttention):
+    invariant_latent = True
+
     def __init__(self, caches: CpuCaches, native: NativeOperators, put: Put) -> None:
         super().__init__(caches, native)
         self._plain: InvariantAttention[CpuCache] = InvariantAttention(caches, caches, put)
@@ -119,6 +124,16 @@ class _Attention(CpuAttention):
             return super().attend(queries, cache, plan, scale)
         self._native.refuse("attention to heads of such sizes")
         return self._plain.attend(queries, cache, plan, scale)
+
+    def place_latent(
+        self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Vectors, index: Tensor
+    ) -> Tensor:
+        return self._plain.place_latent(queries, vectors, norm, cos, sin, cache, index)
+
+    def attend_latent(
+        self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float
+    ) -> Tensor:
+        return self._plain.attend_latent(queries, cache, batch, heads, scale)
 
     def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if self._fitting(dtype, True) is None:

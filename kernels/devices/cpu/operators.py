@@ -338,13 +338,16 @@ class Native(OperatorRunner):
         ids: Tensor | None,
         vocab: int,
         masks: Masks | None = None,
+        rows: npt.NDArray[np.int64] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The same, sampled as ``draws`` [rows] say; see ``kernels.core.operators.Draw``. Never recorded."""
-        tokens, nonfinite = np.empty(len(logits), dtype=np.int64), np.empty(len(logits), dtype=np.bool_)
+        count = len(draws)
+        tokens, nonfinite = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.bool_)
         op = self.drawing(logits, tokens, nonfinite)
         op.b, op.c, op.i1 = draws.ctypes.data, None if ids is None else ids.data_ptr(), vocab
         op.i2 = 0 if masks is None else masks.ctypes.data
-        step = Step(len(logits))
+        op.offsets = None if rows is None else rows.ctypes.data
+        step = Step(count)
         step.positions = positions.data_ptr()
         self.library.run(self._engine, ctypes.byref(op), 1, step)
         return torch.from_numpy(tokens), torch.from_numpy(nonfinite)

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import UnsupportedError
 from kernels.core.attention_rows import AttentionRows
+from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Linear, Norm
 from kernels.devices.attention import Attention
 from kernels.devices.cache import KvCaches
@@ -24,8 +25,11 @@ from kernels.devices.experts import ClampedGate, ExpertLayers, Experts, ExpertWe
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.invariant.attention import InvariantPlan, Put, attend
 from kernels.devices.invariant.elementwise import by_lines
+from kernels.devices.invariant.latent import attend_latent
 from kernels.devices.invariant.matmul import TiledLinear
 from kernels.devices.invariant.norm import InvariantNorm
+from kernels.devices.latent_attention import LatentHeads
+from kernels.devices.latent_cache import Vectors, page_size_of
 from kernels.devices.linear import LinearLayers
 from kernels.weights.quantization.weights import QuantizedWeight
 
@@ -138,10 +142,13 @@ class GatheredCaches(Protocol[Read]):
 class InvariantAttention(Attention[Cache, InvariantPlan], Generic[Cache]):
     """``gathered``: the same as ``caches``. ``put``: copies an array to the device."""
 
+    invariant_latent = True
+
     def __init__(self, caches: KvCaches[Cache], gathered: GatheredCaches[Cache], put: Put) -> None:
         super().__init__(caches)
         self._gathered = gathered
         self._put = put
+        self._latent_plan: InvariantPlan | None = None
 
     def plan(self, rows: AttentionRows, window: int) -> InvariantPlan:
         return InvariantPlan(rows, window, self._gathered.page_size, self._put)
@@ -149,6 +156,15 @@ class InvariantAttention(Attention[Cache, InvariantPlan], Generic[Cache]):
     def attend(self, queries: Tensor, cache: Cache, plan: InvariantPlan, scale: float) -> Tensor:
         gathered = self._gathered
         return attend(queries, gathered.kv_heads(cache), lambda places: gathered.gather(cache, places), plan, scale)
+
+    def attend_latent(
+        self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float
+    ) -> Tensor:
+        rows, plan = batch.rows, self._latent_plan
+        assert rows is not None, "steps of latent vectors have rows on the host"
+        if plan is None or plan.rows is not rows:  # one for all layers of a step
+            plan = self._latent_plan = InvariantPlan(rows, 0, page_size_of(cache), self._put)
+        return attend_latent(queries, cache, plan, heads, scale)
 
     def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         turns = positions.to(torch.float32).view(-1, 1, 1) * frequencies

@@ -145,6 +145,9 @@ MODELS = {
     "int8": ("qwen3", {"dtype": "bfloat16", "quantization": "int8"}),
     "kv-int8": ("qwen3", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
     "kv-fp8": ("qwen3", {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}),
+    "latent": ("deepseek-v3", {"dtype": "bfloat16", "threads": 3}),
+    "latent-dense": ("minicpm3", {"dtype": "float32"}),
+    "latent-int8": ("mistral4", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
     "native": ("native-qwen3", {"dtype": "bfloat16", "threads": 3}),
     "native-window": ("native-mistral", {"dtype": "bfloat16"}),
     "native-experts": ("native-moe", {"dtype": "bfloat16"}),
@@ -234,7 +237,7 @@ def test_a_token_is_the_same_in_any_batch(name, reference, drive, words, tmp_pat
         driver.step([])
 
 
-@pytest.mark.parametrize("name", ["bf16", "native", "native-experts", "native-kv-int8", "Q4_0"])
+@pytest.mark.parametrize("name", ["bf16", "latent", "native", "native-experts", "native-kv-int8", "Q4_0"])
 def test_answers_are_the_same_with_draft_tokens_and_in_any_batch(name, reference, drive, tmp_path_factory, prompts):
     """Requests for tokens without scores, whose decodes are native calls where the level has them: alone, together with
     others that come and go, and with draft tokens."""

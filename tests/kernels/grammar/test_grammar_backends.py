@@ -301,3 +301,27 @@ def test_tokens_can_be_taken_back(backend: str) -> None:
 def test_a_compiled_grammar_is_kept() -> None:
     grammar = Grammar("regex", "kept")
     assert compiler("llguidance").compile(grammar) is compiler("llguidance").compile(Grammar("regex", "kept"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_certain_token_is_alone_in_its_mask(backend: str) -> None:
+    names = ["first name", "postal_code", "Straße"]
+    schema = {"type": "object", "properties": {name: {"enum": ["red", "green"]} for name in names}, "required": names}
+    schema["additionalProperties"] = False
+    for compact in (False, True):
+        grammar = Grammar("json_schema", json.dumps(schema))
+        matcher, seen, rng = compiler(backend, compact=compact).compile(grammar).result(30)(), 0, random.Random(7)
+        for _ in range(300):
+            found, certain = allowed(matcher), matcher.certain()
+            if EOS in found:
+                break
+            assert found == certain[:1] or not certain
+            seen += bool(certain)
+            if seen == 5:  # a state behind which others were
+                assert matcher.accept(found[0])
+                matcher.rollback(1)
+                assert matcher.certain()[:1] == certain[:1]
+            assert not certain or not matcher.accept((found[0] + 1) % VOCAB)
+            assert matcher.accept(rng.choice(found))
+        assert EOS in found
+        assert (seen > 15) == (backend == "llguidance")

@@ -289,8 +289,9 @@ class Judged:
         self.host = NativeGrammars(self.grammars, self.sampler, self._draw, self.state)
         self.rows = self.host.rows((3, 1, 2), self.sampler.masked((3, 1, 2)))
 
-    def _draw(self, logits: Any, draws: Any, positions: Any, ids: Any, vocab: int, masks: Any = None) -> Any:
-        self.draws += len(logits)
+    def _draw(self, logits: Any, draws: Any, positions: Any, ids: Any, vocab: int, masks: Any, rows: Any) -> Any:
+        self.draws += len(rows)
+        logits = logits[torch.from_numpy(rows)]
         RowMasks(np.arange(len(logits)), masks, torch.from_numpy).apply(logits)
         nonfinite = torch.tensor([place + 1 in self.nonfinite for place in range(len(logits))])
         return logits.argmax(-1), nonfinite
@@ -332,6 +333,18 @@ def test_rows_whose_cut_depends_on_the_mask_are_masked_at_once() -> None:
         assert bits is not None
         assert [(row == -1).all() for row in bits] == [True, False, False]
         judged.step("dab" if judged.state.known[1] == 2 else "dcc")
+    assert not judged.draws
+
+
+def test_a_token_that_is_certain_is_drawn_alone() -> None:
+    judged = Judged("[ab] is the first letter[cd]")
+    judged.step("dab")
+    bits = judged.host.masks(judged.rows, 3)
+    assert bits is not None
+    assert (bits[0] == -1).all()
+    for row in bits[1:]:
+        [token] = np.unpackbits(row.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+        assert tokenizer().decode([token]) == " is"
     assert not judged.draws
 
 

@@ -153,7 +153,6 @@ def test_narrow_pages_of_broken_rows_are_cleared(reference, drive, prompts):
     ("options", "says"),
     [
         ({"kv_cache_dtype": "int8", "kv_cache_quant_method": "none"}, "with a scale of each token"),
-        ({"invariant": True}, "leave --enable-deterministic-inference out"),
     ],
 )
 def test_options_without_a_latent_form_are_refused(options, says, reference, drive):

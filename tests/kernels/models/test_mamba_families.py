@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kernels.contract.caches import CacheGroup, Paged, State
 from kernels.contract.errors import ConfigError
+from kernels.contract.speculation import SpeculativeSettings
 from kernels.models.config import local_config
 from kernels.models.config_loader import parse_config, read_config
 from kernels.models.registry import caches
 from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.driver import COMMON, CONVOLUTIONS, FALCON, GRANITE_HYBRID, NEMOTRON
+from tests.kits.parity import scored
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "FalconH1ForCausalLM": FALCON,
@@ -35,6 +38,21 @@ def test_two_ranks_compute_what_one_does(name, reference, prompts):
     model, (text,) = reference(f"parallel-{name}"), prompts(23)
     first, second = run_ranks([{"model": str(model.path), "prompts": [text], "length": 32}])
     assert first[0]["tokens"] == second[0]["tokens"] == [model.greedy(text, 32)]
+
+
+@pytest.mark.parametrize("name", ["falcon-h1", "granite-4", "lfm2-moe", "nemotron-3"])
+def test_quantized_projections_are_close(name, reference, drive, prompts):
+    model, (prompt,) = reference(name), prompts(20)
+    found = scored(drive(model.path, quantization="int8"), prompt, [13, 7])
+    expected, exact = model.logprobs(prompt).numpy(), scored(drive(model.path), prompt, [20])
+    assert np.abs(found - expected).mean() < 0.2 * np.abs(expected - expected.mean(1, keepdims=True)).mean()
+    assert np.abs(found - exact).max() > 0  # it was quantized
+
+
+@pytest.mark.parametrize("name", ["falcon-h1", "lfm2", "nemotron-h"])
+def test_drafts_are_refused_where_layers_keep_states(name, reference, drive):
+    with pytest.raises(ConfigError, match="leave --speculative-algorithm out"):
+        drive(reference(name).path, speculation=SpeculativeSettings("NGRAM"))
 
 
 def test_each_kind_of_layer_keeps_what_it_needs(reference):

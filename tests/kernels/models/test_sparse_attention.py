@@ -88,6 +88,11 @@ def test_pages_of_broken_rows_lose_their_keys(reference, drive, prompts):
     assert not any(keys[pages].any() for keys in own)
 
 
+def test_an_indexer_has_no_deterministic_form(reference, drive):
+    with pytest.raises(ConfigError, match="leave --enable-deterministic-inference out"):
+        drive(reference("glm5").path, invariant=True)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

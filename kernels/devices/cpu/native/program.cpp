@@ -184,15 +184,14 @@ void add(const Op& op, const Step&, int64_t row) {
 
 // The first of the largest: lanes keep their first, then the least id of the best lanes wins. -> whether a value is NaN or
 // +inf, or all are -inf.
-bool argmax_of(const Op& op, int64_t row, int64_t& id, float& top) {
-    const bf16* logits = at<bf16>(op.a, row, op.stride_a);
+bool argmax_of(const bf16* logits, int64_t count, int64_t& id, float& top) {
     const Ints sixteen = splat(16);
     const Floats none = splat(-INFINITY);
     Floats largest_value = none;
     Ints ids = lane_numbers(), best = ids;
     Mask nonfinite = 0;
-    for (int64_t i = 0; i < op.i0; i += 16) {
-        const Mask here = first_lanes(op.i0 - i);
+    for (int64_t i = 0; i < count; i += 16) {
+        const Mask here = first_lanes(count - i);
         const Floats value = select(here, load(logits + i, here), none);
         const Mask more = value > largest_value;
         nonfinite |= static_cast<Mask>(~(value < splat(INFINITY)));
@@ -209,31 +208,28 @@ bool argmax_of(const Op& op, int64_t row, int64_t& id, float& top) {
 
 void greedy(const Op& op, const Step&, int64_t row) {
     float top;
-    static_cast<uint8_t*>(op.b)[row] = argmax_of(op, row, static_cast<int64_t*>(op.out)[row], top);
+    const bf16* logits = at<bf16>(op.a, row, op.stride_a);
+    static_cast<uint8_t*>(op.b)[row] = argmax_of(logits, op.i0, static_cast<int64_t*>(op.out)[row], top);
 }
 
 // Tokens whose bit is not set are never drawn: their logits become -inf.
 void forbid(bf16* logits, const uint32_t* allowed, int64_t count) {
-    constexpr bf16 never = 0xFF80;
-    for (int64_t i = 0; i < count; i += 32) {
-        const uint32_t word = allowed[i / 32];
-        const int64_t here = std::min<int64_t>(32, count - i);
-        if (word == ~uint32_t{0}) continue;
-        for (int64_t lane = 0; lane < here; lane++)
-            if (!(word >> lane & 1)) logits[i + lane] = never;
+    for (int64_t i = 0; i < count; i += 16) {
+        const Mask here = first_lanes(count - i), never = static_cast<Mask>(~(allowed[i / 32] >> i % 32));
+        if (never) store(logits + i, select(never, splat(-INFINITY), load(logits + i, here)), here);
     }
 }
 
 void draw(const Op& op, const Step& step, int64_t row) {
     float top;
-    if (op.i2) forbid(at<bf16>(op.a, row, op.stride_a), reinterpret_cast<const uint32_t*>(op.i2) + row * op.i3, op.i0);
+    bf16* logits = at<bf16>(op.a, op.offsets ? static_cast<const int64_t*>(op.offsets)[row] : row, op.stride_a);
+    if (op.i2) forbid(logits, reinterpret_cast<const uint32_t*>(op.i2) + row * op.i3, op.i0);
     int64_t& id = static_cast<int64_t*>(op.out)[row];
-    const bool failed = argmax_of(op, row, id, top);
+    const bool failed = argmax_of(logits, op.i0, id, top);
     reinterpret_cast<uint8_t*>(op.i4)[row] = failed;
     const Draw& how = static_cast<const Draw*>(op.b)[row];
     if (!failed && how.temperature > 0)
-        id = GumbelArgmax(at<bf16>(op.a, row, op.stride_a), op.i0, static_cast<const int64_t*>(op.c), op.i1, how, step.positions[row])
-                 .run(id, top);
+        id = GumbelArgmax(logits, op.i0, static_cast<const int64_t*>(op.c), op.i1, how, step.positions[row]).run(id, top);
 }
 
 // `bytes`: of an input.

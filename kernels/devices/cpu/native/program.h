@@ -34,7 +34,8 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //   GREEDY     a logits [rows, i0] -> out int64 [rows] the most likely ids, b bool [rows]: a NaN, +inf or nothing but -inf
 //   DRAW       as GREEDY with i4 for b, and b Draw[rows] (sampling.h): sampled for the step's positions. c int64 [i0] or null: the
 //              tokens that the logits are of, of i1 in all. i2 address of bits uint32 [rows, i3] of the tokens that may be
-//              drawn, or 0: every one; the logits of the others are overwritten
+//              drawn, or 0: every one; the logits of the others are overwritten. offsets int64 [rows] or null: the row of a
+//              that each draws from
 // NORM_ROPE_CACHE, WRITE_8BIT and ATTENTION know caches of 8 bits: `cache_type` is a CacheType (kv_cache_8bit.h). `scales` bf16
 // [pages, tokens, 2, kv heads], or `fixed` float [2, kv heads, dim] with `offsets` or null; `by_head` float [2, kv heads] where
 // these are the same for all dims.

@@ -82,6 +82,19 @@ def test_masked_draws_are_the_samplers(kind, vocab, platform):
     assert tokens.tolist() == expected.tokens.tolist()
 
 
+def test_some_rows_of_the_logits_are_drawn(platform):
+    logits = torch.randn(ROWS, 211, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
+    bits = np.random.default_rng(4).integers(-(2**31), 2**31, (3, 7)).astype(np.int32)
+    sampler, some = Sampler(211, ROWS), np.array([5, 0, 2])
+    for slot in range(ROWS):
+        sampler.admit(slot, SlotSampling(temperature=1.0, seed=slot), 1)
+    draws, positions = sampler.draws(tuple(some.tolist())), torch.tensor([9, 4, 6])
+    expected = platform.sampling.draw(logits[some], draws, positions, None, 211, bits)
+    found = platform.sampling.draw(logits, draws, positions, None, 211, bits, some)
+    assert found[0].tolist() == expected[0].tolist()
+    assert found[1].tolist() == [False] * 3
+
+
 def test_a_reduced_vocabulary_uses_the_noise_of_the_original_tokens(platform):
     ids = torch.randperm(4096, generator=torch.Generator().manual_seed(1))[:1500]
     logits = torch.randn(ROWS, len(ids), generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)

@@ -53,6 +53,7 @@ def test_invariant_npu_refuses_int8_caches_and_several_ranks():
         ("llama-biased", {"dtype": "float32"}),
         ("mistral", {"dtype": "float16"}),
         ("qwen2-moe", {"dtype": "bfloat16", "quantization": "int8"}),
+        ("deepseek-v3", {"dtype": "bfloat16"}),
     ],
 )
 def test_a_token_on_an_npu_is_the_same_in_any_batch(family, options, reference, drive):
