@@ -3,7 +3,8 @@
 The included model, and one of experts, run on a simulated A2, A3 and A5, each in a process of its own, and what they
 call is what stands in the table. The column "checked by" says what each call was held against: the vendor's schema
 (always: the call goes through the real dispatcher), the vendor's meta function where there is one, the simulator's
-reference. Nothing here has been seen on hardware.
+reference. Nothing here has been seen on hardware. ``--counts`` prints the operators that a decode launches in each
+layer, beside those of other engines.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from kernels.contract.step import SlotSampling
 from tests.bench._needs import need_npu
+from tests.bench._npu_counts import OTHERS, layer_operators
 from tests.bench._npu_models import models
 from tests.bench._options import command_line
 
@@ -38,7 +40,8 @@ USES = {
     "npu_add_rms_norm_dynamic_quant": "the same, with the tokens quantized to int8 for the next projection",
     "npu_add_rms_norm_quant": "the same, quantized with a static scale",
     "npu_add_rms_norm_dynamic_mx_quant": "the same, quantized to MXFP8",
-    "npu_rotary_mul": "rotary position embedding of queries and keys",
+    "npu_apply_rotary_pos_emb": "rotary position embedding of queries and keys",
+    "npu_rotary_mul": "the same where the former does not apply: other head dims, parts of heads, A5",
     "npu_swiglu": "activation of the feed-forward layers",
     "npu_scatter_pa_kv_cache": "keys and values into the pages of the cache",
     "npu_format_cast": "16-bit weights into the cube unit's tiles, at load",
@@ -48,9 +51,12 @@ USES = {
     "npu_quantize": "quantizes tokens with a static scale, for static W8A8 checkpoints",
     "npu_convert_weight_to_int4pack": "weights of 4 bits in the device's packing, at load",
     "npu_weight_quant_batchmatmul": "products of 4-bit and 8-bit weights in groups with float inputs",
-    "npu_moe_gating_top_k_softmax": "selects the experts of a token and their weights",
+    "npu_moe_gating_top_k_softmax_v2": "selects the experts of a token and their weights",
+    "npu_moe_gating_top_k": "the same by a sigmoid with a bias, in groups of experts",
     "npu_moe_init_routing_v2": "sorts tokens by expert, quantized to int8 for int8 experts",
     "npu_grouped_matmul": "products of all experts in one call",
+    "npu_grouped_matmul_swiglu_quant_v2": "int8 experts' first product, their activation and its quantization",
+    "npu_moe_finalize_routing": "sums the results of a token's experts by their weights",
     "npu_top_k_top_p": "top-k and top-p (--sampling-backend ascend, the default where there is a kernel)",
 }
 """Where an operator is used, in words; one that is called and missing here ends the program."""
@@ -59,8 +65,12 @@ USES = {
 def main(argv: list[str]) -> None:
     parser = command_line(__name__, __doc__)
     parser.add_argument("generation", nargs="?", choices=GENERATIONS, help="print what is called on this one, as JSON")
+    parser.add_argument("--counts", action="store_true", help="print how many are launched in each layer, alone")
     given = parser.parse_args(argv)
     need_npu(simulated=True)
+    if given.counts:
+        _print_counts()
+        return
     if given.generation is not None:
         print(json.dumps(called(given.generation)))
         return
@@ -85,6 +95,17 @@ def main(argv: list[str]) -> None:
         if name in found:
             checked = next(iter(found[name].values()))
             print(f"| `{name}` | {use} | {', '.join(found[name])} | {checked} | none yet |")
+
+
+def _print_counts() -> None:
+    from kernels.devices.npu_simulator.activate import activate
+
+    activate(os.environ.get("TROUPE_NPU_SIMULATOR", "A2"))
+    print("| Model | Troupe | SGLang 0.5.23 (read) | vLLM-Ascend 0.23.0 (read) |")
+    print("| --- | --- | --- | --- |")
+    for kind, (one, other) in OTHERS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"| {kind} | {len(layer_operators(kind, Path(folder)))} | {one} | {other} |", flush=True)
 
 
 def called(generation: str) -> dict[str, str]:

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch_npu
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
-from kernels.core.operators import Norm
-from kernels.devices.attention import Attention
+from kernels.core.operators import Norm, PendingResidual
+from kernels.devices.attention import Attention, QkvProjection
 from kernels.devices.latent_attention import LatentHeads
 from kernels.devices.latent_cache import SplitLatent, Vectors
+from kernels.devices.linear import NormThenLinear
 from kernels.devices.memory import DeviceMemory
 from kernels.devices.npu.backends import ASCEND, NATIVE, TREES, AttentionBackends
 from kernels.devices.npu.cache import NpuCache, NpuCaches
@@ -30,11 +32,61 @@ from kernels.devices.npu.latent_attention import (
     plan_latent,
 )
 from kernels.devices.npu.native_attention import NativePart, native_attention, plan_native
-from kernels.devices.npu.operators import NpuNorm, rotate
+from kernels.devices.npu.operators import NpuNorm, rotate, write_cache
 from kernels.devices.npu.soc import Soc
 from kernels.devices.npu.tree_attention import TreePart, plan_trees, tree_attention
 
 __all__ = ["AttentionPlan", "NpuAttention"]
+
+
+_ROTATED_DIMS = (64, 128)
+"""The head dims of npu_apply_rotary_pos_emb on A2 and A3."""
+
+
+class NpuQkvProjection(QkvProjection[NpuCache]):
+    """Queries and keys are copied apart once, normed by a kernel each and rotated by one."""
+
+    def __init__(
+        self,
+        attention: Attention[NpuCache, Any],
+        projection: NormThenLinear,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        norm: Norm | None,
+    ) -> None:
+        super().__init__(attention, projection, heads, kv_heads, dim, norm)
+        self._norms = None if norm is None else _norms_apart(norm, heads)
+
+    def __call__(
+        self, x: PendingResidual, residual: Tensor, cos: Tensor, sin: Tensor, cache: NpuCache, index: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        projected, total = self.projection.add(x, residual)
+        parts = projected.view(-1, self.heads + 2 * self.kv_heads, self.dim).split(
+            (self.heads, self.kv_heads, self.kv_heads), 1
+        )
+        queries, keys, values = (part.contiguous() for part in parts)
+        if self._norms is not None:
+            queries, keys = self._norms[0](queries), self._norms[1](keys)
+        queries, keys = torch_npu.npu_apply_rotary_pos_emb(queries, keys, cos, sin, layout="TND")
+        if isinstance(cache, Int8Layer):
+            cache.write(index, torch.cat((keys, values), 1))
+        else:
+            write_cache(keys, values, cache.keys, cache.values, index)
+        return queries, total
+
+
+def _norms_apart(norm: Norm, heads: int) -> tuple[NpuNorm, NpuNorm] | None:
+    """The norm of the first ``heads`` heads, which are queries, and that of the others; None where the kernel has no
+    weight for them: heads with weights of their own."""
+    if not isinstance(norm, NpuNorm):
+        return None
+    if norm.head_weight is None:
+        return norm, norm
+    parts = norm.head_weight[:heads], norm.head_weight[heads:]
+    if not all(torch.equal(part, part[:1].expand_as(part)) for part in parts):
+        return None
+    return NpuNorm(parts[0][0].clone(), norm.eps), NpuNorm(parts[1][0].clone(), norm.eps)
 
 
 @dataclass(frozen=True)
@@ -60,6 +112,17 @@ class NpuAttention(Attention[NpuCache, AttentionPlan]):
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         out.copy_(rotate(x, cos, sin))
+
+    def make_qkv_projection(
+        self, projection: NormThenLinear, heads: int, kv_heads: int, dim: int, norm: Norm | None
+    ) -> QkvProjection[NpuCache]:
+        if (
+            self.soc.rotates_queries_and_keys
+            and dim in _ROTATED_DIMS
+            and (norm is None or _norms_apart(norm, heads) is not None)
+        ):
+            return NpuQkvProjection(self, projection, heads, kv_heads, dim, norm)
+        return super().make_qkv_projection(projection, heads, kv_heads, dim, norm)
 
     def plan(self, rows: AttentionRows, window: int) -> AttentionPlan:
         first, short, last = rows.decodes, rows.decodes + rows.verifies, len(rows.starts)

@@ -3,6 +3,7 @@ multiplies those of all experts. The host reads nothing, so graphs can capture i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ import torch_npu
 from torch import Tensor
 
 from kernels.devices.experts import (
+    EPSILON,
     ClampedGate,
     ExpertInputs,
     ExpertLayers,
@@ -33,6 +35,8 @@ __all__ = ["NpuExpertLayers", "NpuExperts"]
 
 _MAX_DIM = 65535
 """The largest dimension of npu_grouped_matmul."""
+_MAX_EXPERTS = 2048
+"""The most experts of npu_moe_gating_top_k."""
 _HALVES = (torch.bfloat16, torch.float16)
 _TILE = {2: (16, 16), 1: (16, 32)}
 """Tile sizes by bytes of an element."""
@@ -73,7 +77,19 @@ class NpuExperts(StackedExperts[_Stack]):
         soc: Soc,
     ) -> None:
         self._soc = soc
+        self._bias = routing.correction if _is_biased_sigmoid(routing, len(experts)) else None
         super().__init__(router, experts, routing)
+        gate_up = self.gate_up
+        self._fused = (
+            soc.fuses_experts
+            and gate_up.scales is not None
+            and self.down.scales is not None
+            and self.down.before is None
+            and torch_npu.get_npu_format(gate_up.values) == FRACTAL_NZ
+        )
+        """Whether one operator multiplies with gate and up, activates and quantizes."""
+        if self._fused and gate_up.scales is not None:
+            self.gate_up = dataclasses.replace(gate_up, scales=gate_up.scales.float())
 
     @staticmethod
     def kind(weight: Tensor | QuantizedWeight, soc: Soc) -> tuple[object, ...] | None:
@@ -118,13 +134,28 @@ class NpuExperts(StackedExperts[_Stack]):
         return _stack_of_groups([weight for weight in weights if isinstance(weight, GroupedWeight)], before)
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``choose``, with experts in int32."""
+        """As ``choose``, with experts in int32, and weights that may be in the logits' dtype."""
         routing = self.routing
-        if not routing.is_plain:
-            weights, experts = choose(logits, routing)
-            return weights, experts.to(torch.int32)
-        weights, experts, _ = torch_npu.npu_moe_gating_top_k_softmax(logits.float(), None, routing.chosen)
-        return weights / weights.sum(-1, keepdim=True) if routing.normalized else weights, experts
+        if routing.is_plain:
+            weights, experts, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
+                logits, k=routing.chosen, renorm=int(routing.normalized)
+            )
+            return weights, experts
+        if self._bias is not None:
+            weights, experts, _ = torch_npu.npu_moe_gating_top_k(
+                logits.float(),
+                routing.chosen,
+                bias=self._bias,
+                k_group=routing.top_groups,
+                group_count=routing.groups,
+                group_select_mode=int(routing.pair_sum),
+                norm_type=1,  # sigmoid
+                routed_scaling_factor=routing.scale,
+                eps=EPSILON,
+            )
+            return weights, experts
+        weights, experts = choose(logits, routing)
+        return weights, experts.to(torch.int32)
 
     def choose(self, x: Tensor) -> Tensor:
         return self._choose(self.router(x))[1]
@@ -155,14 +186,28 @@ class NpuExperts(StackedExperts[_Stack]):
             rows = self.gate_up.before(rows, owners)
         if not rounds:
             rows, scales = _rounded(rows, self.gate_up)
-        inner = torch_npu.npu_swiglu(_multiply(rows, scales, self.gate_up, counts, x.dtype))
-        if self.down.before is not None:
-            inner = self.down.before(inner, owners)
-        inner, scales = _rounded(inner, self.down)
+        if self._fused:
+            inner, scales = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+                rows, [self.gate_up.values], [self.gate_up.scales], scales, counts, group_list_type=1
+            )
+        else:
+            inner = torch_npu.npu_swiglu(_multiply(rows, scales, self.gate_up, counts, x.dtype))
+            if self.down.before is not None:
+                inner = self.down.before(inner, owners)
+            inner, scales = _rounded(inner, self.down)
         out = _multiply(inner, scales, self.down, counts, x.dtype)
-        result = out.index_select(0, index).view(len(x), self.routing.chosen, -1)
-        weighted: Tensor = (result.float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
-        return weighted
+        result: Tensor = torch_npu.npu_moe_finalize_routing(
+            out, None, None, None, weights.to(x.dtype), index, experts, drop_pad_mode=2
+        )
+        return result
+
+
+def _is_biased_sigmoid(routing: Routing, count: int) -> bool:
+    """Whether npu_moe_gating_top_k takes the routing. Its documents for A2 and A3 have a bias; a sigmoid's weights are
+    always divided by their sum."""
+    grouped = routing.groups == 1 or count // routing.groups > 2
+    biased = routing.scores == "sigmoid" and routing.correction is not None
+    return biased and routing.normalized and grouped and count <= _MAX_EXPERTS
 
 
 def _rounded(rows: Tensor, weight: _Stack) -> tuple[Tensor, Tensor | None]:

@@ -29,6 +29,16 @@ class Soc:
         return self.generation == "A5"
 
     @property
+    def fuses_experts(self) -> bool:
+        """Whether one operator runs int8 experts up to their activation; its documentation names A2 and A3 only."""
+        return self.generation != "A5"
+
+    @property
+    def rotates_queries_and_keys(self) -> bool:
+        """Whether one operator rotates queries and keys; its limits are documented for A2 and A3."""
+        return self.generation != "A5"
+
+    @property
     def splits_mixed_steps(self) -> bool:
         """Whether decodes and prefills of a step use separate attention calls."""
         return self.generation == "A5"

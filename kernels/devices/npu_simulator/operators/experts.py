@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.devices.npu_simulator.constraints import contiguous, dtypes, require
 from kernels.devices.npu_simulator.operators.microscaling import E4M3, mx_product, mx_rules
+from kernels.devices.npu_simulator.operators.quantization import quantize_tokens
 from kernels.devices.npu_simulator.operators.reference import reference
 from kernels.weights.quantization.int8 import exact_products
 
@@ -27,24 +28,129 @@ def _only(name: str, options: dict[str, Any], allowed: tuple[str, ...]) -> None:
         require(argument in allowed or value is None, name, argument, "is not simulated: leave it out")
 
 
-def gating_rules(x: Tensor, finished: Tensor | None = None, k: int = 1) -> None:
+def gating_rules(
+    x: Tensor,
+    finished: Tensor | None = None,
+    k: int = 1,
+    renorm: int = 0,
+    output_softmax: bool = False,
+) -> None:
     """Vendor: floats of two dimensions or three, k of up to 1024 and of up to the experts."""
-    name = "npu_moe_gating_top_k_softmax"
+    name = "npu_moe_gating_top_k_softmax_v2"
+    require(renorm in (0, 1), name, "renorm", f"must be 0 or 1, is {renorm}")
+    require(not output_softmax, name, "output_softmax", "is not simulated: leave it out")
     dtypes(name, _FLOATS, x=x)
     require(x.dim() == 2, name, "x", f"must be [tokens, experts], has shape {tuple(x.shape)}")
     require(finished is None, name, "finished", "is not simulated: leave it out")
     require(1 <= k <= min(1024, x.shape[-1]), name, "k", f"must be 1 to {min(1024, x.shape[-1])}, is {k}")
 
 
-@reference("npu_moe_gating_top_k_softmax", rules=gating_rules)
-def npu_moe_gating_top_k_softmax(
-    x: Tensor, finished: Tensor | None = None, k: int = 1
+@reference("npu_moe_gating_top_k_softmax_v2", rules=gating_rules)
+def npu_moe_gating_top_k_softmax_v2(
+    x: Tensor,
+    *,
+    k: int = 1,
+    finished: Tensor | None = None,
+    renorm: int = 0,
+    output_softmax: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights of a softmax over all experts in x's dtype, experts int32, and the row that each pair had when those of
-    all first choices come first, all [tokens, k]."""
-    weights, experts = x.float().softmax(-1).topk(k, -1)
-    rows = torch.arange(x.shape[0] * k, dtype=torch.int32).view(k, -1).t().contiguous()
-    return weights.to(x.dtype), experts.to(torch.int32), rows
+    """Weights in x's dtype: of a softmax over all experts, or with ``renorm`` over those chosen; experts int32, both
+    [tokens, k]; and with ``output_softmax`` the softmax float32."""
+    logits = x.float()
+    chosen, experts = (logits if renorm else logits.softmax(-1)).topk(k, -1)
+    weights = chosen.softmax(-1) if renorm else chosen
+    return weights.to(x.dtype), experts.to(torch.int32), torch.empty(0)
+
+
+def biased_gating_rules(x: Tensor, k: int, **options: Any) -> None:
+    """Vendor and facts: at most 2,048 experts in groups of more than two, of which k or more remain; a bias of x's
+    dtype. Simulated is the sigmoid, whose weights are always divided by their sum, with a bias: the documents of A2 and
+    A3 have no other."""
+    name = "npu_moe_gating_top_k"
+    dtypes(name, _FLOATS, x=x)
+    require(x.dim() == 2, name, "x", f"must be [tokens, experts], has shape {tuple(x.shape)}")
+    count, groups = x.shape[1], options.get("group_count", 1)
+    taken, bias = options.get("k_group", 1), options.get("bias")
+    require(count <= 2048, name, "x", f"has {count} experts: at most 2048 are supported")
+    require(groups >= 1 and count % groups == 0, name, "group_count", f"must divide {count}, is {groups}")
+    require(count // groups > 2, name, "group_count", "leaves groups of two experts or fewer")
+    require(1 <= taken <= groups, name, "k_group", f"must be 1 to {groups}, is {taken}")
+    require(1 <= k <= count // groups * taken, name, "k", f"must be 1 to {count // groups * taken}, is {k}")
+    require(isinstance(bias, Tensor) and bias.shape == (count,), name, "bias", f"must be [{count}]")
+    assert bias is not None
+    dtypes(name, (x.dtype,), bias=bias)
+    require(options.get("norm_type", 0) == 1, name, "norm_type", "is not simulated but for 1, the sigmoid")
+    for argument in ("renorm", "out_flag"):
+        require(not options.get(argument, 0), name, argument, "is not simulated: leave it out")
+    allowed = ("bias", "k_group", "group_count", "group_select_mode", "norm_type", "renorm", "out_flag")
+    _only(name, options, (*allowed, "routed_scaling_factor", "eps"))
+
+
+@reference("npu_moe_gating_top_k", rules=biased_gating_rules)
+def npu_moe_gating_top_k(x: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights in x's dtype and experts int32 [tokens, k]: the best by score and bias, of the best groups alone. A group
+    is as good as its best expert, or with ``group_select_mode`` 1 as the sum of its two best. Without ``out_flag`` the
+    third result has no meaning."""
+    scores = x.float().sigmoid()
+    ranked = scores + options["bias"].float()
+    groups = options.get("group_count", 1)
+    if groups > 1:
+        members = ranked.unflatten(-1, (groups, -1))
+        best = members.topk(2, -1).values.sum(-1) if options.get("group_select_mode", 0) else members.amax(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(options["k_group"], -1).indices, True)
+        ranked = members.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
+    experts = ranked.topk(k, -1).indices
+    weights = scores.gather(1, experts)
+    weights = weights / (weights.sum(-1, keepdim=True) + options.get("eps", 1e-20))
+    weights = weights * options.get("routed_scaling_factor", 1.0)
+    return weights.to(x.dtype), experts.to(torch.int32), torch.full(x.shape, float("nan"))
+
+
+def finalize_rules(
+    expanded_permuted_rows: Tensor,
+    skip1: Tensor | None,
+    skip2: Tensor | None,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    expanded_src_to_dst_row: Tensor,
+    export_for_source_row: Tensor | None,
+    drop_pad_mode: int = 0,
+    k: int = 1,
+) -> None:
+    """Facts: with drop_pad_mode 2 rows [tokens * k, hidden] and where each pair's is, int32 in the order of pairs, as
+    npu_moe_init_routing_v2 gives them; scales [tokens, k] of the rows' dtype, experts int32 [tokens, k]."""
+    name, rows, index = "npu_moe_finalize_routing", expanded_permuted_rows, expanded_src_to_dst_row
+    dtypes(name, _FLOATS, expanded_permuted_rows=rows)
+    dtypes(name, (torch.int32,), expanded_src_to_dst_row=index)
+    require(drop_pad_mode == 2, name, "drop_pad_mode", "is not simulated but for 2")
+    for argument, value in (("skip1", skip1), ("skip2", skip2), ("bias", bias)):
+        require(value is None, name, argument, "is not simulated: leave it out")
+    require(rows.dim() == 2 and index.shape == (len(rows),), name, "expanded_src_to_dst_row", f"must be [{len(rows)}]")
+    require(scales is not None and export_for_source_row is not None, name, "scales", "and experts are missing")
+    assert scales is not None
+    assert export_for_source_row is not None
+    dtypes(name, (rows.dtype,), scales=scales)
+    dtypes(name, (torch.int32,), export_for_source_row=export_for_source_row)
+    fits = scales.dim() == 2 and scales.numel() == len(rows) and scales.shape == export_for_source_row.shape
+    require(fits, name, "scales", f"must be [tokens, k] of {len(rows)} pairs, has shape {tuple(scales.shape)}")
+
+
+@reference("npu_moe_finalize_routing", rules=finalize_rules)
+def npu_moe_finalize_routing(
+    expanded_permuted_rows: Tensor,
+    skip1: Tensor | None,
+    skip2: Tensor | None,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    expanded_src_to_dst_row: Tensor,
+    export_for_source_row: Tensor | None,
+    drop_pad_mode: int = 0,
+    k: int = 1,
+) -> Tensor:
+    """Each token's sum [tokens, hidden] of its experts' rows by their scales."""
+    assert scales is not None
+    rows = expanded_permuted_rows[expanded_src_to_dst_row.long()].float().view(*scales.shape, -1)
+    return (rows * scales.float().unsqueeze(2)).sum(1).to(expanded_permuted_rows.dtype)
 
 
 def routing_rules(x: Tensor, expert_idx: Tensor, **options: Any) -> None:
@@ -87,10 +193,8 @@ def npu_moe_init_routing_v2(x: Tensor, expert_idx: Tensor, **options: Any) -> tu
     counts = experts.bincount(minlength=options["expert_num"])
     if options.get("quant_mode", -1) == -1:
         return rows, index, counts, torch.full((len(rows),), float("nan"))
-    wide = rows.float()
-    scales = wide.abs().amax(-1) / 127
-    whole = torch.where(scales[:, None] > 0, wide / scales[:, None], 0.0).round().clamp(-128, 127)
-    return whole.to(torch.int8), index, counts, scales
+    whole, scales = quantize_tokens(rows)
+    return whole, index, counts, scales
 
 
 def grouped_rules(x: list[Tensor], weight: list[Tensor], **options: Any) -> None:
@@ -198,6 +302,56 @@ def npu_grouped_matmul(x: list[Tensor], weight: list[Tensor], **options: Any) ->
         else:
             out[here] = one[here] @ other[expert]
     return [out]
+
+
+def fused_rules(
+    x: Tensor,
+    weight: list[Tensor],
+    weight_scale: list[Tensor],
+    x_scale: Tensor,
+    group_list: Tensor,
+    **options: Any,
+) -> None:
+    """Vendor and facts, A2 and A3: int8 [M, K] by one int8 tensor [experts, K, N] in NZ tiles, scales float32 [experts,
+    N] and [M], groups that a device tensor int64 counts (type 1)."""
+    name = "npu_grouped_matmul_swiglu_quant_v2"
+    require(len(weight) == len(weight_scale) == 1, name, "weight", "lists of one tensor alone are simulated")
+    values, scales = weight[0], weight_scale[0]
+    dtypes(name, (torch.int8,), x=x, weight=values)
+    dtypes(name, (torch.float32,), weight_scale=scales, x_scale=x_scale)
+    dtypes(name, (torch.int64,), group_list=group_list)
+    fits = x.dim() == 2 and values.dim() == 3 and x.shape[1] == values.shape[1] and values.shape[2] % 2 == 0
+    require(fits, name, "weight", f"must be [experts, {x.shape[-1]}, 2 N], has shape {tuple(values.shape)}")
+    require(max(values.shape[1:]) <= _MAX_DIM, name, "weight", f"has a dimension above {_MAX_DIM}")
+    require(tuple(scales.shape) == (len(values), values.shape[2]), name, "weight_scale", "must be [experts, 2 N]")
+    require(tuple(x_scale.shape) == (len(x),), name, "x_scale", f"must be [{len(x)}]")
+    require(tuple(group_list.shape) == (len(values),), name, "group_list", f"must be [{len(values)}]")
+    contiguous(name, x=x)
+    require(options.get("group_list_type", 0) == 1, name, "group_list_type", "is not simulated but for 1, counts")
+    _only(name, options, ("group_list_type", "dequant_mode", "dequant_dtype", "quant_mode", "quant_dtype"))
+    for argument, default in (("dequant_mode", 0), ("dequant_dtype", 6), ("quant_mode", 0), ("quant_dtype", 1)):
+        require(options.get(argument, default) == default, name, argument, f"is not simulated but for {default}")
+
+
+@reference("npu_grouped_matmul_swiglu_quant_v2", rules=fused_rules, generations=("A2", "A3"))
+def npu_grouped_matmul_swiglu_quant_v2(
+    x: Tensor,
+    weight: list[Tensor],
+    weight_scale: list[Tensor],
+    x_scale: Tensor,
+    group_list: Tensor,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """The grouped product of gate | up, then silu(gate) * up: its tokens in int8 [M, N], their scales float32 [M]."""
+    both = torch.zeros(len(x), weight[0].shape[2])
+    begin = 0
+    for expert, count in enumerate(group_list.tolist()):
+        here = slice(begin, begin + count)
+        begin += count
+        sums = exact_products(x[here], weight[0][expert]).float() * weight_scale[0][expert]
+        both[here] = sums * x_scale[here, None]
+    gate, up = both.chunk(2, -1)
+    return quantize_tokens(torch.nn.functional.silu(gate) * up)
 
 
 def _floats(weight: Tensor, factors: Tensor, offsets: Tensor) -> Tensor:

@@ -10,12 +10,20 @@ from kernels.devices.npu_simulator.operators.microscaling import E4M3, mx_produc
 from kernels.devices.npu_simulator.operators.reference import reference
 from kernels.weights.quantization.int8 import exact_products
 
-__all__: list[str] = []
+__all__ = ["quantize_tokens"]
 
 MAX_DIM = 65535
 _HALVES = (torch.float16, torch.bfloat16)
 _OUT = {5: torch.float16, 15: torch.bfloat16}
 """``output_dtype``, by PyTorch's numbers of dtypes."""
+
+
+def quantize_tokens(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 of the tokens' shape, and what each token was divided by, float32 without the last dimension."""
+    wide = tokens.float()
+    scales = wide.abs().amax(-1) / 127
+    whole = torch.where(scales[..., None] > 0, wide / scales[..., None], 0.0).round().clamp(-128, 127)
+    return whole.to(torch.int8), scales
 
 
 def dynamic_quant_rules(
@@ -49,10 +57,7 @@ def npu_dynamic_quant(
     dst_type_max: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """int8 of the input's shape, and float32 scales without its last dimension."""
-    wide = input.float()
-    scales = wide.abs().amax(-1) / 127
-    whole = torch.where(scales[..., None] > 0, wide / scales[..., None], 0.0).round().clamp(-128, 127)
-    return whole.to(torch.int8), scales
+    return quantize_tokens(input)
 
 
 def quant_matmul_rules(

@@ -33,7 +33,6 @@ def test_steps_of_delta_nets_compile(capability: int, monkeypatch: pytest.Monkey
         for fresh in (False, True):
             for by_channel in (False, True):
                 step(fresh, by_channel)
-    assert len(kernels) == 6
     for each in kernels:
         assert each.shared <= SHARED[capability], each
         assert not each.spilled, each

@@ -12,7 +12,7 @@ import torch
 import torch_npu
 
 from kernels.contract.step import SlotSampling
-from kernels.devices.experts import ExpertsInTurn, ExpertWeights, Routing, refusal
+from kernels.devices.experts import ExpertsInTurn, ExpertWeights, Routing, choose, refusal
 from kernels.devices.npu.experts import NpuExperts
 from kernels.devices.npu.operators import FRACTAL_NZ
 from kernels.devices.npu.soc import Soc
@@ -297,4 +297,51 @@ def test_what_the_device_does_not_take():
     with pytest.raises(ConstraintError, match="active_num: 7 is not simulated: 8 is"):
         torch_npu.npu_moe_init_routing_v2(x, experts, active_num=7, expert_num=3)
     with pytest.raises(ConstraintError, match="k: must be 1 to 3, is 4"):
-        torch_npu.npu_moe_gating_top_k_softmax(torch.ones(2, 3).npu(), None, 4)
+        torch_npu.npu_moe_gating_top_k_softmax_v2(torch.ones(2, 3).npu(), k=4)
+    with pytest.raises(ConstraintError, match="renorm: must be 0 or 1, is 2"):
+        torch_npu.npu_moe_gating_top_k_softmax_v2(torch.ones(2, 3).npu(), k=2, renorm=2)
+    logits, bias = torch.ones(2, 8).npu(), torch.zeros(8).npu()
+    with pytest.raises(ConstraintError, match="group_count: leaves groups of two experts or fewer"):
+        torch_npu.npu_moe_gating_top_k(logits, 2, bias=bias, group_count=4, k_group=1, norm_type=1)
+    with pytest.raises(ConstraintError, match="bias: must be float32"):
+        torch_npu.npu_moe_gating_top_k(logits, 2, bias=bias.half(), norm_type=1)
+    scales, index = torch.ones(2, 2, dtype=BF16).npu(), torch.arange(4, dtype=torch.int32).npu()
+    rows = torch.ones(4, 32, dtype=BF16).npu()
+    with pytest.raises(ConstraintError, match="drop_pad_mode: is not simulated but for 2"):
+        torch_npu.npu_moe_finalize_routing(rows, None, None, None, scales, index, experts[:2])
+    with pytest.raises(ConstraintError, match="scales: must be bfloat16"):
+        torch_npu.npu_moe_finalize_routing(rows, None, None, None, scales.float(), index, experts[:2], drop_pad_mode=2)
+    narrow, values = torch.ones(4, 32, dtype=torch.int8).npu(), torch.ones(3, 32, 16, dtype=torch.int8).npu()
+    with pytest.raises(ConstraintError, match="group_list_type: is not simulated but for 1"):
+        torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+            narrow, [values], [torch.ones(3, 16).npu()], torch.ones(4).npu(), counts
+        )
+    with pytest.raises(ConstraintError, match="weight_scale: must be float32"):
+        torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+            narrow, [values], [torch.ones(3, 16, dtype=BF16).npu()], torch.ones(4).npu(), counts, group_list_type=1
+        )
+
+
+ROUTINGS = {
+    "softmax": Routing(3, False),
+    "renormalized": Routing(3, True),
+    "sigmoid with a bias": Routing(3, True, "sigmoid", scale=2.5),
+    "in groups": Routing(3, True, "sigmoid", groups=4, top_groups=2, pair_sum=True, scale=1.5),
+    "by the best of a group": Routing(3, True, "sigmoid", groups=4, top_groups=2),
+    "sigmoid alone": Routing(3, False, "sigmoid"),
+}
+
+
+@pytest.mark.parametrize("form", ROUTINGS)
+def test_operators_choose_the_same_experts(form):
+    generator = torch.Generator().manual_seed(7)
+    routing = ROUTINGS[form]
+    if routing.scores == "sigmoid" and routing.normalized:
+        routing = dataclasses.replace(routing, correction=torch.randn(16, generator=generator).npu())
+    _, experts = weights(16, 64, 64)
+    given = [ExpertWeights(first.npu(), None, second.npu(), None) for first, second in experts]
+    logits = torch.randn(9, 16, generator=generator)
+    expected, chosen = choose(logits.npu(), routing)
+    found, taken = NpuExperts(lambda x: x, given, routing, A3)._choose(logits.npu())
+    assert torch.equal(taken.sort(-1).values.cpu().long(), chosen.sort(-1).values.cpu())
+    torch.testing.assert_close(found.sort(-1).values.cpu(), expected.sort(-1).values.cpu(), rtol=1e-5, atol=1e-6)
