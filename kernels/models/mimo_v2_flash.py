@@ -40,6 +40,11 @@ class MiMoV2Config(ModelConfig):
     value_dim: int = 0
     value_scale: float = 1.0
 
+    @property
+    def eager_attention(self) -> str:
+        """As ``ModelConfig``: kernels are planned for heads of one size."""
+        return super().eager_attention or "attention with heads of two sizes"
+
     def layer(self, index: int) -> ModelConfig:
         """The sizes of a layer, on this rank if the others are."""
         if self.windows[index]:

@@ -60,7 +60,7 @@ def mxfp4(weight):
     outputs, inputs = weight.shape
     codes = torch.randint(0, 256, (outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator)
     powers = torch.randint(121, 128, (outputs, inputs // 32), dtype=torch.uint8, generator=generator)
-    return Mxfp4Weight.of(codes, powers, weight.dtype)
+    return Mxfp4Weight.from_blocks(codes, powers, weight.dtype)
 
 
 KINDS = {
@@ -232,7 +232,7 @@ def test_it_compiles(capability, monkeypatch, tmp_path):
             for tokens in (1, 300):
                 layer(empty(tokens, 2048))
         packed = (
-            Mxfp4Weight.of(
+            Mxfp4Weight.from_blocks(
                 empty(2880 * both, 90, 16, dtype=torch.uint8), empty(2880 * both, 90, dtype=torch.uint8), BF16
             )
             for both in (2, 1)
