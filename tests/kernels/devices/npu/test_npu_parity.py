@@ -17,6 +17,8 @@ from tests.kits.parity import half_precision, scored, traffic
 
 PAGE = 128
 OPTIONS = {"device": "npu", "page_size": PAGE, "max_step_tokens": 256, "max_total_tokens": 16 * PAGE}
+CHUNKED = {"llama4": {"page_size": 32}}
+"""Attention to chunks of 32 tokens: pages divide them."""
 
 
 @pytest.mark.parametrize(
@@ -26,7 +28,7 @@ OPTIONS = {"device": "npu", "page_size": PAGE, "max_step_tokens": 256, "max_tota
 def test_float32_logits_match_at_every_position(name, chunks, reference, drive, prompts):
     model = reference(name)
     (prompt,) = prompts(181)
-    driver = drive(model.path, **OPTIONS)
+    driver = drive(model.path, **OPTIONS | CHUNKED.get(name, {}))
     assert driver.info.device.startswith("npu")
     np.testing.assert_allclose(scored(driver, prompt, chunks), model.logprobs(prompt).numpy(), atol=2e-4, rtol=1e-4)
 
