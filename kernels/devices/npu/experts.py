@@ -85,7 +85,7 @@ class NpuExperts(StackedExperts[_Stack]):
             and gate_up.scales is not None
             and self.down.scales is not None
             and self.down.before is None
-            and torch_npu.get_npu_format(gate_up.values) == FRACTAL_NZ
+            and self._fits_tiles(gate_up.values)
         )
         """Whether one operator multiplies with gate and up, activates and quantizes."""
         if self._fused and gate_up.scales is not None:
@@ -160,11 +160,14 @@ class NpuExperts(StackedExperts[_Stack]):
     def choose(self, x: Tensor) -> Tensor:
         return self._choose(self.router(x))[1]
 
-    def _tiles(self, values: Tensor) -> Tensor:
-        """[experts, inputs, outputs] in the cube unit's tiles where the device keeps them and they divide it."""
+    def _fits_tiles(self, values: Tensor) -> bool:
+        """Whether the device keeps [experts, inputs, outputs] in the cube unit's tiles: they divide it."""
         rows, columns = _TILE[values.itemsize]
-        tiled = self._soc.nz_weights and values.shape[1] % rows == 0 and values.shape[2] % columns == 0
-        return torch_npu.npu_format_cast(values, FRACTAL_NZ) if tiled else values
+        return self._soc.nz_weights and values.shape[1] % rows == 0 and values.shape[2] % columns == 0
+
+    def _tiles(self, values: Tensor) -> Tensor:
+        """[experts, inputs, outputs] in the cube unit's tiles where they fit."""
+        return torch_npu.npu_format_cast(values, FRACTAL_NZ) if self._fits_tiles(values) else values
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, experts = self._choose(self.router(x))
