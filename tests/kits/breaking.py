@@ -216,7 +216,7 @@ class Rig:
             gone = {
                 "the journal": not list(actor_tree.replicas[0].journal.live()),
                 "the intake": len(intake) == 0 and intake.idle.is_set(),
-                "the admission": (intake.tickets.sequences, intake.tickets.tokens) == (0, 0),
+                "the admission": (intake.admission.sequences, intake.admission.tokens) == (0, 0),
                 "timelines": not list(engine.timelines.live()) and self.ends.began_.keys() == self.ends.ended_.keys(),
                 "the detokenizer": not _actor(system, "detokenizer")._texts,
                 "the planner": planner.in_flight == len(planner.running()) == 0 and not planner.has_work,

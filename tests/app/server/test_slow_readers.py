@@ -65,7 +65,7 @@ async def test_clients_that_stop_reading_slow_no_other_and_are_disconnected(
     await until(lambda: engine.status.phase == "ready")
     dead = [await never_reads(url, MANY) for _ in range(2)]
     try:
-        await until(lambda: engine.intake is not None and engine.intake.tickets.sequences == 16)
+        await until(lambda: engine.intake is not None and engine.intake.admission.sequences == 16)
         async with httpx.AsyncClient(timeout=PATIENCE) as client:
             answers = await asyncio.gather(*(client.post(f"{url}/v1/completions", json=FEW) for _ in range(4)))
         assert all(answer.text.endswith("data: [DONE]\n\n") and "error" not in answer.text for answer in answers)
@@ -85,7 +85,7 @@ async def test_clients_that_stop_reading_slow_no_other_and_are_disconnected(
         for exchange in service.live:
             exchange._send_deadline = 0.2
         await until(lambda: not service.live)
-        await until(lambda: engine.intake.tickets.sequences == len(engine.intake) == 0)
+        await until(lambda: engine.intake.admission.sequences == len(engine.intake) == 0)
         await until(lambda: engine.board.cache() is not None and engine.board.cache().used == 0)
         await until(lambda: (engine.registry.get_sample_value("troupe_slow_reader_seconds_count") or 0) >= 2)
     finally:
