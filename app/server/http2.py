@@ -9,6 +9,7 @@ written together.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import h2.errors
@@ -17,10 +18,10 @@ from h2.connection import ConnectionState
 from h2.settings import SettingCodes
 from h2.stream import StreamState
 from hypercorn.events import Closed, Event, RawData
-from hypercorn.protocol.events import Body
+from hypercorn.protocol.events import Body, Trailers
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import BufferCompleteError, H2Protocol, StreamBuffer
-from priority.priority import DeadlockError
+from priority.priority import DeadlockError, MissingStreamError
 
 from app.server.http1 import rebound
 
@@ -135,10 +136,20 @@ class Http2(H2Protocol):
         await self._flush()
 
     async def stream_send(self, event: StreamEvent) -> None:
-        if not isinstance(event, Body) or not self._frame(event.stream_id, event.data):
+        if isinstance(event, Trailers):
+            await super().stream_send(event)
+            self._forget(event.stream_id)
+        elif not isinstance(event, Body) or not self._frame(event.stream_id, event.data):
             await super().stream_send(event)
         elif len(self._frames) == 1:
             await self.has_data.set()
+
+    def _forget(self, stream_id: int) -> None:
+        """Trailers have ended a stream. Hypercorn would end it once more, and for h2 a stream that is ended twice is
+        closed to what its client still sends."""
+        if self.stream_buffers.pop(stream_id, None) is not None:
+            with suppress(MissingStreamError):
+                self.priority.remove_stream(stream_id)
 
     def _frame(self, stream_id: int, data: bytes) -> bool:
         """Frame a piece of a body (RFC 9113, section 6.1). False, and nothing is done: it has to wait for the client,

@@ -232,3 +232,24 @@ async def test_pings_that_answer_data_are_no_flood() -> None:
         wire.client.ping(b"12345678")
         await wire.flush()
     await wire.close()
+
+
+async def test_what_a_client_sends_behind_its_trailers_is_read() -> None:
+    wire = Wire()
+    await wire.protocol.initiate()
+    wire.client.send_headers(1, [*OPEN, ("te", "trailers")])
+    await wire.flush()
+    (answer,) = wire.answers
+    await answer({"type": "http.response.start", "status": 200, "headers": [], "trailers": True})
+    await answer({"type": "http.response.body", "body": b"", "more_body": False})
+    await answer({"type": "http.response.trailers", "headers": [(b"x", b"y")], "more_trailers": False})
+    await turns()
+    for data in wire.writes:
+        wire.client.receive_data(data)
+    wire.writes.clear()
+    wire.client.send_data(1, b"late")
+    await wire.flush()
+    await turns()
+    events = [event for data in wire.writes for event in wire.client.receive_data(data)]
+    assert not [event for event in events if isinstance(event, h2.events.StreamReset)]
+    await wire.close()
