@@ -37,7 +37,7 @@ def test_which_sequence_waits_for_which(shared, prompt, holds):
 
 
 @pytest.mark.parametrize(("tokens", "holds"), [(15, False), (16, False), (17, True), (40, True)])
-def test_where_states_are_kept_now_and_then_a_sequence_waits_for_these_alone(tokens, holds):
+def test_where_states_are_kept_a_sequence_waits_for_these_alone(tokens, holds):
     under_way = InFlightPrefixes(4, 4)
     under_way.add(sequence(0, range(40)))
     assert under_way.computes_for(sequence(1, range(tokens))) is holds
