@@ -10,8 +10,10 @@ __all__ = ["InFlightPrefixes"]
 class InFlightPrefixes:
     """Running sequences with prompt pages that the prefix cache does not know yet, by salt and first page."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, shared_pages: int = 1) -> None:
+        """``shared_pages``: prefixes are shared by so many pages at a time, from one snapshot of states to the next."""
         self._page_bytes = 4 * page_size
+        self._shared_pages = shared_pages
         self._prefills: dict[tuple[bytes, bytes], list[Sequence]] = {}
 
     def add(self, sequence: Sequence) -> None:
@@ -39,9 +41,10 @@ class InFlightPrefixes:
         group = self._prefills.get((waiting.spec.salt, waiting.spec.prompt[: self._page_bytes]))
         if group is None:
             return False
-        mine, size = waiting.spec.prompt, self._page_bytes
+        mine, pages = waiting.spec.prompt, self._shared_pages
+        size = self._page_bytes * pages
         usable = min(len(mine), 4 * (waiting.length - 1)) // size
-        return any(_shares(prefill.spec.prompt, mine, prefill.shared, usable, size) for prefill in group)
+        return any(_shares(prefill.spec.prompt, mine, prefill.shared // pages, usable, size) for prefill in group)
 
 
 def _shares(theirs: bytes, mine: bytes, known: int, usable: int, size: int) -> bool:

@@ -21,6 +21,7 @@ from actors.scheduling.sequence import Sequence, Status
 from actors.scheduling.sequence_table import Move, SequenceTable
 from actors.scheduling.speculation.draft_limits import DraftLimits, draft_limit
 from actors.scheduling.step_builder import Chunk, InFlightStep
+from kernels.contract.caches import State
 from kernels.contract.grammar import Grammar
 from kernels.contract.info import ModelInfo
 from kernels.contract.step import StepBatch, StepResult
@@ -161,7 +162,9 @@ class Planner:
             reservations = BoundedReservations(
                 bounded, info.page_size, self._config.step_tokens + self._config.tail_tokens
             )
-        self._table.new_worker(info.page_size, reservations)
+        snapshots = [pages.page_tokens for pages in bounded if isinstance(pages.group.spec, State)]
+        shared_pages = max((*snapshots, info.page_size)) // info.page_size
+        self._table.new_worker(info.page_size, reservations, shared_pages)
         draft_limits = DraftLimits(info, self._config.adaptive)
         self._draft_limits = draft_limits if draft_limits.is_enabled else None
         self._planning.new_worker(info.num_pages - 1, self._draft_limits)

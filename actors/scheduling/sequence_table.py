@@ -57,12 +57,15 @@ class SequenceTable:
         self._final_commits: list[CommitTokens] = []  # last commits of the sequences in ...
         self._closed: list[int] = []  # ... this list, which the cache closes
 
-    def new_worker(self, page_size: int, reservations: BoundedReservations | None = None) -> None:
-        """Start with empty slots and an empty cache: running sequences wait again, unsent updates are dropped."""
+    def new_worker(
+        self, page_size: int, reservations: BoundedReservations | None = None, shared_pages: int = 1
+    ) -> None:
+        """Start with empty slots and an empty cache: running sequences wait again, unsent updates are dropped.
+        ``shared_pages``: as ``InFlightPrefixes``."""
         self.page_size = page_size
         self.reservations = reservations
         self.slots.reset()
-        self.siblings = InFlightPrefixes(page_size)
+        self.siblings = InFlightPrefixes(page_size, shared_pages)
         self.prefilling.clear()
         self._dirty.clear()
         self._final_commits.clear()

@@ -1,4 +1,4 @@
-"""StepBuilder: a step under construction. Flight: a step in flight, until its result."""
+"""StepBuilder: a step under construction. InFlightStep: a step in flight, until its result."""
 
 from __future__ import annotations
 

@@ -136,10 +136,17 @@ class Connection(TCPServer):
         if self._greeted:
             await super()._idle_timeout()
             return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._first_request):
-                await self.context.terminated.wait()
+        stopping = await self._terminated_within(min(HEADER_TIMEOUT, self._first_request))
+        if not stopping and isinstance(self.protocol.protocol, Http2):  # a greeting: its first request may come later
+            await self._terminated_within(self._first_request - HEADER_TIMEOUT)
         await asyncio.shield(self._initiate_server_close())
+
+    async def _terminated_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.context.terminated.wait()
+                return True
+        return False
 
     async def _close(self) -> None:
         abort = self.loop.call_later(LINGER_TIMEOUT, self.writer.transport.abort)

@@ -86,7 +86,7 @@ class SlotSampling(msgspec.Struct, frozen=True, omit_defaults=True, array_like=T
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
-    """A request takes a slot. A resumed or preempted request brings its output tokens back as part of ``tokens``."""
+    """A sequence takes a slot. A resumed or preempted one brings its output tokens back as part of ``tokens``."""
 
     slot: int
     generation: int
@@ -104,7 +104,8 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepBatch(msgspec.Struct, frozen=True, array_like=True):
-    """One forward pass. Releases happen first, then admissions, then page grants, then the rows run."""
+    """One step: a pass of the model, or several with draft tokens. Releases happen first, then admissions, then page
+    grants, then the rows run."""
 
     number: int
     slots: bytes  # int32 [rows]

@@ -132,8 +132,17 @@ class Elementwise:
         return F.embedding(ids, table)
 
     def compose(self, first: Linear, then: Linear) -> Linear:
-        """``then(first(x))``, where ``first`` consists of torch's operators."""
+        """``then(first(x))``, where ``first`` consists of torch's operators.
+
+        A model calls torch itself only within ``first``, or behind it in the same layer: a CPU records a decode into a
+        program of native operators, in which a call of torch's would be missing. Here it ends the recording, and such
+        decodes run without a program.
+        """
         return lambda x: then(first(x))
+
+    def without_program(self) -> Linear:
+        """The identity, by which a layer says that it calls torch's operators: as ``compose``."""
+        return self.compose(lambda x: x, lambda x: x)
 
     def empty_rows(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """[rows, width] for ``add_rows`` to write to."""

@@ -78,15 +78,15 @@ class VerifyOutputs(NamedTuple):
 
 class PassResult(NamedTuple):
     """Results of a pass that verifies: the ``result``, and the slots of its keys and values int64 [tokens]. If they
-    were captured, also the results of its ``head``, or what was ``accepted`` and the key of its end in
-    ``CapturedPasses.ends``. All are overwritten by the next call. ``experts`` int32 [tokens, layers, chosen]: those
-    that each token took, if they were recorded."""
+    were captured, also the results of its ``head``, or what was ``accepted`` and ``accept_size``, the number of rows by
+    which ``CapturedPasses.accept_outputs`` has the buffers of that pass. All are overwritten by the next call.
+    ``experts`` int32 [tokens, layers, chosen]: those that each token took, if they were recorded."""
 
     result: Tensor
     index: Tensor  # type: ignore[assignment]  # in place of tuple.index
     head: tuple[Tensor, Tensor, Tensor] | None = None
     accepted: Acceptance | None = None
-    end: int = 0
+    accept_size: int = 0
     experts: Tensor | None = None
 
 
@@ -112,15 +112,15 @@ class CapturedPasses:
     ``run``: the result [tokens, hidden] of a batch of decodes and drafts; None if no captured pass fits. The result is
     overwritten by the next call. ``prompts``: chunks of prompts of up to so many tokens fit as well.
 
-    ``verify``: a pass over rows that all verify a tree; None if the device has none. ``ends``: of passes that accept,
-    by the number of rows.
+    ``verify``: a pass over rows that all verify a tree; None if the device has none. ``accept_outputs``: buffers of
+    the results of passes that accept, by the number of rows.
     """
 
     rows: tuple[int, ...]
     run: Callable[[ForwardBatch], Tensor | None]
     prompts: int = 0
     verify: VerifyCall | None = None
-    ends: Mapping[int, VerifyOutputs] = field(default_factory=dict)
+    accept_outputs: Mapping[int, VerifyOutputs] = field(default_factory=dict)
 
 
 class StepForward(Protocol):
@@ -236,35 +236,36 @@ class ChainDraftPasses:
     """Passes of a draft that drafts one token after the other.
 
     ``observe`` reads accepted tokens, each with the token ``ahead`` of it (see ``NativePass.observe``): features are
-    copied to ``seen`` [tokens, n], and it writes ``left`` [tokens, n]. ``head`` drafts the first token from ``headed``
-    [rows, n], where the ``states`` [slots, n] of the last tokens are copied; ``then`` drafts the others from ``before``
-    [rows, n], where it writes its next input. ``ids``: the tokens that logits are of; None: all.
+    copied to ``observe_input`` [tokens, n], and it writes ``observe_output`` [tokens, n]. ``first_pass`` drafts the
+    first token from ``first_input`` [rows, n], where the ``states`` [slots, n] of the last tokens are copied;
+    ``next_pass`` drafts the others from ``next_input`` [rows, n], where it writes its next input. ``ids``: the tokens
+    that logits are of; None: all.
     """
 
     observe: NativePass
     ahead: int
-    seen: Tensor
-    left: Tensor
-    head: NativePass
-    then: NativePass
-    first: PassLogits
-    later: PassLogits
+    observe_input: Tensor
+    observe_output: Tensor
+    first_pass: NativePass
+    next_pass: NativePass
+    first_logits: PassLogits
+    next_logits: PassLogits
     ids: Tensor | None
     states: Tensor
-    headed: Tensor
-    before: Tensor
+    first_input: Tensor
+    next_input: Tensor
 
 
 @dataclass(frozen=True)
 class DraftCacheSlots:
-    """Slots of a draft's cache. ``reached`` int64 [slots]: how many of each slot are filled. A sequence's first draft
-    token takes the one ``first`` behind its root's position. A sequence without a page left has ``spare`` of its own;
-    those of all slots follow from page ``begin`` on."""
+    """Places of a draft's cache. ``filled`` int64 [slots]: how many of each slot are filled. A sequence's first draft
+    token takes the one ``offset`` behind its root's position. A sequence without a page left has ``spare_tokens`` of
+    its own; those of all slots follow from page ``spare_page`` on."""
 
-    reached: Longs
-    first: int
-    begin: int
-    spare: int
+    filled: Longs
+    offset: int
+    spare_page: int
+    spare_tokens: int
 
 
 class CycleResult(NamedTuple):

@@ -8,7 +8,7 @@ prefix go on. Segments of the same length that do not depend on one another run 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,8 @@ follow one another, on from states [n, *shape]. It may overwrite the states."""
 Put = Callable[[npt.NDArray[np.int64]], Tensor]
 """Copies to the device."""
 
+_CALL_BYTES = 1 << 28
+"""Of the states of a call: what it allocates beside them is some times as much."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -85,7 +87,17 @@ def states_before(cache: StateCache, segment: StateSegments) -> list[Tensor]:
 def advance_states(cache: StateCache, segments: tuple[StateSegments, ...], advance: Advance) -> None:
     """Run every row of a step on from its state, and write the states where the next steps, and other sequences with
     the same prefix, find them."""
-    for segment in segments:
-        states = advance(segment.tokens, states_before(cache, segment))
-        for kept, state in zip(cache, states, strict=True):
-            kept.index_copy_(0, segment.targets, state.to(kept.dtype))
+    rows = max(1, _CALL_BYTES // sum(kept[0].nbytes for kept in cache))
+    for whole in segments:
+        for segment in _blocks(whole, rows):
+            states = advance(segment.tokens, states_before(cache, segment))
+            for kept, state in zip(cache, states, strict=True):
+                kept.index_copy_(0, segment.targets, state.to(kept.dtype))
+
+
+def _blocks(segment: StateSegments, rows: int) -> Iterator[StateSegments]:
+    """Parts of at most ``rows`` rows. No row reads a page that another one writes."""
+    for begin in range(0, len(segment.sources), rows):
+        part = slice(begin, begin + rows)
+        fresh = None if segment.fresh is None else segment.fresh[part]
+        yield StateSegments(segment.tokens[part], segment.sources[part], segment.targets[part], fresh)

@@ -84,10 +84,10 @@ def _speculative(
     result: list[Executor] = _unobserved(context, max_rows, True) if settings.adaptive.enabled else []
     rows = min(max_rows, loaded.config.max_step_tokens // drafter.max_nodes)
     verifies = passes.capture_decodes(rows, drafter.max_nodes, drafter.branches, drafter.depth)
-    drafter.capture(loaded.agree, verifies.ends if verifies is not None else {})
+    drafter.capture(loaded.agree, verifies.accept_outputs if verifies is not None else {})
     moved = drafter.branches and not loaded.groups.has_latent  # by the device's own kernel
     speculator.verifier.prepare(drafter.max_nodes, loaded.caches if moved else [])
-    if verifies is not None and verifies.ends and loaded.group.size == 1:
+    if verifies is not None and verifies.accept_outputs and loaded.group.size == 1:
         result.append(
             OverlappedVerifyPass(context, OverlappedVerify(speculator, loaded.device, loaded.slots, verifies))
         )

@@ -478,7 +478,7 @@ def _step_memory(
             captured.capture_decodes(rows)
             rows = min(rows, longest // drafter.max_nodes)
             verifies = captured.capture_decodes(rows, drafter.max_nodes, drafter.branches, drafter.depth)
-            drafter.capture(lambda could: could, verifies.ends if verifies is not None else {})
+            drafter.capture(lambda could: could, verifies.accept_outputs if verifies is not None else {})
             target = TargetParts(device, some, part, opened.dtype, own, make_slots())
             precompile_drafts(config, drafter, target)
 

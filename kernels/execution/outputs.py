@@ -289,7 +289,9 @@ class StepOutputs:
         self._report(step, verified, builder)
         reached = np.ones(len(step.slots), dtype=bool)
         builder.arrives = self._speculator.record_run(step, reached, features, builder.sampled, verified)
-        self._speculator.early_drafts.set_followed(self._speculator.last_run, followed.found.end, followed.behind)
+        self._speculator.early_drafts.set_followed(
+            self._speculator.last_run, followed.found.accept_size, followed.behind
+        )
 
     @staticmethod
     def _report(step: StepRows, verified: VerifyResult, builder: ResultBuilder) -> None:

@@ -120,12 +120,12 @@ class _GatedAttention:
         qkv = gqa.projection(builder, config, f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj")
         self.inner = SelfAttention(builder, config, qkv, lambda x: x, window, norm=norm)
         self.gate, self.output = builder.linear(f"{module}.gate_proj"), builder.row_parallel(f"{module}.o_proj")
-        self.refuse = builder.ops.elementwise.compose(lambda x: x, lambda x: x)  # programs have no gates
+        self.without_program = builder.ops.elementwise.without_program()
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
     ) -> Tensor:
         """As ``AttentionLayer``."""
-        result = self.refuse(self.inner(x, cos, sin, cache, batch, wanted))
+        result = self.without_program(self.inner(x, cos, sin, cache, batch, wanted))
         gates = self.gate(x if wanted is None else x.index_select(0, wanted))
         return self.output(result * torch.sigmoid(gates))

@@ -252,8 +252,8 @@ class ModelConfig:
 
     @property
     def eager_attention(self) -> str:
-        """What attention has that no captured pass does where a step's rows are read on the host for it; "": nothing.
-        Devices with ``Attention.plans_caps`` do so for caps and sinks no longer (``eager_with``)."""
+        """Why attention runs outside of captured graphs: the feature that plain torch computes from rows on the host;
+        "": it does not. Devices with ``Attention.plans_caps`` capture caps and sinks (``eager_with``)."""
         if self.attention_softcap:
             return "attn_logit_softcapping"
         if self.sinks or self.alibi:

@@ -157,20 +157,24 @@ def _full_rope(raw: ConfigReader, dim: int) -> RopeConfig:
     """The rotation of layers with full attention."""
     ropes = raw.raw.get("rope_parameters") or {}
     given = ropes.get("full_attention") if isinstance(ropes, dict) else None
-    reader = ConfigReader(given if isinstance(given, dict) else {"rope_type": "proportional"}, raw.architecture)
-    kind, part = reader.raw.get("rope_type", "default"), reader.number("partial_rotary_factor", 0.25)
+    usual = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+    reader = ConfigReader(given if isinstance(given, dict) else usual, raw.architecture)
+    kind, part = reader.raw.get("rope_type", "default"), reader.number("partial_rotary_factor", 1.0)
     if kind not in ("default", "proportional"):
         raise ConfigError(f"rope_type {kind!r} of full attention is not supported; use proportional or default")
     rotated = 2 * int(part * dim // 2) if kind == "proportional" else dim
     if not 0 < rotated <= dim:
         raise ConfigError(f"partial_rotary_factor rotates {rotated} of a head's {dim} numbers")
-    theta, factor = reader.number("rope_theta", 1000000.0), reader.number("factor", 1.0)
+    theta, factor = reader.number("rope_theta", 1000000.0), 1.0
+    if kind == "proportional":
+        factor = reader.number("factor", 1.0)
     return RopeConfig(theta, "proportional", factor=factor, dim=rotated, head_dim=dim)
 
 
 def _shared_caches(raw: ConfigReader, windows: tuple[int, ...]) -> dict[int, int]:
     """Of the last ``num_kv_shared_layers``: the last layer of the same kind before them."""
     count, layers = raw.raw.get("num_kv_shared_layers", 0), raw.layers
+    count = 0 if count is None else count
     if type(count) is not int or not 0 <= count < layers:
         raise ConfigError(f"config.json: num_kv_shared_layers must be less than {layers} layers, and is {count!r}")
     first, last = layers - count, {bool(window): layer for layer, window in enumerate(windows[: layers - count])}
@@ -242,7 +246,8 @@ def _expert_tensors(experts: ExpertsConfig, hidden: int, layer: str) -> Iterator
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
-    """Keys and values of all tokens, or of a window; the heads that kernels are planned for come last."""
+    """Keys and values of all tokens, or of a window. Windows come last: a device plans attention for the heads of the
+    group that a family names last (CONTRIBUTING, "Add a model")."""
     assert isinstance(config, Gemma4Config)
     groups: dict[Paged | Window, list[int]] = {}
     for index, window in sorted(enumerate(config.windows), key=lambda layer: bool(layer[1])):
@@ -345,7 +350,7 @@ class _Layer:
     def __init__(self, config: Gemma4Config, builder: ModelBuilder, index: int, inputs: _LayerInputs | None) -> None:
         name, eps = f"model.layers.{index}", config.norm_eps
         self.index, self.inputs, self.elementwise = index, inputs, builder.ops.elementwise
-        self.refuse = self.elementwise.compose(lambda x: x, lambda x: x)  # programs have no such layers
+        self.without_program = self.elementwise.without_program()
         self.norms = [builder.norm(f"{name}.{norm}", eps) for norm in _NORMS]
         self.attention = _attention(config, builder, f"{name}.self_attn", index)
         self.mlp = gated_mlp(builder, config, f"{name}.mlp")
@@ -381,7 +386,7 @@ class _Layer:
         if self.inputs is not None and self.index == 0:
             self.inputs.compute(residual, batch.token_ids)
         normed, residual = norm_of_sum(first, x, residual)
-        result = self.attention(self.refuse(normed), cos, sin, cache, batch, wanted)
+        result = self.attention(self.without_program(normed), cos, sin, cache, batch, wanted)
         if wanted is not None:
             residual = residual.index_select(0, wanted)
         residual = residual + second(result)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kernels.contract.errors import ConfigError
 from kernels.models.config import ConfigReader, ExpertsConfig, ModelConfig
 from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, sparse
@@ -32,6 +33,9 @@ def config(raw: ConfigReader) -> ModelConfig:
 
 def decoder(raw: ConfigReader, experts: ExpertsConfig | None = None) -> ModelConfig:
     """The sizes in config.json. ``alpha`` of its rotation stretches the base (NTK-aware scaling)."""
+    for key, plain_value in (("use_cla", False), ("use_qk_norm", True), ("moe_layer_num_skipped", 0)):
+        if raw.raw.get(key) not in (None, plain_value):
+            raise ConfigError(f"config.json: {key} {raw.raw[key]!r} is not supported; {plain_value!r} is")
     bias, own = raw.flag("attention_bias"), dict[str, Any]()
     for key in ("rope_scaling", "rope_parameters"):
         part = raw.raw.get(key)

@@ -48,6 +48,8 @@ def config(raw: ConfigReader) -> ModelConfig:
     }
     if raw.flag("router_bias"):
         raise ConfigError("router_bias is not supported; use a model without it")
+    if raw.raw.get("zero_expert_type") not in (None, "identity"):
+        raise ConfigError(f"zero_expert_type {raw.raw['zero_expert_type']!r} is not supported; identity is")
     raw = ConfigReader({**raw.raw, **given}, raw.architecture)
     count, chosen = (
         ConfigReader({**raw.raw, "num_experts_per_tok": 1}, raw.architecture).expert_counts()[0],
@@ -59,7 +61,7 @@ def config(raw: ConfigReader) -> ModelConfig:
         count,
         chosen,
         raw.size("moe_intermediate_size"),
-        normalized=raw.flag("norm_topk_prob"),
+        normalized=False,
         scale=raw.number("routed_scaling_factor", 6.0),
         corrected=True,
         identities=identities,
@@ -126,7 +128,7 @@ class _Half:
         self.after = builder.norm(f"{name}.post_attention_layernorm.{half}", eps)
         self.attention = mla.attention(builder, config, f"{name}.self_attn.{half}", 0)
         self.mlp = gated_mlp(builder, config, f"{name}.mlps.{half}")
-        self.refuse = builder.ops.elementwise.compose(lambda x: x, lambda x: x)  # programs have no such layers
+        self.without_program = builder.ops.elementwise.without_program()
 
     @property
     def first_norm(self) -> Norm | None:
@@ -148,7 +150,7 @@ class _Half:
     ) -> tuple[PendingResidual, Tensor]:
         """As ``DecoderLayer``."""
         normed, residual = norm_of_sum(self.before, x, residual)
-        result = self.attention(self.refuse(normed), cos, sin, cache, batch, wanted)
+        result = self.attention(self.without_program(normed), cos, sin, cache, batch, wanted)
         if wanted is not None:
             residual = residual.index_select(0, wanted)
         normed, residual = self.after.add(result, residual)

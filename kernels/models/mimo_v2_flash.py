@@ -72,9 +72,16 @@ def config(raw: ConfigReader) -> ModelConfig:
             "full_attention": {"rope_theta": raw.number("rope_theta", 5000000.0), "partial_rotary_factor": part},
             "sliding_attention": {"rope_theta": raw.number("swa_rope_theta", 10000.0), "partial_rotary_factor": part},
         }
+    elif isinstance(ropes, dict):
+        own["rope_parameters"] = {
+            kind: {"partial_rotary_factor": 0.334, **part} if isinstance(part, dict) else part
+            for kind, part in ropes.items()
+        }
     reader = ConfigReader({**raw.raw, **own}, raw.architecture)
     plain = reader.decoder(qkv_bias=bias, windows=windows, experts=experts, eps=1e-5, head_dim=192)
     local = reader.local_rope(dim, 10000.0)
+    if local.dim != plain.rope.dim:
+        raise ConfigError("config.json: rope_parameters rotates other parts of heads in windows than in full attention")
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
     return MiMoV2Config(
         **fields | {"sinks": True, "ropes": {layer: local for layer, window in enumerate(windows) if window}},

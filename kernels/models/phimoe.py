@@ -29,7 +29,8 @@ def config(raw: ConfigReader) -> ModelConfig:
     count, _ = raw.expert_counts()
     if count < _CHOSEN:
         raise ConfigError(f"config.json: num_local_experts {count} is less than the {_CHOSEN} that a token takes")
-    jitter, layers = raw.number("router_jitter_noise", 0.01), frozenset(range(raw.layers))
+    jitter = 0.0 if raw.raw.get("router_jitter_noise") == 0 else raw.number("router_jitter_noise", 0.01)
+    layers = frozenset(range(raw.layers))
     inner, bias = raw.size("intermediate_size"), raw.flag("attention_bias")
     experts = ExpertsConfig(layers, count, _CHOSEN, inner, normalized=False, scores="mixer", jitter=jitter)
     plain = _with_scales(raw).decoder(

@@ -105,6 +105,7 @@ BUILT_IN = (
     Entry("AfmoeForCausalLM", "kernels.models.afmoe"),
     Entry("ApertusForCausalLM", "kernels.models.apertus"),
     Entry("ArceeForCausalLM", "kernels.models.arcee"),
+    Entry("BaiChuanForCausalLM", "kernels.models.baichuan"),
     Entry("BaichuanForCausalLM", "kernels.models.baichuan"),
     Entry("BailingMoeForCausalLM", "kernels.models.bailing_moe"),
     Entry("BailingMoeV2ForCausalLM", "kernels.models.bailing_moe"),
@@ -121,6 +122,7 @@ BUILT_IN = (
     Entry("Ernie4_5_MoeForCausalLM", "kernels.models.ernie4_5_moe"),
     Entry("ExaoneForCausalLM", "kernels.models.exaone"),
     Entry("Exaone4ForCausalLM", "kernels.models.exaone4"),
+    Entry("ExaoneMoEForCausalLM", "kernels.models.exaone_moe"),
     Entry("ExaoneMoeForCausalLM", "kernels.models.exaone_moe"),
     Entry("FalconH1ForCausalLM", "kernels.models.falcon_h1"),
     Entry("Gemma2ForCausalLM", "kernels.models.gemma2"),
@@ -162,6 +164,7 @@ BUILT_IN = (
     Entry("OlmoHybridForCausalLM", "kernels.models.olmo_hybrid"),
     Entry("OlmoeForCausalLM", "kernels.models.olmoe"),
     Entry("Phi3ForCausalLM", "kernels.models.phi3", gguf="phi3"),
+    Entry("PhiMoEForCausalLM", "kernels.models.phimoe"),
     Entry("PhimoeForCausalLM", "kernels.models.phimoe"),
     Entry("Qwen2ForCausalLM", "kernels.models.qwen2", gguf="qwen2"),
     Entry(

@@ -153,9 +153,9 @@ class Drafter(ABC):
         target's."""
         return []
 
-    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, VerifyOutputs]) -> None:
-        """Capture passes, where the device gains by it (``Capture.decodes``). ``ends``: results of the target's passes
-        that accept; the drafter may draft directly after these."""
+    def capture(self, agree: Callable[[bool], bool], accept_outputs: Mapping[int, VerifyOutputs]) -> None:
+        """Capture passes, where the device gains by it (``Capture.decodes``). ``accept_outputs``: results of the
+        target's passes that accept; the drafter may draft directly after these."""
         return None
 
     def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:
@@ -194,7 +194,8 @@ class Drafter(ABC):
         return None
 
     def draft_after_pass(self, end: int, rows: int) -> DraftTree | None:
-        """Draft early for the first ``rows`` rows of the pass with the result ``ends[end]``, which has just run."""
+        """Draft early for the first ``rows`` rows of the pass that has just run, with the result
+        ``accept_outputs[end]``."""
         return None
 
     def mark_observed(self, slots: Longs, lengths: Longs) -> None:

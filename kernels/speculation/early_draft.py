@@ -182,14 +182,14 @@ class EarlyDraftPasses:
         self._passes: _Passes = {}
         self._after_pass: _Passes = {}
 
-    def capture(self, rows: int, agree: Callable[[bool], bool], ends: Mapping[int, VerifyOutputs]) -> None:
-        """Capture passes of up to ``rows`` rows, as far as the device can, and passes that follow ``ends``."""
+    def capture(self, rows: int, agree: Callable[[bool], bool], accept_outputs: Mapping[int, VerifyOutputs]) -> None:
+        """Capture passes of up to ``rows`` rows, as far as the device can, and those that follow ``accept_outputs``."""
         for size in sorted((size for size in _ROWS if size <= rows), reverse=True):
             if not self._capture(self._passes, size, partial(self._run, size), agree):
                 break
         if not self._passes:
             return
-        for size, end in ends.items():
+        for size, end in accept_outputs.items():
             if size <= rows and not self._capture(self._after_pass, size, partial(self._run_after_pass, end), agree):
                 break
         # Compiled here, so that no step waits for it.
@@ -338,7 +338,7 @@ class EarlyDrafts:
     def take_accepted(self, result: PassResult) -> VerifyResult:
         """Take the tokens that a pass accepted on the device, and start their copy to the host."""
         assert result.accepted is not None
-        self._found, self._end = (result.accepted.outcome, result.accepted.tokens), result.end
+        self._found, self._end = (result.accepted.outcome, result.accepted.tokens), result.accept_size
         # Only the next accepting pass overwrites it, and that waits on the device (``after_copies``) or in
         # ``can_accept``.
         self._arrives = self._device.memory.fetch([result.accepted.packed], lasting=True)
@@ -495,7 +495,7 @@ class OverlappedVerify:
         if result is None:
             return None
         verified = speculator.early_drafts.take_accepted(result)
-        behind = speculator.drafter.draft_after_pass(result.end, len(at))
+        behind = speculator.drafter.draft_after_pass(result.accept_size, len(at))
         return OverlappedResult(at, result, verified, tree, behind)
 
     def finish_previous(self, followed: OverlappedResult) -> StepRows:

@@ -140,18 +140,22 @@ class Expansion:
             )
 
     def prepare_early(
-        self, model: EarlyDraftModel, states: Tensor, agree: Callable[[bool], bool], ends: Mapping[int, VerifyOutputs]
+        self,
+        model: EarlyDraftModel,
+        states: Tensor,
+        agree: Callable[[bool], bool],
+        accept_outputs: Mapping[int, VerifyOutputs],
     ) -> EarlyDraftPasses | None:
         """Passes that observe and draft in one launch (``early_draft``); None if the device captures none.
 
-        ``states``: of the slots' last tokens. ``ends``: see ``Drafter.capture``.
+        ``states``: of the slots' last tokens. ``accept_outputs``: see ``Drafter.capture``.
         """
         config, ids = self._context.config, self._model.ids
         if self._model.config.latent is not None:
             return None
         shape = TreeShape(self.steps, self.topk, self.nodes, self._first, config.page_size, tuple(self._windows), ids)
         passes = EarlyDraftPasses(self._context, model, self._sampler, self.caches, states, shape)
-        passes.capture(config.max_slots - 1, agree, ends)
+        passes.capture(config.max_slots - 1, agree, accept_outputs)
         return passes if passes.size(1) else None
 
     def native_chains(

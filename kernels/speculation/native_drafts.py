@@ -179,7 +179,12 @@ class NativeChains(NativeDrafts):
         max_drafts: int,
     ) -> None:
         self._state, self._places, self._reached, self._first = state, places, model.reached, model.first
-        self._observe, self._passes, self._tokens, self._max_drafts = observe, passes, len(passes.left), max_drafts
+        self._observe, self._passes, self._tokens, self._max_drafts = (
+            observe,
+            passes,
+            len(passes.observe_output),
+            max_drafts,
+        )
 
     @classmethod
     def make(
@@ -247,7 +252,7 @@ class NativeChains(NativeDrafts):
 
     def cycle(self, target: NativeModel) -> DraftCycle | None:
         state, places = self._state, DraftCacheSlots(self._reached, self._first, *self._places.own)
-        features = target.features if self._passes.seen.shape[1] else None
+        features = target.features if self._passes.observe_input.shape[1] else None
         return target.run.cycle(
             self._passes,
             places,

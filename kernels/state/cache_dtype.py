@@ -71,10 +71,13 @@ def choose_cache(config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, d
         except UnsupportedError as error:
             _log.warning("The checkpoint has scales for a cache in %s, which is not used: %s", name, error)
             return CacheChoice()
-    if not name or CACHE_DTYPES[name] == dtype or (model.latent is not None and not requested):
+    whole = model.latent is not None or model.recurrence is not None  # scales of the checkpoint are not used
+    if not name or CACHE_DTYPES[name] == dtype or (whole and not requested):
         return CacheChoice()
     kind = CACHE_DTYPES[name]
     device.cache.check_dtype(kind)
+    if model.recurrence is not None and narrow(kind):
+        return CacheChoice(kind)  # which is refused where the cache is made
     if model.latent is not None and narrow(kind):
         if own or method not in ("", "per_token_head"):
             raise ConfigError(

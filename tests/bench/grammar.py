@@ -19,6 +19,7 @@ The processor time of the server's processes says more than its speed where othe
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import math
@@ -110,18 +111,18 @@ def _processor_seconds(server: OwnServer | None) -> float:
     return 0.0 if server is None else sum(sum(each.cpu_times()[:2]) for each in server.family())
 
 
-async def measure(points: list[Point], model: str | None, url: str | None, options: object) -> None:
+async def measure(points: list[Point], model: str | None, url: str | None, options: argparse.Namespace) -> None:
     numbers = itertools.count(1)
-    schema = SCHEMAS[options.schema]  # type: ignore[attr-defined]
+    schema = SCHEMAS[options.schema]
     forms: dict[str, Callable[[], object]] = {
         NONE: lambda: None,
         SAME: lambda: schema(0),
         NEW: lambda: schema(next(numbers)),
     }
-    server = None if url else OwnServer(model, options.server_args)  # type: ignore[attr-defined]
+    server = None if url else OwnServer(model, options.server_args)
     try:
         if server is not None:
-            await server.wait_ready(options.start_limit)  # type: ignore[attr-defined]
+            await server.wait_ready(options.start_limit)
         address = url or server.url  # type: ignore[union-attr]
         client = Client(address)
         _, models = await client.json("GET", "/v1/models")
@@ -132,11 +133,11 @@ async def measure(points: list[Point], model: str | None, url: str | None, optio
             found: dict[str, list[list[float]]] = {form: [] for form in forms}
             for form, make in forms.items():
                 await run(address, name, point, make, 1, f"warm {form}")
-            for number in range(options.rounds):  # type: ignore[attr-defined]
+            for number in range(options.rounds):
                 for form, make in forms.items():
                     seed = f"{number} {form} {point}"
                     begun = _processor_seconds(server)
-                    measured = await run(address, name, point, make, options.requests, seed)  # type: ignore[attr-defined]
+                    measured = await run(address, name, point, make, options.requests, seed)
                     found[form].append([*measured, _processor_seconds(server) - begun])
             for form, rounds in found.items():
                 speeds, firsts, seconds = ([each[place] for each in rounds] for place in (0, 1, 2))

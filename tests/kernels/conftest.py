@@ -7,6 +7,7 @@ import tests.kits.simulated_npu  # noqa: F401 - where torch_npu is installed, NP
 # isort: split
 import random
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ class Reference:
 
         family, options = (FAMILIES | DENSE | HYBRID | LATENT | ROUTED | SPARSE | DIVISIBLE | NATIVE)[name]
         torch.manual_seed(sum(name.encode()))
-        config = getattr(transformers, f"{family}Config")(**COMMON | options)
+        config = getattr(transformers, f"{family}Config")(**deepcopy(COMMON | options))  # which it may change
         model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
         for part, parameter in model.named_parameters():  # far from uniform predictions, biases and norms that count
             parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)

@@ -27,6 +27,7 @@ log = logging.getLogger("troupe.grpc")
 
 _STOP_SECONDS = 2.0
 _WATCH_SECONDS = 0.5
+_HEALTH_BYTES = 64 << 10  # of a message that needs no key
 _STREAMS = 768  # of one connection at a time; Hypercorn closes connections at 1,000
 _IDLE_SECONDS = 7200.0
 """Before a connection without calls is closed. gRPC's clients keep theirs, and a call on one that closes fails."""
@@ -86,8 +87,8 @@ def _methods(service: Service) -> dict[str, Method]:
     health = _Health(servicer)
     return {
         **{f"/{SERVICE}/{name}": Method(getattr(servicer, name), streams) for name, (*_, streams) in METHODS.items()},
-        f"/{_HEALTH}/Check": Method(health.Check, False),
-        f"/{_HEALTH}/Watch": Method(health.Watch, True),
+        f"/{_HEALTH}/Check": Method(health.Check, False, _HEALTH_BYTES),
+        f"/{_HEALTH}/Watch": Method(health.Watch, True, _HEALTH_BYTES),
         f"/{reflection.SERVICE_NAME}/ServerReflectionInfo": Method(_Reflection(service).ServerReflectionInfo, True),
     }
 

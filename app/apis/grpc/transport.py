@@ -44,6 +44,7 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
+_KIND = re.compile(rb"application/grpc(\+proto)?\s*(;.*)?")
 _PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 
 
@@ -66,8 +67,10 @@ def ended_by(error: ApiError) -> CallEnded:
 class Call:
     """A call: its metadata as HTTP's headers, its deadline and its messages."""
 
-    def __init__(self, headers: list[tuple[bytes, bytes]]) -> None:
+    def __init__(self, headers: list[tuple[bytes, bytes]], max_bytes: int = MAX_BODY) -> None:
+        """``max_bytes``: of a message."""
         self.headers = headers
+        self._max_bytes = max_bytes
         self._deadline: float | None = None
         self._messages: asyncio.Queue[bytes | ApiError | None] = asyncio.Queue(_WAITING)
         self._read = bytearray()
@@ -100,26 +103,29 @@ class Call:
         """The client's only message."""
         async for only in self.messages(kind):
             self._complete = True
+            self._read.clear()
+            while not self._messages.empty():  # what waits to be put there is let go
+                self._messages.get_nowait()
             return only
         raise invalid("the request: has no message.")
 
     async def feed(self, data: bytes, *, whole: bool) -> None:
         """Add what has arrived; ``whole``: the client sends no more. Waits while messages wait to be read."""
-        if self._complete:
-            return
-        self._read += data
-        while len(self._read) >= _PREFIX:
+        if not self._complete:
+            self._read += data
+        while not self._complete and len(self._read) >= _PREFIX:
             size = int.from_bytes(self._read[1:_PREFIX])
             if self._read[0]:
                 await self._refuse(501, "Compressed messages are not read; compress none.")
-            elif size > MAX_BODY:
-                await self._refuse(413, f"A message has {size} bytes; at most {MAX_BODY} are read.")
+            elif size > self._max_bytes:
+                await self._refuse(413, f"A message has {size} bytes; at most {self._max_bytes} are read.")
             elif len(self._read) < _PREFIX + size:
                 break
             else:
-                await self._messages.put(bytes(self._read[_PREFIX : _PREFIX + size]))
+                message = bytes(self._read[_PREFIX : _PREFIX + size])
                 del self._read[: _PREFIX + size]
-        if whole:
+                await self._messages.put(message)
+        if whole and not self._complete:
             await self._messages.put(None)
 
     async def _refuse(self, status: int, message: str) -> None:
@@ -128,10 +134,12 @@ class Call:
 
 
 class Method(NamedTuple):
-    """``answer``: of a call without a stream an awaitable of its response, else an iterator of responses."""
+    """``answer``: of a call without a stream an awaitable of its response, else an iterator of responses.
+    ``max_bytes``: of a message."""
 
     answer: Callable[[Call], Any]
     streams: bool
+    max_bytes: int = MAX_BODY
 
 
 class _Answer:
@@ -172,7 +180,7 @@ def grpc_application(methods: dict[str, Method]) -> Callable[[Any, Receive, Send
                 await send({"type": f"lifespan.{event}.complete"})
             return
         kind = dict(scope["headers"]).get(b"content-type", b"") if scope["type"] == "http" else b""
-        if scope["type"] != "http" or scope["http_version"] < "2" or not kind.startswith(b"application/grpc"):
+        if scope["type"] != "http" or scope["http_version"] < "2" or not _KIND.fullmatch(kind):
             await _refuse_http(scope, send)
             return
         answer = _Answer(send)
@@ -181,7 +189,7 @@ def grpc_application(methods: dict[str, Method]) -> Callable[[Any, Receive, Send
             await answer.end(grpc.StatusCode.UNIMPLEMENTED, f"There is no method {scope['path'][:200]}.")
             return
         try:
-            call = Call(scope["headers"])
+            call = Call(scope["headers"], method.max_bytes)
         except CallEnded as ended:
             await answer.end(ended.code, ended.message)
             return

@@ -98,11 +98,11 @@ def cycle(
 ) -> DraftCycle:
     """See ``NativePass.cycle``."""
     model, observing, head, then = passes
-    native, ids, room, token_room = model.native, draft.ids, len(draft.headed), len(target.argmax)
-    vocab = draft.first.logits.shape[1] if ids is None else int(ids.max()) + 1
+    native, ids, room, token_room = model.native, draft.ids, len(draft.first_input), len(target.argmax)
+    vocab = draft.first_logits.logits.shape[1] if ids is None else int(ids.max()) + 1
     chosen, unsound = np.zeros((2, room), dtype=np.int64), np.zeros((2, room), dtype=np.bool_)
     draws: list[Op] = []
-    for number, each in enumerate((draft.first, draft.later)):
+    for number, each in enumerate((draft.first_logits, draft.next_logits)):
         op = native.drawing(each.logits, chosen[number], unsound[number])
         op.c, op.i1 = None if ids is None else ids.data_ptr(), vocab
         draws.append(op)
@@ -112,23 +112,23 @@ def cycle(
     chain = Chain(
         (pointer * 2)(ctypes.addressof(head.ops), ctypes.addressof(then.ops)),
         (ctypes.c_int64 * 2)(head.count, then.count),
-        (pointer * 2)(draft.first.tokens.data_ptr(), draft.later.tokens.data_ptr()),
+        (pointer * 2)(draft.first_logits.tokens.data_ptr(), draft.next_logits.tokens.data_ptr()),
         (pointer * 2)(*[ctypes.addressof(op) for op in draws[:2]]),
         None if ids is None else ids.data_ptr(),
         draft.states.data_ptr(),
-        draft.headed.data_ptr(),
-        draft.before.data_ptr(),
+        draft.first_input.data_ptr(),
+        draft.next_input.data_ptr(),
         draft.states.shape[1],
     )
-    seen = _observation(draft.ahead, draft.seen, draft.left, draft.states)
+    seen = _observation(draft.ahead, draft.observe_input, draft.observe_output, draft.states)
     if features is not None:
         seen.features, seen.stride = features.ctypes.data, features.strides[0] // features.itemsize
     settings = Cycle(
         chain,
-        places.reached.ctypes.data,
-        places.first,
-        places.begin,
-        places.spare,
+        places.filled.ctypes.data,
+        places.offset,
+        places.spare_page,
+        places.spare_tokens,
         ctypes.addressof(model.ops),
         model.count,
         target.argmax.ctypes.data,
@@ -139,7 +139,7 @@ def cycle(
         ctypes.addressof(observing.ops),
         observing.count,
         seen,
-        len(draft.seen),
+        len(draft.observe_input),
     )
     roots, accepted = np.zeros((2, room), dtype=np.int64)
     emitted, drafted, depths = np.zeros((3, room), dtype=np.int32)

@@ -80,9 +80,11 @@ class CpuPass:
         max_length: int,
     ) -> DraftCycle:
         assert isinstance(draft.observe, CpuPass)
-        assert isinstance(draft.head, CpuPass)
-        assert isinstance(draft.then, CpuPass)
-        passes = chains.CyclePasses(self._program, draft.observe._program, draft.head._program, draft.then._program)
+        assert isinstance(draft.first_pass, CpuPass)
+        assert isinstance(draft.next_pass, CpuPass)
+        passes = chains.CyclePasses(
+            self._program, draft.observe._program, draft.first_pass._program, draft.next_pass._program
+        )
         return chains.cycle(
             passes, draft, places, table, output, features, max_drafts=max_drafts, max_length=max_length
         )

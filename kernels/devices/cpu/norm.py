@@ -32,7 +32,8 @@ class CpuNorm:
     def __call__(self, x: Tensor) -> Tensor:
         native = self._native(x.dtype, self._fits)
         if native is not None:
-            return native.norm(None, x, self.plain, self.eps)
+            heads = x if self.plain.ndim == x.ndim - 1 else x.reshape(-1, x.shape[-1])  # one weight for all of them
+            return native.norm(None, heads, self.plain, self.eps).view(x.shape)
         wide = x.float()
         size = torch.linalg.vector_norm(wide, 2, -1, True).hypot_(self.floor)
         return torch.div(wide, size).mul_(self.weight).to(x.dtype)

@@ -66,7 +66,7 @@ class CudaCapture(Capture):
             tuple(graphs.sizes),
             lambda batch: graphs.run(batch, _any_plan(batch)),
             verify=graphs.verify,
-            ends=graphs.ends,
+            accept_outputs=graphs.accept_outputs,
         )
 
     def steps(self, request: StepCaptureRequest) -> CapturedSteps | None:

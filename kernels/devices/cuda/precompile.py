@@ -55,7 +55,8 @@ def precompile_passes(passes: Callable[[], None], device: torch.device, pool: Ex
 def _compile(passes: Callable[[], None], device: torch.device, pool: Executor) -> int:
     """Returns the number of kernels."""
     compiling = triton.AsyncCompileMode(_Loading(pool, device), ignore_errors=True)
-    with compiling as mode, _launching_nothing(), _loading_apart(), precompiling(), suppress(torch.OutOfMemoryError):
+    # ``compiling`` ends when the last kernel is loaded: until then they are loaded apart.
+    with _loading_apart(), compiling as mode, _launching_nothing(), precompiling(), suppress(torch.OutOfMemoryError):
         passes()
     return len(mode.future_kernels)
 

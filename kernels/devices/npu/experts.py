@@ -1,5 +1,5 @@
 """Mixture-of-experts layers by the NPU's grouped matrix products: one operator sorts tokens by expert, another
-multiplies those of all experts. The host reads nothing, so graphs can capture it (facts 4.2 and 5)."""
+multiplies those of all experts. The host reads nothing, so graphs can capture it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 in the same way (OCP Microscaling Formats, version 1.0).
 
 The vendor's operators take scales in pairs, two for 64 inputs, and weights and scales as transposed views of the layout
-in checkpoints (facts 4.2).
+in checkpoints.
 """
 
 from __future__ import annotations

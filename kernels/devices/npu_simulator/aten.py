@@ -7,7 +7,7 @@ with its name. Gradients are not simulated: some operators have none.
 float64: a cast to it returns float32 with a warning, for every generation, by the wheel's rule. Tensors of it can still
 be created. A2 and A3 compute in it slowly, on the AI CPU. Here A5 refuses it, the strictest interpretation of a device
 without double precision, so that no code depends on it. 8-bit floats can only be moved, on every generation: A2 and A3
-lack them, and some casts of A5 are reported to fail (facts 4.2).
+lack them, and some casts of A5 are reported to fail.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from kernels.devices.npu_simulator.build import CORE, LIBRARIES
 __all__ = ["STREAMS", "Cann", "NativeCall"]
 
 STREAMS = 2048
-"""Streams of a device; each captured graph takes some (facts sheet 6.6: about two thousand)."""
+"""Streams of a device; each captured graph takes some (about two thousand)."""
 
 NativeCall = Callable[[int, int, int, Any], int]
 """(kind of call, first argument, second argument, output pointer) -> an error code of CANN, 0 for none."""

@@ -1,4 +1,4 @@
-"""The "hccl" backend of torch.distributed, simulated by gloo on the same memory (facts 7.1).
+"""The "hccl" backend of torch.distributed, simulated by gloo on the same memory.
 
 Results are those of gloo. A collective has finished when its call returns, so nothing overlaps; in a captured graph it
 runs again at each replay. If a peer does not join within the group's timeout, the call fails as on the device, with

@@ -186,7 +186,7 @@ class Operator:
         self.attention = engine.cann.attention
 
     def allow(self, call: Call) -> None:
-        """Raise for unsupported dtypes: there are no 8-bit floats before A5 (facts 4.2)."""
+        """Raise for unsupported dtypes: there are no 8-bit floats before A5."""
         if call.dtypes & FLOATS_8 and self.engine.cann.spec.generation != "A5":
             raise ConstraintError(self.name, "dtype", "only A5 computes with 8-bit floats")
 

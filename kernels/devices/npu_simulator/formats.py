@@ -1,8 +1,8 @@
-"""Storage formats (facts 1.3): a weight in the NZ format of the matrix unit.
+"""Storage formats: a weight in the NZ format of the matrix unit.
 
 The wheel's allocation determines the tensor's format, its size in memory and the result of get_npu_format(). Here the
 bytes stay in row order, so speed and padding are not simulated. Operations that fail on the device fail here too: NZ
-tensors cannot be sliced or viewed with another rank. On A5, whose runtime disables private formats (facts 1.1), and
+tensors cannot be sliced or viewed with another rank. On A5, whose runtime disables private formats, and
 without ``allow_internal_format``, the result is a plain tensor.
 """
 
@@ -60,7 +60,7 @@ class FormatCast(Operator):
         return input
 
     def check(self, input: Tensor) -> None:
-        """Check facts 1.3: 16-bit and 8-bit types only, and dimensions divisible by the tiles."""
+        """16-bit and 8-bit types only, and dimensions divisible by the tiles."""
         divisors = DIVISORS.get(input.dtype)
         if divisors is None or input.dim() < 2:
             rule = f"NZ takes float16, bfloat16 and int8 of 2 or more dimensions, not {input.dtype} of {input.dim()}"

@@ -1,7 +1,7 @@
-"""Fused inference attention, both versions (facts 2.1 to 2.4 and 2.8): layouts TND, BSND, BSH and BNSD, paged or not.
+"""Fused inference attention, both versions: layouts TND, BSND, BSH and BNSD, paged or not.
 
 Scores, softmax and the weighted sum are float32 here, and the result is rounded once to the query's dtype; the device
-also rounds its probabilities. Rope parts (latent attention, facts 2.6) are simulated for concatenated queries: with
+also rounds its probabilities. Rope parts (latent attention) are simulated for concatenated queries: with
 heads of 128 and keys of the step, and with latent vectors of 512 in pages. Position shifts, shared prefixes, and
 quantized caches other than int8 for one query a request are not simulated and raise.
 """
@@ -102,7 +102,7 @@ class Attention:
         if self.query_rope is not None or self.key_rope is not None or self.layout == "TND_NTD":
             self.check_rope()
         elif self.layout == "TND":
-            dtypes(name, (torch.bfloat16,), query=self.query)  # facts 2.2: the documentation's TND is bf16 only
+            dtypes(name, (torch.bfloat16,), query=self.query)  # the documentation's TND is bf16 only
             rule = f"TND takes head dims {TND_HEAD_DIMS}, not {self.head_dim}: use BSND or pad the heads"
             self.need(self.head_dim in TND_HEAD_DIMS, "query", rule)
         self.check_lengths()

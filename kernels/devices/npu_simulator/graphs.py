@@ -1,4 +1,4 @@
-"""Graph capture and replay (facts 6): recorded calls run again, on the same memory, with the host values of the
+"""Graph capture and replay: recorded calls run again, on the same memory, with the host values of the
 capture.
 
 A capture runs nothing: results are allocated by each operator's shape function, and the call is recorded. A replay runs

@@ -20,7 +20,7 @@ class VerifyPass:
     def __init__(self, context: StepContext, decodes: CapturedPasses, verify: VerifyCall) -> None:
         assert context.loaded.speculator is not None
         self._slots, self._speculator = context.loaded.slots, context.loaded.speculator
-        self._accepts, self._verify = bool(decodes.ends), verify
+        self._accepts, self._verify = bool(decodes.accept_outputs), verify
 
     @torch.inference_mode()
     def execute(self, step: PendingStep) -> RunningStep | None:

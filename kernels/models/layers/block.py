@@ -82,17 +82,17 @@ class SelfAttention:
         self.heads, self.total, self.dim = config.heads, config.heads + 2 * config.kv_heads, config.head_dim
         self.window, self.norm = window, norm
         self.scale = config.attention_scale or config.head_dim**-0.5
-        refuse = builder.ops.elementwise.compose(lambda x: x, lambda x: x)
+        without_program = builder.ops.elementwise.without_program()
         self.extra = CapAndSinks(config.attention_softcap, sinks)
         self.weights, self.growth = weights, growth
         self.slopes, self.growth_length = None, config.growth_length
         if config.alibi:
             slopes = alibi_slopes(config.heads * builder.mesh.size)[builder.mesh.rank * config.heads :][: config.heads]
             self.slopes = torch.tensor(slopes, device=builder.ops.torch_device)
-        self._unrecorded = None if weights is None and growth is None else refuse  # programs scale no queries
+        self._unrecorded = None if weights is None and growth is None else without_program  # programs scale no queries
         # What reads the host's rows is not captured.
         eager = plain or (config.row_attention and config.eager_with(self.attention.plans_caps))
-        self._uncaptured = refuse if eager else None
+        self._uncaptured = without_program if eager else None
         self._capped = config.row_attention
 
     def __call__(

@@ -90,6 +90,6 @@ class PreNormLayer:
         batch: ForwardBatch,
         wanted: Tensor | None = None,
     ) -> tuple[PendingResidual, Tensor]:
-        """``x``: what the layer before has not yet added to ``residual``. ``wanted``: as ``Attention.find``."""
+        """``x``: what the layer before has not yet added to ``residual``. ``wanted``: as ``DecoderLayer``."""
         queries, residual = self.heads(x, residual, cos, sin, cache, batch.cache_index)
         return self.mlp.add(*self.attention.forward(queries, residual, cache, batch, wanted))

@@ -294,8 +294,8 @@ class MtpDrafter(Drafter):
     def draft(self, rows: DraftRows) -> Drafts:
         return self._drafter.draft(rows)
 
-    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, VerifyOutputs]) -> None:
-        self._drafter.capture(agree, ends)
+    def capture(self, agree: Callable[[bool], bool], accept_outputs: Mapping[int, VerifyOutputs]) -> None:
+        self._drafter.capture(agree, accept_outputs)
 
     def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:
         return self._drafter.native_drafts(state, rows)

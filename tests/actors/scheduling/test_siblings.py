@@ -36,6 +36,13 @@ def test_which_sequence_waits_for_which(shared, prompt, holds):
     assert not under_way.computes_for(sequence(1, prompt))
 
 
+@pytest.mark.parametrize(("tokens", "holds"), [(15, False), (16, False), (17, True), (40, True)])
+def test_where_states_are_kept_a_sequence_waits_for_these_alone(tokens, holds):
+    under_way = InFlightPrefixes(4, 4)
+    under_way.add(sequence(0, range(40)))
+    assert under_way.computes_for(sequence(1, range(tokens))) is holds
+
+
 def test_a_scored_prompt_waits_for_none_and_a_tenant_for_its_own_only():
     under_way = InFlightPrefixes(4)
     under_way.add(sequence(0, range(12), salt=b"a"))

@@ -22,6 +22,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from actors.options import ArgumentError, Arguments
 from actors.protocol.requests import EngineFailed, QueueFull, RequestTimeout
 from app.apis.grpc.messages import METHODS, SERVICE, message
+from app.apis.grpc.transport import Call as ServerCall
 from app.application import Troupe, create_app
 from kernels.contract.pooling import PoolingConfig
 from kernels.contract.tasks import Classify
@@ -438,3 +439,20 @@ async def test_a_traced_call_has_a_span_of_its_own(served: Any) -> None:
     assert engine.requests[0]["traceparent"].split("-")[2] == f"{good.context.span_id:016x}"
     statuses = [dict(span.attributes)["http.response.status_code"] for span in (good, bad)]
     assert (good.name, statuses) == (f"POST /{SERVICE}/Generate", [200, 400])
+
+
+async def test_more_messages_than_a_call_takes_hold_no_reader(served: Any) -> None:
+    connecting, _ = served()
+    one = health_pb2.HealthCheckRequest(service="").SerializeToString()
+    call = ServerCall([])
+    framed = b"".join(b"\0" + len(one).to_bytes(4) + one for _ in range(50))
+    reading = asyncio.create_task(call.feed(framed, whole=False))
+    request = await call.request(health_pb2.HealthCheckRequest)
+    await asyncio.wait_for(reading, 30)
+    await asyncio.wait_for(call.feed(framed, whole=True), 30)
+    assert request.service == ""
+    async with connecting as client:
+        large = await error_of(
+            client.channel.unary_unary("/grpc.health.v1.Health/Check")(b"\x0a\xff\xff\x07" + b"x" * 131_071)
+        )
+        assert (large.code(), "at most 65536" in (large.details() or "")) == (Call.RESOURCE_EXHAUSTED, True)

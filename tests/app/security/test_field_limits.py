@@ -518,7 +518,7 @@ RERANK: dict[str, list[Any]] = {
 IDS: list[Any] = [5, [HUGE], [[-1]]]
 for path in ("/rerank", "/v1/rerank"):
     TABLE[path] = RANKING | RERANK | {"return_documents": [5], "instruction": [5]}
-TABLE["/v2/rerank"] = RERANK | {"priority": [-1, 1000, 1.5]}
+TABLE["/v2/rerank"] = RERANK | {"priority": [-1, 1000, 1.5], "return_documents": [5]}
 for path in ("/score", "/v1/score"):
     TABLE[path] = RANKING | {
         "text_1": [5, [], ["x"] * 2049],

@@ -13,9 +13,9 @@ import h2.events
 import h2.settings
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
-from hypercorn.events import Event, RawData
+from hypercorn.events import Closed, Event, RawData
 
-from app.server.http2 import Http2
+from app.server.http2 import BURST, Http2
 
 Answer = Callable[[Any], Awaitable[None]]
 OPEN = [(":method", "GET"), (":path", "/"), (":scheme", "http"), (":authority", "x")]
@@ -51,14 +51,15 @@ class Wire:
         self.answers.append(send)
         return put
 
-    async def open(self, streams: int) -> None:
+    async def open(self, streams: int, *, reads: bool = True) -> None:
         await self.protocol.initiate()
         for _ in range(streams):
             self.client.send_headers(self.client.get_next_available_stream_id(), OPEN, end_stream=True)
         await self.flush()
         for answer in self.answers:
             await answer({"type": "http.response.start", "status": 200, "headers": []})
-        self.read()
+        if reads:
+            self.read()
 
     async def flush(self) -> None:
         """What the client has to send."""
@@ -155,4 +156,100 @@ async def test_a_reset_stream_receives_no_more_pieces() -> None:
         await answer(piece(b"late"))
     await turns()
     assert wire.read() == {3: b"late"}
+    await wire.close()
+
+
+async def test_a_writer_waits_while_its_client_does_not_read() -> None:
+    wire = Wire(window=10)
+    await wire.open(1)
+    await turns()
+    wire.read()
+    (answer,) = wire.answers
+    produced = 0
+
+    async def produce() -> None:
+        nonlocal produced
+        for _ in range(100):
+            await answer(piece(b"x" * 10_000))
+            produced += 1
+
+    writing = asyncio.create_task(produce())
+    await turns()
+    assert not writing.done()
+    assert produced < 10
+    wire.client.increment_flow_control_window(1 << 20, 1)
+    wire.client.increment_flow_control_window(1 << 20)
+    await wire.flush()
+    for _ in range(20):
+        await turns()
+    assert writing.done()
+    assert produced == 100
+    await wire.close()
+
+
+async def test_the_end_of_a_connection_lets_its_writers_go() -> None:
+    wire = Wire(window=10)
+    await wire.open(1)
+    await turns()
+    (answer,) = wire.answers
+
+    async def produce() -> None:
+        for _ in range(100):
+            await answer(piece(b"x" * 10_000))
+
+    writing = asyncio.create_task(produce())
+    await turns()
+    await wire.protocol.handle(Closed())
+    await asyncio.wait_for(asyncio.wait({writing}), 30)
+    assert writing.done()
+    await wire.close()
+
+
+async def test_one_request_too_many_ends_no_stream() -> None:
+    wire = Wire()
+    wire.protocol.config.keep_alive_max_requests = 2
+    await wire.open(3, reads=False)  # h2's client reads nothing behind a GOAWAY
+    await turns()
+    for number, answer in enumerate(wire.answers):
+        await answer(piece(b"%d" % number))
+    await turns()
+    frames = b"".join(wire.writes)
+    assert b"\0\0\x08\x07" in frames  # GOAWAY: new requests go to another connection
+    assert [frames.count(b"\0\0\x01\0\0\0\0\0%c%d" % (2 * number + 1, number)) for number in range(3)] == [1, 1, 1]
+    await wire.close()
+
+
+async def test_pings_that_answer_data_are_no_flood() -> None:
+    wire = Wire(window=1 << 20)
+    await wire.open(1)
+    await turns()
+    wire.read()
+    (answer,) = wire.answers
+    for _ in range(3 * BURST):
+        await answer(piece(b"x"))
+        await turns()
+        assert list(wire.read()) == [1], "the connection goes on"
+        wire.client.ping(b"12345678")
+        await wire.flush()
+    await wire.close()
+
+
+async def test_what_a_client_sends_behind_its_trailers_is_read() -> None:
+    wire = Wire()
+    await wire.protocol.initiate()
+    wire.client.send_headers(1, [*OPEN, ("te", "trailers")])
+    await wire.flush()
+    (answer,) = wire.answers
+    await answer({"type": "http.response.start", "status": 200, "headers": [], "trailers": True})
+    await answer({"type": "http.response.body", "body": b"", "more_body": False})
+    await answer({"type": "http.response.trailers", "headers": [(b"x", b"y")], "more_trailers": False})
+    await turns()
+    for data in wire.writes:
+        wire.client.receive_data(data)
+    wire.writes.clear()
+    wire.client.send_data(1, b"late")
+    await wire.flush()
+    await turns()
+    events = [event for data in wire.writes for event in wire.client.receive_data(data)]
+    assert not [event for event in events if isinstance(event, h2.events.StreamReset)]
     await wire.close()

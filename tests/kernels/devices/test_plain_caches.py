@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels.contract.caches import Latent, State
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import StateSegments
+from kernels.devices import state_cache
 from kernels.devices.latent_attention import attend_latent
 from kernels.devices.latent_cache import (
     NarrowLatent,
@@ -81,6 +82,22 @@ def test_rows_of_equal_length_run_in_one_call() -> None:
     assert decodes.fresh is not None
     assert decodes.fresh.tolist() == [False, True]
     assert (prompt.tokens.tolist(), prompt.fresh) == ([[2, 3]], None)
+
+
+def test_the_states_of_a_call_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_cache, "_CALL_BYTES", 16)  # two rows of two numbers
+    cache, calls = make_states(State(((2,),)), 6, CPU), []
+
+    def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
+        calls.append(tokens.flatten().tolist())
+        return [states[0] + tokens + 1]
+
+    cache[0][1:] = 7.0
+    pages = np.arange(1, 6, dtype=np.int32)[:, None]
+    starts = np.array([1, 1, 0, 1, 0])
+    advance_states(cache, plan_segments(starts, np.ones(5, dtype=np.int64), pages, 4, torch.from_numpy), advance)
+    assert calls == [[0, 1], [2, 3], [4]]
+    assert cache[0][1:, 0].tolist() == [8, 9, 3, 11, 5]
 
 
 def test_a_fresh_row_ignores_what_its_page_held() -> None:

@@ -6,9 +6,11 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
 from kernels.contract.step import SlotSampling
 from tests.kits.driver import DENSE, HYBRID, LATENT, ROUTED
+from tests.kits.parity import half_precision, scored
 from tests.kits.published import PUBLISHED
 
 FAMILIES = [
@@ -138,21 +140,30 @@ def test_long_prompts_run_in_blocks(reference, drive, prompts):
     assert driver.tokens[1] == model.greedy(prompt, 701)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "qwen2"])
-def test_bf16_is_close(name, reference, drive, prompts):
-    import torch
+NOISY = {"gemma4-moe": 1.7, "glm4-moe-lite": 1.7, "phimoe": 1.7}
+"""Small experts whose choice turns with the last bit."""
+ONE_PRECISION = {"apertus", "nemotron-3"}
+"""What transformers does not run in bfloat16 at these sizes."""
 
-    model = reference(name)
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in {*PUBLISHED, *ONE_PRECISION}])
+def test_bf16_is_close(name, reference, drive, prompts):
+    """In prompts and in decodes, where a device may run programs of native operators: no worse than the same precision
+    in transformers."""
+    model, (prompt,) = reference(name), prompts(60)
     driver = drive(model.path, dtype="bfloat16")
     assert driver.info.dtype == "bfloat16"
-    (prompt,) = prompts(50)
-    driver.admit(1, prompt, sampling=SlotSampling(temperature=0.0, prompt_logprobs=VOCAB))
-    result = driver.step([(1, 50)])
-    found = torch.from_numpy(distribution(result.prompt_top_ids, result.prompt_top_logprobs, 49))
-    expected = model.logprobs(prompt)[:-1]
-    half = type(model.model)(model.model.config).to(torch.bfloat16).eval()
-    half.load_state_dict(model.model.state_dict())
+    found = torch.from_numpy(scored(driver, prompt, [30, 1, 1, 1, 1, 20, *[1] * 6]))
+    expected = model.logprobs(prompt)
     with torch.inference_mode():
-        theirs = half(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+        theirs = half_precision(model)(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
     ours_off, theirs_off = (found - expected).abs().mean(), (theirs - expected).abs().mean()
-    assert ours_off < 1.3 * theirs_off + 1e-3  # no worse than the same precision in transformers
+    assert ours_off < NOISY.get(name, 1.3) * theirs_off + 2e-3
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_bf16_is_close_to_float32(name, reference, drive, prompts):
+    model, (prompt,) = reference(name), prompts(60)
+    driver = drive(model.path, dtype="bfloat16")
+    found = torch.from_numpy(scored(driver, prompt, [30, 1, 1, 1, 1, 20, *[1] * 6]))
+    assert (found - model.logprobs(prompt)).abs().mean() < 0.25

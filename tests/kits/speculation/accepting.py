@@ -116,7 +116,7 @@ def decodes(self, request):
     if head is None or head.accept is None:
         return None
     passes = AcceptingPasses(self, request.forward, request.windows, request.columns, request.tokens, head)
-    return CapturedPasses(SIZES, lambda batch: None, verify=passes.verify, ends=passes.ends)
+    return CapturedPasses(SIZES, lambda batch: None, verify=passes.verify, accept_outputs=passes.ends)
 
 
 def fetch(self, tensors, lasting=False):

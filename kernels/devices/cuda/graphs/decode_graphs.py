@@ -115,8 +115,8 @@ class DecodeGraphs:
                 result.accepted.packed.zero_()
 
     @property
-    def ends(self) -> dict[int, VerifyOutputs]:
-        """As ``CapturedPasses.ends`` says."""
+    def accept_outputs(self) -> dict[int, VerifyOutputs]:
+        """As ``CapturedPasses.accept_outputs`` says."""
         if self._head is None or self._head.features is None:
             return {}
         return {

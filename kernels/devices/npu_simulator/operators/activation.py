@@ -1,4 +1,4 @@
-"""Gated activations (facts 3.3)."""
+"""Gated activations."""
 
 from __future__ import annotations
 

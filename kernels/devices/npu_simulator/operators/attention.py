@@ -1,4 +1,4 @@
-"""The overloads of both versions of fused inference attention (facts 2.1): plain, .out, workspace, output shape."""
+"""The overloads of both versions of fused inference attention: plain, .out, workspace, output shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing keys and values to the paged cache (facts 2.5)."""
+"""Writing keys and values to the paged cache."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def npu_scatter_pa_kv_cache(
     cache_mode: str | None = "PA_NZ",
 ) -> None:
     """Vendor: slots in [0, blocks * block size - 1]. Slots must be distinct (otherwise "undefined"), except in block 0,
-    the null page of padding tokens (facts 1.6 and 2.5), whose contents are unused."""
+    the null page of padding tokens, whose contents are unused."""
     name = "npu_scatter_pa_kv_cache"
     slots = slot_mapping.long()
     size = key_cache.shape[0] * key_cache.shape[1]

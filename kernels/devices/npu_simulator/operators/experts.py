@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, sorting of tokens by expert, grouped products (facts 5.1 to 5.3)."""
+"""Mixture of experts: routing, sorting of tokens by expert, grouped products."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def npu_moe_gating_top_k_softmax_v2(
 
 
 def biased_gating_rules(x: Tensor, k: int, **options: Any) -> None:
-    """Vendor and facts: at most 2,048 experts in groups of more than two, of which k or more remain; a bias of x's
+    """Documented: at most 2,048 experts in groups of more than two, of which k or more remain; a bias of x's
     dtype. Simulated is the sigmoid, whose weights are always divided by their sum, with a bias: the documents of A2 and
     A3 have no other."""
     name = "npu_moe_gating_top_k"
@@ -154,7 +154,7 @@ def npu_moe_finalize_routing(
 
 
 def routing_rules(x: Tensor, expert_idx: Tensor, **options: Any) -> None:
-    """Vendor and facts: experts int32 [tokens, k]; simulated are the forms that drop no tokens, count the tokens of all
+    """Documented: experts int32 [tokens, k]; simulated are the forms that drop no tokens, count the tokens of all
     experts, and quantize tokens to int8 (quant_mode 1) or not (-1)."""
     name = "npu_moe_init_routing_v2"
     dtypes(name, _FLOATS, x=x)
@@ -198,7 +198,7 @@ def npu_moe_init_routing_v2(x: Tensor, expert_idx: Tensor, **options: Any) -> tu
 
 
 def grouped_rules(x: list[Tensor], weight: list[Tensor], **options: Any) -> None:
-    """Vendor and facts: one tensor each, [M, K] by [experts, K, N], dimensions below 65536, groups along M that a
+    """Documented: one tensor each, [M, K] by [experts, K, N], dimensions below 65536, groups along M that a
     device tensor int64 counts (type 1). int8 by int8 with scales [experts, N], in bfloat16 if that is what is given out
     and in float32 with float16 (A5 has float32 with both), and float32 [M]; or 16-bit floats of one dtype; or 16-bit
     floats by int8, or by eight int4 along N to an int32, whose scales and offsets are in x's dtype: [experts, N], or of
@@ -312,7 +312,7 @@ def fused_rules(
     group_list: Tensor,
     **options: Any,
 ) -> None:
-    """Vendor and facts, A2 and A3: int8 [M, K] by one int8 tensor [experts, K, N] in NZ tiles, scales float32 [experts,
+    """Documented, A2 and A3: int8 [M, K] by one int8 tensor [experts, K, N] in NZ tiles, scales float32 [experts,
     N] and [M], groups that a device tensor int64 counts (type 1)."""
     name = "npu_grouped_matmul_swiglu_quant_v2"
     require(len(weight) == len(weight_scale) == 1, name, "weight", "lists of one tensor alone are simulated")

@@ -1,4 +1,4 @@
-"""Operators of latent and sparse attention (facts 2.5, 2.6 and 2.9), computed in float32, rounded once."""
+"""Operators of latent and sparse attention, computed in float32, rounded once."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def npu_kv_rmsnorm_rope_cache(
     cache_mode: str = "Norm",
     is_output_kv: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reads the part to rotate in pairs of neighbors and writes halves (as npu_interleave_rope, facts 3.2)."""
+    """Reads the part to rotate in pairs of neighbors and writes halves (as npu_interleave_rope)."""
     name, size = "npu_kv_rmsnorm_rope_cache", k_cache.shape[0] * k_cache.shape[1]
     low, high = int(index.min()), int(index.max())
     require(low >= 0 and high < size, name, "index", f"slots {low} to {high} must be in 0 to {size - 1}")
@@ -204,7 +204,7 @@ def indexer_rules(
     next_tokens: int = FOREVER,
     return_value: bool = False,
 ) -> None:
-    """Vendor and facts 2.9: query [tokens, up to 64 heads, 128], key [pages, tokens, 1, 128], weights [tokens, heads];
+    """Documented: query [tokens, up to 64 heads, 128], key [pages, tokens, 1, 128], weights [tokens, heads];
     1 to 2048 tokens are chosen."""
     name = "npu_lightning_indexer"
     names = ("actual_seq_lengths_query", "actual_seq_lengths_key")
@@ -280,7 +280,7 @@ def sparse_rules(
     return_softmax_lse: bool = False,
     sinks: Tensor | None = None,
 ) -> None:
-    """Vendor and facts 2.9: query [tokens, heads, 512] and [tokens, heads, 64], key and value the same latent vectors
+    """Documented: query [tokens, heads, 512] and [tokens, heads, 64], key and value the same latent vectors
     [pages, tokens, 1, 512], key_rope [pages, tokens, 1, 64], indices int32 [tokens, 1, n], attention_mode 2."""
     name = "npu_sparse_flash_attention"
     names = ("actual_seq_lengths_query", "actual_seq_lengths_kv")

@@ -1,4 +1,4 @@
-"""Products of MXFP8 (OCP): e4m3 values with a power of two for each 32 inputs, on A5 only (facts 4.1, 4.2). Scales are
+"""Products of MXFP8 (OCP): e4m3 values with a power of two for each 32 inputs, on A5 only. Scales are
 bytes of e8m0, two for each 64 inputs."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""RMS norms (facts 3.1), computed in float32, with results in the input's dtype."""
+"""RMS norms, computed in float32, with results in the input's dtype."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def norm_rules(operator: str, x: Tensor, gamma: Tensor) -> None:
-    """Vendor: dtypes of the three floats, gamma like the input ("no fp32-gamma variant", facts 3.1), 1 to 8 dims."""
+    """Vendor: dtypes of the three floats, gamma like the input ("no fp32-gamma variant"), 1 to 8 dims."""
     dtypes(operator, FLOATS, input=x, gamma=gamma)
     same_dtype(operator, input=x, gamma=gamma)
     require(
@@ -75,7 +75,7 @@ def add_norm_v2_rules(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e
 
 @reference("npu_add_rms_norm_v2", rules=add_norm_v2_rules)
 def npu_add_rms_norm_v2(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """In place: x1 becomes the norm, x2 the sum; returns the reciprocal deviation only (facts 3.1)."""
+    """In place: x1 becomes the norm, x2 the sum; returns the reciprocal deviation only."""
     total = x1 + x2
     y, rstd = normed(total, gamma, epsilon)
     x1.copy_(y)

@@ -1,4 +1,4 @@
-"""Dynamic quantization and integer matrix products (facts 4.1)."""
+"""Dynamic quantization and integer matrix products."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def quant_matmul_rules(
     group_sizes: list[int] | None = None,
     y_scale: Tensor | None = None,
 ) -> None:
-    """Vendor and facts: int8 [M, K] by [K, N], dimensions of up to 65535; a scale for each output or for all. With
+    """Documented: int8 [M, K] by [K, N], dimensions of up to 65535; a scale for each output or for all. With
     ``pertoken_scale`` a bias is floating or integer, without it integer, and an output in float16 takes its scale as
     int64 (npu_trans_quant_param). Or e4m3 by e4m3 with scales of blocks of 32 inputs, for which a bias is reported to
     be wrong."""

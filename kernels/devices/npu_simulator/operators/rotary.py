@@ -1,4 +1,4 @@
-"""Rotary position embedding (facts 3.2): half mode pairs element i with i + D/2, interleave mode 2i with 2i + 1."""
+"""Rotary position embedding: half mode pairs element i with i + D/2, interleave mode 2i with 2i + 1."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
 def rotary_mul_rules(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> None:
-    """Vendor and facts 3.2: 4-D, one dtype, cos and sin full width and broadcast over heads, D even and < 896, B and
+    """Documented: 4-D, one dtype, cos and sin full width and broadcast over heads, D even and < 896, B and
     N < 1000."""
     name = "npu_rotary_mul"
     require(rotary_mode in ("half", "interleave"), name, "rotary_mode", f"{rotary_mode!r} is not half or interleave")

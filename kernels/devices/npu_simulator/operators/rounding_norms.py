@@ -1,4 +1,4 @@
-"""Norms of sums that are rounded to eight bits in the same kernel (facts 3.1): the sum in the inputs' dtype, its norm
+"""Norms of sums that are rounded to eight bits in the same kernel: the sum in the inputs' dtype, its norm
 in float32, which is rounded from there."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cutting logits for sampling (facts 8)."""
+"""Cutting logits for sampling."""
 
 from __future__ import annotations
 

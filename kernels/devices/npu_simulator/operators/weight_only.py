@@ -1,5 +1,5 @@
 """Products with weights in whole numbers that are made floats of on the way, and inputs rounded by a scale that was
-found before (facts 4.1)."""
+found before."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from kernels.core.tree import tree_of
 from kernels.devices.cpu.cache import CpuCache
 from kernels.devices.cpu.cache_8bit import Pages8bit
 from kernels.devices.cpu.device import CpuDevice
-from kernels.weights.quantization.cache import CACHE_DTYPES, LayerScales, most
+from kernels.weights.quantization.cache import CACHE_DTYPES, LayerScales, max_value
 from tests.kits.float64 import BF16, assert_near, bits, device, numbers, proof
 from tests.kits.verifying import tree_parents
 
@@ -99,7 +99,7 @@ def cache_of(device: CpuDevice, shape: tuple[int, int, int, int], name: str, sca
         each = (
             (torch.rand(2, kv_heads, 1 if "head" in scales else dim, generator=generator) + 1)
             * 4
-            / most(device.cache.dtype)
+            / max_value(device.cache.dtype)
         )
         offsets = torch.randint(-9, 9, (2, kv_heads, dim), generator=generator).float() if "off" in scales else None
         fixed = [LayerScales(each.expand(2, kv_heads, dim).contiguous(), offsets)]
@@ -236,12 +236,12 @@ def test_a_cache_keeps_the_nearest_numbers(
         assert cache.scales is not None
         step = cache.scales.view(-1, 2, heads)[index].double()[..., None]
         # One of bf16 makes of the largest number the largest that there is, but for its rounding.
-        largest = wide.abs().amax(-1, keepdim=True) / most(kept)
+        largest = wide.abs().amax(-1, keepdim=True) / max_value(kept)
         assert bool(((step - largest).abs() <= largest * BF16 + 2.0**-126).all())
     else:
         step = cache.fixed.scales.double()
         offset = 0.0 if cache.fixed.offsets is None else cache.fixed.offsets.double()
-    units = (wide / step + offset).clamp(-most(kept), most(kept))
+    units = (wide / step + offset).clamp(-max_value(kept), max_value(kept))
     if kept == torch.int8:
         apart = torch.ones_like(units)
     else:  # 3 or 2 bits behind the first, and subnormal numbers

@@ -27,7 +27,9 @@ def test_cycles_are_lossless(name, topk, nodes, device, drive, tmp_path, monkeyp
     follow, own, issue = EarlyDraftPasses.run_after_pass, EarlyDrafts.take_accepted, OverlappedVerify.issue
     monkeypatch.setattr(OverlappedVerify, "issue", lambda *given: early.append(issue(*given)) or early[-1])
     monkeypatch.setattr(EarlyDraftPasses, "run_after_pass", lambda *given: behind.append(given[2]) or follow(*given))
-    monkeypatch.setattr(EarlyDrafts, "take_accepted", lambda *given: accepted.append(given[1].end) or own(*given))
+    monkeypatch.setattr(
+        EarlyDrafts, "take_accepted", lambda *given: accepted.append(given[1].accept_size) or own(*given)
+    )
     settings = SpeculativeSettings(algorithm, str(draft or ""), num_steps=3, topk=topk, num_draft_tokens=nodes)
     options = {"max_slots": 4, "max_step_tokens": 64, "graph_rows": (1, 2), "page_size": 16, "context_length": 64}
     driver, found = drive(target, device="cuda", speculation=settings, **options), {}

@@ -181,8 +181,10 @@ def test_a_pass_of_few_greedy_rows_accepts_by_itself(device, monkeypatch):
         ),
         [2, 4, 6], 2, 16, device, True, lambda array: torch.from_numpy(array).to(device),
     )  # fmt: skip
-    assert sorted(graphs.ends) == [2, 4]
-    assert not any(end.accepted.packed.any() for end in graphs.ends.values())  # what is behind may read that first
+    assert sorted(graphs.accept_outputs) == [2, 4]
+    assert not any(
+        end.accepted.packed.any() for end in graphs.accept_outputs.values()
+    )  # what is behind may read that first
     tokens = torch.tensor([[11, 12, 12, 13], [21, 30, 22, 23], [31, 9, 9, 9], [39, 40, 5, 41], [1, 2, 3, 4]])
     tree = tree_of(
         tokens.to(device),
@@ -196,7 +198,7 @@ def test_a_pass_of_few_greedy_rows_accepts_by_itself(device, monkeypatch):
         some = DraftTree(tree.tokens[:count], tree.parents[:count], tree.depths[:count], tree.bits[:count])
         pages = np.arange(1, 3 * count + 1, dtype=np.int32).reshape(count, 3)
         found = graphs.verify(starts[:count], pages, some, slots[:count])
-        size = found.end
+        size = found.accept_size
         assert size == (2 if count < 3 else 4)
         assert found.head is None
         assert found.accepted.outcome.tolist() == outcome[:count]
@@ -206,7 +208,7 @@ def test_a_pass_of_few_greedy_rows_accepts_by_itself(device, monkeypatch):
             start = int(starts[row]) + 1
             assert table[slots[row], start : start + 3].tolist() == expected[row]
         assert int((table[1:] != 0).sum()) == 3 * count  # and of rows that there are not, in nobody's
-        end = graphs.ends[size]
+        end = graphs.accept_outputs[size]
         assert end.rows[:count, :2].tolist() == np.stack((slots[:count], starts[:count]), 1).tolist()
         assert end.pages[:count, :3].tolist() == pages.tolist()
         assert end.accepted.outcome[:count].tolist() == outcome[:count]
@@ -218,7 +220,7 @@ def test_a_pass_of_few_greedy_rows_accepts_by_itself(device, monkeypatch):
         pages[[0, 0, 0]],
         DraftTree(*(part[:3] for part in (tree.tokens, tree.parents, tree.depths, tree.bits))),
     )
-    assert (other.accepted, other.head, other.end) == (None, None, 0)  # nobody said that they are greedy
+    assert (other.accepted, other.head, other.accept_size) == (None, None, 0)  # nobody said that they are greedy
     whole = graphs.verify(starts, pages[[0] * 5], tree, slots)
     assert (whole.accepted, whole.head) == (None, None)
 
