@@ -66,7 +66,7 @@ class LayerGroups:
         captured = (*self._planned, Window) if device.capture.holds_windows else self._planned
         self.is_captured = all(isinstance(group.group.spec, captured) for group in groups)
         held = [layer for group in groups for layer in group.group.layers]
-        by_layer: list[list[Any]] = [[] for _ in range(max(layers, 1 + max(held)))]
+        by_layer: list[list[Any]] = [[] for _ in range(max(layers, 1 + max(held, default=-1)))]
         self._group_caches: list[list[Any]] = []
         for group in groups:
             made = make_group(device, group, page_size, dtype, scales)

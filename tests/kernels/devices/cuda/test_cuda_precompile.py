@@ -134,7 +134,7 @@ def test_ranks_that_would_wait_for_each_other_precompile_nothing(ranks):
         memory=SimpleNamespace(measure_step=lambda _: 7),
         traits=SimpleNamespace(compiles=True),
     )
-    part = SimpleNamespace(layers=2, kv_heads=1, head_dim=16, vocab_size=10, windows=(0, 0))
+    part = SimpleNamespace(layers=2, kv_heads=1, head_dim=16, vocab_size=10, windows=(0, 0), shared_caches={})
     opened = SimpleNamespace(part=part, dtype=torch.float16, context=64, cache=SimpleNamespace(scales=None))
     config = SimpleNamespace(max_step_tokens=32, page_size=16, max_slots=3)
     group = SimpleNamespace(size=ranks)
