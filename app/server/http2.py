@@ -105,7 +105,7 @@ class Http2(H2Protocol):
         await super().handle(event)
         if isinstance(event, Closed):
             for buffer in list(self.stream_buffers.values()):
-                await buffer.close()  # which nobody empties any more
+                await buffer.close()  # the sending task has ended: a writer would wait for ever
 
     async def _create_stream(self, request: h2.events.RequestReceived) -> None:
         await _create_stream(self, request)

@@ -45,6 +45,10 @@ def _with_scales(raw: ConfigReader) -> ConfigReader:
     for key in ("rope_scaling", "rope_parameters"):
         part = raw.raw.get(key)
         if isinstance(part, dict) and part.get("long_mscale") is not None:
+            if part.get("short_mscale", part["long_mscale"]) != part["long_mscale"]:
+                raise ConfigError(
+                    f"config.json: {key} has another short_mscale than long_mscale, which is not supported"
+                )
             own[key] = {**part, "attention_factor": part["long_mscale"]}
     return ConfigReader({**raw.raw, **own}, raw.architecture)
 

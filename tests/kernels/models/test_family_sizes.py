@@ -18,10 +18,20 @@ from kernels.models.config import ModelConfig, QueryGrowth
 from kernels.models.config_loader import parse_config
 from kernels.models.layers import vocabulary
 from kernels.models.layers.rotary import alibi_slopes
-from kernels.models.registry import caches
+from kernels.models.registry import BUILT_IN, caches
 from tests.kits.driver import COMMON, DBRX, LONGCAT
 
 SPARSE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+OTHER_SCALES = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6} | {
+    "short_mscale": 1.1,
+    "long_mscale": 1.3,
+}
+OTHER_PARTS = {
+    "full_attention": {"rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_theta": 1e4},
+}
 
 
 def read(architecture: str, **more: object) -> ModelConfig:
@@ -38,6 +48,11 @@ def read(architecture: str, **more: object) -> ModelConfig:
         ("Grok1", SPARSE | {"rope_type": "yarn"}, "rope_type 'yarn' is not supported; Grok 2 is run with original"),
         ("Grok1", SPARSE | {"attn_temperature_len": 1}, "attn_temperature_len must be more than 1 token or -1"),
         ("LongcatFlash", LONGCAT | {"router_bias": True}, "router_bias is not supported"),
+        ("LongcatFlash", LONGCAT | {"zero_expert_type": "copy"}, "zero_expert_type 'copy' is not supported"),
+        ("HunYuanDenseV1", {"use_cla": True}, "use_cla True is not supported; False is"),
+        ("HunYuanDenseV1", {"use_qk_norm": False}, "use_qk_norm False is not supported; True is"),
+        ("Phimoe", EXPERTS | {"rope_scaling": OTHER_SCALES}, "another short_mscale than long_mscale"),
+        ("MiMoV2Flash", SPARSE | {"rope_parameters": OTHER_PARTS}, "rotates other parts of heads in windows"),
         ("Gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is for embeddings"),
         ("Phimoe", {"num_local_experts": 1, "num_experts_per_tok": 1}, "num_local_experts 1 is less than the 2"),
         ("HunYuanMoEV1", {"num_experts": 4, "moe_topk": [1, 2, 1, 1]}, "moe_topk must be the same in all layers"),
@@ -141,6 +156,22 @@ def test_published_names_of_mimo_v2_are_read() -> None:
     assert config.eager_with(plans_caps=True) == "attention with heads of two sizes"
     with pytest.raises(ConfigError, match="v_head_dim 30 is more than head_dim 24"):
         read("MiMoV2Flash", **SPARSE | sizes | {"v_head_dim": 30})
+
+
+def test_parts_that_are_not_given_are_those_of_transformers() -> None:
+    parts = {kind: {"rope_theta": 1e4, "rope_type": "default"} for kind in ("full_attention", "sliding_attention")}
+    config = read("MiMoV2Flash", **SPARSE, head_dim=192, rope_parameters=parts)
+    assert {config.rope.dim, *(rope.dim for rope in config.ropes.values())} == {64}
+    full = {"full_attention": {"rope_type": "proportional", "factor": 2.0}}
+    config = read("Gemma4", global_head_dim=32, rope_parameters=full, num_kv_shared_layers=None)
+    assert {(rope.dim, rope.factor) for rope in config.ropes.values() if rope.kind == "proportional"} <= {(32, 2.0)}
+    assert 32 in {config.rope.dim, *(rope.dim for rope in config.ropes.values())}
+
+
+def test_spellings_of_the_published_files_are_known() -> None:
+    assert read("PhiMoE", **EXPERTS, router_jitter_noise=0.0).experts is not None
+    assert read("BaiChuan").layers == 4
+    assert "ExaoneMoEForCausalLM" in {entry.architecture for entry in BUILT_IN}
 
 
 def test_longcat_takes_other_names_of_sizes() -> None:

@@ -13,12 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.contract.caches import CacheGroup, Latent, Paged, State
+from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
+from kernels.devices.select import select_device
 from kernels.execution.layer_groups import check_groups
 from kernels.models.config_loader import parse_config, read_config
 from kernels.models.layers.delta_net import DeltaConfig
 from kernels.models.registry import caches
+from kernels.state.cache_dtype import choose_cache
 from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.driver import COMMON, DELTA, SHARED
 from tests.kits.parity import scored
@@ -177,3 +180,14 @@ def test_a_group_of_a_layer_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="the cache groups hold layers"):
         check_groups([CacheGroup(Paged(1, 2, 2), (0, 3))], 3)
     check_groups([CacheGroup(Paged(1, 2, 2), (0, 2)), CacheGroup(State(((2,),)), (0,))], 4)
+
+
+def test_scales_of_a_checkpoint_for_an_8_bit_cache_are_not_used(tmp_path):
+    raw = COMMON | SHARED | DELTA | {"architectures": ["Qwen3NextForCausalLM"], "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    names = [f"model.layers.3.self_attn.{part}_proj.{part}_scale" for part in "kv"]
+    save_file({name: torch.tensor(0.5) for name in names}, tmp_path / "model.safetensors")
+    for requested, dtype in (("", None), ("fp8_e4m3", torch.float8_e4m3fn)):
+        config = RunnerConfig(str(tmp_path), device="cpu", kv_cache_dtype=requested)
+        choice = choose_cache(config, read_config(tmp_path), torch.float32, select_device(config))
+        assert (choice.dtype, choice.scales) == (dtype, None)

@@ -252,3 +252,21 @@ def test_requests_that_draft_wait_for_no_compiler(algorithm, steps, topk, nodes,
     assert made[loaded:] == []
     kinds = {key for name, _, key in made if name == "accept_drafts_kernel"}
     assert len(kinds) <= (4 if topk > 1 else 3)  # for any number of draft tokens
+
+
+def test_launchers_are_loaded_apart_until_the_last_one_is(monkeypatch):
+    own, apart = triton.runtime.build._load_module_from_path, []
+
+    class Compiling:
+        future_kernels = ()
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):  # which waits for the kernels that are compiled yet
+            apart.append(triton.runtime.build._load_module_from_path is not own)
+
+    monkeypatch.setattr(triton, "AsyncCompileMode", lambda *arguments, **options: Compiling())
+    precompile_passes(lambda: None, torch.device("cpu"), AtOnce())
+    assert apart == [True]
+    assert triton.runtime.build._load_module_from_path is own

@@ -220,7 +220,7 @@ def test_a_pass_of_few_greedy_rows_accepts_by_itself(device, monkeypatch):
         pages[[0, 0, 0]],
         DraftTree(*(part[:3] for part in (tree.tokens, tree.parents, tree.depths, tree.bits))),
     )
-    assert (other.accepted, other.head, other.accept_size) == (None, None, 0)  # nobody said that they are greedy
+    assert (other.accepted, other.head, other.accept_size) == (None, None, 0)  # without greedy slots
     whole = graphs.verify(starts, pages[[0] * 5], tree, slots)
     assert (whole.accepted, whole.head) == (None, None)
 
