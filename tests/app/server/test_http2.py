@@ -9,6 +9,7 @@ from typing import Any
 
 import h2.config
 import h2.connection
+import h2.errors
 import h2.events
 import h2.settings
 from hypercorn.asyncio.worker_context import WorkerContext
@@ -252,4 +253,16 @@ async def test_what_a_client_sends_behind_its_trailers_is_read() -> None:
     await turns()
     events = [event for data in wire.writes for event in wire.client.receive_data(data)]
     assert not [event for event in events if isinstance(event, h2.events.StreamReset)]
+    await wire.close()
+
+
+async def test_a_stopping_server_refuses_streams_for_another_one() -> None:
+    wire = Wire()
+    await wire.protocol.initiate()
+    await wire.protocol.context.terminated.set()
+    wire.client.send_headers(1, OPEN, end_stream=True)
+    await wire.flush()
+    events = [event for data in wire.writes for event in wire.client.receive_data(data)]
+    resets = [event.error_code for event in events if isinstance(event, h2.events.StreamReset)]
+    assert resets == [h2.errors.ErrorCodes.REFUSED_STREAM]
     await wire.close()
