@@ -22,10 +22,16 @@ _QUERIES = 256  # of a row at a time, so that the scores of a long prompt fit in
 @dataclass(frozen=True)
 class CapAndSinks:
     """``cap``: scores are ``cap * tanh(score / cap)``; 0: they are not capped. ``sinks`` float32 [heads]: the scores of
-    one more token, whose value is 0."""
+    one more token, whose value is 0. ``growth_length``: as ``attend_rows``; 0: scores do not grow."""
 
     cap: float = 0.0
     sinks: Tensor | None = None
+    growth_length: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are as they are."""
+        return not self.cap and self.sinks is None and not self.growth_length
 
 
 def attend_rows(

@@ -195,7 +195,7 @@ def _open_groups(
     """The cache groups of a rank's layers. Raises ConfigError for options that only plain pages support."""
     kept = sum(min(context, abs(window) or context) for window in part.windows)
     plain_only = config.speculation is not None or cache.dtype is not None
-    eager = part.eager_with(device.attention.plans_caps)
+    eager = part.eager_with(device.attention.plans)
     share = 1.0 if eager else _WINDOW_SHARE  # of which nothing is captured anyway
     saves = kept < share * context * part.layers
     groups = caches(part, windows=config.window_pages and saves and not plain_only)
@@ -233,11 +233,6 @@ def _open_groups(
             "--enable-deterministic-inference out"
         )
     if is_plain(groups):
-        if config.speculation is not None and len(groups) > 1:  # accepted tokens are moved in all caches alike
-            raise ConfigError(
-                f"speculative decoding needs layers that cache alike, and those of {part.architecture} have keys and "
-                "values of several sizes; leave --speculative-algorithm out"
-            )
         return groups
     kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))
     if config.speculation is not None and (part.latent is None or part.recurrence is not None):

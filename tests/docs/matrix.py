@@ -14,8 +14,8 @@ from kernels.devices.features import DeviceFeatures
 from kernels.devices.npu.features import FEATURES as NPU
 from kernels.models.registry import BUILT_IN, Support, families
 from tests.kits.device_features import features_of
-from tests.kits.driver import FAMILIES, HYBRID, LATENT, SPARSE
 from tests.kits.fallback import RUNS, TABLE
+from tests.kits.families import COMPARED, architecture
 
 __all__ = ["architectures", "code", "code_architectures", "matrix"]
 
@@ -29,10 +29,8 @@ FEATURES: Mapping[str, str] = {
     "T": "tensor parallelism",
     "G": "decode steps captured into graphs, or on a CPU into programs of native operators",
 }
-COMPARED = frozenset(
-    f"{family.removesuffix('Text')}ForCausalLM" for family, _ in (FAMILIES | HYBRID | LATENT | SPARSE).values()
-)
-"""Families whose answers tests compare with transformers' on every device."""
+_TESTED: Mapping[str, str] = {"NVIDIA GPU": "cuda", "Ascend NPU¹": "npu"}
+"""Columns whose cells are marked where no test compares a family's answers."""
 
 
 def matrix() -> str:
@@ -71,17 +69,18 @@ def code() -> str:
 
 def _families() -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Name, architecture and cells of each family."""
-    built_in = {entry.architecture: entry for entry in BUILT_IN}
+    modules = {entry.architecture: entry.module for entry in BUILT_IN}
+    tested = {column: {modules[architecture(name)] for name in COMPARED[device]} for column, device in _TESTED.items()}
     for family in families():
-        architecture = family.architecture
-        if architecture not in built_in:
+        module = modules.get(family.architecture)
+        if module is None:
             continue
-        note = "" if architecture.replace("ForConditionalGeneration", "ForCausalLM") in COMPARED else "²"
         does = [
-            " ".join(_letters(family, features, device == "CPU")) + ("" if device == "CPU" else note)
+            " ".join(_letters(family, features, device == "CPU"))
+            + ("²" if module not in tested.get(device, {module}) else "")
             for device, features in DEVICES.items()
         ]
-        yield _name(built_in[architecture].module), architecture, (*does, "yes" if family.gguf else "no")
+        yield _name(module), family.architecture, (*does, "yes" if family.gguf else "no")
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -92,7 +91,7 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
     """What a device does for a family, by the letters of ``FEATURES``. Every device has linear layers of floats, and a
     cache whose tokens can be moved, which is all that the verification of draft tokens needs. Capped attention in
     plain torch reads a plain cache and the host's rows; a CPU's programs have the operators of plain families alone."""
-    eager = family.eager and not (family.capped and features.plans_caps)
+    eager = bool(family.attention - features.plans)
     paged = not (eager or family.latent or family.states)
     yield "F"
     if family.quantizable:

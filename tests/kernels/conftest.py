@@ -42,6 +42,7 @@ from tests.kits.driver import (
 )
 from tests.kits.published import PUBLISHED, save_published
 from tests.kits.published_names import PUBLISHED_NAMES
+from tests.kits.renamed import RENAMED, save_renamed
 
 
 @pytest.fixture
@@ -144,6 +145,8 @@ class Reference:
         from safetensors.torch import save_file
 
         family, options = (FAMILIES | DENSE | HYBRID | LATENT | ROUTED | SPARSE | DIVISIBLE | NATIVE)[name]
+        if not hasattr(transformers, f"{family}Config"):
+            pytest.skip(f"transformers {transformers.__version__} has no {family}")
         torch.manual_seed(sum(name.encode()))
         config = getattr(transformers, f"{family}Config")(**deepcopy(COMMON | options))  # which it may change
         model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
@@ -192,6 +195,13 @@ class PublishedReference(Reference):
             return self.forward(torch.tensor(tokens)).log_softmax(-1)
 
 
+class RenamedReference(Reference):
+    """A model of a family that is another one's decoder under the vendor's names."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.path, self.model = directory, save_renamed(RENAMED[name], directory, VOCAB)
+
+
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
     """A family's model by name, made once."""
@@ -199,8 +209,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 
     def get(name: str) -> Reference:
         if name not in made:
-            published = name.removeprefix("parallel-") in PUBLISHED
-            made[name] = (PublishedReference if published else Reference)(name, tmp_path_factory.mktemp(name))
+            kind = PublishedReference if name.removeprefix("parallel-") in PUBLISHED else Reference
+            made[name] = (RenamedReference if name in RENAMED else kind)(name, tmp_path_factory.mktemp(name))
         return made[name]
 
     return get

@@ -97,8 +97,8 @@ class CudaCaches(KvCaches[CudaCache]):
         move_caches(caches, source, target, each, self._put)
 
     def head_dim(self, dim: int) -> int:
-        if dim % 2 or dim > 256:
-            raise UnsupportedError(f"heads of {dim} are not supported on cuda: up to 256, and even; use --device cpu")
+        if dim % 2 or dim > 512:
+            raise UnsupportedError(f"heads of {dim} are not supported on cuda: up to 512, and even; use --device cpu")
         return dim
 
     def check_dtype(self, dtype: torch.dtype) -> None:

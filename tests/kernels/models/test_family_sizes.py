@@ -153,7 +153,7 @@ def test_published_names_of_mimo_v2_are_read() -> None:
         CacheGroup(Window(Paged(4, 24, 24), 21), (1, 2)),
     )
     assert list(read("MiMoV2Flash", num_hidden_layers=7, **SPARSE).windows) == [0, 129, 129, 129, 129, 0, 129]
-    assert config.eager_with(plans_caps=True) == "attention with heads of two sizes"
+    assert config.eager_with({"caps", "sinks"}) == "attention with heads of two sizes"
     with pytest.raises(ConfigError, match="v_head_dim 30 is more than head_dim 24"):
         read("MiMoV2Flash", **SPARSE | sizes | {"v_head_dim": 30})
 

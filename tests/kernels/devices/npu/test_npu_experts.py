@@ -17,6 +17,7 @@ from kernels.devices.npu.experts import NpuExperts
 from kernels.devices.npu.operators import FRACTAL_NZ
 from kernels.devices.npu.soc import Soc
 from kernels.devices.npu_simulator.constraints import ConstraintError
+from kernels.models.layers.moe import gelu_and_mul
 from kernels.weights.quantization.int8 import Int8Linear
 from kernels.weights.quantization.packed import grouped
 from kernels.weights.quantization.tokens import clip_tokens, fake_quantize_tokens
@@ -75,6 +76,27 @@ def test_grouped_products_are_those_of_experts_one_by_one(whole, normalized, tok
     found = NpuExperts(lambda x: x @ onto.t(), given, Routing(2, normalized), A3)(x.npu())
     expected = ExpertsInTurn(lambda x: x @ router.t(), linears, Routing(2, normalized))(x)
     torch.testing.assert_close(found.cpu(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("chosen", [1, 2])
+@pytest.mark.parametrize("gate", [None, gelu_and_mul], ids=["SwiGLU", "GELU"])
+def test_weights_may_multiply_inputs_and_gates_be_others(chosen, gate):
+    """Llama 4's experts, and those of Gemma 4 and Grok 2."""
+    router, experts = weights(6, 64, 32)
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(3)).to(BF16)
+    routing = Routing(chosen, gate is not None, "softmax" if gate else "sigmoid", on_inputs=gate is None)
+    given = [ExpertWeights(gate_up.npu(), None, down.npu(), None) for gate_up, down in experts]
+    onto = router.npu()
+    result = NpuExperts(lambda x: x @ onto.t(), given, routing, A3, gate)(x.npu())
+    linears = [
+        (
+            gated(lambda x, w=first: x @ w.t()) if gate is None else lambda x, w=first: gate(x @ w.t()),
+            lambda x, w=last: x @ w.t(),
+        )
+        for first, last in experts
+    ]
+    expected = ExpertsInTurn(lambda x: x @ router.t(), linears, routing)(x)
+    torch.testing.assert_close(result.cpu(), expected, atol=2e-2, rtol=2e-2)
 
 
 def test_what_the_operators_do_not_take_is_run_one_by_one():

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kits.driver import FAMILIES, HYBRID, LATENT, ROUTED, SPARSE
+from tests.kits.driver import FAMILIES, SPARSE
+from tests.kits.families import COMPARED
 from tests.kits.parity import half_precision, scored, traffic
 
 PAGE = 128
@@ -21,9 +22,7 @@ CHUNKED = {"llama4": {"page_size": 32}}
 """Attention to chunks of 32 tokens: pages divide them."""
 
 
-@pytest.mark.parametrize(
-    "name", [*FAMILIES, *SPARSE, *LATENT, *ROUTED, *HYBRID, "cohere-normed", "gemma2", "gemma3", "stablelm"]
-)
+@pytest.mark.parametrize("name", COMPARED["npu"])
 @pytest.mark.parametrize("chunks", [[181], [7, 140, 1, 1, 12, 20]], ids=["whole", "chunked"])
 def test_float32_logits_match_at_every_position(name, chunks, reference, drive, prompts):
     model = reference(name)
