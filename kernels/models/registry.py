@@ -330,9 +330,9 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
 class Support:
     """What a family supports. ``gguf``: its name in GGUF files; "": none. ``experts``: layers of experts. ``windows``:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
-    ``attention``: ``ModelConfig.attention_features`` of it. ``latent``: keys and values are latent vectors; ``indexed``: of which an indexer chooses some.
-    ``states``: layers keep states of sequences. ``plain``: the layers have Llama's operators alone, which native code
-    has.
+    ``attention``: ``ModelConfig.attention_features`` of it. ``latent``: keys and values are latent vectors;
+    ``indexed``: of which an indexer chooses some. ``states``: layers keep states of sequences. ``plain``: the layers
+    have Llama's operators alone, which native code has.
     """
 
     architecture: str

@@ -360,8 +360,8 @@ def attend_drafts(
     ``state`` int32 [rows, HEADER + columns]: each row's header and pages. ``tokens``: the most of a row. ``bits`` int64
     [rows, at least ``tokens``]: the mask of each query from the row's root on (``DraftTree.bits``); None: causal, with
     the root as the first token of a row. ``cache`` and ``scales``: as in ``attend_decodes``. ``window``: as
-    ``ModelConfig.windows``, along a query's path. ``early``: whether ``state`` and ``bits`` are written before the step's
-    first kernel. ``varies``: whether the next step may have other ``splits``.
+    ``ModelConfig.windows``, along a query's path. ``early``: whether ``state`` and ``bits`` are written before the
+    step's first kernel. ``varies``: whether the next step may have other ``splits``.
     """
     rows = len(state)
     total, heads, dim = queries.shape
