@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import kernels.devices.cuda.graphs.decode_graphs
-import kernels.devices.cuda.graphs.step_graphs
 from kernels.devices.cuda.capture import CudaCapture
 from kernels.devices.state_cache import captured_segments, plan_segments
 from tests.kernels.devices.cuda.interpreted import install
