@@ -52,11 +52,12 @@ class Attention(ABC, Generic[Cache, Plan]):
     def plan(self, rows: AttentionRows, window: int) -> Plan:
         """The plan of a step. ``window``: tokens that a query sees, 0 for all."""
 
-    def plan_layers(self, rows: AttentionRows, window: int) -> Plan:
-        """``plan`` of layers whose ``window`` may be negative: queries see the tokens since its last multiple."""
+    def plan_layers(self, rows: AttentionRows, window: int) -> Plan | None:
+        """``plan`` of layers whose ``window`` may be negative: queries see the tokens since its last multiple. None:
+        ``attend_rows`` computes them."""
         if window >= 0:
             return self.plan(rows, window)
-        return self.plan(rows.in_chunks(-window, self.caches.page_size), 0)
+        return None if rows.verifies else self.plan(rows.in_chunks(-window, self.caches.page_size), 0)
 
     def plan_draft(
         self, starts: Tensor, pages: Tensor, tokens: int, bits: Tensor | None, roots: Tensor | None, window: int

@@ -64,7 +64,7 @@ class KvCaches(ABC, Generic[Cache]):
 
     @abstractmethod
     def gather(self, cache: Cache, places: Tensor) -> Tensor:
-        """The contents of ``places`` int64 [n] of a cache that is not narrow: [n, 2, kv_heads, dim]."""
+        """The contents of ``places`` int64 [n]: [n, 2, kv_heads, dim], float32 if the cache has 8 bits."""
 
     def make_latent(
         self, spec: Latent, pages: int, page_size: int, dtype: torch.dtype, device: torch.device

@@ -210,12 +210,7 @@ def _open_groups(
             f"{part.eager_attention} of {part.architecture} has no attention whose results are independent of the "
             "chunks of prompts; leave --enable-deterministic-inference out"
         )
-    if eager and plain_only:
-        raise ConfigError(
-            f"{eager} of {part.architecture} is neither for speculative decoding nor for a cache in "
-            "fewer bits; leave --speculative-algorithm and --kv-cache-dtype out"
-        )
-    if part.row_attention and any(layer.offsets is not None for layer in cache.scales or ()):
+    if part.row_attention and not eager and any(layer.offsets is not None for layer in cache.scales or ()):
         raise ConfigError(
             f"{part.eager_attention} of {part.architecture} is not for a cache whose static scales have offsets: leave "
             "--kv-cache-dtype out, or scale tokens dynamically"
@@ -463,7 +458,7 @@ def _step_memory(
             slots=make_slots(),
             windows=groups.windows(frozenset(part.windows)),
             agree=lambda could: could,
-            bounded=groups.windowed,
+            bounded=groups.bounded,
             moves=part.latent is None,
         )
         rows = config.max_slots - 1

@@ -75,7 +75,8 @@ class CudaCaches(KvCaches[CudaCache]):
                 cache[pages] = 0
 
     def gather(self, cache: CudaCache, places: Tensor) -> Tensor:
-        assert isinstance(cache, Tensor)
+        if isinstance(cache, Cache8bit):
+            return cache.gather(places)
         page_size = cache.shape[3]
         return cache[torch.div(places, page_size, rounding_mode="floor"), :, :, places % page_size]
 

@@ -13,4 +13,5 @@ FEATURES = DeviceFeatures(
     captures=True,
     plans_latent=True,
     plans=frozenset({"caps", "sinks", "chunks", "growth", "sizes"}),
+    captures_states=True,
 )

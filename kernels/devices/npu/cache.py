@@ -108,8 +108,9 @@ class NpuCaches(KvCaches[NpuCache]):
             tokens.index_copy_(0, target, tokens.index_select(0, source))
 
     def gather(self, cache: NpuCache, places: Tensor) -> Tensor:
-        """The contents of ``places`` int64 [n] of a cache that is not int8: [n, 2, kv_heads, dim]."""
-        assert isinstance(cache, LayerCache)
+        """The contents of ``places`` int64 [n]: [n, 2, kv_heads, dim], float32 if the cache is int8."""
+        if isinstance(cache, Int8Layer):
+            return cache.gather(places)
         parts = (part.view(-1, *part.shape[2:]).index_select(0, places) for part in (cache.keys, cache.values))
         return torch.stack(tuple(parts), 1)
 

@@ -77,6 +77,18 @@ class Int8Layer:
                 moved = scales[source // page_size, :, source % page_size]
                 scales[target // page_size, :, target % page_size] = moved
 
+    def gather(self, places: Tensor) -> Tensor:
+        """As ``KvCaches.gather``, in float32."""
+        page_size = self.keys.shape[1]
+        values = torch.stack(
+            [part.view(-1, *part.shape[2:]).index_select(0, places) for part in (self.keys, self.values)], 1
+        )
+        scales = None
+        if self.key_scales is not None and self.value_scales is not None:
+            page, at = torch.div(places, page_size, rounding_mode="floor"), places % page_size
+            scales = torch.stack([part[page, :, at] for part in (self.key_scales, self.value_scales)], 1)
+        return widen(values, scales, self.fixed, torch.float32)
+
     def clear(self, index: Tensor) -> None:
         """As ``KvCaches.clear``."""
         for part in (self.keys, self.values, self.key_scales, self.value_scales):

@@ -214,11 +214,6 @@ def test_keys_that_gemma_4_holds_and_does_not_use_are_left_out(reference: Any, d
     assert drive(tmp_path).info.architecture == "Gemma4ForCausalLM"
 
 
-def test_heads_of_two_sizes_refuse_drafts(reference: Any, drive: Any) -> None:
-    with pytest.raises(ConfigError, match="heads of two sizes of Gemma4ForCausalLM is neither for speculative"):
-        drive(reference("gemma4").path, speculation=SpeculativeSettings("NGRAM"))
-
-
 @pytest.mark.parametrize(
     ("more", "windows", "still", "sparse"),
     [

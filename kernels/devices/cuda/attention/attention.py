@@ -45,7 +45,7 @@ class CudaAttention(Attention[CudaCache, AttentionPlan]):
     def plan(self, rows: AttentionRows, window: int) -> AttentionPlan:
         return plan_attention(rows, window, self._caches.kv_heads, self._put)
 
-    def plan_layers(self, rows: AttentionRows, window: int) -> AttentionPlan:
+    def plan_layers(self, rows: AttentionRows, window: int) -> AttentionPlan | None:
         """The kernels know chunks, but those whose results are invariant."""
         return super().plan_layers(rows, window) if self._invariant else self.plan(rows, window)
 
