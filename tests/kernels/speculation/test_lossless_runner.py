@@ -7,13 +7,12 @@ import random
 import numpy as np
 import pytest
 
-import kernels.execution.load
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
 from kernels.state import group_sizes
 from tests.kits.driver import HYBRID, VOCAB
 from tests.kits.speculation.lossless import SAMPLINGS, truth
-from tests.kits.speculation.oracles import Oracle, run_mixed
+from tests.kits.speculation.oracles import Oracle, draft_with, run_mixed
 
 RIGHT = {
     "right": lambda position: True,
@@ -29,8 +28,7 @@ def speculating(drive, monkeypatch):
 
     def make(path, drafter, settings=None, **options):
         settings = settings or SpeculativeSettings("STANDALONE", num_draft_tokens=drafter.max_nodes)
-        monkeypatch.setattr(kernels.execution.load, "captured_layers", lambda settings, model: ())
-        monkeypatch.setattr(kernels.execution.load, "make_drafter", lambda context: drafter)
+        draft_with(monkeypatch, drafter)
         return drive(path, speculation=settings, **options)
 
     return make
