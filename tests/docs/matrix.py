@@ -88,21 +88,19 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[str]:
-    """What a device does for a family, by the letters of ``FEATURES``. Every device has linear layers of floats, and a
-    cache whose tokens can be moved, which is all that the verification of draft tokens needs. Capped attention in
-    plain torch reads a plain cache and the host's rows; a CPU's programs have the operators of plain families alone."""
+    """What a device does for a family, by the letters of ``FEATURES``. Every device has linear layers of floats, a
+    cache whose tokens can be moved, and states in plain torch: draft tokens need no more to be verified. What a device
+    does not plan runs in plain torch, which reads rows on the host; a CPU's programs have the operators of plain
+    families alone."""
     eager = bool(family.attention - features.plans)
-    paged = not (eager or family.latent or family.states)
     yield "F"
     if family.quantizable:
         yield "Q"
-    narrow = paged or (family.latent and not family.states)
-    if narrow and "int8" in features.cache_dtypes:
+    if not family.states and "int8" in features.cache_dtypes:
         yield "K"
-    if narrow and any(name.startswith("fp8") for name in features.cache_dtypes):
+    if not family.states and any(name.startswith("fp8") for name in features.cache_dtypes):
         yield "E"
-    if paged or (family.latent and not family.states):
-        yield "S"
+    yield "S"
     if features.collectives:
         yield "T"
     planned = not family.latent or (features.plans_latent and not family.indexed)  # an indexer reads rows on the host

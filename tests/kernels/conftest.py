@@ -40,6 +40,7 @@ from tests.kits.driver import (
     VOCAB,
     Driver,
 )
+from tests.kits.gguf_models import GGUF_MODELS
 from tests.kits.published import PUBLISHED, save_published
 from tests.kits.published_names import PUBLISHED_NAMES
 from tests.kits.renamed import RENAMED, save_renamed
@@ -144,7 +145,9 @@ class Reference:
         import transformers
         from safetensors.torch import save_file
 
-        family, options = (FAMILIES | DENSE | HYBRID | LATENT | ROUTED | SPARSE | DIVISIBLE | NATIVE)[name]
+        family, options = (FAMILIES | DENSE | HYBRID | LATENT | ROUTED | SPARSE | DIVISIBLE | NATIVE | GGUF_MODELS)[
+            name
+        ]
         if not hasattr(transformers, f"{family}Config"):
             pytest.skip(f"transformers {transformers.__version__} has no {family}")
         torch.manual_seed(sum(name.encode()))
