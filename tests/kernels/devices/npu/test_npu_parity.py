@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kernels.contract.speculation import SpeculativeSettings
-from tests.kits.driver import FAMILIES, HYBRID, SPARSE, VOCAB
+from tests.kits.driver import FAMILIES, SPARSE, VOCAB
 from tests.kits.families import COMPARED
 from tests.kits.parity import half_precision, scored, traffic
 from tests.kits.speculation.oracles import Oracle, draft_with
