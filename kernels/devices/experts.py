@@ -41,6 +41,7 @@ __all__ = [
     "choose",
     "may_be_dense",
     "refusal",
+    "unbiased_refusal",
 ]
 
 _Stack = TypeVar("_Stack")
@@ -283,6 +284,15 @@ def refusal(
         if len(kinds) > 1:
             return "they are of different kinds"
     return None
+
+
+def unbiased_refusal(
+    experts: Sequence[ExpertWeights], kind: Callable[[Tensor | QuantizedWeight], object]
+) -> str | None:
+    """``refusal`` of kernels that add biases, which all experts must have or none, and take any gate."""
+    if len({(expert.gate_up_bias is None, expert.down_bias is None) for expert in experts}) > 1:
+        return "some have biases"
+    return refusal([dataclasses.replace(one, gate_up_bias=None, down_bias=None) for one in experts], kind)
 
 
 def _named(weight: Tensor | QuantizedWeight) -> str:

@@ -253,7 +253,8 @@ class ModelConfig:
     @property
     def attention_features(self) -> Mapping[str, str]:
         """What attention has that only some devices plan (``Attention.plans``), and how errors name it: caps | sinks |
-        alibi | growth (scores that grow with positions) | chunks | sizes (heads of several sizes)."""
+        alibi | growth (scores that grow with positions) | chunks | sizes (heads of several sizes) | wide (heads of
+        more than 256 numbers)."""
         features = {
             "caps": ("attn_logit_softcapping", self.attention_softcap > 0),
             "sinks": ("the sinks of attention", self.sinks),

@@ -67,7 +67,12 @@ class Gemma4Config(ModelConfig):
     @property
     def attention_features(self) -> Mapping[str, str]:
         """As ``ModelConfig``."""
-        return {**super().attention_features, **({"sizes": "attention with heads of two sizes"} if self.mixed else {})}
+        features = dict(super().attention_features)
+        if self.mixed:
+            features["sizes"] = "attention with heads of two sizes"
+        if self.full_dim > 256:
+            features["wide"] = "heads of more than 256 numbers"
+        return features
 
     @property
     def mixed(self) -> bool:

@@ -16,7 +16,7 @@ from kernels.devices.latent_cache import IndexedLatent, LatentCache, SplitLatent
 from kernels.devices.memory import DeviceMemory
 from kernels.devices.npu.backends import AttentionBackends
 from kernels.devices.npu.features import FEATURES
-from kernels.devices.npu.fused_attention import LayerCache, causal_mask, check_cache, padded_dim
+from kernels.devices.npu.fused_attention import DIMS, LayerCache, causal_mask, check_cache, padded_dim
 from kernels.devices.npu.int8_cache import ALIGNMENT, Int8Layer, make_int8_layer
 from kernels.devices.npu.latent_attention import PAGE, RANK, ROPE
 from kernels.devices.npu.operators import write_cache
@@ -119,7 +119,7 @@ class NpuCaches(KvCaches[NpuCache]):
         return cache.keys.shape[2]
 
     def head_dim(self, dim: int) -> int:
-        wide = padded_dim(dim) if self._backends.fused else dim
+        wide = padded_dim(dim) if self._backends.fused and dim <= DIMS[-1] else dim
         return -(-dim // ALIGNMENT) * ALIGNMENT if self.dtype == torch.int8 else wide
 
     def check_dtype(self, dtype: torch.dtype) -> None:

@@ -119,7 +119,8 @@ class DecodeGraphs:
         # read its own lengths.
         graph.graph.replay()
         graph.graph.graph_dispatch_mode.update_stream.wait_event(self._replayed)
-        graph.graph.update(cpu_update_input=[{"actual_seq_lengths_kv": lengths}])  # one entry for all calls
+        names = "actual_seq_lengths_kv", "actual_seq_kvlen"  # of the operator's two versions
+        graph.graph.update(cpu_update_input=[dict.fromkeys(names, lengths)])  # one entry for all calls
         self._replayed.record()
         return graph.hidden[:whole] if places is None else graph.hidden.index_select(0, places)
 

@@ -14,7 +14,7 @@ of two that MXFP4 has for 32 inputs multiply weights, as all products are exact.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -34,7 +34,7 @@ from kernels.devices.experts import (
     ExpertWeights,
     Routing,
     StackedExperts,
-    refusal,
+    unbiased_refusal,
 )
 from kernels.weights.quantization.mxfp4 import Mxfp4Weight
 from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
@@ -241,14 +241,6 @@ class CudaExperts(StackedExperts[_Stack]):
             return (Mxfp4Weight, *prepared)
         return None
 
-    @staticmethod
-    def refusal(experts: Sequence[ExpertWeights], kind: Callable[[Tensor | QuantizedWeight], object]) -> str | None:
-        """As ``kernels.devices.experts.refusal``, where all experts may have biases, and clamped gates."""
-        if len({(expert.gate_up_bias is None, expert.down_bias is None) for expert in experts}) > 1:
-            return "some have biases"
-        plain = [replace(expert, gate_up_bias=None, down_bias=None) for expert in experts]
-        return refusal(plain, kind)
-
     def stack(self, weights: Sequence[Projection]) -> _Stack:
         floats = [weight for weight in weights if isinstance(weight, Tensor)]
         if floats:
@@ -372,7 +364,7 @@ class CudaExpertLayers(ExpertLayers):
         device = self.linear.elementwise.torch_device
         kind = partial(CudaExperts.kind, capability=torch.cuda.get_device_capability(device))
         experts = self.stackable(experts, kind)
-        reason = CudaExperts.refusal(experts, kind)
+        reason = unbiased_refusal(experts, kind)
         if reason is not None:
             return self.make_in_turn(router, experts, routing, reason, gate, identities=identities)
         return CudaExperts(router, experts, routing, gate, identities)
