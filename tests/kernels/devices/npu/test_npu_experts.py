@@ -12,7 +12,7 @@ import torch
 import torch_npu
 
 from kernels.contract.step import SlotSampling
-from kernels.devices.experts import ExpertsInTurn, ExpertWeights, Routing, choose, refusal
+from kernels.devices.experts import ClampedGate, ExpertsInTurn, ExpertWeights, Routing, choose, unbiased_refusal
 from kernels.devices.npu.experts import NpuExperts
 from kernels.devices.npu.operators import FRACTAL_NZ
 from kernels.devices.npu.soc import Soc
@@ -36,7 +36,7 @@ OPTIONS = {"device": "npu", "page_size": PAGE, "max_step_tokens": 256, "max_tota
 
 
 def refused(experts):
-    return refusal(experts, partial(NpuExperts.kind, soc=A3))
+    return unbiased_refusal(experts, partial(NpuExperts.kind, soc=A3))
 
 
 def weights(count, hidden, inner):
@@ -99,10 +99,33 @@ def test_weights_may_multiply_inputs_and_gates_be_others(chosen, gate):
     torch.testing.assert_close(result.cpu(), expected, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("last", [True, False], ids=["first rank", "other ranks"])
+def test_experts_may_have_biases_and_clamped_gates(last):
+    """gpt-oss's; the bias of the second product is one rank's."""
+    router, experts = weights(6, 64, 32)
+    gate, generator = ClampedGate(1.702, 1.5), torch.Generator().manual_seed(3)
+    x, onto = 2 * torch.randn(9, 64, generator=generator).to(BF16), router.npu()
+    given, linears = [], []
+    for gate_up, down in experts:
+        first, second = torch.randn(64, generator=generator).to(BF16), torch.randn(64, generator=generator).to(BF16)
+        given.append(ExpertWeights(gate_up.npu(), first.npu(), down.npu(), second.npu() if last else None))
+        linears.append(
+            (
+                lambda x, w=gate_up, b=first: gate((x @ w.t() + b).float()).to(BF16),
+                lambda x, w=down, b=second: x @ w.t() + (b if last else 0),
+            )
+        )
+    assert refused(given) is None
+    result = NpuExperts(lambda x: x @ onto.t(), given, Routing(2, True), A3, gate)(x.npu())
+    expected = ExpertsInTurn(lambda x: x @ router.t(), linears, Routing(2, True))(x)
+    torch.testing.assert_close(result.cpu(), expected, atol=4e-2, rtol=3e-2)
+
+
 def test_what_the_operators_do_not_take_is_run_one_by_one():
     _, [(gate_up, down), *_] = weights(2, 64, 32)
     bias = torch.zeros(64)
-    assert refused([ExpertWeights(gate_up, bias, down, None)]) == "they have biases"
+    biased = [ExpertWeights(gate_up, bias, down, None), ExpertWeights(gate_up, None, down, None)]
+    assert refused(biased) == "some have biases"
     assert "no kernel takes float32" in refused([ExpertWeights(gate_up.float(), None, down.float(), None)])
     whole = quantize_int8(gate_up)
     mixed = [ExpertWeights(whole, None, down, None), ExpertWeights(gate_up, None, down, None)]
