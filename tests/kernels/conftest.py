@@ -118,7 +118,12 @@ WIDE_LATENT = DEEPSEEK | {  # sizes that operators for latent attention take
 }
 DIVISIBLE |= {
     "wide-deepseek-v3": ("DeepseekV3", WIDE_LATENT),
-    "gemma4-wide": ("Gemma4Text", GEMMA4 | {"num_hidden_layers": 2, "num_kv_shared_layers": 0, "global_head_dim": 512}),
+    "gemma4-wide": (
+        "Gemma4Text",
+        GEMMA4
+        | {"num_hidden_layers": 2, "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "global_head_dim": 512}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "wide-kimi": ("DeepseekV3", WIDE_LATENT | {"rope_interleave": False, "n_group": 1, "topk_group": 1}),
     "wide-deepseek-v3.2": (
         "DeepseekV32",

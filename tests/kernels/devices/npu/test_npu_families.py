@@ -1,4 +1,4 @@
-"""Families with sinks, capped scores, chunks and heads of several sizes on a simulated NPU: drafts, and an int8 cache."""
+"""Families with sinks, caps, chunks and heads of several sizes on a simulated NPU: drafts, and an int8 cache."""
 
 from __future__ import annotations
 

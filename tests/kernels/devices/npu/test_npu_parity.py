@@ -20,6 +20,7 @@ from tests.kits.speculation.oracles import Oracle, draft_with
 
 PAGE = 128
 OPTIONS = {"device": "npu", "page_size": PAGE, "max_step_tokens": 256, "max_total_tokens": 16 * PAGE}
+SIXTEEN_BITS = ("wide-deepseek-v3", "wide-kimi", "wide-deepseek-v3.2", "gemma4-moe", "gpt-oss", "llama4-full")
 CHUNKED = {"llama4": {"page_size": 32}}
 """Attention to chunks of 32 tokens: pages divide them."""
 
@@ -34,9 +35,7 @@ def test_float32_logits_match_at_every_position(name, chunks, reference, drive, 
     np.testing.assert_allclose(scored(driver, prompt, chunks), model.logprobs(prompt).numpy(), atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name", [*FAMILIES, "wide-deepseek-v3", "wide-kimi", "wide-deepseek-v3.2", "gemma4-moe", "gpt-oss", "llama4"]
-)
+@pytest.mark.parametrize("name", [*FAMILIES, *SIXTEEN_BITS])
 @pytest.mark.parametrize("chunks", [[181], [7, 140, 1, 1, 12, 20]], ids=["whole", "chunked"])
 def test_bfloat16_logits_are_as_close_as_those_of_transformers(name, chunks, reference, drive, prompts):
     model = reference(name)
