@@ -131,6 +131,20 @@ DIVISIBLE |= {
     ),
 }
 
+SIXTEENS = {
+    "hidden_size": 64,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "index_head_dim": 32,
+}
+DIVISIBLE |= {  # sizes that are multiples of 16, for weights in groups and blocks
+    f"sixteens-{name}": (family, options | {key: size for key, size in SIXTEENS.items() if key in COMMON | options})
+    for name, (family, options) in (LATENT | ROUTED | SPARSE).items()
+}
+
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {  # whose sizes the CPU's native operators take
     "native-qwen3": (
         "Qwen3",
