@@ -16,6 +16,7 @@ __all__ = [
     "by_eighths",
     "by_nibbles",
     "half",
+    "halves",
     "inverse",
     "joined",
     "largest",
@@ -183,6 +184,13 @@ def whole(value):
 def half(value):
     """The value as float16 in the lower half of a word."""
     return value.to(gl.float16).to(gl.int16, bitcast=True).to(gl.int32)
+
+
+@gluon.jit
+def halves(first, second):
+    """Two values as float16, in one word."""
+    code: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(code, "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit

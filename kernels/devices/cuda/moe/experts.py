@@ -61,7 +61,7 @@ class _Tile:
 _SMALL_TILES = ((32, _Tile(64)), (0, _Tile(16)))
 _FEW_PAIRS = ((32, _Tile(64)), (16, _Tile(32, block=128)), (0, _Tile(16, block=128, stages=4)))
 _TILES = ((192, _Tile(256, rows=128, warps=8, stages=4)), (96, _Tile(128, rows=128, warps=8)), *_FEW_PAIRS)
-_GROUPED_TILES = ((192, _Tile(128)), *_FEW_PAIRS)  # each block of inputs is scaled by itself, in registers
+_GROUPED_TILES = ((192, _Tile(128, block=128)), *_FEW_PAIRS)  # each block of inputs is scaled by itself, in registers
 
 
 def _choose_tile(mean_pairs: float, grouped: bool, large: bool) -> _Tile:

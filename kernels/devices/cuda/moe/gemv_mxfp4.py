@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.devices.cuda.launch import overlapping
-from kernels.devices.cuda.matmul.packed_arithmetic import by_e2m1, half, joined, largest, quarters
+from kernels.devices.cuda.matmul.packed_arithmetic import by_e2m1, halves, quarters
 from kernels.devices.experts import ClampedGate
 
 __all__ = ["MicroTiling", "multiply"]
@@ -49,10 +49,11 @@ def _prepared(x, at, there, flat: gl.constexpr, beside: gl.constexpr):
     """A token's numbers at ``at`` [32, 4, 8] as four of [32, 4] words each, of numbers i and i + 4, and the factors of
     blocks."""
     value = gl.load(x + at, mask=there, other=0.0).to(gl.float32)
-    bits = gl.maximum(gl.max(largest(value, 2), 1) & 0x7F800000, 0x0D800000)
+    largest = gl.max(gl.max(gl.abs(value), 2), 1)
+    bits = gl.maximum(largest.to(gl.int32, bitcast=True) & 0x7F800000, 0x0D800000)
     value *= gl.expand_dims(gl.expand_dims(16384.0 / bits.to(gl.float32, bitcast=True), 1), 2)
-    low, high = gl.split(half(value).reshape(32, 4, 2, 4).permute(0, 1, 3, 2))
-    one, two, three, four = quarters(joined(low, high).reshape(32, 4, 2, 2), flat)
+    low, high = gl.split(value.reshape(32, 4, 2, 4).permute(0, 1, 3, 2))
+    one, two, three, four = quarters(halves(low, high).reshape(32, 4, 2, 2), flat)
     return one, two, three, four, gl.convert_layout(bits.to(gl.float32, bitcast=True), beside)[None, :]
 
 
@@ -152,7 +153,7 @@ def multiply(
     experts: Tensor,
     gate: ClampedGate | None,
     each: int,
-    tiling: MicroTiling = MicroTiling(16, 4),
+    tiling: MicroTiling = MicroTiling(16, 2),
 ) -> Tensor:
     """``x`` [pairs / each, inputs] times the weight of each pair's expert -> [pairs, outputs], or the ``gate`` of half
     as many. ``values`` uint8 [experts, outputs, inputs / 2] and ``scales`` uint8 [experts, outputs, inputs / 32]: e2m1

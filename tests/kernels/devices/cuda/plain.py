@@ -67,6 +67,12 @@ def by_eighths(word, low, high):
 
 
 @triton.jit
+def halves(first, second):
+    low, high = first.to(tl.float16).to(tl.int16, bitcast=True), second.to(tl.float16).to(tl.int16, bitcast=True)
+    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+
+
+@triton.jit
 def micro(word, pair, place: tl.constexpr):
     bits = (word >> (4 * place)) & 0x000F000F
     low, high = bits & 15, (bits >> 16) & 15
