@@ -21,14 +21,14 @@ class StateSegments:
     """Tokens of ``n`` rows that recurrent layers run in one call; all on the device.
 
     ``tokens`` int64 [n, count]: indices in the step, of each row ``count`` that follow one another. ``sources``,
-    ``targets`` int64 [n]: pages of the states before and after them. ``fresh`` bool [n]: rows that begin here, whose
-    state before is zero; None: no row does.
+    ``targets`` int64 [n]: pages of the states before and after them. The state before a row's first token is zero: its
+    source is the null page. ``fresh``: whether there may be such rows.
     """
 
     tokens: Tensor
     sources: Tensor
     targets: Tensor
-    fresh: Tensor | None = None
+    fresh: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,16 @@ class BoundedRows:
     segments: tuple[StateSegments, ...] = ()
 
     @classmethod
-    def captured(cls, page_tokens: int, cache_index: Tensor, plan: Any) -> BoundedRows:
-        """Those of a window in a captured pass."""
+    def captured(
+        cls,
+        page_tokens: int,
+        cache_index: Tensor | None = None,
+        plan: Any = None,
+        segments: tuple[StateSegments, ...] = (),
+    ) -> BoundedRows:
+        """Those of a captured pass: ``cache_index`` and ``plan`` of a window, ``segments`` of a state."""
         nothing = np.zeros(0, dtype=np.int64)
-        return cls(nothing, nothing, np.zeros((0, 0), dtype=np.int32), page_tokens, cache_index, plan)
+        return cls(nothing, nothing, np.zeros((0, 0), dtype=np.int32), page_tokens, cache_index, plan, segments)
 
 
 @dataclass(frozen=True)

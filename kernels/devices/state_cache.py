@@ -18,7 +18,15 @@ from torch import Tensor
 from kernels.contract.caches import State
 from kernels.core.batch import StateSegments
 
-__all__ = ["Advance", "StateCache", "advance_states", "make_states", "plan_segments", "states_before"]
+__all__ = [
+    "Advance",
+    "StateCache",
+    "advance_states",
+    "captured_segments",
+    "make_states",
+    "plan_segments",
+    "states_before",
+]
 
 StateCache = list[Tensor]
 """One layer's: for each of the spec's shapes a tensor [pages, *shape]."""
@@ -60,14 +68,14 @@ def plan_segments(
         for length, chosen in by_length.items():
             some, begin = rows[chosen], at[chosen]
             first = offsets[some] + begin - starts[some]
-            sources = pages[some, np.maximum(begin - 1, 0) // page_tokens].astype(np.int64)
+            before = pages[some, np.maximum(begin - 1, 0) // page_tokens].astype(np.int64)
             fresh = begin == 0
             result.append(
                 StateSegments(
                     put(first[:, None] + np.arange(length)),
-                    put(sources),
+                    put(np.where(fresh, 0, before)),
                     put(pages[some, begin // page_tokens].astype(np.int64)),
-                    put(fresh.astype(np.int64)).bool() if fresh.any() else None,
+                    bool(fresh.any()),
                 )
             )
         more = left > here
@@ -75,12 +83,23 @@ def plan_segments(
     return tuple(result)
 
 
+def captured_segments(pages: Tensor, positions: Tensor, page_tokens: int) -> tuple[StateSegments, ...]:
+    """The segments of decodes in a captured pass, from what the device knows: ``pages`` int32 [rows, columns] as in
+    ``BoundedRows``, ``positions`` int64 [rows] of the tokens. Padding rows, whose pages are the null page, begin."""
+    rows, columns = torch.arange(len(positions), device=positions.device), pages.shape[1]
+    now = positions.div(page_tokens, rounding_mode="floor").clamp_(max=columns - 1)
+    before = (positions - 1).clamp_(min=0).div(page_tokens, rounding_mode="floor").clamp_(max=columns - 1)
+    targets, sources = (pages.gather(1, column.unsqueeze(1)).squeeze(1).long() for column in (now, before))
+    return (StateSegments(rows.unsqueeze(1), sources * (positions > 0), targets, fresh=True),)
+
+
 def states_before(cache: StateCache, segment: StateSegments) -> list[Tensor]:
     """Copies of the states before a segment, [n, *shape] each."""
     states = [kept.index_select(0, segment.sources) for kept in cache]
-    if (fresh := segment.fresh) is not None:
+    if segment.fresh:
+        begins = segment.sources == 0
         for state in states:
-            state.masked_fill_(fresh.view(-1, *(1,) * (state.ndim - 1)), 0)
+            state.masked_fill_(begins.view(-1, *(1,) * (state.ndim - 1)), 0)
     return states
 
 
@@ -99,5 +118,4 @@ def _blocks(segment: StateSegments, rows: int) -> Iterator[StateSegments]:
     """Parts of at most ``rows`` rows. No row reads a page that another one writes."""
     for begin in range(0, len(segment.sources), rows):
         part = slice(begin, begin + rows)
-        fresh = None if segment.fresh is None else segment.fresh[part]
-        yield StateSegments(segment.tokens[part], segment.sources[part], segment.targets[part], fresh)
+        yield StateSegments(segment.tokens[part], segment.sources[part], segment.targets[part], segment.fresh)

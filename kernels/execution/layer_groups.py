@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.contract.caches import CacheGroup, CacheSpec, GroupPages, Latent, Paged, Window
+from kernels.contract.caches import CacheGroup, CacheSpec, GroupPages, Latent, Paged, State, Window
 from kernels.contract.errors import ConfigError
 from kernels.core.arrays import Ints, Longs
 from kernels.core.attention_rows import AttentionRows
@@ -37,8 +37,7 @@ class LayerGroups:
     """``groups`` with their pages on a device. ``page_size``: tokens of a main page.
 
     ``is_plain``: all groups share the main page table and its plans, and their steps need nothing from here.
-    ``is_captured``: passes over them can be captured; ``windowed``: the specs of the bounded groups, then.
-    ``has_latent``: some keep latent vectors.
+    ``is_captured``: passes over them can be captured. ``has_latent``: some keep latent vectors.
     ``caches``: of each of ``layers``; a tuple where it is in several groups, in their order; None where it is in none;
     ``shared``: that of another layer.
     Raises UnsupportedError.
@@ -62,8 +61,8 @@ class LayerGroups:
         self._planned = (Paged, Latent) if planned else (Paged,)
         self.is_plain = all(isinstance(group.group.spec, self._planned) for group in groups)
         self.has_latent = any(isinstance(group.group.spec, Latent) for group in groups)
-        self.windowed = tuple(group.group.spec for group in self.bounded if isinstance(group.group.spec, Window))
-        captured = (*self._planned, Window) if device.capture.holds_windows else self._planned
+        own = ((Window, device.capture.holds_windows), (State, device.capture.holds_states))
+        captured = (*self._planned, *(kind for kind, holds in own if holds))
         self.is_captured = all(isinstance(group.group.spec, captured) for group in groups)
         held = [layer for group in groups for layer in group.group.layers]
         by_layer: list[list[Any]] = [[] for _ in range(max(layers, 1 + max(held, default=-1)))]

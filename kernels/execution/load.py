@@ -468,7 +468,7 @@ def _step_memory(
             slots=make_slots(),
             windows=groups.windows(frozenset(part.windows)),
             agree=lambda could: could,
-            bounded=groups.windowed,
+            bounded=groups.bounded,
             moves=part.latent is None,
         )
         rows = config.max_slots - 1

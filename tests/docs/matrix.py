@@ -106,8 +106,8 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
         yield "S"
     if features.collectives:
         yield "T"
-    host = family.states or family.indexed  # what they do reads a step's rows there
-    captured = paged or (family.latent and features.plans_latent and not host)
+    planned = not family.latent or (features.plans_latent and not family.indexed)  # an indexer reads rows on the host
+    captured = not eager and planned and (not family.states or features.captures_states)
     if features.captures and captured and (family.plain or not cpu):
         yield "G"
 
