@@ -299,9 +299,7 @@ def _choose(row, vocab, first_key, second_key, best, temperature, least, floor, 
 
 
 @triton.jit
-def draw_kernel(
-    logits, draws, floats, positions, tokens, nonfinite, vocab, shift: tl.constexpr, block: tl.constexpr
-):
+def draw_kernel(logits, draws, floats, positions, tokens, nonfinite, vocab, shift: tl.constexpr, block: tl.constexpr):
     """One program a row. Top-p needs no order of the logits: a token is drawn from all, and again from those before it
     while the weight of these reaches p, which leaves the distribution and the token as if the others were cut."""
     number = tl.program_id(0)
@@ -321,9 +319,7 @@ def draw_kernel(
             total = _weight_before(row, vocab, -float("inf"), vocab, best, temperature, block)
         searching = 1
         while searching > 0:
-            token, value = _choose(
-                row, vocab, first_key, second_key, best, temperature, least, floor, floor_id, block
-            )
+            token, value = _choose(row, vocab, first_key, second_key, best, temperature, least, floor, floor_id, block)
             searching = 0
             if top_p < 1.0:
                 before = _weight_before(row, vocab, value, token, best, temperature, block)
@@ -342,7 +338,5 @@ def draw(logits: Tensor, draws: Tensor, positions: Tensor) -> tuple[Tensor, Tens
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     nonfinite = torch.empty(rows, dtype=torch.int8, device=logits.device)
     shift = 16 if logits.dtype == torch.bfloat16 else 0
-    draw_kernel[(rows,)](
-        logits, draws, draws.view(torch.float32), positions, tokens, nonfinite, vocab, shift, _VOCAB
-    )
+    draw_kernel[(rows,)](logits, draws, draws.view(torch.float32), positions, tokens, nonfinite, vocab, shift, _VOCAB)
     return tokens, nonfinite.view(torch.bool)

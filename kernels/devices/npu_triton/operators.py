@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.devices.npu_triton import reference
 
-__all__ = ["NAMESPACE", "REFERENCES", "register", "registered"]
+__all__ = ["NAMESPACE", "REFERENCES", "check_contiguous", "register", "registered"]
 
 NAMESPACE = "troupe"
 
@@ -49,3 +49,10 @@ def registered(name: str) -> bool:
 def register(name: str, compute: Callable[..., object]) -> None:
     """Let ``compute`` be the implementation on NPUs."""
     _LIBRARY.impl(name, compute, "PrivateUse1")
+
+
+def check_contiguous(*args: object) -> None:
+    """Raise ValueError unless all tensors are contiguous: the kernels read no strides."""
+    for place, value in enumerate(args):
+        if isinstance(value, Tensor) and not value.is_contiguous():
+            raise ValueError(f"argument {place} of a kernel of {NAMESPACE} is not contiguous: {tuple(value.shape)}")

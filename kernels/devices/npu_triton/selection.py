@@ -17,13 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.contract.environment import NPU_TRITON
 from kernels.contract.errors import UnsupportedError
 from kernels.core.operators import Draws, Masks
 from kernels.devices.npu_triton.operators import NAMESPACE, REFERENCES, register, registered
 
-__all__ = ["VARIABLE", "OwnDraw", "pack_draws", "select_kernels"]
+__all__ = ["OwnDraw", "check_kernel", "has_compiler", "pack_draws", "select_kernels"]
 
-VARIABLE = "TROUPE_NPU_TRITON"
 _CORES = 40
 """Programs of a kernel that loops over tokens, if the device does not say how many vector cores it has."""
 
@@ -31,20 +31,17 @@ _log = logging.getLogger("troupe.kernels.npu")
 
 
 def select_kernels(device: torch.device) -> frozenset[str]:
-    """The operators of ``REFERENCES`` to use on ``device``. Raises UnsupportedError if VARIABLE cannot be obeyed."""
-    wanted = os.environ.get(VARIABLE, "")
+    """The operators of ``REFERENCES`` to use on ``device``. Raises UnsupportedError if NPU_TRITON cannot be obeyed."""
+    wanted = os.environ.get(NPU_TRITON, "")
     if wanted not in ("", "0", "1"):
-        raise UnsupportedError(f"{VARIABLE}={wanted}: must be 0, 1 or unset")
+        raise UnsupportedError(f"{NPU_TRITON}={wanted}: must be 0, 1 or unset")
     if wanted == "0":
         return frozenset()
-    simulated = all(registered(name) for name in REFERENCES) and not _compiled
-    if simulated:
-        return frozenset(REFERENCES if wanted else ())
-    if not has_compiler():
-        if wanted:
-            raise UnsupportedError(f"{VARIABLE}=1 needs Triton-Ascend: pip install -e '.[npu-triton]'")
-        return frozenset()
-    return frozenset(name for name in REFERENCES if _passes(name, device))
+    if has_compiler():
+        return frozenset(name for name in REFERENCES if _passes(name, device))
+    if wanted and not all(registered(name) for name in REFERENCES):
+        raise UnsupportedError(f"{NPU_TRITON}=1 needs Triton-Ascend: pip install -e '.[npu-triton]'")
+    return frozenset(REFERENCES if wanted else ())  # on a simulated NPU
 
 
 def has_compiler() -> bool:
@@ -52,26 +49,22 @@ def has_compiler() -> bool:
     return find_spec("triton") is not None and find_spec("triton.backends.ascend") is not None
 
 
-_compiled: set[str] = set()
-"""Operators whose kernel was registered by this process."""
+def check_kernel(name: str, device: torch.device) -> str:
+    """Compile a kernel for ``device`` and compare it with its reference on small inputs. What is wrong, "" if nothing
+    is."""
+    try:
+        if not registered(name):
+            register(name, _kernel(name, device))
+        return _compare(name, device)
+    except Exception as error:  # whatever a compiler that nobody here has run may raise
+        return f"{type(error).__name__}: {error}"
 
 
 def _passes(name: str, device: torch.device) -> bool:
-    """Whether the kernel compiles for the device and agrees with its reference on small inputs."""
-    try:
-        if name not in _compiled:
-            register(name, _kernel(name, device))
-            _compiled.add(name)
-        wrong = self_test(name, device)
-    except Exception as error:  # whatever a compiler, which has not been seen yet, may raise
-        wrong = f"{type(error).__name__}: {error}"
+    wrong = check_kernel(name, device)
     if wrong:
-        _log.warning(
-            "Our own kernel %s is not used on this NPU (%s); torch_npu's operators are. %s=0 silences this.",
-            name,
-            wrong,
-            VARIABLE,
-        )
+        text = "Our own kernel %s is not used (%s): torch_npu's operators are. %s=0 silences this."
+        _log.warning(text, name, wrong, NPU_TRITON)
     return not wrong
 
 
@@ -84,16 +77,15 @@ def _kernel(name: str, device: torch.device) -> Callable[..., object]:
     return partial(kernels.split_norm_rope_cache, programs=cores)
 
 
-def self_test(name: str, device: torch.device) -> str:
-    """What is wrong with the operator's results on ``device``; "" if nothing is."""
+def _compare(name: str, device: torch.device) -> str:
+    operator = getattr(getattr(torch.ops, NAMESPACE), name)
     for inputs in _INPUTS[name]():
         here = [value.to(device) if isinstance(value, Tensor) else value for value in inputs]
-        found = getattr(getattr(torch.ops, NAMESPACE), name)(*here)
-        expected = REFERENCES[name](*inputs)
-        for own, right in zip((*_tensors(found), *_tensors(here)), (*_tensors(expected), *_tensors(inputs)), strict=True):
-            own = own.cpu()
-            same = torch.allclose(own, right, rtol=0.01, atol=0.02) if right.is_floating_point() else own.equal(right)
-            if not same:
+        results = _tensors(operator(*here)) + _tensors(here)
+        for own, right in zip(results, _tensors(REFERENCES[name](*inputs)) + _tensors(inputs), strict=True):
+            found = own.cpu()
+            floats = right.is_floating_point()
+            if not (torch.allclose(found, right, rtol=0.01, atol=0.02) if floats else found.equal(right)):
                 return "its results are not those of torch"
     return ""
 

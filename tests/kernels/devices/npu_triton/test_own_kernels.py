@@ -74,8 +74,8 @@ ROWS = (
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_drawn_tokens_are_those_of_torch(dtype):
     seen = set()
-    for position in range(12):
-        logits = (numbers(len(ROWS), 3000, seed=position, dtype=torch.float32) * 3).to(dtype)
+    for position in range(5):
+        logits = (numbers(len(ROWS), 2100, seed=position, dtype=torch.float32) * 3).to(dtype)
         packed = torch.from_numpy(pack_draws(draws(*ROWS)))
         positions = torch.arange(len(ROWS)) + position
         tokens, nonfinite = kernels.draw(logits, packed, positions)
@@ -83,14 +83,14 @@ def test_drawn_tokens_are_those_of_torch(dtype):
         assert tokens.tolist() == expected.tolist()
         assert not nonfinite.any()
         seen |= set(tokens.tolist())
-    assert len(seen) > 60  # sampled, not the likeliest alone
+    assert len(seen) > 30  # sampled, not the likeliest alone
 
 
 @interpreted
 def test_equal_logits_are_cut_by_the_lowest_ids():
     logits = torch.zeros(2, 100)
     packed = torch.from_numpy(pack_draws(draws((1.0, 3, 1.0, 0.0), (1.0, 0, 0.025, 0.0))))
-    tokens = {tuple(kernels.draw(logits, packed, torch.full((2,), at))[0].tolist()) for at in range(30)}
+    tokens = {tuple(kernels.draw(logits, packed, torch.full((2,), at))[0].tolist()) for at in range(15)}
     assert {first for first, _ in tokens} == {0, 1, 2}
     assert {second for _, second in tokens} == {0, 1, 2}
 
