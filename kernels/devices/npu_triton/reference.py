@@ -36,10 +36,10 @@ def split_norm_rope_cache(
         wide = wide.to(dtype).float()
     low, high = wide.chunk(2, -1)
     result = (wide * cos.float() + torch.cat((-high, low), -1) * sin.float()).to(dtype)
-    queries, keys = result.split((heads, kv_heads), 1)
-    for cache, new in ((key_cache, keys), (value_cache, values)):
+    queries: Tensor = result[:, :heads].contiguous()
+    for cache, new in ((key_cache, result[:, heads:]), (value_cache, values)):
         cache.view(-1, *cache.shape[2:])[index, :, :dim] = new.to(cache.dtype)
-    return queries.contiguous()
+    return queries
 
 
 def draw(logits: Tensor, draws: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,8 @@ def draw(logits: Tensor, draws: Tensor, positions: Tensor) -> tuple[Tensor, Tens
     sampled = gumbel_argmax_over_all(
         values, rows, row_max, keys, temperature, torch.maximum(min_logit, floor), floor_id
     )
-    return torch.where(greedy, values.argmax(-1), sampled).masked_fill_(nonfinite, 0), nonfinite
+    tokens: Tensor = torch.where(greedy, values.argmax(-1), sampled).masked_fill_(nonfinite, 0)
+    return tokens, nonfinite
 
 
 def _cut(values: Tensor, row_max: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
