@@ -20,7 +20,7 @@ from kernels.devices.memory import DeviceMemory
 from kernels.devices.npu.backends import ASCEND, NATIVE, TREES, AttentionBackends
 from kernels.devices.npu.cache import NpuCache, NpuCaches
 from kernels.devices.npu.features import FEATURES
-from kernels.devices.npu.fused_attention import DIMS, FusedPart, fused_attention, padded_dim, plan_part
+from kernels.devices.npu.fused_attention import DIMS, FusedPart, LayerCache, fused_attention, padded_dim, plan_part
 from kernels.devices.npu.int8_cache import DequantizedPart, Int8Layer, attend_int8, compact
 from kernels.devices.npu.latent_attention import (
     LatentPlan,

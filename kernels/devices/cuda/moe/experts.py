@@ -303,7 +303,9 @@ class CudaExperts(StackedExperts[_Stack]):
         return (
             len(x) <= _FEW_TOKENS
             and self.gate_up.micro
-            and self._gate is not None
+            and isinstance(self._gate, ClampedGate)
+            and not self._identities
+            and not self.routing.on_inputs
             and self.gate_up.before is self.down.before is None
             and x.element_size() == 2
             and x.device.type == "cuda"
@@ -314,12 +316,11 @@ class CudaExperts(StackedExperts[_Stack]):
         from kernels.devices.cuda.moe.gemv_mxfp4 import multiply
 
         weights, chosen = choose_experts(self.router(x), self.routing)
-        experts, up, down = chosen.flatten(), self.gate_up, self.down
+        experts, up, down, gate = chosen.flatten(), self.gate_up, self.down, self._gate
+        assert isinstance(gate, ClampedGate), "_is_few asks for it"
         assert up.scales is not None, "MXFP4 has scales"
         assert down.scales is not None, "MXFP4 has scales"
-        inner = multiply(
-            x.contiguous(), up.values, up.scales, self._gate_up_bias, experts, self._gate, self.routing.chosen
-        )
+        inner = multiply(x.contiguous(), up.values, up.scales, self._gate_up_bias, experts, gate, self.routing.chosen)
         return sum_experts(multiply(inner, down.values, down.scales, self._down_bias, experts, None, 1), weights)
 
     def _product(self, x: Tensor, weight: _Stack, bias: Tensor | None, routed: RoutedPairs, each: int) -> Tensor:
