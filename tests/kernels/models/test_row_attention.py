@@ -41,7 +41,7 @@ def test_a_cache_of_8_bits_is_near(name, kept, reference, drive, prompts):
     result = scored(drive(model.path, page_size=16, kv_cache_dtype=kept), prompt, [50, 1, 30, 9])
     exact = scored(drive(model.path, page_size=16), prompt, [50, 1, 30, 9])
     spread = np.abs(exact - exact.mean(1, keepdims=True)).mean()
-    assert 0 < np.abs(result - exact).mean() < (0.12 if kept == "int8" else 0.4) * spread
+    assert 0 < np.abs(result - exact).mean() < (0.2 if kept == "int8" else 0.5) * spread
 
 
 @pytest.mark.parametrize("window", [0, 3, 7, -4, -8])

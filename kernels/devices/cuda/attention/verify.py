@@ -282,6 +282,7 @@ def verify_attention_kernel(
         )  # fmt: skip
         result = out + place[:, None] * heads * dim + head[:, None] * dim + at[None, :]
         if used == 1:
+            norm = tl.where(norm > 0.0, norm, 1.0)  # queries behind a row's tokens, as graphs have them, may see none
             tl.store(result, (total / norm[:, None]).to(out.dtype.element_ty), mask=mask)
         else:
             part = (place * heads + head) * parts
@@ -335,7 +336,8 @@ def verify_attention_combine_kernel(
         mask = there[:, None] & (at < dim)[None, :]
         total = tl.load(partial + (line * splits + part)[:, None] * dim + at[None, :], mask=mask, other=0.0)
         grow = tl.exp2(top - tl.max(top, 0))
-        whole = tl.sum(total * grow[:, None], 0) / tl.sum(norm * grow, 0)
+        norms = tl.sum(norm * grow, 0)
+        whole = tl.sum(total * grow[:, None], 0) / tl.where(norms > 0.0, norms, 1.0)
         tl.store(out + line * dim + at, whole.to(out.dtype.element_ty), mask=at < dim)
 
 

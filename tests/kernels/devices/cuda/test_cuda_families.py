@@ -39,7 +39,7 @@ def test_a_cache_of_8_bits_is_near(name, kept, reference, drive, prompts):
     exact = scored(drive(model.path, **OPTIONS), prompt, [50, 1, 30, 9])
     expected = model.logprobs(prompt).numpy()
     spread = np.abs(expected - expected.mean(1, keepdims=True)).mean()
-    assert 0 < np.abs(result - exact).mean() < (0.12 if kept == "int8" else 0.4) * spread
+    assert 0 < np.abs(result - exact).mean() < (0.2 if kept == "int8" else 0.5) * spread
 
 
 @on_a_gpu

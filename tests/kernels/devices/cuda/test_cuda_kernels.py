@@ -14,7 +14,7 @@ from torch import Tensor
 import kernels.devices.cuda
 from kernels.core.attention_rows import AttentionRows
 from kernels.devices.cuda.attention.decode import DecodeScratch, split_count
-from kernels.devices.cuda.attention.plan import attention, plan_attention
+from kernels.devices.cuda.attention.plan import AttentionPlan, DraftRows, attention, plan_attention
 from kernels.devices.cuda.elementwise.activation import swiglu
 from kernels.devices.cuda.elementwise.angles import angles
 from kernels.devices.cuda.elementwise.norm_rope_cache import norm_rope_cache
@@ -437,6 +437,16 @@ def test_attention_in_chunks_and_that_grows(device, dtype, window, growth, heads
     extra = CapAndSinks(3.0 if growth else 0.0, None, growth)
     result = attention(queries, cache, plan, dim**-0.5, DecodeScratch(device), extra)
     near(result, reference(queries, cache, rows, window, dim**-0.5, extra.cap, None, growth))
+
+
+@pytest.mark.parametrize("start", [30, 300])
+def test_queries_behind_a_rows_tokens_that_see_none_are_finite(device, start):
+    """As a graph pads rows: their numbers go to the null page, of which masked blocks are read."""
+    cache, pages = filled(device, torch.float16, [start + 1], 2, 24, 16)
+    state = torch.tensor([[0, 8, start, start + 1, *pages[0].tolist()]], dtype=torch.int32, device=device)
+    queries = torch.randn(8, 4, 24, device=device).half()
+    plan = AttentionPlan(None, None, -32, DraftRows(state, None, 8, start + 1))
+    assert attention(queries, cache, plan, 0.2, DecodeScratch(device)).isfinite().all()
 
 
 def test_sequences_are_split_until_the_device_is_full():
