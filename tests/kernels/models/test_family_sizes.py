@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from kernels.contract.caches import CacheGroup, Paged, Window
 from kernels.contract.errors import ConfigError
-from kernels.contract.speculation import SpeculativeSettings
 from kernels.models.config import ModelConfig, QueryGrowth
 from kernels.models.config_loader import parse_config
 from kernels.models.layers import vocabulary
@@ -237,7 +236,6 @@ def test_layers_of_llama_4_follow_config_json(
 def test_chunks_refuse_what_they_are_not_for(reference: Any, drive: Any) -> None:
     path = reference("llama4").path
     for options, says in (
-        ({"speculation": SpeculativeSettings("NGRAM")}, "attention in chunks of Llama4ForCausalLM is neither"),
         ({"invariant": True}, "attention in chunks of Llama4ForCausalLM has no attention whose"),
         ({"page_size": 64}, "attention_chunk_size 32 of Llama4ForCausalLM is not a multiple of --page-size 64"),
     ):
