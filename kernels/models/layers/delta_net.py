@@ -110,8 +110,8 @@ def _gguf_places(delta: DeltaConfig, layer: str) -> dict[str, GgufPlace]:
     result["A_log"] = GgufPlace(f"{layer}.ssm_a", exponent=True)
     if delta.gguf == "grouped":
         for part, begin in (("b", 0), ("a", ratio)):
-            rows = GgufOrder(2 * heads, (delta.key_heads, ratio), (2 * ratio, 1), begin)
-            result[f"in_proj_{part}.weight"] = GgufPlace(f"{layer}.ssm_ba.weight", rows=rows)
+            order = GgufOrder(2 * heads, (delta.key_heads, ratio), (2 * ratio, 1), begin)
+            result[f"in_proj_{part}.weight"] = GgufPlace(f"{layer}.ssm_ba.weight", rows=order)
         return result
     for part, name in (("b", "ssm_beta"), ("a", "ssm_alpha")):
         result[f"in_proj_{part}.weight"] = GgufPlace(f"{layer}.{name}.weight")
@@ -127,7 +127,7 @@ def _gguf_places(delta: DeltaConfig, layer: str) -> dict[str, GgufPlace]:
         "in_proj_z.weight": tiled(0, dim),
     }
     rows |= {name: tiled(0, 1) for name in ("in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")}
-    result |= {name: dataclasses.replace(result[name], rows=order) for name, order in rows.items()}
+    result |= {name: dataclasses.replace(result[name], rows=tiles) for name, tiles in rows.items()}
     result["out_proj.weight"] = dataclasses.replace(result["out_proj.weight"], columns=tiled(0, dim))
     return result
 
