@@ -282,7 +282,10 @@ class Scheduler(Actor[SchedulerProtocol]):
             await self._emit(self._worker_lost(epoch, "the worker died"))
         # Outputs under way must be in the journal before the others read it.
         await self._detokenizer.ask(FlushOutputs(), timeout=_CACHE_TIMEOUT_SECONDS)
-        self._planner.text_stopped(self._hand_over())
+        moved = self._hand_over()
+        if moved:
+            _log.info("%d sequences of %s go on in other replicas", len(moved), self._worker.name)
+        self._planner.text_stopped(moved)
         await self._schedule()
 
     # -- grammars

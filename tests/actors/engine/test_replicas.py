@@ -164,6 +164,25 @@ async def test_a_request_that_moved_can_be_aborted_and_outlives_a_scheduler(tiny
         await rest(engine)
 
 
+@pytest.mark.long
+async def test_replicas_of_two_ranks(tiny_model: Path) -> None:
+    expected = await alone(tiny_model, PROMPTS)
+    async with small_engine(tiny_model, dp=2, tp=2) as engine:
+        assert [worker.rank for worker in engine.worker_ids.values()] == [
+            *(Rank(dp=0, tp=0), Rank(dp=0, tp=1), Rank(dp=1, tp=0), Rank(dp=1, tp=1))
+        ]
+        first, second = replicas(engine)
+        readers = [asyncio.create_task(tokens_of(engine, prompt)) for prompt in PROMPTS]
+        await all_decode(engine)
+        kill(engine, 3)  # rank 1 of the second replica
+        await until(lambda: len(first.journal) == 8, "they did not move")
+        assert second.board.worker is None
+        async with asyncio.timeout(120):
+            assert await asyncio.gather(*readers) == expected
+        await until(lambda: second.board.worker is not None, "it did not come back")
+        await rest(engine)
+
+
 def test_several_replicas_cannot_meet_at_one_address(tiny_model: Path) -> None:
     with pytest.raises(ArgumentError, match="dist_init_addr"):
         Engine(model=str(tiny_model), device="cpu", dp=2, tp=2, dist_init_addr="127.0.0.1:29500")
