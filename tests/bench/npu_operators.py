@@ -4,7 +4,7 @@ The included model, and one of experts, run on a simulated A2, A3 and A5, each i
 call is what stands in the table. The column "checked by" says what each call was held against: the vendor's schema
 (always: the call goes through the real dispatcher), the vendor's meta function where there is one, the simulator's
 reference. Nothing here has been seen on hardware. ``--counts`` prints the operators that a decode launches in each
-layer, beside those of other engines.
+layer and around the layers, beside those of other engines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kernels.contract.step import SlotSampling
 from tests.bench._needs import need_npu
-from tests.bench._npu_counts import OTHERS, layer_operators
+from tests.bench._npu_counts import OTHERS, OTHERS_AROUND, layer_operators, operators_around
 from tests.bench._npu_models import models
 from tests.bench._options import command_line
 
@@ -43,6 +43,7 @@ USES = {
     "npu_apply_rotary_pos_emb": "rotary position embedding of queries and keys",
     "npu_rotary_mul": "the same where the former does not apply: other head dims, parts of heads, A5",
     "npu_swiglu": "activation of the feed-forward layers",
+    "npu_dequant_swiglu_quant": "the same, quantized to int8 for the product behind it",
     "npu_scatter_pa_kv_cache": "keys and values into the pages of the cache",
     "npu_format_cast": "16-bit weights into the cube unit's tiles, at load",
     "npu_dynamic_quant": "quantizes tokens to int8, for int8 projections and caches",
@@ -65,7 +66,7 @@ USES = {
 def main(argv: list[str]) -> None:
     parser = command_line(__name__, __doc__)
     parser.add_argument("generation", nargs="?", choices=GENERATIONS, help="print what is called on this one, as JSON")
-    parser.add_argument("--counts", action="store_true", help="print how many are launched in each layer, alone")
+    parser.add_argument("--counts", action="store_true", help="print how many a decode launches, alone")
     given = parser.parse_args(argv)
     need_npu(simulated=True)
     if given.counts:
@@ -106,6 +107,12 @@ def _print_counts() -> None:
     for kind, (one, other) in OTHERS.items():
         with tempfile.TemporaryDirectory() as folder:
             print(f"| {kind} | {len(layer_operators(kind, Path(folder)))} | {one} | {other} |", flush=True)
+    print("\n| Around the layers | Troupe | in graphs | SGLang 0.5.23 (read) | vLLM-Ascend 0.23.0 (read) |")
+    print("| --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (launched, in_graphs) in operators_around(Path(folder)).items():
+            one, other = OTHERS_AROUND[name]
+            print(f"| {name} | {len(launched)} | {in_graphs} | ~{one} | ~{other} |")
 
 
 def called(generation: str) -> dict[str, str]:

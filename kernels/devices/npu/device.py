@@ -16,6 +16,7 @@ from kernels.devices.npu.attention import NpuAttention
 from kernels.devices.npu.backends import ASCEND, AttentionBackends
 from kernels.devices.npu.cache import NpuCaches
 from kernels.devices.npu.capture import NpuCapture
+from kernels.devices.npu.drawing import TorchDraw
 from kernels.devices.npu.errors import explain
 from kernels.devices.npu.experts import NpuExpertLayers
 from kernels.devices.npu.features import FEATURES
@@ -72,7 +73,7 @@ class NpuDevice(Device):
         self.attention = NpuAttention(caches, self.memory, self.backends, soc)
         filters = soc.filters_logits and config.sampling_backend != "pytorch"
         self.sampling = SamplingKernels(top_k_top_p=ascend_top_k_top_p if filters else None)
-        self.capture = NpuCapture(config, self.memory, caches, self.experts, self.backends)
+        self.capture = NpuCapture(config, self.memory, caches, self.experts, self.backends, TorchDraw(filters))
 
     def bind_thread(self) -> None:
         torch.npu.set_device(self.torch_device)
