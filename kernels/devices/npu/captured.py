@@ -35,7 +35,7 @@ class CapturedGraphs(Generic[_Result]):
     """Captures for each of ``sizes``, the largest first, in one memory pool, what ``prepare`` makes for it.
 
     Sizes that cannot be captured are logged and run without a graph. ``agree``: see ``CaptureRequest``. ``attends``:
-    whether the graphs have attention, whose lengths are fed.
+    whether the graphs have attention, whose lengths are fed. ``what``: they run, for the log.
     """
 
     def __init__(
@@ -44,9 +44,10 @@ class CapturedGraphs(Generic[_Result]):
         prepare: Callable[[int], Callable[[], _Result]],
         agree: Callable[[bool], bool] = bool,
         attends: bool = True,
+        what: str = "decode",
     ) -> None:
         self._graphs: dict[int, tuple[torch.npu.NPUGraph, _Result]] = {}
-        self._agree, self._attends = agree, attends
+        self._agree, self._attends, self._what = agree, attends, what
         self._replayed = torch.npu.Event()
         self._capture(sizes, prepare)
 
@@ -105,9 +106,14 @@ class CapturedGraphs(Generic[_Result]):
         hint = "--disable-cuda-graph silences this"
         if first_code(str(first_error(error))) in _OUT_OF_STREAMS:
             hint = "the device has no stream left for it: lower --cuda-graph-max-bs or shorten --cuda-graph-bs"
-        left = f"graphs of {self.sizes} rows are used" if self._graphs else "all decodes run without a graph"
+        left = f"graphs of {self.sizes} rows are used" if self._graphs else f"each {self._what} runs without a graph"
         _log.warning(
-            "The decode of %d rows could not be captured into a graph (%s); %s. %s", size, cause_of(error), left, hint
+            "The %s of %d rows could not be captured into a graph (%s); %s. %s",
+            self._what,
+            size,
+            cause_of(error),
+            left,
+            hint,
         )
 
 

@@ -34,7 +34,10 @@ class QuantizedTokens:
 
 
 def quantize_gated(x: Tensor) -> QuantizedTokens:
-    """``silu(gate) * up`` of bfloat16 [tokens, gate | up], in int8 with a scale by token."""
+    """``silu(gate) * up`` of bfloat16 [tokens, gate | up], in int8 with a scale by token.
+
+    npu_swiglu_quant is documented for rows of up to 8192 alone, and the vendor's test of it has reciprocal scales.
+    """
     values, scales = torch_npu.npu_dequant_swiglu_quant(x, activate_left=True, quant_mode=1)
     return QuantizedTokens(values, scales, x.dtype)
 

@@ -87,10 +87,15 @@ class StepGraphs:
         self._page_size, self._padded, self._memory, self._draw = page_size, padded, memory, draw
         self._inputs = _Inputs(rows, request.columns, device)
         self._none = torch.tensor(-1, dtype=torch.int32, device=device)
-        self._steps = CapturedGraphs([size for size in sizes if size <= page_size or not padded], self._prepare)
+        sizes = [size for size in sizes if size <= page_size or not padded]
+        self._steps = CapturedGraphs(sizes, self._prepare)
         self.sizes = self._steps.sizes
+        whole = len(self.sizes) == len(sizes)  # else more graphs will fail alike
         self._draws = {
-            form: CapturedGraphs(self.sizes, partial(self._prepare_draw, form), attends=False) for form in draw.forms
+            form: CapturedGraphs(
+                self.sizes if whole else [], partial(self._prepare_draw, form), attends=False, what="sampling"
+            )
+            for form in draw.forms
         }
 
     def run(self, step: StepTokens) -> CapturedStepResult | None:
