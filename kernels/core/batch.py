@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.contract.caches import CacheSpec, Window
 from kernels.core.attention_rows import AttentionRows
 
-__all__ = ["BoundedRows", "ForwardBatch", "StateSegments"]
+__all__ = ["BoundedRows", "ForwardBatch", "StateRun", "StateSegments", "VerifyingRows"]
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,35 @@ class StateSegments:
     """Tokens of ``n`` rows that recurrent layers run in one call; all on the device.
 
     ``tokens`` int64 [n, count]: indices in the step, of each row ``count`` that follow one another. ``sources``,
-    ``targets`` int64 [n]: pages of the states before and after them. ``fresh`` bool [n]: rows that begin here, whose
-    state before is zero; None: no row does.
+    ``targets`` int64 [n]: pages of the states before and after them. The state before a row's first token is zero: its
+    source is the null page. ``targets`` None: no state is written, as the tokens are drafts. ``fresh``: whether there
+    may be rows that begin.
     """
 
     tokens: Tensor
     sources: Tensor
-    targets: Tensor
-    fresh: Tensor | None = None
+    targets: Tensor | None
+    fresh: bool = False
+
+
+StateRun = Callable[[tuple[Tensor, ...], tuple[StateSegments, ...]], Tensor]
+"""``(inputs, segments)`` -> results [tokens, ...]: run tokens on from their states. ``inputs`` [tokens, ...] each."""
+
+
+@dataclass(frozen=True)
+class VerifyingRows:
+    """The rows of a step that verify draft tokens, and their ``tokens`` in the step. ``runs``: what the recurrent
+    layers did with these tokens, to be done again with the accepted ones: each with the inputs of these tokens."""
+
+    rows: slice
+    tokens: slice
+    runs: list[tuple[StateRun, tuple[Tensor, ...]]] = field(default_factory=list)
+
+    def record(self, run: StateRun, inputs: tuple[Tensor, ...]) -> None:
+        """Keep the tokens' part of a layer's ``inputs``."""
+        tokens = self.tokens
+        alone = all(len(x) == tokens.stop - tokens.start for x in inputs)
+        self.runs.append((run, inputs if alone else tuple(x[tokens].clone() for x in inputs)))
 
 
 @dataclass(frozen=True)
@@ -37,7 +58,8 @@ class BoundedRows:
 
     ``pages`` int32 [rows, columns]: column i of a row holds tokens ``i * page_tokens ..``; the null page where the row
     neither reads nor writes. ``cache_index`` and ``plan`` as in ``ForwardBatch``, of a window; None of a state.
-    ``segments``: of a state, what the layers run, in order. Where a pass is captured there are no rows on the host.
+    ``segments``: of a state, what the layers run, in order. ``verifying``: of a state, the rows with draft tokens; None
+    without any. Where a pass is captured there are no rows on the host.
     """
 
     starts: npt.NDArray[np.int64]  # [rows]
@@ -47,12 +69,25 @@ class BoundedRows:
     cache_index: Tensor | None = None
     plan: Any = None
     segments: tuple[StateSegments, ...] = ()
+    verifying: VerifyingRows | None = None
+
+    def run(self, run: StateRun, *inputs: Tensor) -> Tensor:
+        """Run the segments of a recurrent layer. -> results of the step's tokens."""
+        if self.verifying is not None:
+            self.verifying.record(run, inputs)
+        return run(inputs, self.segments)
 
     @classmethod
-    def captured(cls, page_tokens: int, cache_index: Tensor, plan: Any) -> BoundedRows:
-        """Those of a window in a captured pass."""
+    def captured(
+        cls,
+        page_tokens: int,
+        cache_index: Tensor | None = None,
+        plan: Any = None,
+        segments: tuple[StateSegments, ...] = (),
+    ) -> BoundedRows:
+        """Those of a captured pass: ``cache_index`` and ``plan`` of a window, ``segments`` of a state."""
         nothing = np.zeros(0, dtype=np.int64)
-        return cls(nothing, nothing, np.zeros((0, 0), dtype=np.int32), page_tokens, cache_index, plan)
+        return cls(nothing, nothing, np.zeros((0, 0), dtype=np.int32), page_tokens, cache_index, plan, segments)
 
 
 @dataclass(frozen=True)
@@ -72,6 +107,11 @@ class ForwardBatch:
     states: Tensor | None = None
     rows: AttentionRows | None = None
     bounded: Mapping[CacheSpec, BoundedRows] = field(default_factory=dict)
+
+    @property
+    def verifying(self) -> tuple[BoundedRows, ...]:
+        """The rows of states that are to be brought behind the accepted draft tokens."""
+        return tuple(rows for rows in self.bounded.values() if rows.verifying is not None)
 
     def in_window(self, spec: Window) -> ForwardBatch:
         """The batch as the layers of a window group see it: attention over the group's own pages."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels.contract.caches import Window
+from kernels.contract.caches import GroupPages
 from kernels.core.batch import ForwardBatch
 from kernels.devices.prepared import CapturedPasses, CapturedSteps, NativePass, StepForward, VerifyHead
 
@@ -22,8 +22,8 @@ class CaptureRequest:
     ``agree``: whether all ranks that run the model together succeeded, given whether this one did. It is called after
     each capture: a step that only some ranks have captured would hang.
     ``tree``: whether drafts may be trees. ``states`` [any, width]: like those of the batches, if these have any.
-    ``prompts``: tokens of a step up to which chunks of prompts are worth capturing. ``bounded``: the groups of windows
-    with page tables of their own (``Capture.holds_windows``).
+    ``prompts``: tokens of a step up to which chunks of prompts are worth capturing. ``bounded``: the groups with page
+    tables of their own (``Capture.holds_windows``, ``holds_states``), in the order of a step's tables.
     ``head``: what ``CapturedPasses.verify`` computes from the result in the same call, if the device gains by it.
     """
 
@@ -37,7 +37,7 @@ class CaptureRequest:
     states: Tensor | None = None
     prompts: int = 0
     head: VerifyHead | None = None
-    bounded: Sequence[Window] = ()
+    bounded: Sequence[GroupPages] = ()
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class StepCaptureRequest:
     windows: Sequence[int]
     max_rows: int
     columns: int
-    bounded: Sequence[Window] = ()
+    bounded: Sequence[GroupPages] = ()
 
 
 class Capture:
@@ -62,9 +62,11 @@ class Capture:
     class always does.
 
     ``holds_windows``: whether passes of decodes are captured if layers keep only windows, in page tables of their own.
+    ``holds_states``: the same if layers keep states.
     """
 
     holds_windows: bool = False
+    holds_states: bool = False
 
     def decodes(self, request: CaptureRequest) -> CapturedPasses | None:
         """Passes of decodes and drafts."""

@@ -11,10 +11,12 @@ __all__ = ["DeviceFeatures"]
 class DeviceFeatures:
     """``collectives``: torch.distributed's library for several ranks; "": it runs one rank alone. ``cache_dtypes``:
     what keys and values can be kept in, by the names of ``CACHE_DTYPES``. ``captures``: whether decodes are
-    captured. ``plans_latent``, ``plans_caps``: as those of ``Attention``."""
+    captured, ``captures_states``: also where layers keep states. ``plans_latent``, ``plans_caps``: as those of
+    ``Attention``."""
 
     collectives: str
     cache_dtypes: frozenset[str]
     captures: bool
     plans_latent: bool = False
     plans_caps: bool = False
+    captures_states: bool = False

@@ -3,6 +3,9 @@
 A step's tokens are cut into segments at the borders of the state's pages: each page gets the state after its last
 token, or after the row's. A full page is never written again: it is a snapshot, from which sequences with the same
 prefix go on. Segments of the same length that do not depend on one another run in one call: all decodes do.
+
+Rows that verify draft tokens write no state, as it would be that of tokens which may be rejected. When the accepted
+tokens are known, the layers run them a second time from the state before the step, page by page (``run_accepted``).
 """
 
 from __future__ import annotations
@@ -16,9 +19,19 @@ import torch
 from torch import Tensor
 
 from kernels.contract.caches import State
-from kernels.core.batch import StateSegments
+from kernels.core.batch import BoundedRows, StateSegments
 
-__all__ = ["Advance", "StateCache", "advance_states", "make_states", "plan_segments", "states_before"]
+__all__ = [
+    "Advance",
+    "StateCache",
+    "advance_states",
+    "captured_segments",
+    "make_states",
+    "plan_segments",
+    "run_accepted",
+    "states_before",
+    "verify_segments",
+]
 
 StateCache = list[Tensor]
 """One layer's: for each of the spec's shapes a tensor [pages, *shape]."""
@@ -47,9 +60,13 @@ def plan_segments(
     pages: npt.NDArray[np.int32],
     page_tokens: int,
     put: Put,
+    offsets: npt.NDArray[np.int64] | None = None,
 ) -> tuple[StateSegments, ...]:
-    """The segments of a step, in the order in which they run. Arguments as in ``BoundedRows``."""
-    rows, offsets = np.arange(len(starts)), np.cumsum(counts) - counts
+    """The segments of a step, in the order in which they run. Arguments as in ``BoundedRows``; ``offsets`` int64
+    [rows]: the place of each row's first token, if the rows do not follow one another."""
+    rows = np.arange(len(starts))
+    if offsets is None:
+        offsets = np.cumsum(counts) - counts
     result = []
     left, at = counts, starts  # of each row: tokens to run, the position of the next
     while len(rows):
@@ -60,14 +77,14 @@ def plan_segments(
         for length, chosen in by_length.items():
             some, begin = rows[chosen], at[chosen]
             first = offsets[some] + begin - starts[some]
-            sources = pages[some, np.maximum(begin - 1, 0) // page_tokens].astype(np.int64)
+            before = pages[some, np.maximum(begin - 1, 0) // page_tokens].astype(np.int64)
             fresh = begin == 0
             result.append(
                 StateSegments(
                     put(first[:, None] + np.arange(length)),
-                    put(sources),
+                    put(np.where(fresh, 0, before)),
                     put(pages[some, begin // page_tokens].astype(np.int64)),
-                    put(fresh.astype(np.int64)).bool() if fresh.any() else None,
+                    bool(fresh.any()),
                 )
             )
         more = left > here
@@ -75,12 +92,61 @@ def plan_segments(
     return tuple(result)
 
 
+def captured_segments(pages: Tensor, positions: Tensor, page_tokens: int) -> tuple[StateSegments, ...]:
+    """The segments of decodes in a captured pass, from what the device knows: ``pages`` int32 [rows, columns] as in
+    ``BoundedRows``, ``positions`` int64 [rows] of the tokens. Padding rows, whose pages are the null page, begin."""
+    rows, columns = torch.arange(len(positions), device=positions.device), pages.shape[1]
+    now = positions.div(page_tokens, rounding_mode="floor").clamp_(max=columns - 1)
+    before = (positions - 1).clamp_(min=0).div(page_tokens, rounding_mode="floor").clamp_(max=columns - 1)
+    targets, sources = (pages.gather(1, column.unsqueeze(1)).squeeze(1).long() for column in (now, before))
+    return (StateSegments(rows.unsqueeze(1), sources * (positions > 0), targets, fresh=True),)
+
+
+def verify_segments(
+    starts: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    pages: npt.NDArray[np.int32],
+    page_tokens: int,
+    put: Put,
+    first: int,
+) -> tuple[StateSegments, ...]:
+    """The segments of rows that verify draft tokens: whole rows, as no state is written. ``first``: the place of their
+    first token; other arguments as in ``plan_segments``."""
+    offsets, result = first + np.cumsum(counts) - counts, []
+    for length in np.unique(counts).tolist():
+        rows = np.flatnonzero(counts == length)
+        begin = starts[rows]
+        before = pages[rows, np.maximum(begin - 1, 0) // page_tokens].astype(np.int64)
+        fresh = begin == 0
+        tokens, sources = offsets[rows][:, None] + np.arange(length), np.where(fresh, 0, before)
+        result.append(StateSegments(put(tokens), put(sources), None, bool(fresh.any())))
+    return tuple(result)
+
+
+def run_accepted(rows: BoundedRows, accepted: npt.NDArray[np.int64], put: Put) -> None:
+    """Bring the states of the rows that verified behind their accepted tokens. ``accepted`` int64 [verifying rows]: how
+    many of a row's tokens count; 0: the row has ended, and its states are left as they are."""
+    verifying = rows.verifying
+    if verifying is None:
+        return
+    if not verifying.runs:
+        raise RuntimeError("layers with states ran draft tokens past BoundedRows.run: their states would be lost")
+    part = verifying.rows
+    starts, counts, pages = rows.starts[part], rows.counts[part], rows.pages[part]
+    offsets, alive = np.cumsum(counts) - counts, np.flatnonzero(accepted)
+    segments = plan_segments(starts[alive], accepted[alive], pages[alive], rows.page_tokens, put, offsets[alive])
+    for run, inputs in verifying.runs:
+        run(inputs, segments)
+    verifying.runs.clear()
+
+
 def states_before(cache: StateCache, segment: StateSegments) -> list[Tensor]:
     """Copies of the states before a segment, [n, *shape] each."""
     states = [kept.index_select(0, segment.sources) for kept in cache]
-    if (fresh := segment.fresh) is not None:
+    if segment.fresh:
+        begins = segment.sources == 0
         for state in states:
-            state.masked_fill_(fresh.view(-1, *(1,) * (state.ndim - 1)), 0)
+            state.masked_fill_(begins.view(-1, *(1,) * (state.ndim - 1)), 0)
     return states
 
 
@@ -91,6 +157,8 @@ def advance_states(cache: StateCache, segments: tuple[StateSegments, ...], advan
     for whole in segments:
         for segment in _blocks(whole, rows):
             states = advance(segment.tokens, states_before(cache, segment))
+            if segment.targets is None:
+                continue
             for kept, state in zip(cache, states, strict=True):
                 kept.index_copy_(0, segment.targets, state.to(kept.dtype))
 
@@ -99,5 +167,5 @@ def _blocks(segment: StateSegments, rows: int) -> Iterator[StateSegments]:
     """Parts of at most ``rows`` rows. No row reads a page that another one writes."""
     for begin in range(0, len(segment.sources), rows):
         part = slice(begin, begin + rows)
-        fresh = None if segment.fresh is None else segment.fresh[part]
-        yield StateSegments(segment.tokens[part], segment.sources[part], segment.targets[part], fresh)
+        targets = None if segment.targets is None else segment.targets[part]
+        yield StateSegments(segment.tokens[part], segment.sources[part], targets, segment.fresh)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.contract.caches import Window
+from kernels.contract.caches import GroupPages
 from kernels.contract.config import RunnerConfig
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Acceptance
@@ -35,7 +35,7 @@ class Passes:
         slots: SlotTable,
         windows: Iterable[int],
         agree: Callable[[bool], bool],
-        bounded: Sequence[Window] = (),
+        bounded: Sequence[GroupPages] = (),
         moves: bool = True,
     ) -> None:
         self._config, self._device, self._agree, self._bounded = config, device, agree, bounded

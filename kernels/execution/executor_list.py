@@ -45,7 +45,7 @@ def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[in
         slots=loaded.slots,
         windows=loaded.windows,
         agree=loaded.agree,
-        bounded=loaded.groups.windowed,
+        bounded=loaded.groups.bounded,
         moves=not loaded.groups.has_latent,
     )
     steps = passes.capture_steps(max_rows) if loaded.speculator is None and loaded.group.size == 1 else None

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from kernels.contract.caches import CacheGroup, CacheSpec, GroupPages, Latent, Paged, Window
+from kernels.contract.caches import CacheGroup, CacheSpec, GroupPages, Latent, Paged, State, Window
 from kernels.contract.errors import ConfigError
 from kernels.core.arrays import Ints, Longs
 from kernels.core.attention_rows import AttentionRows
-from kernels.core.batch import BoundedRows, ForwardBatch
+from kernels.core.batch import BoundedRows, ForwardBatch, VerifyingRows
 from kernels.devices.base import Device
 from kernels.devices.group_caches import make_group
 from kernels.devices.latent_cache import clear_latent
-from kernels.devices.state_cache import plan_segments
+from kernels.devices.state_cache import plan_segments, verify_segments
 from kernels.state.bounded_tables import BoundedTable
 from kernels.weights.quantization.cache import LayerScales
 
@@ -37,8 +38,7 @@ class LayerGroups:
     """``groups`` with their pages on a device. ``page_size``: tokens of a main page.
 
     ``is_plain``: all groups share the main page table and its plans, and their steps need nothing from here.
-    ``is_captured``: passes over them can be captured; ``windowed``: the specs of the bounded groups, then.
-    ``has_latent``: some keep latent vectors.
+    ``is_captured``: passes over them can be captured. ``has_latent``: some keep latent vectors.
     ``caches``: of each of ``layers``; a tuple where it is in several groups, in their order; None where it is in none;
     ``shared``: that of another layer.
     Raises UnsupportedError.
@@ -62,8 +62,8 @@ class LayerGroups:
         self._planned = (Paged, Latent) if planned else (Paged,)
         self.is_plain = all(isinstance(group.group.spec, self._planned) for group in groups)
         self.has_latent = any(isinstance(group.group.spec, Latent) for group in groups)
-        self.windowed = tuple(group.group.spec for group in self.bounded if isinstance(group.group.spec, Window))
-        captured = (*self._planned, Window) if device.capture.holds_windows else self._planned
+        own = ((Window, device.capture.holds_windows), (State, device.capture.holds_states))
+        captured = (*self._planned, *(kind for kind, holds in own if holds))
         self.is_captured = all(isinstance(group.group.spec, captured) for group in groups)
         held = [layer for group in groups for layer in group.group.layers]
         by_layer: list[list[Any]] = [[] for _ in range(max(layers, 1 + max(held, default=-1)))]
@@ -90,10 +90,11 @@ class LayerGroups:
         """The batch with the rows of every bounded group. ``rows`` belong to ``slots``; ``tables``: of these groups."""
         return self._with_pages(batch, rows, [table.rows(slots, rows.starts, rows.counts) for table in tables])
 
-    def place_null(self, batch: ForwardBatch, rows: AttentionRows) -> ForwardBatch:
-        """``place`` for rows without a request, whose bounded pages are the null page."""
+    def place_null(self, batch: ForwardBatch, rows: AttentionRows, verified: int = 0) -> ForwardBatch:
+        """``place`` for rows without a request, whose bounded pages are the null page. ``verified``: tokens that layers
+        with states record as if they were draft tokens."""
         lengths = rows.starts + rows.counts
-        return self._with_pages(
+        result = self._with_pages(
             batch,
             rows,
             [
@@ -101,6 +102,14 @@ class LayerGroups:
                 for group in self.bounded
             ],
         )
+        if not verified:
+            return result
+        recording = VerifyingRows(slice(0, 0), slice(0, verified))
+        bounded = {
+            spec: dataclasses.replace(each, verifying=recording) if isinstance(spec, State) else each
+            for spec, each in result.bounded.items()
+        }
+        return dataclasses.replace(result, bounded=bounded)
 
     def clear(self, pages: list[int]) -> None:
         """Zero these main pages."""
@@ -125,8 +134,7 @@ class LayerGroups:
     def _rows(self, group: GroupPages, rows: AttentionRows, pages: Ints) -> BoundedRows:
         size, spec = group.page_tokens, group.group.spec
         if not isinstance(spec, Window):
-            segments = plan_segments(rows.starts, rows.counts, pages, size, self._device.memory.put)
-            return BoundedRows(rows.starts, rows.counts, pages, size, segments=segments)
+            return _state_rows(rows, pages, size, self._device.memory.put)
         row = np.repeat(np.arange(len(rows.starts)), rows.counts)
         offsets = np.cumsum(rows.counts) - rows.counts
         positions = np.arange(len(row)) + np.repeat(rows.starts - offsets, rows.counts)
@@ -134,3 +142,21 @@ class LayerGroups:
         own = AttentionRows(rows.starts, rows.counts, pages, rows.decodes)
         plan = self._device.attention.plan_layers(own, spec.length)
         return BoundedRows(rows.starts, rows.counts, pages, size, self._device.memory.put(index), plan)
+
+
+def _state_rows(rows: AttentionRows, pages: Ints, page_tokens: int, put: Callable[[Longs], Tensor]) -> BoundedRows:
+    """The rows of a group of states."""
+    starts, counts = rows.starts, rows.counts
+    if not rows.verifies:
+        segments = plan_segments(starts, counts, pages, page_tokens, put)
+        return BoundedRows(starts, counts, pages, page_tokens, segments=segments)
+    part = slice(rows.decodes, rows.decodes + rows.verifies)
+    offsets = np.cumsum(counts) - counts
+    first = int(offsets[part.start])
+    tokens = slice(first, first + int(counts[part].sum()))
+    others = np.r_[: part.start, part.stop : len(counts)]
+    segments = (
+        *plan_segments(starts[others], counts[others], pages[others], page_tokens, put, offsets[others]),
+        *verify_segments(starts[part], counts[part], pages[part], page_tokens, put, first),
+    )
+    return BoundedRows(starts, counts, pages, page_tokens, segments=segments, verifying=VerifyingRows(part, tokens))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from kernels.contract.caches import Window
 from kernels.contract.runner import RunningStep
 from kernels.contract.step import RowError, StepBatch, StepResult, StepTiming
 from kernels.core.arrays import Ints, Longs, unpack_ints
@@ -249,10 +250,11 @@ class PendingStep:
                     device.bind_thread()
                 return self._finish(fetched, builder, writes, started)
 
-        # All ranks must drop a nonfinite row before the same step. A page of a bounded group may get a new owner before
-        # it is cleared: no step may use it by then.
+        # All ranks must drop a nonfinite row before the same step. A page of a window may get a new owner before it is
+        # cleared: no step may use it by then. A state's new owner reads nothing that it has not written.
         loaded = context.loaded
-        return RunningStep(finish, not device.traits.overlaps or loaded.group.size > 1 or bool(loaded.slots.bounded))
+        windows = any(isinstance(table.group.group.spec, Window) for table in loaded.slots.bounded)
+        return RunningStep(finish, not device.traits.overlaps or loaded.group.size > 1 or windows)
 
     def complete_pass(self, result: PassResult) -> RunningStep:
         """Read the results ``result`` of the model's pass, then ``complete``."""

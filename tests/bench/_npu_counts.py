@@ -14,13 +14,25 @@ from unittest.mock import patch
 
 from kernels.contract.config import RunnerConfig
 from kernels.contract.step import SlotSampling
+from tests.bench._npu_models import own_kernels
 
 if TYPE_CHECKING:
     from kernels.contract.info import ModelInfo
     from kernels.devices.npu_simulator.recording import Graph
     from kernels.execution.runner import ModelRunner
 
-__all__ = ["AROUND", "GOALS", "KINDS", "OTHERS", "OTHERS_AROUND", "SAMPLINGS", "layer_operators", "operators_around"]
+__all__ = [
+    "AROUND",
+    "GOALS",
+    "KINDS",
+    "OTHERS",
+    "OTHERS_AROUND",
+    "OWN_AROUND",
+    "OWN_GOALS",
+    "SAMPLINGS",
+    "layer_operators",
+    "operators_around",
+]
 
 _DENSE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -54,6 +66,9 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
 }
 """The configuration of a small model, and how it is quantized."""
 GOALS = {"Qwen3, bf16": 15, "Qwen3, W8A8 dynamic": 16, "Qwen3-MoE, bf16": 19, "Qwen3-MoE, W8A8 dynamic": 19}
+"""By torch_npu alone."""
+OWN_GOALS = {"Qwen3, bf16": 9, "Qwen3, W8A8 dynamic": 10, "Qwen3-MoE, bf16": 13, "Qwen3-MoE, W8A8 dynamic": 13}
+"""With our own kernels in Triton-Ascend."""
 OTHERS = {
     "Qwen3, bf16": (10, 10),
     "Qwen3, W8A8 dynamic": (14, 12),
@@ -67,12 +82,10 @@ SAMPLINGS = {
     "temperature, top-k and top-p": SlotSampling(temperature=0.8, top_k=20, top_p=0.9, seed=1),
 }
 """How the rows of a step are sampled."""
-AROUND = {
-    "greedy": (2, 17),
-    "temperature": (2, 112),
-    "temperature, top-k and top-p": (2, 123),
-}
+AROUND = {"greedy": (2, 17), "temperature": (2, 115), "temperature, top-k and top-p": (2, 127)}
 """Operators of a step around the layers, of Qwen3 in bf16: launched one by one, and in graphs."""
+OWN_AROUND = {"greedy": (2, 17), "temperature": (2, 25), "temperature, top-k and top-p": (2, 25)}
+"""With our own kernels in Triton-Ascend."""
 OTHERS_AROUND = {
     "greedy": (15, 20),
     "temperature": (18, 24),
@@ -84,20 +97,21 @@ _VIEWS = frozenset(("expand", "permute", "select", "slice", "squeeze", "transpos
 _ROWS = 8
 
 
-def layer_operators(kind: str, folder: Path) -> list[str]:
-    """The operators of a layer in the middle of a captured decode of eight rows, in order. The simulator is active."""
-    _, graphs = _loaded(kind, folder)
+def layer_operators(kind: str, folder: Path, own: bool = False) -> list[str]:
+    """The operators of a layer in the middle of a captured decode of eight rows, in order. The simulator is active.
+    ``own``: whether our own kernels run, too."""
+    _, graphs = _loaded(kind, folder, own)
     names = _names(graphs[0])
     first, second, *_ = (place for place, name in enumerate(names) if name == _ATTENTION)
     return [name.removesuffix(".default") for name in names[first:second]]
 
 
-def operators_around(folder: Path) -> dict[str, tuple[list[str], int]]:
+def operators_around(folder: Path, own: bool = False) -> dict[str, tuple[list[str], int]]:
     """For each of ``SAMPLINGS``: what a step of eight decodes launches one by one, and how many operators are in the
-    graphs that it replays, without the layers'. The simulator is active."""
+    graphs that it replays, without the layers'. The simulator is active. ``own``: as ``layer_operators``."""
     from tests.kits.driver import Driver
 
-    (runner, info), graphs = _loaded("Qwen3, bf16", folder)
+    (runner, info), graphs = _loaded("Qwen3, bf16", folder, own)
     driver, result = Driver(runner, info), dict[str, tuple[list[str], int]]()
     slots = range(1, _ROWS + 1)
     for name, sampling in SAMPLINGS.items():
@@ -109,13 +123,13 @@ def operators_around(folder: Path) -> dict[str, tuple[list[str], int]]:
         launched = _launched(lambda: driver.step([(slot, 1) for slot in slots]))
         replayed = [graph for graph, last in zip(graphs, before, strict=True) if graph.replays[-1:] != last]
         operators = sum(len(_names(graph)) for graph in replayed)
-        result[name] = launched, operators - _DENSE["num_hidden_layers"] * GOALS["Qwen3, bf16"]
+        result[name] = launched, operators - _DENSE["num_hidden_layers"] * (OWN_GOALS if own else GOALS)["Qwen3, bf16"]
         for slot in slots:
             driver.release(slot)
     return result
 
 
-def _loaded(kind: str, folder: Path) -> tuple[tuple[ModelRunner, ModelInfo], list[Graph]]:
+def _loaded(kind: str, folder: Path, own: bool) -> tuple[tuple[ModelRunner, ModelInfo], list[Graph]]:
     """A loaded model of this kind, and the graphs that it captured."""
     from kernels.devices.npu_simulator.activate import active
     from kernels.execution.runner import ModelRunner
@@ -137,7 +151,9 @@ def _loaded(kind: str, folder: Path) -> tuple[tuple[ModelRunner, ModelInfo], lis
             max_step_tokens=256,
         )
     )
-    return (runner, runner.load()), [graph for number, graph in graphs.items() if number not in before]
+    with own_kernels(own):
+        info = runner.load()
+    return (runner, info), [graph for number, graph in graphs.items() if number not in before]
 
 
 def _names(graph: Graph) -> list[str]:

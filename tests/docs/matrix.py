@@ -89,9 +89,10 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[str]:
-    """What a device does for a family, by the letters of ``FEATURES``. Every device has linear layers of floats, and a
-    cache whose tokens can be moved, which is all that the verification of draft tokens needs. Capped attention in
-    plain torch reads a plain cache and the host's rows; a CPU's programs have the operators of plain families alone."""
+    """What a device does for a family, by the letters of ``FEATURES``. Every device has linear layers of floats, a
+    cache whose tokens can be moved, and states in plain torch: draft tokens need no more to be verified. Capped
+    attention in plain torch reads a plain cache and the host's rows; a CPU's programs have the operators of plain
+    families alone."""
     eager = family.eager and not (family.capped and features.plans_caps)
     paged = not (eager or family.latent or family.states)
     yield "F"
@@ -102,12 +103,12 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
         yield "K"
     if narrow and any(name.startswith("fp8") for name in features.cache_dtypes):
         yield "E"
-    if paged or (family.latent and not family.states):
+    if paged or family.latent or (family.states and not eager):
         yield "S"
     if features.collectives:
         yield "T"
-    host = family.states or family.indexed  # what they do reads a step's rows there
-    captured = paged or (family.latent and features.plans_latent and not host)
+    planned = not family.latent or (features.plans_latent and not family.indexed)  # an indexer reads rows on the host
+    captured = not eager and planned and (not family.states or features.captures_states)
     if features.captures and captured and (family.plain or not cpu):
         yield "G"
 

@@ -21,6 +21,7 @@ def features_of(device: Device) -> DeviceFeatures:
         captures=type(device.capture).decodes is not Capture.decodes,
         plans_latent=device.attention.plans_latent,
         plans_caps=device.attention.plans_caps,
+        captures_states=device.capture.holds_states,
     )
 
 

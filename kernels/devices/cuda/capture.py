@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kernels.contract.caches import State
 from kernels.contract.config import RunnerConfig
 from kernels.core.attention_rows import PromptTokens
 from kernels.core.batch import ForwardBatch
@@ -35,6 +36,7 @@ _PROMPT_TOKENS = 2048
 
 class CudaCapture(Capture):
     holds_windows = True
+    holds_states = True
 
     def __init__(self, config: RunnerConfig, memory: StagedMemory, caches: CudaCaches, experts: ExpertLayers) -> None:
         self._config, self._memory, self._caches, self._experts = config, memory, caches, experts
@@ -44,7 +46,7 @@ class CudaCapture(Capture):
     def decodes(self, request: CaptureRequest) -> CapturedPasses | None:
         config, tokens = self._config, request.tokens
         sizes = self._sizes(tokens, request.max_rows)
-        if not sizes:
+        if not sizes or (tokens > 1 and request.bounded):
             return None
         graphs = DecodeGraphs(
             request,
@@ -64,7 +66,7 @@ class CudaCapture(Capture):
             graphs.verify(np.zeros(1, dtype=np.int64), null_pages, nothing)
         return CapturedPasses(
             tuple(graphs.sizes),
-            lambda batch: graphs.run(batch, _any_plan(batch)),
+            lambda batch: None if (plan := _any_plan(batch)) is None else graphs.run(batch, plan),
             verify=graphs.verify,
             accept_outputs=graphs.accept_outputs,
         )
@@ -92,6 +94,8 @@ class CudaCapture(Capture):
         """Whole steps with chunks of prompts, of up to ``max_rows`` rows."""
         config = self._config
         if config.disable_prompt_graphs or config.disable_graph_padding:  # no two such steps have the same numbers
+            return None
+        if any(isinstance(group.group.spec, State) for group in request.bounded):  # run by segments of any length
             return None
         largest = min(
             config.max_step_tokens, config.graph_max_tokens or max(config.graph_tokens, default=_PROMPT_TOKENS)
@@ -131,7 +135,8 @@ class CudaCapture(Capture):
         return 32 if total <= 24 * _GIB else 160 if total <= 60 * _GIB else 512
 
 
-def _any_plan(batch: ForwardBatch) -> AttentionPlan:
-    """All have the same rows. A model whose layers all keep windows has none of the main pages."""
-    plan: AttentionPlan = next(iter([*batch.plans.values(), *(rows.plan for rows in batch.bounded.values())]))
-    return plan
+def _any_plan(batch: ForwardBatch) -> AttentionPlan | None:
+    """All have the same rows. A model whose layers all keep windows has none of the main pages; None: no layer attends
+    to tokens."""
+    plans = (*batch.plans.values(), *(rows.plan for rows in batch.bounded.values()))
+    return next((plan for plan in plans if plan is not None), None)

@@ -26,12 +26,10 @@ def _convolve(
     tokens,
     sources,
     targets,
-    fresh,
     out,
     channels,
     stride,
     taps: tl.constexpr,
-    begins: tl.constexpr,
     block: tl.constexpr,
 ):
     """Program (row, block of channels): the state's last ``taps - 1`` inputs and the token's own."""
@@ -40,11 +38,10 @@ def _convolve(
     inside = channel < channels
     width = (taps - 1) * channels
     token = tl.load(tokens + row)
-    before = states + tl.load(sources + row) * width + channel
+    source = tl.load(sources + row)
+    before = states + source * width + channel
     after = states + tl.load(targets + row) * width + channel
-    known = inside
-    if begins:
-        known = inside & (tl.load(fresh + row) == 0)
+    known = inside & (source != 0)
     own = tl.load(mixed + token * stride + channel, mask=inside, other=0.0).to(tl.float32)
     total = own * tl.load(weight + (taps - 1) * channels + channel, mask=inside, other=0.0)
     for tap in tl.static_range(taps - 1):
@@ -65,7 +62,6 @@ def _step(
     tokens,
     sources,
     targets,
-    fresh,
     out,
     scale,
     channels,
@@ -76,7 +72,6 @@ def _step(
     k_block: tl.constexpr,
     v_block: tl.constexpr,
     by_channel: tl.constexpr,
-    begins: tl.constexpr,
 ):
     """Program (row, value head, block of its numbers)."""
     row = tl.program_id(0)
@@ -97,11 +92,9 @@ def _step(
     k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
     beta = tl.load(betas + token * heads + head)
     place = head * k_dim * v_dim + key[:, None] * v_dim + value[None, :]
-    known = both
-    if begins:
-        known = both & (tl.load(fresh + row) == 0)
     size = heads * k_dim * v_dim
-    state = tl.load(states + tl.load(sources + row) * size + place, mask=known, other=0.0)
+    source = tl.load(sources + row)
+    state = tl.load(states + source * size + place, mask=both & (source != 0), other=0.0)
     if by_channel:
         kept = tl.exp(tl.load(decays + (token * heads + head) * k_dim + key, mask=of_key, other=0.0))
         state = state * kept[:, None]
@@ -119,7 +112,7 @@ def convolve_token(mixed: Tensor, weight: Tensor, states: Tensor, segment: State
     -> silu of the sums, float32 [n, channels]. ``mixed`` [tokens, channels], channels side by side; ``weight`` float32
     [taps, channels]."""
     taps, channels = weight.shape
-    rows, fresh = len(segment.sources), segment.fresh
+    rows = len(segment.sources)
     out = states.new_empty(rows, channels)
     _convolve[(rows, triton.cdiv(channels, _CHANNELS))](
         mixed,
@@ -128,12 +121,10 @@ def convolve_token(mixed: Tensor, weight: Tensor, states: Tensor, segment: State
         segment.tokens,
         segment.sources,
         segment.targets,
-        segment.sources if fresh is None else fresh,
         out,
         channels,
         mixed.stride(0),
         taps,
-        fresh is not None,
         _CHANNELS,
         num_warps=4,
     )
@@ -147,7 +138,7 @@ def delta_token(
     [pages, heads, k_dim, v_dim], and the answers go to ``out`` [tokens, heads, v_dim]. ``share``: value heads of a key
     head."""
     _, heads, k_dim, v_dim = states.shape
-    rows, fresh = len(segment.sources), segment.fresh
+    rows = len(segment.sources)
     _step[(rows, heads, triton.cdiv(v_dim, _VALUES))](
         convolved,
         inputs.betas,
@@ -156,7 +147,6 @@ def delta_token(
         segment.tokens,
         segment.sources,
         segment.targets,
-        segment.sources if fresh is None else fresh,
         out,
         k_dim**-0.5,
         convolved.shape[1],
@@ -167,7 +157,6 @@ def delta_token(
         triton.next_power_of_2(k_dim),
         _VALUES,
         inputs.decays.shape[-1] > 1,
-        fresh is not None,
         num_warps=4,
     )
 
@@ -179,7 +168,8 @@ class CudaDeltaRule(DeltaRule):
         self, inputs: DeltaInputs, weight: Tensor, cache: StateCache, segment: StateSegments, out: Tensor, share: int
     ) -> bool:
         """As ``DeltaRule.step``."""
-        if segment.tokens.shape[1] > 1 or len(weight) < 2 or cache[1].shape[2] > _LARGEST_KEY:
+        several = segment.tokens.shape[1] > 1 or segment.targets is None
+        if several or len(weight) < 2 or cache[1].shape[2] > _LARGEST_KEY:
             return False
         convolved = convolve_token(inputs.mixed, weight, cache[0], segment)
         delta_token(convolved, inputs, cache[1], segment, out, share)

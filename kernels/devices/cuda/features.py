@@ -13,4 +13,5 @@ FEATURES = DeviceFeatures(
     captures=True,
     plans_latent=True,
     plans_caps=True,
+    captures_states=True,
 )

@@ -13,15 +13,18 @@ from torch import Tensor
 
 from kernels.core.noise import host_keys_at, noise_over_all
 from kernels.core.operators import Draws
+from kernels.devices.npu_triton.selection import pack_draws
 
-__all__ = ["DRAW_NUMBERS", "DrawTokens", "TorchDraw", "pack_draws"]
+__all__ = ["DRAW_NUMBERS", "DrawTokens", "KernelDraw", "TorchDraw", "draws_at"]
 
 DRAW_NUMBERS = 6
-"""The width of ``pack_draws``."""
+"""The width of ``draws_at``."""
 
 _ALL, _TOP_P, _TOP_K = "all", "top-p", "top-k"
 _MAX_K = 1024
 """The largest k of npu_top_k_top_p."""
+_MAX_ROWS = 4096
+"""Rows of the fused attention."""
 
 
 class DrawTokens(Protocol):
@@ -36,19 +39,34 @@ class DrawTokens(Protocol):
 
     def __call__(self, form: str, logits: Tensor, draws: Tensor) -> Tensor:
         """Tokens int64 [rows] of ``logits`` [rows, vocab]; any in rows that are greedy or not finite. ``draws`` int32
-        [rows, 6]: as ``pack_draws`` makes them."""
+        [rows, 6]: as ``draws_at`` makes them."""
         ...
 
 
-def pack_draws(draws: Draws, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """int32 [rows, 6]: two keys of the seed at the position, the bits of temperature, log of min-p and top-p in
-    float32, and top-k, which is 1 in a greedy row. ``positions`` [rows]."""
-    result = np.empty((len(draws), DRAW_NUMBERS), np.int32)
-    floats = result.view(np.float32)
+def draws_at(draws: Draws, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """``pack_draws`` [rows, 6] with the keys of ``positions`` [rows] in place of the seeds', and a top-k of 1 in greedy
+    rows."""
+    result: npt.NDArray[np.int32] = pack_draws(draws)
     result[:, :2] = host_keys_at(draws["keys"], positions)
-    floats[:, 2], floats[:, 3], floats[:, 4] = draws["temperature"], draws["log_min_p"], draws["top_p"]
-    result[:, 5] = np.where(draws["temperature"] > 0, draws["top_k"], 1)
+    result[draws["temperature"] == 0, 5] = 1
     return result
+
+
+class KernelDraw:
+    """Our own kernel, for all rows."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.forms = (_ALL,)
+        self._origin = torch.zeros(_MAX_ROWS, dtype=torch.int64, device=device)  # keys are those of the positions
+
+    def form(self, draws: Draws) -> str | None:
+        """As ``DrawTokens``."""
+        return _ALL
+
+    def __call__(self, form: str, logits: Tensor, draws: Tensor) -> Tensor:
+        """As ``DrawTokens``."""
+        tokens: Tensor = torch.ops.troupe.draw(logits.contiguous(), draws, self._origin[: len(logits)])[0]
+        return tokens
 
 
 class TorchDraw:

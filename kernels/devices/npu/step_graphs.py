@@ -22,7 +22,7 @@ from kernels.core.operators import Draws
 from kernels.devices.capture import StepCaptureRequest
 from kernels.devices.memory import DeviceMemory
 from kernels.devices.npu.captured import CapturedGraphs, Plans
-from kernels.devices.npu.drawing import DRAW_NUMBERS, DrawTokens, pack_draws
+from kernels.devices.npu.drawing import DRAW_NUMBERS, DrawTokens, draws_at
 from kernels.devices.npu.fused_attention import FusedPart
 from kernels.devices.prepared import CapturedStepResult
 
@@ -130,7 +130,7 @@ class StepGraphs:
             padded[count:size] = 0
         inputs.index[count:size] = np.arange(count, size) % page_size
         if draws is not None:
-            inputs.draws[:count] = pack_draws(draws, step.lengths)
+            inputs.draws[:count] = draws_at(draws, step.lengths)
             inputs.draws[count:size] = inputs.draws[0]
         held = inputs.pages
         changed = not np.array_equal(held[:count, :columns], step.pages) or bool(held[count:size, 0].any())

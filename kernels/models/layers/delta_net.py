@@ -227,9 +227,13 @@ class GatedDeltaNet:
         """As ``AttentionLayer``."""
         inputs = self.inputs(x)
         gates, dim = inputs.gates, self.sizes.value_dim
-        out = x.new_empty(len(x), self.sizes.value_heads, dim)
-        segments = batch.bounded[self.spec].segments
-        run_segments(self.sizes, self.rule, self.convolution, inputs, cache, segments, out=out)
+
+        def run(parts: tuple[Tensor, ...], segments: tuple[StateSegments, ...]) -> Tensor:
+            out = parts[0].new_empty(len(parts[0]), self.sizes.value_heads, dim)
+            run_segments(self.sizes, self.rule, self.convolution, DeltaInputs(*parts), cache, segments, out=out)
+            return out
+
+        out = batch.bounded[self.spec].run(run, inputs.mixed, gates, inputs.betas, inputs.decays)
         if wanted is not None:
             out, gates = out.index_select(0, wanted), gates.index_select(0, wanted)
             if self.rows is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.contract.caches import State
 from kernels.contract.errors import ConfigError
-from kernels.core.batch import ForwardBatch
+from kernels.core.batch import ForwardBatch, StateSegments
 from kernels.devices.state_cache import StateCache, advance_states
 from kernels.devices.state_space import SpaceTokens, space_scan
 from kernels.models.config import ConfigReader, ModelConfig
@@ -193,25 +193,31 @@ class Mamba:
             given = given * self.scales.to(given.dtype)
         gates, mixed, steps = given.split((mamba.inner, mamba.channels, mamba.heads), 1)
         steps = F.softplus(steps.float() + self.offsets).clamp(*mamba.steps)
-        out = x.new_empty(len(x), mamba.inner, dtype=torch.float32)
 
-        def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
-            shape, at = tokens.shape, tokens.flatten()
-            some, before = self.convolution(mixed.index_select(0, at).view(*shape, -1), states[0])
-            inner, b, c = some.split((mamba.inner, mamba.shared, mamba.shared), 2)
-            given = SpaceTokens(
-                inner.unflatten(2, (mamba.heads, -1)),
-                b.unflatten(2, (mamba.groups, -1)),
-                c.unflatten(2, (mamba.groups, -1)),
-                steps.index_select(0, at).view(*shape, -1),
-                self.rates,
-                self.skips,
-            )
-            found, memory = space_scan(given, states[1])
-            out.index_copy_(0, at, found.reshape(len(at), -1))
-            return [before, memory]
+        def run(inputs: tuple[Tensor, ...], segments: tuple[StateSegments, ...]) -> Tensor:
+            mixed, steps = inputs
+            out = mixed.new_empty(len(mixed), mamba.inner, dtype=torch.float32)
 
-        advance_states(cache, batch.bounded[self.spec].segments, advance)
+            def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
+                shape, at = tokens.shape, tokens.flatten()
+                some, before = self.convolution(mixed.index_select(0, at).view(*shape, -1), states[0])
+                inner, b, c = some.split((mamba.inner, mamba.shared, mamba.shared), 2)
+                space = SpaceTokens(
+                    inner.unflatten(2, (mamba.heads, -1)),
+                    b.unflatten(2, (mamba.groups, -1)),
+                    c.unflatten(2, (mamba.groups, -1)),
+                    steps.index_select(0, at).view(*shape, -1),
+                    self.rates,
+                    self.skips,
+                )
+                results, memory = space_scan(space, states[1])
+                out.index_copy_(0, at, results.reshape(len(at), -1))
+                return [before, memory]
+
+            advance_states(cache, segments, advance)
+            return out
+
+        out = batch.bounded[self.spec].run(run, mixed, steps)
         if wanted is not None:
             out, gates = out.index_select(0, wanted), gates.index_select(0, wanted)
             if self.rows is not None:

@@ -1,8 +1,9 @@
 """What layers that keep a state of each sequence share.
 
 A family declares the layers in ``ModelConfig.recurrent`` and their sizes in ``recurrence``. Such a layer projects all
-tokens of a step at once, then ``advance_states`` calls it for each segment: tokens [n, count] of n rows, on from their
-states, which it returns as they are afterwards. Batches, chunks of prompts and prefixes need no more of it.
+tokens of a step at once, then ``BoundedRows.run`` runs it over the projections: ``advance_states`` calls it for each
+segment, tokens [n, count] of n rows, on from their states, which it returns as they are afterwards. Batches, chunks of
+prompts, prefixes and draft tokens need no more of it.
 """
 
 from __future__ import annotations

@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from kernels.contract.caches import State
 from kernels.contract.errors import ConfigError
-from kernels.core.batch import ForwardBatch
+from kernels.core.batch import ForwardBatch, StateSegments
 from kernels.devices.state_cache import StateCache, advance_states
 from kernels.models.config import ModelConfig
 from kernels.models.layers.builder import LayerBuilder
@@ -74,15 +75,21 @@ class ShortConvolution:
     ) -> Tensor:
         """As ``AttentionLayer``."""
         before, after, values = self.inputs(x).chunk(3, 1)
-        mixed, out = before * values, after.new_empty(after.shape)
 
-        def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
-            at = tokens.flatten()
-            found, state = self.convolution(mixed.index_select(0, at).view(*tokens.shape, -1), states[0])
-            out.index_copy_(0, at, found.flatten(0, 1).to(out.dtype))
-            return [state]
+        def run(inputs: tuple[Tensor, ...], segments: tuple[StateSegments, ...]) -> Tensor:
+            (mixed,) = inputs
+            out = torch.empty_like(mixed)
 
-        advance_states(cache, batch.bounded[self.spec].segments, advance)
+            def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
+                at = tokens.flatten()
+                results, state = self.convolution(mixed.index_select(0, at).view(*tokens.shape, -1), states[0])
+                out.index_copy_(0, at, results.flatten(0, 1).to(out.dtype))
+                return [state]
+
+            advance_states(cache, segments, advance)
+            return out
+
+        out = batch.bounded[self.spec].run(run, before * values)
         if wanted is not None:
             out, after = out.index_select(0, wanted), after.index_select(0, wanted)
             if self.rows is not None:

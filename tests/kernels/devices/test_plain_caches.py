@@ -78,10 +78,9 @@ def test_rows_of_equal_length_run_in_one_call() -> None:
     starts, counts = np.array([3, 0, 1]), np.array([1, 1, 2])
     decodes, prompt = plan_segments(starts, counts, pages, 4, torch.from_numpy)
     assert decodes.tokens.tolist() == [[0], [1]]
-    assert (decodes.sources.tolist(), decodes.targets.tolist()) == ([1, 2], [1, 2])
-    assert decodes.fresh is not None
-    assert decodes.fresh.tolist() == [False, True]
-    assert (prompt.tokens.tolist(), prompt.fresh) == ([[2, 3]], None)
+    assert (decodes.sources.tolist(), decodes.targets.tolist()) == ([1, 0], [1, 2])  # the second begins
+    assert decodes.fresh
+    assert (prompt.tokens.tolist(), prompt.fresh) == ([[2, 3]], False)
 
 
 def test_the_states_of_a_call_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

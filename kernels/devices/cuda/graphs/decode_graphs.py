@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.contract.caches import CacheSpec
+from kernels.contract.caches import CacheSpec, Window
 from kernels.core.attention_rows import AttentionRows
-from kernels.core.batch import BoundedRows, ForwardBatch
+from kernels.core.batch import BoundedRows, ForwardBatch, StateSegments
 from kernels.core.tree import DraftTree, chain_bits
 from kernels.devices.capture import CaptureRequest
 from kernels.devices.cuda.attention.decode import split_count
@@ -85,7 +85,9 @@ class DecodeGraphs:
         self._device, self._padded, self._put, self._put_pinned = device, padded, put, put_pinned or put
         self._tokens, self._tree, self._header = tokens, tree, header
         self._bounded = request.bounded  # of decodes alone
-        self._index = torch.zeros((len(self._bounded), rows), dtype=torch.int64, device=device)
+        # Of windows the places of tokens, of states the pages after them; and the pages of states before them.
+        self._index, self._sources = torch.zeros((2, len(self._bounded), rows), dtype=torch.int64, device=device)
+        self._rows = torch.arange(rows, device=device)
         self._pages = torch.zeros((len(self._bounded), rows, columns), dtype=torch.int32, device=device)
         self._buffers = buffers = GraphBuffers(rows, tokens, page_size, device, request.states)
         self._state = torch.zeros((rows, header + columns), dtype=torch.int32, device=device)
@@ -157,8 +159,14 @@ class DecodeGraphs:
         else:
             given = self._draft_state(rows)
         self._state[:count, : given.shape[1]].copy_(given)
-        for spec, index, pages in zip(self._bounded, self._index, self._pages, strict=True):
-            own = batch.bounded[spec]
+        for group, index, sources, pages in zip(self._bounded, self._index, self._sources, self._pages, strict=True):
+            own = batch.bounded[group.group.spec]
+            if own.segments:
+                (decoded,) = own.segments
+                for held, new in ((index, decoded.targets), (sources, decoded.sources)):
+                    held[:count].copy_(new)
+                    held[count:size] = 0  # padding begins, in the null page
+                continue
             assert own.cache_index is not None
             index[:count].copy_(own.cache_index)
             index[count:size].copy_(buffers.null_slots[count:size])
@@ -263,7 +271,12 @@ class DecodeGraphs:
             return batch
         assert decodes is not None, "speculation is without bounded groups"
         bounded: dict[CacheSpec, BoundedRows] = {}
-        for spec, index, pages in zip(self._bounded, self._index, self._pages, strict=True):
+        for group, index, sources, pages in zip(self._bounded, self._index, self._sources, self._pages, strict=True):
+            spec = group.group.spec
+            if not isinstance(spec, Window):
+                rows = StateSegments(self._rows[:size, None], sources[:size], index[:size], fresh=True)
+                bounded[spec] = BoundedRows.captured(group.page_tokens, segments=(rows,))
+                continue
             plan = AttentionPlan(replace(decodes, own_pages=pages[:size]), None, spec.length)
             bounded[spec] = BoundedRows.captured(self._page_size, index[:size], plan)
         return replace(batch, bounded=bounded)

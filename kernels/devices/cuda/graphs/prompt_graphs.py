@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.contract.caches import CacheSpec
+from kernels.contract.caches import CacheSpec, Window
 from kernels.core.arrays import ragged
 from kernels.core.attention_rows import PromptTokens
 from kernels.core.batch import BoundedRows, ForwardBatch
@@ -237,7 +237,9 @@ class PromptGraphs:
         blocks = PrefillBlocks(tiles, self._states[0].view(-1, 1), TILE // 2, tokens > TILE)
         plans = {window: AttentionPlan(decodes, blocks, window) for window in self._windows}
         bounded: dict[CacheSpec, BoundedRows] = {}
-        for spec, index, own in zip(self._bounded, indices[1:], self._states[1:], strict=True):
+        for group, index, own in zip(self._bounded, indices[1:], self._states[1:], strict=True):
+            spec = group.group.spec
+            assert isinstance(spec, Window), "prompts over states run without graphs"
             there = replace(decodes, own_pages=own[1 : 1 + rows, _HEADER:])
             plan = AttentionPlan(there, replace(blocks, pages=own.view(-1, 1)), spec.length)
             bounded[spec] = BoundedRows.captured(self._page_size, index, plan)

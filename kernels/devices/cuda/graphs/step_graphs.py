@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.contract.caches import CacheSpec
+from kernels.contract.caches import CacheSpec, Window
 from kernels.core.attention_rows import StepTokens
 from kernels.core.batch import BoundedRows, ForwardBatch
 from kernels.devices.capture import StepCaptureRequest
@@ -31,6 +31,7 @@ from kernels.devices.cuda.graphs.decode_graphs import capture_each
 from kernels.devices.cuda.launch import overlapping
 from kernels.devices.graphs import Put
 from kernels.devices.prepared import CapturedStepResult
+from kernels.devices.state_cache import captured_segments
 
 __all__ = ["StepGraphs", "enter", "leave"]
 
@@ -261,7 +262,7 @@ class StepGraphs:
         columns = given.pages.shape[1]
         pages = np.zeros((len(given.bounded), size, columns), dtype=np.int32)
         for group, own in zip(pages, given.bounded, strict=True):
-            group[: len(own)] = own
+            group[: len(own), : own.shape[1]] = own
         held = self._held_pages[:, :size, :columns]
         if not np.array_equal(held, pages):
             self._pages[:, :size, :columns].copy_(self._put(pages))
@@ -275,9 +276,14 @@ class StepGraphs:
         decodes = DecodeRows(state[:, 2:], split_count(size, self._kv_heads, max(context, LAUNCHED)))
         plans = {window: AttentionPlan(decodes, None, window) for window in self._windows}
         bounded: dict[CacheSpec, BoundedRows] = {}
-        for group, spec in enumerate(self._bounded):
-            plan = AttentionPlan(replace(decodes, own_pages=self._pages[group, :size]), None, spec.length)
-            bounded[spec] = BoundedRows.captured(self._page_size, index[1 + group], plan)
+        for number, group in enumerate(self._bounded):
+            spec, own = group.group.spec, self._pages[number, :size]
+            if isinstance(spec, Window):
+                plan = AttentionPlan(replace(decodes, own_pages=own), None, spec.length)
+                bounded[spec] = BoundedRows.captured(self._page_size, index[1 + number], plan)
+            else:
+                segments = captured_segments(own, positions, group.page_tokens)
+                bounded[spec] = BoundedRows.captured(group.page_tokens, segments=segments)
         hidden, logits = self._forward(ForwardBatch(tokens, positions, index[0], plans, bounded=bounded), None)
         result = torch.empty(size, dtype=torch.int32, device=state.device)
         if self._logits is None:  # the largest step comes first

@@ -22,12 +22,12 @@ PAGES = 7
 
 
 def segment(device: torch.device, fresh: bool) -> StateSegments:
-    """Tokens of rows of a step; the first row begins, and leaves its snapshot, which the second reads, as it is."""
+    """Tokens of rows of a step. The first begins, if it is ``fresh``: it does not read the null page. The second leaves
+    the snapshot that it reads as it is."""
     tokens, sources, targets = (
-        torch.tensor(values, device=device) for values in ([[4], [0], [2]], [0, 5, 3], [6, 1, 3])
+        torch.tensor(values, device=device) for values in ([[4], [0], [2]], [0 if fresh else 2, 5, 3], [6, 1, 3])
     )
-    begins = torch.tensor([True, False, False], device=device) if fresh else None
-    return StateSegments(tokens, sources, targets, begins)
+    return StateSegments(tokens, sources, targets, fresh)
 
 
 @pytest.mark.parametrize("fresh", [False, True])

@@ -15,10 +15,10 @@ from tests.kernels.devices.cuda.compiled import SHARED, compiling, empty
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
 
 
-def step(fresh: bool, by_channel: bool) -> None:
+def step(by_channel: bool) -> None:
     numbers, channels = (empty(3, dtype=torch.int64) for _ in range(3)), 2 * 16 * 128 + 32 * 128
     tokens, sources, targets = numbers
-    rows = StateSegments(tokens.view(3, 1), sources, targets, empty(3, dtype=torch.bool) if fresh else None)
+    rows = StateSegments(tokens.view(3, 1), sources, targets)
     decays = empty(5, 32, 128 if by_channel else 1, dtype=torch.float32)
     mixed = empty(5, channels, dtype=torch.bfloat16)
     inputs = DeltaInputs(mixed, mixed, empty(5, 32, dtype=torch.float32), decays)
@@ -30,9 +30,8 @@ def step(fresh: bool, by_channel: bool) -> None:
 @pytest.mark.parametrize("capability", SHARED)
 def test_steps_of_delta_nets_compile(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with compiling(monkeypatch, capability) as kernels:
-        for fresh in (False, True):
-            for by_channel in (False, True):
-                step(fresh, by_channel)
+        for by_channel in (False, True):
+            step(by_channel)
     for each in kernels:
         assert each.shared <= SHARED[capability], each
         assert not each.spilled, each

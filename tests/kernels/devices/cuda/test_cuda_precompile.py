@@ -130,7 +130,7 @@ def test_ranks_that_would_wait_for_each_other_precompile_nothing(ranks):
     platform = SimpleNamespace(
         attention=SimpleNamespace(plans_latent=False),
         cache=SimpleNamespace(make=lambda *_: []),
-        capture=SimpleNamespace(precompile=lambda _: reported.append("ahead"), holds_windows=True),
+        capture=SimpleNamespace(precompile=lambda _: reported.append("ahead"), holds_windows=True, holds_states=True),
         memory=SimpleNamespace(measure_step=lambda _: 7),
         traits=SimpleNamespace(compiles=True),
     )

@@ -9,7 +9,7 @@ import torch
 from kernels.contract.step import SlotSampling
 from kernels.core.noise import keys_at
 from kernels.core.operators import DRAWS
-from kernels.devices.npu.drawing import TorchDraw, pack_draws
+from kernels.devices.npu.drawing import TorchDraw, draws_at
 from kernels.devices.npu_simulator.dispatch import Operator
 from tests.kits.driver import GREEDY
 from tests.kits.simulated_npu import SPEC
@@ -96,7 +96,7 @@ def test_packed_draws():
     draws["keys"], draws["temperature"] = [(7, -9), (1 << 30, 5)], (0.5, 0.0)
     draws["log_min_p"], draws["top_p"], draws["top_k"] = (-np.inf, -1.0), (0.25, 1.0), (40, 0)
     positions = np.array([3, 1 << 20])
-    packed = pack_draws(draws, positions)
+    packed = draws_at(draws, positions)
     keys = keys_at(torch.from_numpy(draws["keys"].copy()), torch.from_numpy(positions))
     np.testing.assert_array_equal(packed[:, :2], keys.numpy())
     expected = np.array([[0.5, -np.inf, 0.25], [0.0, -1.0, 1.0]], np.float32)
