@@ -85,7 +85,8 @@ def test_a_row_that_is_not_finite_fails_alone(sampling, reference, drive, prompt
     answers(driver, prompts, (sampling,) * 3, steps=1)
     slots = driver.runner._loaded.slots
     cache = driver.runner._loaded.caches[0]
-    cache.values[int(slots.pages[2, 0])].fill_(torch.nan)
+    with torch.inference_mode():
+        cache.values[int(slots.pages[2, 0])].fill_(torch.nan)
     result = driver.step([(slot, 1) for slot in (1, 2, 3)])
     assert [error.slot for error in result.failed] == [2]
     assert np.frombuffer(result.accepted, np.int32).tolist() == [1, 0, 1]
