@@ -103,11 +103,19 @@ def states_before(cache: StateCache, segment: StateSegments) -> list[Tensor]:
     return states
 
 
-def advance_states(cache: StateCache, segments: tuple[StateSegments, ...], advance: Advance) -> None:
+def advance_states(
+    cache: StateCache,
+    segments: tuple[StateSegments, ...],
+    advance: Advance,
+    step: Callable[[StateSegments], bool] | None = None,
+) -> None:
     """Run every row of a step on from its state, and write the states where the next steps, and other sequences with
-    the same prefix, find them."""
+    the same prefix, find them. ``step``: tries a kernel first, which reads and writes ``cache`` itself; False: nothing
+    has run."""
     rows = max(1, _CALL_BYTES // sum(kept[0].nbytes for kept in cache))
     for whole in segments:
+        if step is not None and step(whole):
+            continue
         for segment in _blocks(whole, rows):
             states = advance(segment.tokens, states_before(cache, segment))
             for kept, state in zip(cache, states, strict=True):

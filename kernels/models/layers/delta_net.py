@@ -199,9 +199,10 @@ def run_segments(
         out.index_copy_(0, at, found.flatten(0, 1).to(out.dtype))
         return [before, memory]
 
-    for segment in segments:
-        if not rule.step(inputs, convolution.weight, cache, segment, out, share):
-            advance_states(cache, (segment,), advance)
+    def step(segment: StateSegments) -> bool:
+        return rule.step(inputs, convolution.weight, cache, segment, out, share)
+
+    advance_states(cache, segments, advance, step)
 
 
 class GatedDeltaNet:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from kernels.contract.caches import State
 from kernels.contract.errors import ConfigError
-from kernels.core.batch import ForwardBatch
+from kernels.core.batch import ForwardBatch, StateSegments
 from kernels.devices.state_cache import StateCache, advance_states
-from kernels.devices.state_space import SpaceTokens, space_scan
+from kernels.devices.state_space import SpaceInputs, SpaceTokens, space_scan
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.recurrent import CausalConvolution
@@ -170,7 +170,7 @@ class Mamba:
     def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str, scales: tuple[float, ...] = ()) -> None:
         self.sizes = mamba = sizes(config)
         self.spec, self.rows, self.mesh, self.eps = mamba.state(), builder.rows, builder.mesh, config.norm_eps
-        take = builder.source.take
+        take, self.space = builder.source.take, builder.ops.space
         self.inputs = builder.linear(f"{module}.in_proj")
         bias = take([f"{module}.conv1d.bias"]) if mamba.taps_bias else None
         self.convolution = CausalConvolution(take([f"{module}.conv1d.weight"]), bias)
@@ -211,7 +211,11 @@ class Mamba:
             out.index_copy_(0, at, found.reshape(len(at), -1))
             return [before, memory]
 
-        advance_states(cache, batch.bounded[self.spec].segments, advance)
+        def step(segment: StateSegments) -> bool:
+            given = SpaceInputs(mixed, steps, self.rates, self.skips)
+            return self.space.step(given, self.convolution.weight, self.convolution.bias, cache, segment, out)
+
+        advance_states(cache, batch.bounded[self.spec].segments, advance, step)
         if wanted is not None:
             out, gates = out.index_select(0, wanted), gates.index_select(0, wanted)
             if self.rows is not None:

@@ -24,7 +24,7 @@ class CausalConvolution:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, activate: bool = True) -> None:
         self.taps = weight.shape[-1]
         self.weight = weight.squeeze(1).t().float().contiguous()
-        self._bias = None if bias is None else bias.float()
+        self.bias = None if bias is None else bias.float()
         self._activate = activate
 
     def __call__(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,8 +35,8 @@ class CausalConvolution:
         result = wide[:, :count].float() * self.weight[0]
         for tap in range(1, self.taps):
             result.addcmul_(wide[:, tap : tap + count].float(), self.weight[tap])
-        if self._bias is not None:
-            result += self._bias
+        if self.bias is not None:
+            result += self.bias
         return F.silu(result) if self._activate else result, wide[:, count:]
 
 

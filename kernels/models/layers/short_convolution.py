@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.contract.caches import State
 from kernels.contract.errors import ConfigError
-from kernels.core.batch import ForwardBatch
+from kernels.core.batch import ForwardBatch, StateSegments
 from kernels.devices.state_cache import StateCache, advance_states
 from kernels.models.config import ModelConfig
 from kernels.models.layers.builder import LayerBuilder
@@ -64,7 +64,7 @@ class ShortConvolution:
 
     def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str) -> None:
         own, take = sizes(config), builder.source.take
-        self.spec, self.rows = own.state(), builder.rows
+        self.spec, self.rows, self.kernels = own.state(), builder.rows, builder.ops.convolution
         self.inputs, self.output = builder.linear(f"{module}.in_proj"), builder.row_parallel(f"{module}.out_proj")
         bias = take([f"{module}.conv.bias"]) if own.bias else None
         self.convolution = CausalConvolution(take([f"{module}.conv.weight"]), bias, activate=False)
@@ -82,7 +82,11 @@ class ShortConvolution:
             out.index_copy_(0, at, found.flatten(0, 1).to(out.dtype))
             return [state]
 
-        advance_states(cache, batch.bounded[self.spec].segments, advance)
+        def step(segment: StateSegments) -> bool:
+            weight, bias = self.convolution.weight, self.convolution.bias
+            return self.kernels.step(mixed, weight, bias, cache[0], segment, out)
+
+        advance_states(cache, batch.bounded[self.spec].segments, advance, step)
         if wanted is not None:
             out, after = out.index_select(0, wanted), after.index_select(0, wanted)
             if self.rows is not None:
