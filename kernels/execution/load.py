@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from kernels.contract.caches import CacheGroup, Latent, Paged, is_plain
+from kernels.contract.caches import CacheGroup, Latent, Paged, Window, has_states, is_plain
 from kernels.contract.config import RunnerConfig
 from kernels.contract.errors import ConfigError
 from kernels.contract.info import ModelInfo
@@ -240,11 +240,17 @@ def _open_groups(
             )
         return groups
     kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))
-    if config.speculation is not None and (part.latent is None or part.recurrence is not None):
-        raise ConfigError(
-            f"speculative decoding needs keys and values of all tokens in every layer, and the layers of "
-            f"{part.architecture} keep: {kinds}; leave --speculative-algorithm out"
-        )
+    if config.speculation is not None:
+        if any(isinstance(group.spec, Window) for group in groups):
+            raise ConfigError(
+                f"speculative decoding needs states, or keys and values of all tokens, in every layer, and the layers "
+                f"of {part.architecture} keep: {kinds}; leave --speculative-algorithm out"
+            )
+        if has_states(groups) and config.speculation.topk > 1:
+            raise ConfigError(
+                f"layers of {part.architecture} keep states, which follow a single chain of draft tokens: use "
+                "--speculative-eagle-topk 1"
+            )
     if cache.dtype is not None and not all(isinstance(group.spec, Paged | Latent) for group in groups):
         raise ConfigError(
             f"--kv-cache-dtype is for keys and values of all tokens in every layer, and the layers of "
@@ -294,10 +300,22 @@ def load_model(
         own = draft_device(config, speculation, device, part.dtype)
         before = own.linear.dequantized_bytes
         drafter = make_drafter(
-            DrafterContext(config, speculation, own, group, model, part, opened.whole, dtype, opened.context)
+            DrafterContext(
+                config,
+                speculation,
+                own,
+                group,
+                model,
+                part,
+                opened.whole,
+                dtype,
+                opened.context,
+                chains=has_states(opened.groups),
+            )
         )
         draft_bytes = drafter.weight_bytes + own.linear.dequantized_bytes - before
     max_drafts = drafter.max_nodes - 1 if drafter is not None else 0
+    sizes = sizes.with_drafts(max_drafts)
     group.minimum(0)  # a barrier: all ranks have read their weights before one waits in a collective
     clock.end("weights")
 

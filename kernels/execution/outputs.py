@@ -280,7 +280,9 @@ class StepOutputs:
             speculator.verifier.move(step, result.index, verified.outcome, self._caches)
         if verified is not None:
             self._report(step, verified, builder)
-        builder.arrives = speculator.record_run(step, reached, features, builder.sampled, verified)
+        builder.arrives = speculator.record_run(
+            step, reached, features, builder.sampled, verified, states=result.states
+        )
 
     def followed(self, step: StepRows, followed: OverlappedResult, builder: ResultBuilder) -> None:
         """Read a pass that was launched before the host knew the result of the one before."""

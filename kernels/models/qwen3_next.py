@@ -1,7 +1,7 @@
 """Qwen3-Next (https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct): three of four layers are gated delta nets, the
 others gated attention; all have experts, and one that all tokens take.
 
-Checkpoints hold a further layer for the token after the next (``mtp``), which is not run.
+Checkpoints hold a further layer for the token after the next, ``mtp`` (kernels.speculation.drafters.mtp).
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     python -m tests.bench._costless DELAY [arguments of the server]
 
 The worker is Troupe's own, in its process and with its threads and messages; its model runner
-returns the same token for every row, ``DELAY`` seconds after a step begins, one step after the other.
+returns the same token for every row, ``DELAY`` seconds after a step begins, one step after the other; for embeddings
+a vector of ``VECTOR_SIZE`` numbers.
 """
 
 from __future__ import annotations
@@ -24,12 +25,24 @@ from actors.workers.worker import Worker
 from kernels.contract.config import RunnerConfig
 from kernels.contract.info import ModelInfo
 from kernels.contract.step import StepBatch, StepResult, StepTiming
+from kernels.contract.tasks import Embed
 
-__all__ = ["CONTEXT", "DELAY", "TOKEN", "TOKEN_TEXT", "CostlessRunner", "CostlessWorker", "costless_workers", "main"]
+__all__ = [
+    "CONTEXT",
+    "DELAY",
+    "TOKEN",
+    "TOKEN_TEXT",
+    "VECTOR_SIZE",
+    "CostlessRunner",
+    "CostlessWorker",
+    "costless_workers",
+    "main",
+]
 
 DELAY = "TROUPE_BENCH_DELAY"  # seconds, in the worker's environment
 TOKEN, TOKEN_TEXT = 102, b"~"  # of the included model
 CONTEXT = 1 << 20
+VECTOR_SIZE = 1024
 _PAGES = 1 << 20
 
 
@@ -42,6 +55,8 @@ class CostlessRunner:
         self._known = np.zeros(config.max_slots, np.int64)
         self._computed = np.zeros(config.max_slots, np.int64)
         self._page_size = config.page_size
+        self._embeds = np.zeros(config.max_slots, np.bool_)
+        self._vector = np.random.default_rng(0).standard_normal(VECTOR_SIZE, np.float32).tobytes()
 
     def load(self) -> ModelInfo:
         return ModelInfo(
@@ -63,16 +78,21 @@ class CostlessRunner:
         for admission in batch.admitted:
             self._known[admission.slot] = len(admission.tokens) // 4
             self._computed[admission.slot] = admission.computed
+            self._embeds[admission.slot] = isinstance(admission.task, Embed)
         slots = np.frombuffer(batch.slots, np.int32)
         self._computed[slots] += np.frombuffer(batch.counts, np.int32)
         sampled = self._computed[slots] == self._known[slots]
         self._known[slots] += sampled
         accepted = sampled.astype(np.int32)
+        pooled = np.flatnonzero(sampled & self._embeds[slots]).astype(np.int32)
         result = StepResult(
             number=batch.number,
             accepted=accepted.tobytes(),
             tokens=np.full(int(accepted.sum()), TOKEN, np.int32).tobytes(),
             timing=StepTiming(run=self._delay),
+            pooled_rows=pooled.tobytes(),
+            pooled_sizes=np.full(len(pooled), VECTOR_SIZE, np.int32).tobytes(),
+            pooled=self._vector * len(pooled),
         )
         self._free_at = max(self._free_at, time.monotonic()) + self._delay
         return CostlessStep(result, self._free_at)

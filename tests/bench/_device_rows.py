@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CONTEXT", "HEADER", "OFFLINE", "PAGE_SIZE", "SHAPES", "STEP_TOKENS", "Row", "write_model"]
+__all__ = ["CONTEXT", "HEADER", "OFFLINE", "PAGE_SIZE", "SHAPES", "STEP_ROWS", "STEP_TOKENS", "Row", "write_model"]
 
 PAGE_SIZE = 64
 STEP_TOKENS = 16384
 CONTEXT = 8192
 OFFLINE = (64, 256, 512)
+STEP_ROWS = (64, 256)
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
         "architectures": ["LlamaForCausalLM"],
@@ -221,17 +222,28 @@ HEADER = """
 
 @dataclass(frozen=True)
 class Row:
-    """A point of a model. ``values`` are those of each repeat, in milliseconds, seconds or tokens a second."""
+    """A point of a model. ``values`` are those of each repeat, in milliseconds, seconds or tokens a second.
+    ``routing``: how tokens are routed to experts, "": by their router."""
 
     model: str
     point: str
     values: tuple[float, ...]
+    routing: str = ""
 
     @property
     def unit(self) -> str:
         known = PEER.get((self.model, self.point))
-        takes = self.point.startswith("decode") or self.point.endswith("p50")
+        takes = self.point.startswith(("decode", "step")) or self.point.endswith("p50")
         return known[2] if known else "ms" if takes else "tokens/s"
+
+    @property
+    def name(self) -> str:
+        return " ".join(part for part in (self.model, self.point, self.routing) if part)
+
+    def speed(self, other: Row) -> float:
+        """The speed of this over another's, of the same point."""
+        ours, others = statistics.median(self.values), statistics.median(other.values)
+        return others / ours if self.unit in ("ms", "s") else ours / others
 
     def line(self) -> str:
         peer, goal, _ = PEER.get((self.model, self.point), (0.0, 0.0, ""))
@@ -242,7 +254,8 @@ class Row:
         met = "" if not goal else "yes" if (median <= goal if unit in ("ms", "s") else median >= goal) else "no"
         shown = ", ".join(f"{value:.{digits}f}" for value in self.values)
         ratio = f"{faster:.2f}" if peer else ""
-        return f"| {self.model} | {self.point} | {shown} {unit} | {peer or ''} | {ratio} | {goal or ''} | {met} |"
+        point = f"{self.point} {self.routing}".strip()
+        return f"| {self.model} | {point} | {shown} {unit} | {peer or ''} | {ratio} | {goal or ''} | {met} |"
 
 
 def write_model(name: str, directory: Path) -> Path:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ from kernels.contract.config import RunnerConfig
 from kernels.contract.info import ModelInfo
 from kernels.contract.step import Admission, SlotSampling, StepBatch
 from tests.bench._device_profile import profiled
-from tests.bench._device_rows import CONTEXT, OFFLINE, PAGE_SIZE, STEP_TOKENS, Row, write_model
+from tests.bench._device_rows import CONTEXT, OFFLINE, PAGE_SIZE, STEP_ROWS, STEP_TOKENS, Row, write_model
+from tests.bench._skewed_routing import skewed_routing
 
 if TYPE_CHECKING:
     from kernels.contract.runner import RunningStep
@@ -139,12 +141,12 @@ def load(path: Path, **options: Any) -> tuple[ModelRunner, ModelInfo]:
     return runner, runner.load()
 
 
-def decode(runner: ModelRunner, info: ModelInfo, prompt: int, repeats: int = 3) -> tuple[float, ...]:
-    """Milliseconds a token at batch 1: (256 tokens - 1 token) / 255."""
+def decode(runner: ModelRunner, info: ModelInfo, prompt: int, repeats: int = 3, rows: int = 1) -> tuple[float, ...]:
+    """Milliseconds a step of ``rows`` rows: (256 tokens - 1 token) / 255."""
     found = []
     for _ in range(repeats):
-        whole = Requests(runner, info, 1, prompt, 256).run()
-        first = Requests(runner, info, 1, prompt, 1).run()
+        whole = Requests(runner, info, rows, prompt, 256).run()
+        first = Requests(runner, info, rows, prompt, 1).run()
         found.append((whole - first) / 255 * 1e3)
     return tuple(found)
 
@@ -185,8 +187,10 @@ def measure(
     profiles: Path | None,
     done: Callable[[list[Row]], None],
     invariant: bool = False,
+    zipf: float = 0.0,
 ) -> None:
-    """Measure a model; ``done`` gets each row as soon as it exists. ``invariant`` is RunnerConfig's."""
+    """Measure a model; ``done`` gets each row as soon as it exists. ``invariant`` is RunnerConfig's. ``zipf``: the
+    exponent of the law that tokens are routed to experts by, 0: by their routers."""
     path = write_model(name, directory)
     from tests.bench._device_memory import read_rate  # with Triton, which only a GPU's machine has
 
@@ -194,7 +198,8 @@ def measure(
     if profiles is not None:
         _launch_in_turn()
     begun = time.perf_counter()
-    runner, info = load(path, invariant=invariant)
+    with skewed_routing(zipf, STEP_TOKENS) if zipf else nullcontext():
+        runner, info = load(path, invariant=invariant)
     Requests(runner, info, 1, 128, 1).run()
     took = time.perf_counter() - begun
     print(f"{name}: {rate / 1e12:.2f} TB/s of memory are read here at most")
@@ -202,13 +207,16 @@ def measure(
     Requests(runner, info, 64, 512, 16).run()  # compiles what is compiled at first use
 
     def found(point: str, values: tuple[float, ...]) -> None:
-        row = Row(name, point, values)
+        row = Row(name, point, values, f"zipf {zipf:g}" if zipf else "")
         print(row.line(), flush=True)
         done([row])
 
     if "decode" in points:
         for prompt in (128, 4096):
             found(f"decode {prompt}", decode(runner, info, prompt))
+    if "steps" in points:
+        for rows in STEP_ROWS:
+            found(f"step {rows}", decode(runner, info, 512, 2, rows))
     if "offline" in points:
         for count in OFFLINE:
             found(f"offline {count}", offline(runner, info, count))
@@ -217,7 +225,7 @@ def measure(
     if profiles is not None:
         text = [profile(runner, info, *shape) for shape in ((1, 128, 32), (64, 512, 32), (512, 512, 32), (8, 4096, 1))]
         profiles.mkdir(parents=True, exist_ok=True)
-        (profiles / f"profile-{name}.txt").write_text("\n\n".join(text))
+        (profiles / f"profile-{name}{f'-zipf-{zipf:g}' if zipf else ''}.txt").write_text("\n\n".join(text))
     runner.close()
     del runner
     gc.collect()

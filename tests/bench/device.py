@@ -8,7 +8,8 @@ two steps in flight, on made-up weights: the shapes, lengths and settings are th
 on an H200 (2026-11-20). They leave out what the actors cost; ``engine``, the same by an Engine, ``online``, streams
 over HTTP from client processes, and the start of a server to its first answer are the whole program's.
 
-Options: ``--only NAME[,NAME...]`` of checks, decode, offline, prefill, engine, online, start; ``--model 8b,0.6b``
+Options: ``--only NAME[,NAME...]`` of checks, decode, steps (decodes of 64 and 256 rows), offline, prefill, engine,
+online, start; ``--model 8b,0.6b``
 (or 30b, v2-lite, gpt-oss, qwen3.5-9b);
 ``--only products`` times the products of few tokens, every way there is to make them, ``--only chain`` those of a
 layer as they follow one another, ``--only prompts`` the attention of prompts, ``--only latent`` that over latent
@@ -16,8 +17,10 @@ vectors, and ``--only states`` decodes of gated delta nets; ``--only speculative
 and gains (``device_speculative``);
 ``--profile DIR`` writes tables of the device's time by kernel.
 ``--deterministic`` measures decode, offline and prefill with kernels whose results depend on no other rows
-(``--enable-deterministic-inference``). In parts: ``--tests WORD`` checks only files and tests with the word in their
-names, and ``--keep FILE`` adds rows to those that an earlier part left there, so that the table holds all.
+(``--enable-deterministic-inference``). ``--zipf S`` measures models of experts a second time, with tokens routed to
+them by Zipf's law of the exponent S, as made-up routers choose evenly. In parts: ``--tests WORD`` checks only files and
+tests with the word in their names, and ``--keep FILE`` adds rows to those that an earlier part left there, so that the
+table holds all.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ def _kept(path: Path | None) -> list[Row]:
     if path is None or not path.exists():
         return []
     found = [json.loads(line) for line in path.read_text().splitlines()]
-    return [Row(one["model"], one["point"], tuple(one["values"])) for one in found]
+    return [Row(one["model"], one["point"], tuple(one["values"]), one.get("routing", "")) for one in found]
 
 
 def main(arguments: list[str]) -> None:
@@ -76,6 +79,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--tests", default="", help="checks only files and tests with this in their names")
     parser.add_argument("--profile", type=Path, help="directory for tables of the device's time by kernel")
     parser.add_argument("--deterministic", action="store_true", help="with --enable-deterministic-inference")
+    parser.add_argument("--zipf", type=float, default=0.0, help="exponent of a skewed routing to experts")
     parser.add_argument("--keep", type=Path, help="file of rows: those there are printed, too")
     given = parser.parse_args(arguments)
     need_gpu()
@@ -91,7 +95,9 @@ def main(arguments: list[str]) -> None:
         if given.keep is not None:
             with given.keep.open("a") as file:
                 file.writelines(
-                    json.dumps({"model": row.model, "point": row.point, "values": row.values}) + "\n" for row in found
+                    json.dumps({"model": row.model, "point": row.point, "values": row.values, "routing": row.routing})
+                    + "\n"
+                    for row in found
                 )
 
     with tempfile.TemporaryDirectory() as folder:
@@ -107,8 +113,10 @@ def main(arguments: list[str]) -> None:
         if "chain" in points:
             chain(given.model.split(","))
         for name in given.model.split(","):
-            if {"decode", "offline", "prefill"} & set(points) or given.profile is not None:
-                measure(name, directory, points, given.profile, done, given.deterministic)
+            if {"decode", "steps", "offline", "prefill"} & set(points) or given.profile is not None:
+                has_experts = "moe_intermediate_size" in SHAPES[name] or "num_local_experts" in SHAPES[name]
+                for zipf in (0.0, given.zipf) if given.zipf and has_experts else (0.0,):
+                    measure(name, directory, points, given.profile, done, given.deterministic, zipf)
             if "speculative" in points:
                 speculative(write_model(name, directory), SHAPES[name], directory)
             if "engine" in points:
@@ -121,6 +129,8 @@ def main(arguments: list[str]) -> None:
         print(HEADER)
         for row in rows:
             print(row.line())
-            record(
-                f"{row.model} {row.point}", "time" if row.unit in ("ms", "s") else "throughput", row.values, row.unit
-            )
+            record(row.name, "time" if row.unit in ("ms", "s") else "throughput", row.values, row.unit)
+            for even in rows if row.routing else ():
+                if (even.model, even.point, even.routing) == (row.model, row.point, ""):
+                    print(f"| {row.model} | {row.point} {row.routing} | {row.speed(even):.3f} times even | | | | |")
+                    record(row.name, "speed, of even routing", row.speed(even), "times")

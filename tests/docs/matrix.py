@@ -89,8 +89,8 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[str]:
-    """What a device does for a family, by the letters of ``FEATURES``. Every device has linear layers of floats, and a
-    cache whose tokens can be moved, which is all that the verification of draft tokens needs. Capped attention in
+    """What a device does for a family, by the letters of ``FEATURES``. Every device has linear layers of floats, a
+    cache whose tokens can be moved, and states in plain torch: draft tokens need no more to be verified. Capped attention in
     plain torch reads a plain cache and the host's rows; a CPU's programs have the operators of plain families alone."""
     eager = family.eager and not (family.capped and features.plans_caps)
     paged = not (eager or family.latent or family.states)
@@ -102,7 +102,7 @@ def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[s
         yield "K"
     if narrow and any(name.startswith("fp8") for name in features.cache_dtypes):
         yield "E"
-    if paged or (family.latent and not family.states):
+    if paged or family.latent or (family.states and not eager):
         yield "S"
     if features.collectives:
         yield "T"

@@ -146,7 +146,7 @@ class Driver:
                 page = self.free.pop()
                 self.pages[slot].append(page)
                 self._granted.append((slot, page))
-            self._grant_bounded(slot, self.computed[slot] + count)
+            self._grant_bounded(slot, self.computed[slot] + count + most.get(slot, 0))
         self.number += 1
         result = self.runner.run(
             StepBatch(

@@ -109,7 +109,8 @@ class CudaDeltaRule(DeltaRule):
         self, inputs: DeltaInputs, weight: Tensor, cache: StateCache, segment: StateSegments, out: Tensor, share: int
     ) -> bool:
         """As ``DeltaRule.step``."""
-        if segment.tokens.shape[1] > 1 or len(weight) < 2 or cache[1].shape[2] > _LARGEST_KEY:
+        several = segment.tokens.shape[1] > 1 or segment.targets is None
+        if several or len(weight) < 2 or cache[1].shape[2] > _LARGEST_KEY:
             return False
         convolved = convolve_token(inputs.mixed, weight, cache[0], segment)
         delta_token(convolved, inputs, cache[1], segment, out, share)

@@ -193,29 +193,34 @@ class Mamba:
             given = given * self.scales.to(given.dtype)
         gates, mixed, steps = given.split((mamba.inner, mamba.channels, mamba.heads), 1)
         steps = F.softplus(steps.float() + self.offsets).clamp(*mamba.steps)
-        out = x.new_empty(len(x), mamba.inner, dtype=torch.float32)
 
-        def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
-            shape, at = tokens.shape, tokens.flatten()
-            some, before = self.convolution(mixed.index_select(0, at).view(*shape, -1), states[0])
-            inner, b, c = some.split((mamba.inner, mamba.shared, mamba.shared), 2)
-            given = SpaceTokens(
-                inner.unflatten(2, (mamba.heads, -1)),
-                b.unflatten(2, (mamba.groups, -1)),
-                c.unflatten(2, (mamba.groups, -1)),
-                steps.index_select(0, at).view(*shape, -1),
-                self.rates,
-                self.skips,
-            )
-            found, memory = space_scan(given, states[1])
-            out.index_copy_(0, at, found.reshape(len(at), -1))
-            return [before, memory]
+        def run(parts: tuple[Tensor, ...], segments: tuple[StateSegments, ...]) -> Tensor:
+            inputs = SpaceInputs(*parts, self.rates, self.skips)
+            out = x.new_empty(len(inputs.mixed), mamba.inner, dtype=torch.float32)
 
-        def step(segment: StateSegments) -> bool:
-            given = SpaceInputs(mixed, steps, self.rates, self.skips)
-            return self.space.step(given, self.convolution.weight, self.convolution.bias, cache, segment, out)
+            def advance(segment: StateSegments, states: list[Tensor]) -> list[Tensor]:
+                some, before = self.convolution(segment.take(inputs.mixed), states[0], segment.lengths)
+                inner, b, c = some.split((mamba.inner, mamba.shared, mamba.shared), 2)
+                space = SpaceTokens(
+                    inner.unflatten(2, (mamba.heads, -1)),
+                    b.unflatten(2, (mamba.groups, -1)),
+                    c.unflatten(2, (mamba.groups, -1)),
+                    segment.without_padding(segment.take(inputs.steps)),
+                    self.rates,
+                    self.skips,
+                )
+                results, memory = space_scan(space, states[1])
+                segment.put(out, results.flatten(2))
+                return [before, memory]
 
-        advance_states(cache, batch.bounded[self.spec].segments, advance, step)
+            def step(segment: StateSegments) -> bool:
+                weight, bias = self.convolution.weight, self.convolution.bias
+                return self.space.step(inputs, weight, bias, cache, segment, out)
+
+            advance_states(cache, segments, advance, step)
+            return out
+
+        out = batch.bounded[self.spec].run(run, mixed, steps)
         if wanted is not None:
             out, gates = out.index_select(0, wanted), gates.index_select(0, wanted)
             if self.rows is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from kernels.contract.caches import State
@@ -74,19 +75,24 @@ class ShortConvolution:
     ) -> Tensor:
         """As ``AttentionLayer``."""
         before, after, values = self.inputs(x).chunk(3, 1)
-        mixed, out = before * values, after.new_empty(after.shape)
 
-        def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
-            at = tokens.flatten()
-            found, state = self.convolution(mixed.index_select(0, at).view(*tokens.shape, -1), states[0])
-            out.index_copy_(0, at, found.flatten(0, 1).to(out.dtype))
-            return [state]
+        def run(inputs: tuple[Tensor, ...], segments: tuple[StateSegments, ...]) -> Tensor:
+            (mixed,) = inputs
+            out = torch.empty_like(mixed)
 
-        def step(segment: StateSegments) -> bool:
-            weight, bias = self.convolution.weight, self.convolution.bias
-            return self.kernels.step(mixed, weight, bias, cache[0], segment, out)
+            def advance(segment: StateSegments, states: list[Tensor]) -> list[Tensor]:
+                results, state = self.convolution(segment.take(mixed), states[0], segment.lengths)
+                segment.put(out, results)
+                return [state]
 
-        advance_states(cache, batch.bounded[self.spec].segments, advance, step)
+            def step(segment: StateSegments) -> bool:
+                weight, bias = self.convolution.weight, self.convolution.bias
+                return self.kernels.step(mixed, weight, bias, cache[0], segment, out)
+
+            advance_states(cache, segments, advance, step)
+            return out
+
+        out = batch.bounded[self.spec].run(run, before * values)
         if wanted is not None:
             out, after = out.index_select(0, wanted), after.index_select(0, wanted)
             if self.rows is not None:

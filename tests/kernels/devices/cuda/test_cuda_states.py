@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.contract.speculation import SpeculativeSettings
 from kernels.devices.cuda.capture import CudaCapture
 from kernels.devices.state_cache import captured_segments, plan_segments
 from kernels.state import group_sizes
@@ -15,6 +16,7 @@ from tests.kernels.devices.cuda.interpreted import install
 from tests.kits.driver import HYBRID
 from tests.kits.executors import find_executor
 from tests.kits.planned_runner import Line
+from tests.kits.speculation.oracles import Oracle, draft_with
 
 OPTIONS = {"device": "cuda", "page_size": 16, "max_slots": 5, "graph_rows": (1, 4)}
 INTERPRETED = ("falcon-h1", "lfm2", "qwen3.5")
@@ -71,6 +73,26 @@ def test_captured_decodes_of_states_give_the_same_tokens(
     for number, text in enumerate(texts):
         length = len(text) + (count if number < 3 else 3)
         assert text + line.outputs[number] == model.greedy(text, length)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_draft_tokens_change_no_token(
+    name: str, device: torch.device, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes are captured passes, rows that verify are not; right and wrong drafts end on both sides of snapshots."""
+    if device.type == "cpu":
+        if name != "qwen3.5":
+            pytest.skip("the interpreter is slow")
+        install(monkeypatch)
+    model, oracle = reference(name), Oracle(3, 1, lambda position: position % 5 > 0, 211)
+    draft_with(monkeypatch, oracle)
+    line = make_line(model.path, speculation=SpeculativeSettings("STANDALONE", num_draft_tokens=4))
+    texts, count = texts_of(line, device)
+    oracle.truths = [model.greedy(text, len(text) + count + 6) for text in texts]
+    play(line, texts, count)
+    for number, text in enumerate(texts):
+        assert text + line.outputs[number] == oracle.truths[number][: len(text) + (count if number < 3 else 3)]
+    assert sum(oracle.accepted) > 5
 
 
 def test_pages_of_states_are_looked_up_on_the_device() -> None:

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kits.driver import FAMILIES, HYBRID, LATENT, ROUTED, SPARSE
+from kernels.contract.speculation import SpeculativeSettings
+from tests.kits.driver import FAMILIES, HYBRID, LATENT, ROUTED, SPARSE, VOCAB
 from tests.kits.parity import half_precision, scored, traffic
+from tests.kits.speculation.oracles import Oracle, draft_with
 
 PAGE = 128
 OPTIONS = {"device": "npu", "page_size": PAGE, "max_step_tokens": 256, "max_total_tokens": 16 * PAGE}
@@ -55,6 +57,23 @@ def test_float32_greedy_tokens_match_in_mixed_traffic(name, reference, drive, pr
     texts, found = traffic(driver, prompts)
     for slot, text in enumerate(texts, start=1):
         assert found[slot] == model.greedy(text, len(text) + 12)
+
+
+@pytest.mark.parametrize("name", ["falcon-h1", "kimi-linear", "lfm2", "qwen3.5"])
+def test_draft_tokens_change_no_token_of_states(name, reference, drive, prompts, monkeypatch):
+    model, texts = reference(name), prompts(150, 40)
+    oracle = Oracle(3, 1, lambda position: position % 5 > 0, VOCAB)
+    draft_with(monkeypatch, oracle)
+    driver = drive(model.path, speculation=SpeculativeSettings("STANDALONE", num_draft_tokens=4), **OPTIONS)
+    oracle.truths = [model.greedy(text, len(text) + 40) for text in texts]
+    for slot, text in enumerate(texts, start=1):
+        driver.admit(slot, text)
+        driver.step([(slot, len(text))])
+    for _ in range(8):
+        driver.step([(slot, 1) for slot in (1, 2)], drafts={1: 3, 2: 3})
+    for slot, truth in enumerate(oracle.truths, start=1):
+        assert driver.tokens[slot] == truth[: len(driver.tokens[slot])]
+    assert sum(oracle.accepted) > 10
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
