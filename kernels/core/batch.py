@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from kernels.contract.caches import CacheSpec, Window
@@ -23,13 +24,41 @@ class StateSegments:
     ``tokens`` int64 [n, count]: indices in the step, of each row ``count`` that follow one another. ``sources``,
     ``targets`` int64 [n]: pages of the states before and after them. The state before a row's first token is zero: its
     source is the null page. ``targets`` None: no state is written, as the tokens are drafts. ``fresh``: whether there
-    may be rows that begin.
+    may be rows that begin. ``lengths`` int64 [n]: tokens of each row; what follows is padding, which repeats the last
+    one. None: all rows have ``count``.
     """
 
     tokens: Tensor
     sources: Tensor
     targets: Tensor | None
     fresh: bool = False
+    lengths: Tensor | None = None
+
+    def part(self, begin: int, end: int) -> StateSegments:
+        """Rows ``begin .. end - 1``."""
+        rows = slice(begin, end)
+        targets = None if self.targets is None else self.targets[rows]
+        lengths = None if self.lengths is None else self.lengths[rows]
+        return StateSegments(self.tokens[rows], self.sources[rows], targets, self.fresh, lengths)
+
+    def take(self, x: Tensor) -> Tensor:
+        """What ``x`` [tokens, ...] has of these tokens, [n, count, ...]."""
+        return x.index_select(0, self.tokens.flatten()).view(*self.tokens.shape, *x.shape[1:])
+
+    def without_padding(self, x: Tensor) -> Tensor:
+        """``x`` [n, count, ...] with zeros where there is padding."""
+        if self.lengths is None:
+            return x
+        padding = torch.arange(x.shape[1], device=x.device) >= self.lengths.unsqueeze(1)
+        return x.masked_fill(padding.view(*padding.shape, *(1,) * (x.ndim - 2)), 0)
+
+    def put(self, out: Tensor, results: Tensor) -> None:
+        """Write ``results`` [n, count, ...] to the tokens' places of ``out`` [tokens, ...]."""
+        if self.lengths is not None:  # padding has its row's last place: it gets what stands there, too
+            places = torch.arange(results.shape[1], device=results.device)
+            places = torch.minimum(places, self.lengths.unsqueeze(1) - 1)
+            results = results[torch.arange(len(results), device=results.device).unsqueeze(1), places]
+        out.index_copy_(0, self.tokens.flatten(), results.flatten(0, 1).to(out.dtype))
 
 
 StateRun = Callable[[tuple[Tensor, ...], tuple[StateSegments, ...]], Tensor]

@@ -8,49 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.core.batch import StateSegments
+from kernels.devices.cuda.convolution import convolve_token
 from kernels.devices.delta_rule import DeltaInputs, DeltaRule
 from kernels.devices.state_cache import StateCache
 
-__all__ = ["CudaDeltaRule", "convolve_token", "delta_token"]
+__all__ = ["CudaDeltaRule", "delta_token"]
 
-_CHANNELS = 512  # that a program convolves
 _VALUES = 32  # numbers of a value head that a program updates
 _LARGEST_KEY = 256  # numbers of a key head whose state's part fits in registers
-
-
-@triton.jit
-def _convolve(
-    mixed,
-    weight,
-    states,
-    tokens,
-    sources,
-    targets,
-    out,
-    channels,
-    stride,
-    taps: tl.constexpr,
-    block: tl.constexpr,
-):
-    """Program (row, block of channels): the state's last ``taps - 1`` inputs and the token's own."""
-    row = tl.program_id(0)
-    channel = tl.program_id(1) * block + tl.arange(0, block)
-    inside = channel < channels
-    width = (taps - 1) * channels
-    token = tl.load(tokens + row)
-    source = tl.load(sources + row)
-    before = states + source * width + channel
-    after = states + tl.load(targets + row) * width + channel
-    known = inside & (source != 0)
-    own = tl.load(mixed + token * stride + channel, mask=inside, other=0.0).to(tl.float32)
-    total = own * tl.load(weight + (taps - 1) * channels + channel, mask=inside, other=0.0)
-    for tap in tl.static_range(taps - 1):
-        value = tl.load(before + tap * channels, mask=known, other=0.0)
-        total += value * tl.load(weight + tap * channels + channel, mask=inside, other=0.0)
-        if tap > 0:
-            tl.store(after + (tap - 1) * channels, value, mask=inside)
-    tl.store(after + (taps - 2) * channels, own, mask=inside)
-    tl.store(out + row.to(tl.int64) * channels + channel, total * tl.sigmoid(total), mask=inside)
 
 
 @triton.jit
@@ -105,30 +70,6 @@ def _step(
     tl.store(states + tl.load(targets + row) * size + place, state, mask=both)
     found = tl.sum(q[:, None] * state, 0)
     tl.store(out + (token * heads + head) * v_dim + value, found.to(out.dtype.element_ty), mask=of_value)
-
-
-def convolve_token(mixed: Tensor, weight: Tensor, states: Tensor, segment: StateSegments) -> Tensor:
-    """One token of each row after the inputs in ``states`` float32 [pages, taps - 1, channels], in which it is written
-    -> silu of the sums, float32 [n, channels]. ``mixed`` [tokens, channels], channels side by side; ``weight`` float32
-    [taps, channels]."""
-    taps, channels = weight.shape
-    rows = len(segment.sources)
-    out = states.new_empty(rows, channels)
-    _convolve[(rows, triton.cdiv(channels, _CHANNELS))](
-        mixed,
-        weight,
-        states,
-        segment.tokens,
-        segment.sources,
-        segment.targets,
-        out,
-        channels,
-        mixed.stride(0),
-        taps,
-        _CHANNELS,
-        num_warps=4,
-    )
-    return out
 
 
 def delta_token(

@@ -179,29 +179,29 @@ def run_segments(
     value_dim]."""
     heads, share = delta.value_heads, delta.value_heads // delta.key_heads
 
-    def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
-        shape, at = tokens.shape, tokens.flatten()
-        some, before = convolution(inputs.mixed.index_select(0, at).view(*shape, -1), states[0])
+    def advance(segment: StateSegments, states: list[Tensor]) -> list[Tensor]:
+        some, before = convolution(segment.take(inputs.mixed), states[0], segment.lengths)
         q, k, v = some.split((delta.keys, delta.keys, delta.values), 2)
         q, k = (_l2_norm(part.unflatten(2, (delta.key_heads, -1))) for part in (q, k))
         if share > 1:
             q, k = (part.repeat_interleave(share, 2) for part in (q, k))
-        found, memory = delta_rule(
+        results, memory = delta_rule(
             DeltaTokens(
                 q * delta.key_dim**-0.5,
                 k,
                 v.unflatten(2, (heads, -1)),
-                inputs.decays.index_select(0, at).view(*shape, heads, -1),
-                inputs.betas.index_select(0, at).view(*shape, heads),
+                segment.without_padding(segment.take(inputs.decays)),
+                segment.without_padding(segment.take(inputs.betas)),
             ),
             states[1],
         )
-        out.index_copy_(0, at, found.flatten(0, 1).to(out.dtype))
+        segment.put(out, results)
         return [before, memory]
 
-    for segment in segments:
-        if not rule.step(inputs, convolution.weight, cache, segment, out, share):
-            advance_states(cache, (segment,), advance)
+    def step(segment: StateSegments) -> bool:
+        return rule.step(inputs, convolution.weight, cache, segment, out, share)
+
+    advance_states(cache, segments, advance, step)
 
 
 class GatedDeltaNet:

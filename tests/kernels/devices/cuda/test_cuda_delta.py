@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.core.batch import StateSegments
-from kernels.devices.cuda.delta_rule import CudaDeltaRule, convolve_token, delta_token
+from kernels.devices.cuda.convolution import CudaConvolution, convolve_token
+from kernels.devices.cuda.delta_rule import CudaDeltaRule, delta_token
 from kernels.devices.delta_rule import DeltaInputs, DeltaTokens, delta_step
 from kernels.devices.state_cache import states_before
 from kernels.models.layers.recurrent import CausalConvolution
@@ -47,6 +48,22 @@ def test_a_convolved_token_and_its_state_are_torchs(
     found = convolve_token(mixed, convolution.weight, states, rows)
     torch.testing.assert_close(found, expected[:, 0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(states, kept, atol=0, rtol=0)
+
+
+def test_a_convolution_alone_is_torchs(device: torch.device) -> None:
+    torch.manual_seed(3)
+    mixed, states = torch.randn(5, 600, device=device), torch.randn(PAGES, 3, 600, device=device)
+    rows, bias = segment(device, True), torch.randn(600, device=device)
+    convolution = CausalConvolution(torch.randn(600, 1, 4, device=device), bias, activate=False)
+    expected, after = convolution(mixed[rows.tokens], states_before([states], rows)[0])
+    kept, out = states.clone(), torch.full((5, 600), 7.0, device=device)
+    kept[rows.targets] = after
+    assert CudaConvolution().step(mixed, convolution.weight, bias, states, rows, out)
+    torch.testing.assert_close(out[rows.tokens], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(states, kept, atol=0, rtol=0)
+    assert (out[[1, 3]] == 7.0).all()
+    chunk = StateSegments(rows.tokens.view(1, 3), rows.sources[:1], rows.targets[:1])
+    assert not CudaConvolution().step(mixed, convolution.weight, bias, states, chunk, out)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
