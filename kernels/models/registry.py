@@ -81,8 +81,8 @@ class Entry:
     stands behind that of padding.
 
     ``gguf``: its name in GGUF files; "": none. ``gguf_experts``: only of files with experts. ``gguf_shared_expert``:
-    all tokens take one more expert, and the weights of chosen experts are not normalized. ``gguf_window``: what the
-    key ``attention.sliding_window`` means: a window that is ``used`` or ``ignored``, or a model of ``another`` family.
+    all tokens take one more expert, and the weights of chosen experts are not normalized. ``gguf_window``: whether the
+    window of the key ``attention.sliding_window`` is ``used`` or ``ignored``.
     """
 
     architecture: str
@@ -92,7 +92,7 @@ class Entry:
     gguf: str = ""
     gguf_experts: bool = False
     gguf_shared_expert: bool = False
-    gguf_window: Literal["used", "ignored", "another"] = "used"
+    gguf_window: Literal["used", "ignored"] = "used"
 
 
 def _encoders(name: str, module: str, padded_positions: bool = False) -> tuple[Entry, ...]:
@@ -104,7 +104,7 @@ def _encoders(name: str, module: str, padded_positions: bool = False) -> tuple[E
 BUILT_IN = (
     Entry("AfmoeForCausalLM", "kernels.models.afmoe"),
     Entry("ApertusForCausalLM", "kernels.models.apertus"),
-    Entry("ArceeForCausalLM", "kernels.models.arcee"),
+    Entry("ArceeForCausalLM", "kernels.models.arcee", gguf="arcee"),
     Entry("BaiChuanForCausalLM", "kernels.models.baichuan"),
     Entry("BaichuanForCausalLM", "kernels.models.baichuan"),
     Entry("BailingMoeForCausalLM", "kernels.models.bailing_moe"),
@@ -112,35 +112,35 @@ BUILT_IN = (
     *_encoders("Bert", "kernels.models.bert"),
     Entry("ChatGLMForConditionalGeneration", "kernels.models.chatglm"),
     Entry("ChatGLMModel", "kernels.models.chatglm"),
-    Entry("Cohere2ForCausalLM", "kernels.models.cohere2"),
+    Entry("Cohere2ForCausalLM", "kernels.models.cohere2", gguf="cohere2"),
     Entry("Cohere2MoeForCausalLM", "kernels.models.cohere2_moe"),
-    Entry("CohereForCausalLM", "kernels.models.cohere"),
+    Entry("CohereForCausalLM", "kernels.models.cohere", gguf="command-r"),
     Entry("DbrxForCausalLM", "kernels.models.dbrx"),
     Entry("DeepseekV2ForCausalLM", "kernels.models.deepseek_v2", gguf="deepseek2", gguf_experts=True),
     Entry("DeepseekV3ForCausalLM", "kernels.models.deepseek_v3", gguf="deepseek2", gguf_experts=True),
     Entry("DeepseekV32ForCausalLM", "kernels.models.deepseek_v32"),
-    Entry("Ernie4_5_MoeForCausalLM", "kernels.models.ernie4_5_moe"),
-    Entry("ExaoneForCausalLM", "kernels.models.exaone"),
-    Entry("Exaone4ForCausalLM", "kernels.models.exaone4"),
+    Entry("Ernie4_5_MoeForCausalLM", "kernels.models.ernie4_5_moe", gguf="ernie4_5-moe", gguf_experts=True),
+    Entry("ExaoneForCausalLM", "kernels.models.exaone", gguf="exaone"),
+    Entry("Exaone4ForCausalLM", "kernels.models.exaone4", gguf="exaone4"),
     Entry("ExaoneMoEForCausalLM", "kernels.models.exaone_moe"),
-    Entry("ExaoneMoeForCausalLM", "kernels.models.exaone_moe"),
+    Entry("ExaoneMoeForCausalLM", "kernels.models.exaone_moe", gguf="exaone-moe", gguf_experts=True),
     Entry("FalconH1ForCausalLM", "kernels.models.falcon_h1"),
-    Entry("Gemma2ForCausalLM", "kernels.models.gemma2"),
-    Entry("Gemma3ForCausalLM", "kernels.models.gemma3"),
+    Entry("Gemma2ForCausalLM", "kernels.models.gemma2", gguf="gemma2"),
+    Entry("Gemma3ForCausalLM", "kernels.models.gemma3", gguf="gemma3"),
     Entry("Gemma4ForCausalLM", "kernels.models.gemma4"),
-    Entry("GemmaForCausalLM", "kernels.models.gemma"),
-    Entry("Glm4ForCausalLM", "kernels.models.glm4"),
-    Entry("Glm4MoeForCausalLM", "kernels.models.glm4_moe"),
+    Entry("GemmaForCausalLM", "kernels.models.gemma", gguf="gemma"),
+    Entry("Glm4ForCausalLM", "kernels.models.glm4", gguf="glm4"),
+    Entry("Glm4MoeForCausalLM", "kernels.models.glm4_moe", gguf="glm4moe", gguf_experts=True),
     Entry("Glm4MoeLiteForCausalLM", "kernels.models.glm4_moe_lite"),
-    Entry("GlmForCausalLM", "kernels.models.glm"),
+    Entry("GlmForCausalLM", "kernels.models.glm", gguf="chatglm"),
     Entry("GlmMoeDsaForCausalLM", "kernels.models.glm_moe_dsa"),
     Entry("GptOssForCausalLM", "kernels.models.gpt_oss"),
-    Entry("GraniteForCausalLM", "kernels.models.granite"),
-    Entry("GraniteMoeForCausalLM", "kernels.models.granite_moe"),
+    Entry("GraniteForCausalLM", "kernels.models.granite", gguf="granite"),
+    Entry("GraniteMoeForCausalLM", "kernels.models.granite_moe", gguf="granitemoe", gguf_experts=True),
     Entry("GraniteMoeHybridForCausalLM", "kernels.models.granite_moe_hybrid"),
     Entry("Grok1ForCausalLM", "kernels.models.grok"),
     Entry("HunYuanDenseV1ForCausalLM", "kernels.models.hunyuan", gguf="hunyuan-dense"),
-    Entry("HunYuanMoEV1ForCausalLM", "kernels.models.hunyuan_moe"),
+    Entry("HunYuanMoEV1ForCausalLM", "kernels.models.hunyuan_moe", gguf="hunyuan-moe", gguf_experts=True),
     Entry("InternLM2ForCausalLM", "kernels.models.internlm2"),
     Entry("KimiLinearForCausalLM", "kernels.models.kimi_linear"),
     Entry("Lfm2ForCausalLM", "kernels.models.lfm2"),
@@ -151,18 +151,18 @@ BUILT_IN = (
     Entry("MiMoForCausalLM", "kernels.models.mimo"),
     Entry("MiMoV2FlashForCausalLM", "kernels.models.mimo_v2_flash"),
     Entry("MiniCPM3ForCausalLM", "kernels.models.minicpm3"),
-    Entry("MiniMaxM2ForCausalLM", "kernels.models.minimax_m2"),
-    Entry("Ministral3ForCausalLM", "kernels.models.ministral3"),
+    Entry("MiniMaxM2ForCausalLM", "kernels.models.minimax_m2", gguf="minimax-m2", gguf_experts=True),
+    Entry("Ministral3ForCausalLM", "kernels.models.ministral3", gguf="mistral3"),
     Entry("MinistralForCausalLM", "kernels.models.ministral"),
     Entry("Mistral4ForCausalLM", "kernels.models.mistral4"),
     Entry("MistralForCausalLM", "kernels.models.mistral", gguf="llama", gguf_window="ignored"),
     Entry("MixtralForCausalLM", "kernels.models.mixtral", gguf="llama", gguf_experts=True, gguf_window="ignored"),
     Entry("NemotronHForCausalLM", "kernels.models.nemotron_h"),
-    Entry("Olmo2ForCausalLM", "kernels.models.olmo2", gguf="olmo2", gguf_window="another"),
-    Entry("Olmo3ForCausalLM", "kernels.models.olmo3"),
-    Entry("OlmoForCausalLM", "kernels.models.olmo"),
+    Entry("Olmo2ForCausalLM", "kernels.models.olmo2", gguf="olmo2"),
+    Entry("Olmo3ForCausalLM", "kernels.models.olmo3", gguf="olmo2"),
+    Entry("OlmoForCausalLM", "kernels.models.olmo", gguf="olmo"),
     Entry("OlmoHybridForCausalLM", "kernels.models.olmo_hybrid"),
-    Entry("OlmoeForCausalLM", "kernels.models.olmoe"),
+    Entry("OlmoeForCausalLM", "kernels.models.olmoe", gguf="olmoe", gguf_experts=True),
     Entry("Phi3ForCausalLM", "kernels.models.phi3", gguf="phi3"),
     Entry("PhiMoEForCausalLM", "kernels.models.phimoe"),
     Entry("PhimoeForCausalLM", "kernels.models.phimoe"),
@@ -178,12 +178,12 @@ BUILT_IN = (
     Entry("Qwen3_5MoeForCausalLM", "kernels.models.qwen3_5"),
     Entry("Qwen3_5MoeForConditionalGeneration", "kernels.models.qwen3_5"),
     *_encoders("Roberta", "kernels.models.bert", padded_positions=True),
-    Entry("SeedOssForCausalLM", "kernels.models.seed_oss"),
-    Entry("SmolLM3ForCausalLM", "kernels.models.smollm3"),
-    Entry("StableLmForCausalLM", "kernels.models.stablelm"),
-    Entry("Starcoder2ForCausalLM", "kernels.models.starcoder2"),
+    Entry("SeedOssForCausalLM", "kernels.models.seed_oss", gguf="seed_oss"),
+    Entry("SmolLM3ForCausalLM", "kernels.models.smollm3", gguf="smollm3"),
+    Entry("StableLmForCausalLM", "kernels.models.stablelm", gguf="stablelm"),
+    Entry("Starcoder2ForCausalLM", "kernels.models.starcoder2", gguf="starcoder2"),
     *_encoders("XLMRoberta", "kernels.models.bert", padded_positions=True),
-    Entry("XverseForCausalLM", "kernels.models.xverse"),
+    Entry("XverseForCausalLM", "kernels.models.xverse", gguf="xverse"),
 )
 _BY_ARCHITECTURE = {entry.architecture: entry for entry in BUILT_IN}
 

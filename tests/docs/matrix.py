@@ -90,8 +90,9 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[str]:
     """What a device does for a family, by the letters of ``FEATURES``. Every device has linear layers of floats, a
-    cache whose tokens can be moved, and states in plain torch: draft tokens need no more to be verified. Capped attention in
-    plain torch reads a plain cache and the host's rows; a CPU's programs have the operators of plain families alone."""
+    cache whose tokens can be moved, and states in plain torch: draft tokens need no more to be verified. Capped
+    attention in plain torch reads a plain cache and the host's rows; a CPU's programs have the operators of plain
+    families alone."""
     eager = family.eager and not (family.capped and features.plans_caps)
     paged = not (eager or family.latent or family.states)
     yield "F"

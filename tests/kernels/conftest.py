@@ -40,6 +40,7 @@ from tests.kits.driver import (
     VOCAB,
     Driver,
 )
+from tests.kits.gguf_models import GGUF_MODELS
 from tests.kits.published import PUBLISHED, save_published
 from tests.kits.published_names import PUBLISHED_NAMES
 
@@ -143,7 +144,9 @@ class Reference:
         import transformers
         from safetensors.torch import save_file
 
-        family, options = (FAMILIES | DENSE | HYBRID | LATENT | ROUTED | SPARSE | DIVISIBLE | NATIVE)[name]
+        family, options = (FAMILIES | DENSE | HYBRID | LATENT | ROUTED | SPARSE | DIVISIBLE | NATIVE | GGUF_MODELS)[
+            name
+        ]
         torch.manual_seed(sum(name.encode()))
         config = getattr(transformers, f"{family}Config")(**deepcopy(COMMON | options))  # which it may change
         model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()

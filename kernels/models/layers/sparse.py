@@ -29,24 +29,35 @@ MakeMixer = Callable[[LayerBuilder, ModelConfig, int], AttentionLayer]
 
 
 def tensors(
-    config: ModelConfig, names: ExpertNames = QWEN, attention: AttentionTensors = gqa.tensors
+    config: ModelConfig,
+    names: ExpertNames = QWEN,
+    attention: AttentionTensors = gqa.tensors,
+    second: str = "ffn_norm",
 ) -> Iterator[TensorSpec]:
-    """Every tensor of a checkpoint. ``attention``: of a layer's, by its names here and in GGUF."""
+    """Every tensor of a checkpoint. ``attention``: of a layer's, by its names here and in GGUF. ``second``: as
+    ``pre_norm.norm_tensors``."""
     return mixed_tensors(
-        config, lambda config, index: attention(config, f"model.layers.{index}.self_attn", f"blk.{index}.attn"), names
+        config,
+        lambda config, index: attention(config, f"model.layers.{index}.self_attn", f"blk.{index}.attn"),
+        names,
+        second=second,
     )
 
 
 def mixed_tensors(
-    config: ModelConfig, mixer: MixerTensors, names: ExpertNames = QWEN, root: str = "model"
+    config: ModelConfig,
+    mixer: MixerTensors,
+    names: ExpertNames = QWEN,
+    root: str = "model",
+    second: str = "ffn_norm",
 ) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint. ``mixer``: of what stands in the place of attention, by the layer's number.
-    ``root``: the decoder's module."""
+    ``root``: the decoder's module. ``second``: as ``pre_norm.norm_tensors``."""
     experts = config.experts
     yield from vocabulary.tensors(config, f"{root}.embed_tokens")
     for index in range(config.layers):
         layer, gguf = f"{root}.layers.{index}", f"blk.{index}"
-        yield from pre_norm.norm_tensors(config, layer, gguf)
+        yield from pre_norm.norm_tensors(config, layer, gguf, second)
         yield from mixer(config, index)
         if experts is not None and index in experts.layers:
             yield from moe.tensors(experts, config.hidden_size, layer, gguf, names)

@@ -17,6 +17,8 @@ from kernels.contract.step import Admission, SlotSampling, StepBatch
 from kernels.contract.tasks import Classify
 from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.driver import COMMON, pack
+from tests.kits.gguf_checkpoints import greedy as greedy_of
+from tests.kits.gguf_families import write_family
 
 RENAMED = {
     "InternLM2ForCausalLM": [
@@ -102,6 +104,15 @@ def test_tokens_are_those_of_llama(renamed, drive, prompts):
     driver.admit(1, prompt)
     driver.step([(1, 11)])
     assert driver.generate(1, 60) == greedy(model, prompt, 60)
+
+
+def test_a_gguf_file_of_exaone_says_what_its_directory_says(renamed, drive, prompts, tmp_path):
+    model, path = renamed
+    if "ExaoneForCausalLM" not in (path / "config.json").read_text():
+        pytest.skip("InternLM 2 is not read from GGUF")
+    (prompt,) = prompts(30)
+    file = write_family(path, tmp_path / "model.gguf")
+    assert greedy_of(drive, file, prompt, 60) == greedy(model, prompt, 60)
 
 
 def test_tokens_of_two_ranks_are_those_of_llama(renamed, prompts):

@@ -1,0 +1,36 @@
+"""Sizes of small models for which a GGUF file says all of config.json: where the converter leaves a number out, they
+have the one that all models of the family have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.kits.driver import DENSE
+
+__all__ = ["GGUF_MODELS"]
+
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0, 1.1, 1.2],
+    "long_factor": [1.0, 2.0, 4.0],
+}
+_OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere2": ("Cohere2", DENSE["cohere2"][1] | {"head_dim": 12, "sliding_window_pattern": 4}),
+    "gemma2": ("Gemma2", DENSE["gemma2"][1] | {"query_pre_attn_scalar": 16}),
+    "gemma3": (
+        "Gemma3Text",
+        DENSE["gemma3"][1]
+        | {"query_pre_attn_scalar": 16, "num_hidden_layers": 6}
+        | {"layer_types": [*5 * ["sliding_attention"], "full_attention"]},
+    ),
+    "glm": ("Glm", DENSE["glm"][1] | {"head_dim": 12, "rms_norm_eps": 1e-5}),
+    "phi3-long": (
+        "Phi3",
+        {"pad_token_id": 0, "partial_rotary_factor": 0.5, "rope_parameters": _LONG, "sliding_window": None},
+    ),
+    "starcoder2": ("Starcoder2", {"sliding_window": 4096}),
+}
+
+GGUF_MODELS: dict[str, tuple[str, dict[str, Any]]] = {f"gguf-{name}": model for name, model in _OWN.items()}
