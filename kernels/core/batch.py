@@ -25,7 +25,7 @@ class StateSegments:
     ``targets`` int64 [n]: pages of the states before and after them. The state before a row's first token is zero: its
     source is the null page. ``targets`` None: no state is written, as the tokens are drafts. ``fresh``: whether there
     may be rows that begin. ``lengths`` int64 [n]: tokens of each row; what follows is padding, which repeats the last
-    one. None: all rows have ``count``.
+    one. None: all rows have ``count``. ``few``: of draft tokens, which kernels may run one after the other.
     """
 
     tokens: Tensor
@@ -33,13 +33,14 @@ class StateSegments:
     targets: Tensor | None
     fresh: bool = False
     lengths: Tensor | None = None
+    few: bool = False
 
     def part(self, begin: int, end: int) -> StateSegments:
         """Rows ``begin .. end - 1``."""
         rows = slice(begin, end)
         targets = None if self.targets is None else self.targets[rows]
         lengths = None if self.lengths is None else self.lengths[rows]
-        return StateSegments(self.tokens[rows], self.sources[rows], targets, self.fresh, lengths)
+        return StateSegments(self.tokens[rows], self.sources[rows], targets, self.fresh, lengths, self.few)
 
     def take(self, x: Tensor) -> Tensor:
         """What ``x`` [tokens, ...] has of these tokens, [n, count, ...]."""

@@ -63,9 +63,12 @@ def plan_segments(
     page_tokens: int,
     put: Put,
     offsets: npt.NDArray[np.int64] | None = None,
+    *,
+    few: bool = False,
 ) -> tuple[StateSegments, ...]:
     """The segments of a step, in the order in which they run. Arguments as in ``BoundedRows``; ``offsets`` int64
-    [rows]: the place of each row's first token, if the rows do not follow one another."""
+    [rows]: the place of each row's first token, if the rows do not follow one another. ``few``: as in
+    ``StateSegments``; such rows run in one call, whatever their lengths."""
     rows = np.arange(len(starts))
     if offsets is None:
         offsets = np.cumsum(counts) - counts
@@ -73,7 +76,7 @@ def plan_segments(
     left, at = counts, starts  # of each row: tokens to run, the position of the next
     while len(rows):
         here = np.minimum(left, page_tokens - at % page_tokens)
-        for chosen in _calls(here):
+        for chosen in [np.arange(len(here))] if few else _calls(here):
             some, begin, lengths = rows[chosen], at[chosen], here[chosen]
             first = offsets[some] + begin - starts[some]
             last = lengths[:, None] - 1
@@ -85,7 +88,8 @@ def plan_segments(
                     put(np.where(fresh, 0, before)),
                     put(pages[some, begin // page_tokens].astype(np.int64)),
                     bool(fresh.any()),
-                    put(lengths) if lengths.min() < lengths.max() else None,
+                    put(lengths) if lengths.min() < lengths.max() or (few and lengths.max() > 1) else None,
+                    few,
                 )
             )
         more = left > here
@@ -127,17 +131,13 @@ def verify_segments(
     put: Put,
     first: int,
 ) -> tuple[StateSegments, ...]:
-    """The segments of rows that verify draft tokens: whole rows, as no state is written. ``first``: the place of their
+    """The segment of rows that verify draft tokens: whole rows, as no state is written. ``first``: the place of their
     first token; other arguments as in ``plan_segments``."""
-    offsets, result = first + np.cumsum(counts) - counts, []
-    for length in np.unique(counts).tolist():
-        rows = np.flatnonzero(counts == length)
-        begin = starts[rows]
-        before = pages[rows, np.maximum(begin - 1, 0) // page_tokens].astype(np.int64)
-        fresh = begin == 0
-        tokens, sources = offsets[rows][:, None] + np.arange(length), np.where(fresh, 0, before)
-        result.append(StateSegments(put(tokens), put(sources), None, bool(fresh.any())))
-    return tuple(result)
+    offsets, rows = first + np.cumsum(counts) - counts, np.arange(len(starts))
+    before = pages[rows, np.maximum(starts - 1, 0) // page_tokens].astype(np.int64)
+    fresh = starts == 0
+    tokens = offsets[:, None] + np.minimum(np.arange(int(counts.max())), counts[:, None] - 1)
+    return (StateSegments(put(tokens), put(np.where(fresh, 0, before)), None, bool(fresh.any()), put(counts), True),)
 
 
 def run_accepted(rows: BoundedRows, accepted: npt.NDArray[np.int64], put: Put) -> None:
@@ -151,7 +151,8 @@ def run_accepted(rows: BoundedRows, accepted: npt.NDArray[np.int64], put: Put) -
     part = verifying.rows
     starts, counts, pages = rows.starts[part], rows.counts[part], rows.pages[part]
     offsets, alive = np.cumsum(counts) - counts, np.flatnonzero(accepted)
-    segments = plan_segments(starts[alive], accepted[alive], pages[alive], rows.page_tokens, put, offsets[alive])
+    given = starts[alive], accepted[alive], pages[alive], rows.page_tokens, put, offsets[alive]
+    segments = plan_segments(*given, few=True)
     for run, inputs in verifying.runs:
         run(inputs, segments)
     verifying.runs.clear()
