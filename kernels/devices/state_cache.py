@@ -27,6 +27,7 @@ __all__ = [
     "advance_states",
     "captured_segments",
     "make_states",
+    "pages_before",
     "plan_segments",
     "run_accepted",
     "states_before",
@@ -133,24 +134,33 @@ def verify_segments(
 ) -> tuple[StateSegments, ...]:
     """The segment of rows that verify draft tokens: whole rows, as no state is written. ``first``: the place of their
     first token; other arguments as in ``plan_segments``."""
-    offsets, rows = first + np.cumsum(counts) - counts, np.arange(len(starts))
-    before = pages[rows, np.maximum(starts - 1, 0) // page_tokens].astype(np.int64)
-    fresh = starts == 0
+    offsets, fresh = first + np.cumsum(counts) - counts, bool((starts == 0).any())
     tokens = offsets[:, None] + np.minimum(np.arange(int(counts.max())), counts[:, None] - 1)
-    return (StateSegments(put(tokens), put(np.where(fresh, 0, before)), None, bool(fresh.any()), put(counts), True),)
+    sources = put(pages_before(starts, pages, page_tokens))
+    return (StateSegments(put(tokens), sources, None, fresh, put(counts), few=True),)
+
+
+def pages_before(
+    starts: npt.NDArray[np.int64], pages: npt.NDArray[np.int32], page_tokens: int
+) -> npt.NDArray[np.int64]:
+    """The pages of the states before rows that begin at ``starts`` int64 [rows], int64 [rows]; the null page of a row
+    without one. ``pages`` as in ``BoundedRows``."""
+    before = pages[np.arange(len(starts)), np.maximum(starts - 1, 0) // page_tokens].astype(np.int64)
+    return np.where(starts == 0, 0, before)
 
 
 def run_accepted(rows: BoundedRows, accepted: npt.NDArray[np.int64], put: Put) -> None:
-    """Bring the states of the rows that verified behind their accepted tokens. ``accepted`` int64 [verifying rows]: how
-    many of a row's tokens count; 0: the row has ended, and its states are left as they are."""
+    """Bring the states of the rows that verified behind their accepted tokens. ``accepted`` int64 [rows]: how many of a
+    row's tokens count; 0: the row has ended, and its states are left as they are."""
     verifying = rows.verifying
     if verifying is None:
         return
     if not verifying.runs:
         raise RuntimeError("layers with states ran draft tokens past BoundedRows.run: their states would be lost")
     part = verifying.rows
-    starts, counts, pages = rows.starts[part], rows.counts[part], rows.pages[part]
-    offsets, alive = np.cumsum(counts) - counts, np.flatnonzero(accepted)
+    starts, counts, pages, accepted = rows.starts[part], rows.counts[part], rows.pages[part], accepted[part]
+    offsets = np.arange(len(counts)) * verifying.stride if verifying.stride else np.cumsum(counts) - counts
+    alive = np.flatnonzero(accepted)
     given = starts[alive], accepted[alive], pages[alive], rows.page_tokens, put, offsets[alive]
     segments = plan_segments(*given, few=True)
     for run, inputs in verifying.runs:

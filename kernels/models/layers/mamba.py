@@ -195,7 +195,7 @@ class Mamba:
         steps = F.softplus(steps.float() + self.offsets).clamp(*mamba.steps)
 
         def run(parts: tuple[Tensor, ...], segments: tuple[StateSegments, ...]) -> Tensor:
-            inputs = SpaceInputs(*parts, self.rates, self.skips)
+            inputs = SpaceInputs(parts[0], parts[1], self.rates, self.skips)
             out = x.new_empty(len(inputs.mixed), mamba.inner, dtype=torch.float32)
 
             def advance(segment: StateSegments, states: list[Tensor]) -> list[Tensor]:
