@@ -164,10 +164,8 @@ class DecodeGraphs:
         for group, index, sources, pages in zip(self._bounded, self._index, self._sources, self._pages, strict=True):
             own = batch.bounded[group.group.spec]
             if self._header == HEADER:
-                assert own.verifying is not None, "passes of drafts are run to verify"
                 sources[:count].copy_(self._put(pages_before(own.starts, own.pages, own.page_tokens)))
                 sources[count:size] = 0
-                own.verifying.use(self._verifying[size, group.group.spec], count)
                 continue
             if own.segments:
                 (decoded,) = own.segments
@@ -188,6 +186,9 @@ class DecodeGraphs:
             self._fill_bits(rows, size)
         replay, hidden = self._graphs[size]
         replay()
+        for spec, own in batch.bounded.items():
+            if own.verifying is not None:
+                own.verifying.use(self._verifying[size, spec], count)
         return hidden[:whole] if places is None else hidden.index_select(0, places)
 
     def verify(
