@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from kernels.contract.caches import keep_all
 from kernels.contract.errors import ConfigError
+from kernels.weights.wrapped import WRAPPER
 
 if TYPE_CHECKING:
     from kernels.contract.caches import CacheGroup
@@ -30,6 +31,7 @@ __all__ = [
     "BUILT_IN",
     "GROUP",
     "HEADS",
+    "LANGUAGE_MODELS",
     "Entry",
     "Family",
     "Support",
@@ -43,6 +45,7 @@ __all__ = [
     "find_encoder",
     "find_gguf",
     "is_decoder",
+    "language_architecture",
     "tensors",
 ]
 
@@ -174,9 +177,7 @@ BUILT_IN = (
     Entry("Qwen3MoeForCausalLM", "kernels.models.qwen3_moe", gguf="qwen3moe", gguf_experts=True),
     Entry("Qwen3NextForCausalLM", "kernels.models.qwen3_next"),
     Entry("Qwen3_5ForCausalLM", "kernels.models.qwen3_5"),
-    Entry("Qwen3_5ForConditionalGeneration", "kernels.models.qwen3_5"),
     Entry("Qwen3_5MoeForCausalLM", "kernels.models.qwen3_5"),
-    Entry("Qwen3_5MoeForConditionalGeneration", "kernels.models.qwen3_5"),
     *_encoders("Roberta", "kernels.models.bert", padded_positions=True),
     Entry("SeedOssForCausalLM", "kernels.models.seed_oss", gguf="seed_oss"),
     Entry("SmolLM3ForCausalLM", "kernels.models.smollm3", gguf="smollm3"),
@@ -186,6 +187,36 @@ BUILT_IN = (
     Entry("XverseForCausalLM", "kernels.models.xverse", gguf="xverse"),
 )
 _BY_ARCHITECTURE = {entry.architecture: entry for entry in BUILT_IN}
+
+LANGUAGE_MODELS: Mapping[str, str] = {
+    "cohere2": "Cohere2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "glm4v_moe_text": "Glm4MoeForCausalLM",
+    "glm4v_text": "Glm4ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_5_vl": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen2_vl": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+"""The family of the language model in a checkpoint that also reads images, by ``text_config.model_type``."""
 
 BIDIRECTIONAL = ("Gemma3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Decoders that also embed with attention in both directions (``kernels.models.bidirectional``)."""
@@ -218,6 +249,14 @@ def find(architectures: Iterable[object]) -> tuple[str, Family]:
             f"supported are {', '.join(sorted(known))}"
         )
     return entry.architecture, _load(entry)
+
+
+def language_architecture(raw: Mapping[str, Any]) -> str | None:
+    """The architecture of the language model in a checkpoint that also reads images; None for other checkpoints, and
+    for one whose language model has no family."""
+    if not str(raw.get(WRAPPER, "")).endswith("ForConditionalGeneration"):
+        return None
+    return LANGUAGE_MODELS.get(str(raw.get("model_type")))
 
 
 def _first(names: Iterable[object], known: Mapping[str, Entry]) -> Entry | None:
