@@ -97,7 +97,7 @@ class CudaConvolution(Convolution):
         self, mixed: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, segment: StateSegments, out: Tensor
     ) -> bool:
         """As ``Convolution.step``."""
-        if segment.tokens.shape[1] > 1 or len(weight) < 2:
+        if segment.tokens.shape[1] > 1 or segment.targets is None or len(weight) < 2:
             return False
         results = convolve_token(mixed, weight, states, segment, bias, activate=False)
         out.index_copy_(0, segment.tokens[:, 0], results.to(out.dtype))

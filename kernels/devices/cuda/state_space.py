@@ -101,7 +101,8 @@ class CudaStateSpace(StateSpace):
         out: Tensor,
     ) -> bool:
         """As ``StateSpace.step``."""
-        if segment.tokens.shape[1] > 1 or len(weight) < 2 or cache[1].shape[3] > _LARGEST_STATE:
+        several = segment.tokens.shape[1] > 1 or segment.targets is None
+        if several or len(weight) < 2 or cache[1].shape[3] > _LARGEST_STATE:
             return False
         convolved = convolve_token(inputs.mixed, weight, cache[0], segment, bias)
         space_token(convolved, inputs, cache[1], segment, out)

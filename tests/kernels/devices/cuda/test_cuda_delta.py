@@ -65,6 +65,8 @@ def test_a_convolution_alone_is_torchs(device: torch.device) -> None:
     assert (out[[1, 3]] == 7.0).all()
     chunk = StateSegments(rows.tokens.view(1, 3), rows.sources[:1], rows.targets[:1])
     assert not CudaConvolution().step(mixed, convolution.weight, bias, states, chunk, out)
+    drafts = StateSegments(rows.tokens, rows.sources, None)
+    assert not CudaConvolution().step(mixed, convolution.weight, bias, states, drafts, out)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -120,9 +122,9 @@ def test_gates_of_heads_are_torchs(dtype: torch.dtype, device: torch.device) -> 
     ).to(dtype)
     b, a = wide[:, 1:4], wide[:, 12:15]
     factor, offset = -torch.rand(3, device=device), torch.randn(3, device=device)
-    found = CudaDeltaRule().head_gates(b, a, factor, offset)
-    for mine, expected in zip(found, DeltaRule().head_gates(b, a, factor, offset), strict=True):
-        torch.testing.assert_close(mine, expected, atol=0, rtol=2e-6)
+    mine, expected = (rule.head_gates(b, a, factor, offset) for rule in (CudaDeltaRule(), DeltaRule()))
+    for part, plain in zip(mine, expected, strict=True):
+        torch.testing.assert_close(part, plain, atol=0, rtol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
