@@ -8,7 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.core.batch import StateSegments
+from kernels.core.operators import Norm
 from kernels.devices.cuda.convolution import convolve_tokens, fits
+from kernels.devices.cuda.elementwise.norms import CudaNorm
 from kernels.devices.delta_rule import DeltaInputs, DeltaRule
 from kernels.devices.state_cache import StateCache
 
@@ -81,6 +83,53 @@ def _step(
         tl.store(states + tl.load(targets + row) * size + place, state, mask=both)
 
 
+@triton.jit
+def _head_gates(b, a, factor, offset, betas, decays, b_stride, a_stride, heads: tl.constexpr, block: tl.constexpr):
+    """Program (row): all of its heads."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, block)
+    inside = head < heads
+    beta = tl.sigmoid(tl.load(b + row * b_stride + head, mask=inside, other=0.0).to(tl.float32))
+    x = tl.load(a + row * a_stride + head, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(offset + head, mask=inside, other=0.0)
+    grown = tl.exp(tl.minimum(x, 20.0))
+    total = 1.0 + grown  # log(1 + grown) would lose what is small beside 1
+    soft = tl.where(total == 1.0, grown, tl.log(total) * grown / tl.where(total == 1.0, 1.0, total - 1.0))
+    soft = tl.where(x > 20.0, x, soft)
+    tl.store(betas + row * heads + head, beta, mask=inside)
+    tl.store(decays + row * heads + head, soft * tl.load(factor + head, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
+def _gated_norm(
+    x,
+    weight,
+    gates,
+    out,
+    eps,
+    gates_stride,
+    heads: tl.constexpr,
+    dim: tl.constexpr,
+    block: tl.constexpr,
+    sigmoid: tl.constexpr,
+):
+    """Program (row, head)."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    at = tl.arange(0, block)
+    inside = at < dim
+    place = (row * heads + head) * dim + at
+    value = tl.load(x + place, mask=inside, other=0.0)
+    wide = value.to(tl.float32)
+    gamma = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide) / dim + eps) * gamma).to(value.dtype).to(tl.float32)
+    gate = tl.load(gates + row * gates_stride + head * dim + at, mask=inside, other=0.0).to(tl.float32)
+    by = tl.sigmoid(gate)
+    if not sigmoid:
+        by = by * gate
+    tl.store(out + place, (normed * by).to(value.dtype), mask=inside)
+
+
 def delta_tokens(
     convolved: Tensor, inputs: DeltaInputs, states: Tensor, segment: StateSegments, out: Tensor, share: int
 ) -> None:
@@ -127,3 +176,46 @@ class CudaDeltaRule(DeltaRule):
         convolved = convolve_tokens(inputs.mixed, weight, cache[0], segment)
         delta_tokens(convolved, inputs, cache[1], segment, out, share)
         return True
+
+    def head_gates(self, b: Tensor, a: Tensor, factor: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``DeltaRule.head_gates``."""
+        rows, heads = b.shape
+        if not rows:
+            return super().head_gates(b, a, factor, offset)
+        betas, decays = factor.new_empty(rows, heads), factor.new_empty(rows, heads, 1)
+        _head_gates[(rows,)](
+            b,
+            a,
+            factor,
+            offset,
+            betas,
+            decays,
+            b.stride(0),
+            a.stride(0),
+            heads,
+            triton.next_power_of_2(heads),
+            num_warps=1,
+        )
+        return betas, decays
+
+    def gated_norm(self, norm: Norm, out: Tensor, gates: Tensor, sigmoid: bool) -> Tensor:
+        """As ``DeltaRule.gated_norm``."""
+        rows, heads, dim = out.shape
+        if not rows or not isinstance(norm, CudaNorm) or norm.weight.ndim > 1:
+            return super().gated_norm(norm, out, gates, sigmoid)
+        result = out.new_empty(rows, heads * dim)
+        block = triton.next_power_of_2(dim)
+        _gated_norm[(rows, heads)](
+            out,
+            norm.weight,
+            gates,
+            result,
+            norm.eps,
+            gates.stride(0),
+            heads,
+            dim,
+            block,
+            sigmoid,
+            num_warps=max(1, min(4, block // 128)),
+        )
+        return result

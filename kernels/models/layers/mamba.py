@@ -195,17 +195,18 @@ class Mamba:
         steps = F.softplus(steps.float() + self.offsets).clamp(*mamba.steps)
 
         def run(parts: tuple[Tensor, ...], segments: tuple[StateSegments, ...]) -> Tensor:
-            inputs = SpaceInputs(parts[0], parts[1], self.rates, self.skips)
-            out = x.new_empty(len(inputs.mixed), mamba.inner, dtype=torch.float32)
+            mixed, steps = parts
+            inputs = SpaceInputs(mixed, steps, self.rates, self.skips)
+            out = mixed.new_empty(len(mixed), mamba.inner, dtype=torch.float32)
 
             def advance(segment: StateSegments, states: list[Tensor]) -> list[Tensor]:
-                some, before = self.convolution(segment.take(inputs.mixed), states[0], segment.lengths)
+                some, before = self.convolution(segment.take(mixed), states[0], segment.lengths)
                 inner, b, c = some.split((mamba.inner, mamba.shared, mamba.shared), 2)
                 space = SpaceTokens(
                     inner.unflatten(2, (mamba.heads, -1)),
                     b.unflatten(2, (mamba.groups, -1)),
                     c.unflatten(2, (mamba.groups, -1)),
-                    segment.without_padding(segment.take(inputs.steps)),
+                    segment.without_padding(segment.take(steps)),
                     self.rates,
                     self.skips,
                 )

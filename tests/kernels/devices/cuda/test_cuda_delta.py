@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels.core.batch import StateSegments
 from kernels.devices.cuda.convolution import CudaConvolution, convolve_tokens
 from kernels.devices.cuda.delta_rule import CudaDeltaRule, delta_tokens
+from kernels.devices.cuda.elementwise.norms import CudaNorm
 from kernels.devices.delta_rule import DeltaInputs, DeltaRule, DeltaTokens, delta_step
 from kernels.devices.state_cache import states_before
 from kernels.models.layers.delta_net import DeltaConfig, run_segments
@@ -136,6 +137,33 @@ def test_chunks_and_large_keys_are_left_to_torch(device: torch.device) -> None:
     states = [torch.zeros(PAGES, 3, 6, device=device), torch.zeros(PAGES, 1, 300, 4, device=device)]
     assert not CudaDeltaRule().step(inputs, weight, [states[0], states[1][:, :, :8]], chunk, nothing, 1)
     assert not CudaDeltaRule().step(inputs, weight, states, rows, nothing, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_of_heads_are_torchs(dtype: torch.dtype, device: torch.device) -> None:
+    """From where a softplus vanishes to where it is its input; betas and decays stand in wider rows."""
+    wide = (
+        torch.randn(6, 20, device=device) * torch.tensor([[1e-3], [1.0], [5.0], [20.0], [40.0], [80.0]], device=device)
+    ).to(dtype)
+    b, a = wide[:, 1:4], wide[:, 12:15]
+    factor, offset = -torch.rand(3, device=device), torch.randn(3, device=device)
+    mine, expected = (rule.head_gates(b, a, factor, offset) for rule in (CudaDeltaRule(), DeltaRule()))
+    for part, plain in zip(mine, expected, strict=True):
+        torch.testing.assert_close(part, plain, atol=0, rtol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sigmoid", [False, True], ids=["silu", "sigmoid"])
+@pytest.mark.parametrize("dim", [10, 128])
+def test_norms_and_gates_in_a_kernel_are_those_apart(
+    dim: int, sigmoid: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(dim)
+    out, wide = torch.randn(5, 3, dim, device=device).to(dtype), torch.randn(5, 3 * dim + 7, device=device).to(dtype)
+    norm, gates = CudaNorm(torch.rand(dim, device=device).to(dtype), 1e-6), wide[:, 7:]
+    mine = CudaDeltaRule().gated_norm(norm, out, gates, sigmoid)
+    expected = DeltaRule().gated_norm(norm, out, gates, sigmoid)
+    torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 8e-3)
 
 
 @on_a_gpu

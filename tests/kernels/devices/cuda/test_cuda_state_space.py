@@ -48,7 +48,7 @@ def test_a_token_in_kernels_and_its_states_are_torchs(
     before, states = states_before(cache, rows)
     mixed, before = convolution(inputs.mixed[tokens], before)
     x, b, c = mixed.split((inner, shared, shared), 2)
-    given = SpaceTokens(
+    taken = SpaceTokens(
         x.unflatten(2, (heads, dim)),
         b.unflatten(2, (groups, state)),
         c.unflatten(2, (groups, state)),
@@ -56,14 +56,14 @@ def test_a_token_in_kernels_and_its_states_are_torchs(
         inputs.rates,
         inputs.skips,
     )
-    expected, states = space_step(given, states)
-    kept, out = [each.clone() for each in cache], torch.full((5, inner), 7.0, device=device)
-    for each, after in zip(kept, (before, states), strict=True):
+    expected, states = space_step(taken, states)
+    wanted, out = [each.clone() for each in cache], torch.full((5, inner), 7.0, device=device)
+    for each, after in zip(wanted, (before, states), strict=True):
         each[targets] = after
     assert CudaStateSpace().step(inputs, convolution.weight, bias, cache, rows, out)
     torch.testing.assert_close(out[at], expected.reshape(3, inner), atol=1e-4, rtol=1e-4)
-    for found, each in zip(cache, kept, strict=True):
-        torch.testing.assert_close(found, each, atol=1e-4, rtol=1e-4, equal_nan=True)
+    for mine, each in zip(cache, wanted, strict=True):
+        torch.testing.assert_close(mine, each, atol=1e-4, rtol=1e-4, equal_nan=True)
     assert (out[[1, 3]] == 7.0).all()
 
 
