@@ -366,7 +366,9 @@ class Intake:
             route = self._router.choose(packed, request.salt)  # another may have less to do by now
         self._wanted(buffer)
         request.route = route
-        specs = self._write_down(request, route, packed, ids, max_tokens, tuple(bad_words), prediction)
+        specs = self._write_down(
+            request, route, packed, ids, max_tokens, bad_words=tuple(bad_words), prediction=prediction
+        )
         await route.scheduler.tell(Submit(sequences=specs))
         return ids
 
@@ -464,6 +466,7 @@ class Intake:
         packed: bytes,
         ids: list[int],
         max_tokens: int,
+        *,
         bad_words: tuple[tuple[int, ...], ...],
         prediction: bytes,
     ) -> tuple[SequenceSpec, ...]:
