@@ -17,7 +17,7 @@ XEON = Machine("Xeon", "amx", 2)
 RECORDED = {
     "chaos", "clients", "cpu", "crowd", "device", "embeddings", "engine", "grammar", "hop", "latent", "neighbours",
     "npu_host", "observability", "online", "peers", "planner", "products", "quantization", "recording", "sampling",
-    "serving", "soak", "speculative", "understudy",
+    "scale", "serving", "soak", "speculative", "understudy",
 }  # fmt: skip
 
 
