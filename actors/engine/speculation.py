@@ -130,9 +130,14 @@ def _layout(draft: Mapping[str, Any]) -> Literal["EAGLE3", "MTP", "DFLASH"] | No
 
 
 def _heads(config: Mapping[str, Any]) -> int:
-    """Multi-token heads in a checkpoint."""
-    value = config.get("num_nextn_predict_layers")
-    return value if isinstance(value, int) and value > 0 else 0
+    """Multi-token heads in a checkpoint. Qwen3-Next's config.json does not name its head."""
+    text = config.get("text_config")
+    inner = text if isinstance(text, dict) else config
+    for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+        value = config.get(name, inner.get(name))
+        if isinstance(value, int):
+            return max(value, 0)
+    return int(config.get("model_type") == "qwen3_next")
 
 
 def _tree(a: Arguments, algorithm: str, files: ModelFiles, draft: Mapping[str, Any]) -> tuple[int, int, int]:

@@ -48,6 +48,8 @@ class SpeculativeArguments(GrammarArguments, frozen=True, kw_only=True):
                 "draft_model": "STANDALONE",
                 "deepseek_mtp": "MTP",
                 "mimo_mtp": "MTP",
+                "qwen3_next_mtp": "MTP",
+                "qwen3_5_mtp": "MTP",
             },
             unbuilt_choices=dict.fromkeys(("medusa", "mlp_speculator", "suffix", "lookahead"), _NOT_HERE),
             help="Draft several tokens ahead and let the model verify them in one pass. The output stays the same. "

@@ -17,7 +17,7 @@ class BoundedReservations:
 
     def __init__(self, groups: tuple[GroupPages, ...], page_size: int, step_tokens: int) -> None:
         self._page_size = page_size
-        self._page_tokens = [group.page_tokens for group in groups]
+        self._groups = groups
         self._max_pages = [group.sequence_pages(page_size) for group in groups]
         self._free = [group.num_pages - 1 - group.step_pages(step_tokens) for group in groups]
 
@@ -34,8 +34,7 @@ class BoundedReservations:
         self._free = [free + need for need, free in zip(self._needs(sequence), self._free, strict=True)]
 
     def _needs(self, sequence: Sequence) -> list[int]:
-        longest = sequence.target + 2 + self._page_size
         return [
-            min(max_pages, -(-longest // size))
-            for max_pages, size in zip(self._max_pages, self._page_tokens, strict=True)
+            min(max_pages, group.columns(sequence.target, self._page_size))
+            for max_pages, group in zip(self._max_pages, self._groups, strict=True)
         ]

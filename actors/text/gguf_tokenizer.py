@@ -35,23 +35,65 @@ _TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-_PATTERNS: Mapping[str, str | None] = {
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "pixtral": _LLAMA3,
-    "dbrx": _LLAMA3,  # Phi-4's too
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "tekken": _TEKKEN,
-    "gpt-2": None,
-    "smollm": None,
-}
-"""Patterns by ``tokenizer.ggml.pre``; None: that of GPT-2, which is built into the library."""
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 
-_STARTING = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-"""Vocabularies whose texts start with the BOS token and whose whole words need no merges."""
+
+def _cased(upper: str, lower: str, digits: str, ends: str) -> str:
+    """Words that end where a capital follows a small letter, with an English ending."""
+    head = r"[^\r\n\p{L}\p{N}]?"
+    words = rf"{head}[{upper}]*[{lower}]+{_SUFFIX}|{head}[{upper}]+[{lower}]*{_SUFFIX}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{ends}|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+_GPT4O = _cased(_UPPER, _LOWER, r"\p{N}{1,3}", r"[\r\n/]*")
+_NO_HAN = r"&&[^\p{Han}]"
+_KIMI = r"[\p{Han}]+|" + _cased(_UPPER + _NO_HAN, _LOWER + _NO_HAN, r"\p{N}{1,3}", r"[\r\n]*")
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_SEED = _WORDS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_EXAONE_MOE = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+
+_PATTERNS: Mapping[str, str | tuple[str, ...] | None] = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3),  # dbrx: Phi-4's too
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "grok-2", "solar-open"), _QWEN2),
+    "qwen35": _QWEN35,
+    "tekken": _TEKKEN,
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _GPT4O),
+    "kimi-k2": _KIMI,
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2"), _LING),
+    "seed-coder": _SEED,
+    "exaone-moe": _EXAONE_MOE,
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "exaone4"), None),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone"), None),
+}
+"""Patterns by ``tokenizer.ggml.pre``, of several each for the pieces of the one before; None: that of GPT-2, which is
+built into the library."""
+
+_DIGITS = ("smollm", "starcoder", "refact", "command-r", "exaone")
+"""Vocabularies whose texts are first split at every digit."""
+
+_NORMALIZED = ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "qwen35", "olmo")
+"""Vocabularies whose texts are normalized to composed characters (NFC)."""
+
+_STARTING = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken")
+"""Vocabularies whose texts start with the BOS token."""
+
+_WHOLE = (*_STARTING, "glm4")
+"""Vocabularies whose whole words need no merges."""
 
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -120,22 +162,21 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokeniz
             f"{', '.join(_PATTERNS)}: {_REMEDY}"
         )
     merges = [tuple(merge.split(" ", 1)) for merge in _list(metadata, "merges", str)]
-    starting = pre in _STARTING
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    model = BPE(vocab=vocabulary, merges=merges, fuse_unk=False, byte_fallback=False, ignore_merges=starting)
+    model = BPE(vocab=vocabulary, merges=merges, fuse_unk=False, byte_fallback=False, ignore_merges=pre in _WHOLE)
     tokenizer = Tokenizer(model)
     pattern = _PATTERNS[pre]
     steps: list[Any] = []
-    if pre == "smollm":
+    if pre in _DIGITS:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
+    for one in (pattern,) if isinstance(pattern, str) else pattern or ():
+        steps.append(pre_tokenizers.Split(Regex(one), behavior="isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    if pattern == _QWEN2:
+    if pre in _NORMALIZED:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, starting
+    return tokenizer, pre in _STARTING
 
 
 def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:

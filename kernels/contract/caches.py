@@ -35,6 +35,7 @@ __all__ = [
     "Paged",
     "State",
     "Window",
+    "has_states",
     "is_plain",
     "keep_all",
 ]
@@ -145,17 +146,24 @@ def is_plain(groups: Sequence[CacheGroup]) -> bool:
     return all(isinstance(group.spec, Paged) for group in groups)
 
 
+def has_states(groups: Sequence[CacheGroup]) -> bool:
+    """Whether some layers keep states."""
+    return any(isinstance(group.spec, State) for group in groups)
+
+
 class GroupPages(msgspec.Struct, frozen=True):
     """The pages that a group has on a device. Usable ids are ``1 .. num_pages - 1``; page 0 is the null page.
 
     ``page_tokens``: tokens that a page stands for; of a state, from one snapshot to the next: a multiple of the main
-    table's. ``page_bytes``: of one page over the group's layers.
+    table's. ``page_bytes``: of one page over the group's layers. ``draft_tokens``: most that a step verifies of a
+    sequence.
     """
 
     group: CacheGroup
     num_pages: int
     page_tokens: int
     page_bytes: int = 0
+    draft_tokens: int = 0
 
     @property
     def bounded(self) -> bool:
@@ -173,10 +181,16 @@ class GroupPages(msgspec.Struct, frozen=True):
     def sequence_pages(self, page_size: int) -> int:
         """Most pages that a sequence holds between steps, its chunks of prompt left out.
 
-        ``page_size``: tokens of a main page. A sequence may have two tokens in flight and a page that is not committed
-        yet, and its capacity is rounded up to a page. Both ends of what it holds may lie inside of a page.
+        ``page_size``: tokens of a main page. A sequence may have two tokens in flight, each with draft tokens, and a
+        page that is not committed yet, and its capacity is rounded up to a page. Both ends of what it holds may lie
+        inside of a page.
         """
-        return -(-(self.lookback + 2 * page_size) // self.page_tokens) + 2
+        return -(-(self.lookback + 2 * (page_size + self.draft_tokens)) // self.page_tokens) + 2
+
+    def columns(self, tokens: int, page_size: int) -> int:
+        """Columns of a page table for sequences that end after so many ``tokens``, with what steps in flight may take
+        beyond."""
+        return -(-(tokens + 2 + 2 * self.draft_tokens + page_size) // self.page_tokens)
 
     def step_pages(self, step_tokens: int) -> int:
         """Pages that the prompt chunks of two steps in flight take, together."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.core.arrays import Bools, Longs
 from kernels.core.attention_rows import DecodeTokens, PromptTokens, StepTokens, TokenTable
-from kernels.core.batch import ForwardBatch
+from kernels.core.batch import BoundedRows, ForwardBatch
 from kernels.core.operators import Acceptance, Draws, Masks
 from kernels.core.tree import DraftTree
 
@@ -80,7 +80,8 @@ class PassResult(NamedTuple):
     """Results of a pass that verifies: the ``result``, and the slots of its keys and values int64 [tokens]. If they
     were captured, also the results of its ``head``, or what was ``accepted`` and ``accept_size``, the number of rows by
     which ``CapturedPasses.accept_outputs`` has the buffers of that pass. All are overwritten by the next call.
-    ``experts`` int32 [tokens, layers, chosen]: those that each token took, if they were recorded."""
+    ``experts`` int32 [tokens, layers, chosen]: those that each token took, if they were recorded. ``states``: the rows
+    of states with draft tokens (``ForwardBatch.verifying``)."""
 
     result: Tensor
     index: Tensor  # type: ignore[assignment]  # in place of tuple.index
@@ -88,6 +89,7 @@ class PassResult(NamedTuple):
     accepted: Acceptance | None = None
     accept_size: int = 0
     experts: Tensor | None = None
+    states: tuple[BoundedRows, ...] = ()
 
 
 class VerifyCall(Protocol):
@@ -137,12 +139,14 @@ class CapturedStepResult:
 
     ``argmax`` int32 [rows]: each row's next token, or -1 if its logits are not finite. For rows that grow it, or 0, is
     in the table of tokens. ``arrives``: waits for a copy of ``argmax`` that the step itself brings to the host.
+    ``drawn``: whether the tokens are drawn as ``StepTokens.draws`` says.
     """
 
     hidden: Tensor
     logits: Tensor
     argmax: Tensor
     arrives: Callable[[], list[Tensor]] | None = None
+    drawn: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,12 +154,14 @@ class CapturedSteps:
     """Captured whole steps of decodes. ``rows``: the numbers of rows that they were captured for.
 
     ``run``: None if no captured step fits. Its results are overwritten by the next call. ``prompts``: the same for
-    steps with chunks of prompts whose tokens are not scored; None if there are none.
+    steps with chunks of prompts whose tokens are not scored; None if there are none. ``draws``: whether ``run`` draws
+    tokens.
     """
 
     rows: tuple[int, ...]
     run: Callable[[StepTokens], CapturedStepResult | None]
     prompts: Callable[[PromptTokens], CapturedStepResult | None] | None = None
+    draws: bool = False
 
 
 class DecodeCall(Protocol):

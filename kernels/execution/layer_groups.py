@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.contract.caches import CacheGroup, CacheSpec, GroupPages, Latent, Paged, State, Window
 from kernels.contract.errors import ConfigError
 from kernels.core.arrays import Ints, Longs
 from kernels.core.attention_rows import AttentionRows
-from kernels.core.batch import BoundedRows, ForwardBatch
+from kernels.core.batch import BoundedRows, ForwardBatch, VerifyingRows
 from kernels.devices.base import Device
 from kernels.devices.group_caches import make_group
 from kernels.devices.latent_cache import clear_latent
-from kernels.devices.state_cache import plan_segments
+from kernels.devices.state_cache import plan_segments, verify_segments
 from kernels.state.bounded_tables import BoundedTable
 from kernels.weights.quantization.cache import LayerScales
 
@@ -89,10 +90,11 @@ class LayerGroups:
         """The batch with the rows of every bounded group. ``rows`` belong to ``slots``; ``tables``: of these groups."""
         return self._with_pages(batch, rows, [table.rows(slots, rows.starts, rows.counts) for table in tables])
 
-    def place_null(self, batch: ForwardBatch, rows: AttentionRows) -> ForwardBatch:
-        """``place`` for rows without a request, whose bounded pages are the null page."""
+    def place_null(self, batch: ForwardBatch, rows: AttentionRows, verified: int = 0) -> ForwardBatch:
+        """``place`` for rows without a request, whose bounded pages are the null page. ``verified``: tokens that layers
+        with states record as if they were draft tokens."""
         lengths = rows.starts + rows.counts
-        return self._with_pages(
+        result = self._with_pages(
             batch,
             rows,
             [
@@ -100,6 +102,14 @@ class LayerGroups:
                 for group in self.bounded
             ],
         )
+        if not verified:
+            return result
+        recording = VerifyingRows(slice(0, 0), slice(0, verified))
+        bounded = {
+            spec: dataclasses.replace(each, verifying=recording) if isinstance(spec, State) else each
+            for spec, each in result.bounded.items()
+        }
+        return dataclasses.replace(result, bounded=bounded)
 
     def clear(self, pages: list[int]) -> None:
         """Zero these main pages."""
@@ -124,8 +134,7 @@ class LayerGroups:
     def _rows(self, group: GroupPages, rows: AttentionRows, pages: Ints) -> BoundedRows:
         size, spec = group.page_tokens, group.group.spec
         if not isinstance(spec, Window):
-            segments = plan_segments(rows.starts, rows.counts, pages, size, self._device.memory.put)
-            return BoundedRows(rows.starts, rows.counts, pages, size, segments=segments)
+            return _state_rows(rows, pages, size, self._device.memory.put)
         row = np.repeat(np.arange(len(rows.starts)), rows.counts)
         offsets = np.cumsum(rows.counts) - rows.counts
         positions = np.arange(len(row)) + np.repeat(rows.starts - offsets, rows.counts)
@@ -133,3 +142,21 @@ class LayerGroups:
         own = AttentionRows(rows.starts, rows.counts, pages, rows.decodes)
         plan = self._device.attention.plan_layers(own, spec.length)
         return BoundedRows(rows.starts, rows.counts, pages, size, self._device.memory.put(index), plan)
+
+
+def _state_rows(rows: AttentionRows, pages: Ints, page_tokens: int, put: Callable[[Longs], Tensor]) -> BoundedRows:
+    """The rows of a group of states."""
+    starts, counts = rows.starts, rows.counts
+    if not rows.verifies:
+        segments = plan_segments(starts, counts, pages, page_tokens, put)
+        return BoundedRows(starts, counts, pages, page_tokens, segments=segments)
+    part = slice(rows.decodes, rows.decodes + rows.verifies)
+    offsets = np.cumsum(counts) - counts
+    first = int(offsets[part.start])
+    tokens = slice(first, first + int(counts[part].sum()))
+    others = np.r_[: part.start, part.stop : len(counts)]
+    segments = (
+        *plan_segments(starts[others], counts[others], pages[others], page_tokens, put, offsets[others]),
+        *verify_segments(starts[part], counts[part], pages[part], page_tokens, put, first),
+    )
+    return BoundedRows(starts, counts, pages, page_tokens, segments=segments, verifying=VerifyingRows(part, tokens))

@@ -86,6 +86,6 @@ class WarmUp:
         plans = {window: device.attention.plan_layers(rows, window) for window in self._windows}
         batch = ForwardBatch(ids, positions, device.memory.put(places), plans, rows=rows)
         if self._groups is not None:
-            batch = self._groups.place_null(batch, rows)
+            batch = self._groups.place_null(batch, rows, sampled if sampled > len(counts) else 0)
         hidden = model.forward(batch, caches)
         return model.logits(model.split(hidden)[0][:sampled])

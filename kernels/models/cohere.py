@@ -17,7 +17,7 @@ from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, mlp, vocabulary
 from kernels.models.layers.block import Block, Norms, attention, gated_mlp
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
-from kernels.weights.tensors import Role, TensorSpec, by_outputs, norm
+from kernels.weights.tensors import GgufPlace, Role, TensorSpec, by_outputs, norm
 
 __all__ = ["build", "caches", "config", "tensors"]
 
@@ -48,7 +48,8 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
         if config.qk_norm:
             for name, count in (("q_norm", heads), ("k_norm", kv_heads)):
                 split = by_outputs((count, count))
-                yield TensorSpec(f"{layer}.self_attn.{name}.weight", (count, dim), Role.NORM, split)
+                place = GgufPlace(f"{gguf}.attn_{name}.weight")
+                yield TensorSpec(f"{layer}.self_attn.{name}.weight", (count, dim), Role.NORM, split, place)
         yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
     yield norm("model.norm", hidden, "output_norm")
 

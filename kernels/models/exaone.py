@@ -35,18 +35,19 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     by_head, by_key_head, by_inner = (by_outputs(part) for part in ((queries, heads), (keys, kv_heads), (inner, inner)))
     yield from vocabulary.tensors(config, "transformer.wte")
     for index in range(config.layers):
-        layer = f"transformer.h.{index}"
+        layer, gguf = f"transformer.h.{index}", f"blk.{index}"
         attention, feed_forward = f"{layer}.attn.attention", f"{layer}.mlp"
-        yield norm(f"{layer}.ln_1", hidden)
-        yield from linear(f"{attention}.q_proj", (queries, hidden), by_head)
-        yield from linear(f"{attention}.k_proj", (keys, hidden), by_key_head)
-        yield from linear(f"{attention}.v_proj", (keys, hidden), by_key_head)
-        yield from linear(f"{attention}.out_proj", (hidden, queries), by_inputs(queries, heads))
-        yield norm(f"{layer}.ln_2", hidden)
-        yield from linear(f"{feed_forward}.c_fc_0", (inner, hidden), by_inner)
-        yield from linear(f"{feed_forward}.c_fc_1", (inner, hidden), by_inner)
-        yield from linear(f"{feed_forward}.c_proj", (hidden, inner), by_inputs(inner, inner), role=Role.DOWN)
-    yield norm("transformer.ln_f", hidden)
+        yield norm(f"{layer}.ln_1", hidden, f"{gguf}.attn_norm")
+        yield from linear(f"{attention}.q_proj", (queries, hidden), by_head, f"{gguf}.attn_q")
+        yield from linear(f"{attention}.k_proj", (keys, hidden), by_key_head, f"{gguf}.attn_k")
+        yield from linear(f"{attention}.v_proj", (keys, hidden), by_key_head, f"{gguf}.attn_v")
+        yield from linear(f"{attention}.out_proj", (hidden, queries), by_inputs(queries, heads), f"{gguf}.attn_output")
+        yield norm(f"{layer}.ln_2", hidden, f"{gguf}.ffn_norm")
+        yield from linear(f"{feed_forward}.c_fc_0", (inner, hidden), by_inner, f"{gguf}.ffn_gate")
+        yield from linear(f"{feed_forward}.c_fc_1", (inner, hidden), by_inner, f"{gguf}.ffn_up")
+        down = f"{feed_forward}.c_proj"
+        yield from linear(down, (hidden, inner), by_inputs(inner, inner), f"{gguf}.ffn_down", role=Role.DOWN)
+    yield norm("transformer.ln_f", hidden, "output_norm")
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:

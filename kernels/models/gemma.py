@@ -28,15 +28,17 @@ def config(raw: ConfigReader) -> ModelConfig:
         raw = ConfigReader({**raw.raw, "hidden_act": "gelu_pytorch_tanh"}, raw.architecture)
     bias = raw.flag("attention_bias")
     plain = raw.decoder(qkv_bias=bias, output_bias=bias, activation="gelu_tanh", head_dim=256, tied=True)
-    return dataclasses.replace(plain, embedding_scale=plain.hidden_size**0.5, norm_offset=1.0)
+    return dataclasses.replace(
+        plain, embedding_scale=plain.hidden_size**0.5, norm_offset=0.0 if raw.flag("whole_norms") else 1.0
+    )
 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint."""
     yield from vocabulary.tensors(config)
     for index in range(config.layers):
-        yield from pre_norm.tensors(config, f"model.layers.{index}")
-    yield norm("model.norm", config.hidden_size)
+        yield from pre_norm.tensors(config, f"model.layers.{index}", f"blk.{index}")
+    yield norm("model.norm", config.hidden_size, "output_norm")
 
 
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:

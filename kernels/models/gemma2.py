@@ -41,7 +41,7 @@ def config(raw: ConfigReader) -> ModelConfig:
         attention_scale=raw.number("query_pre_attn_scalar", 256.0) ** -0.5,
         attention_softcap=given.number("attn_logit_softcapping", 0.0),
         logit_softcap=given.number("final_logit_softcapping", 0.0),
-        norm_offset=1.0,
+        norm_offset=0.0 if raw.flag("whole_norms") else 1.0,
     )
 
 
@@ -50,12 +50,12 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     hidden = config.hidden_size
     yield from vocabulary.tensors(config)
     for index in range(config.layers):
-        layer = f"model.layers.{index}"
-        yield from gqa.tensors(config, f"{layer}.self_attn", "")
-        yield from mlp.tensors(config, f"{layer}.mlp", "")
-        for name in _NORMS:
-            yield norm(f"{layer}.{name}", hidden)
-    yield norm("model.norm", hidden)
+        layer, gguf = f"model.layers.{index}", f"blk.{index}"
+        yield from gqa.tensors(config, f"{layer}.self_attn", f"{gguf}.attn")
+        yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
+        for name, place in _NORMS.items():
+            yield norm(f"{layer}.{name}", hidden, f"{gguf}.{place}")
+    yield norm("model.norm", hidden, "output_norm")
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
@@ -70,12 +70,13 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps, config.norm_offset))
 
 
-_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
+_NORMS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+"""The norms of a layer, and their names in GGUF files."""
 """Before and after attention, before and after the feed-forward layer."""
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from kernels.contract.errors import GgufError
 from kernels.contract.limits import MAX_EXPERTS, MAX_EXPERTS_OF_MODEL
+from kernels.models.gguf_families import FAMILIES, PERMUTED
+from kernels.models.gguf_metadata import Metadata
 from kernels.models.registry import BUILT_IN, Entry, find_gguf
 from kernels.weights.gguf.header import GgufHeader
 from kernels.weights.gguf.joined import cut
@@ -29,8 +31,8 @@ _SAMPLING = ("temp", "top_k", "top_p", "min_p")
 
 def describe(header: GgufHeader) -> dict[str, Any]:
     """The object of config.json. Raises GgufError, naming the key."""
-    meta = _Metadata(header)
-    name = meta.text("general.architecture")
+    meta = Metadata(header)
+    name = meta.name
     entry = find_gguf(name, bool(header.metadata.get(f"{name}.expert_count")))
     if entry is None:
         read = ", ".join(sorted({entry.gguf for entry in BUILT_IN if entry.gguf}))
@@ -43,19 +45,22 @@ def describe(header: GgufHeader) -> dict[str, Any]:
             f"{header.path} is one of several files of a model; join them with llama-gguf-split --merge and give the "
             "whole one"
         )
-    experts = _experts(header, meta, entry)
+    experts = FAMILIES[name](meta) if name in FAMILIES else _experts(header, meta, entry)
     latent = _latent(header, meta) if name == _DEEPSEEK else {}
     hidden = meta.size(f"{name}.embedding_length")
     heads = meta.size(f"{name}.attention.head_count")
-    dim = latent.get("qk_rope_head_dim") or meta.size(f"{name}.attention.key_length", hidden // heads)
+    dim = latent.get("qk_rope_head_dim") or meta.size(f"{name}.attention.key_length", _head_dim(header, hidden, heads))
     if not latent and meta.size(f"{name}.attention.value_length", dim) != dim:
         raise GgufError(f"{header.path}: heads of keys and of values of different sizes are not supported")
-    if meta.size(f"{name}.rope.dimension_count", dim) != dim:
-        raise GgufError(f"{header.path}: {name}.rope.dimension_count rotates part of a head, which is not supported")
+    rotated = meta.size(f"{name}.rope.dimension_count", dim)
+    if rotated > dim or (rotated < dim and name in PERMUTED):
+        raise meta.wrong(
+            ".rope.dimension_count", f"{'' if name in PERMUTED else 'at most '}the {dim} numbers of a head"
+        )
     embeddings = header.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.shape) != 2:
         raise GgufError(f"{header.path} has no matrix token_embd.weight: it is no whole model; download it again")
-    layers = meta.size(f"{name}.block_count")
+    layers = meta.block_count
     # Every layer has tensors: a number of them that the head could not hold is not counted up to.
     last = f"blk.{layers - 1}."
     if layers > len(header.tensors) or not any(tensor.startswith(last) for tensor in header.tensors):
@@ -68,11 +73,8 @@ def describe(header: GgufHeader) -> dict[str, Any]:
         raise meta.wrong(f"{name}.expert_count", f"at most {max_experts} in each of {layers} layers")
     tensors = cut(header.tensors)
     window = 0 if entry.gguf_window == "ignored" else meta.number(f"{name}.attention.sliding_window", 0)  # 0: none
-    if window and entry.gguf_window == "another":
-        raise GgufError(
-            f"{header.path} has sliding windows ({name}.attention.sliding_window): it is of a successor of "
-            f"{entry.architecture} that is not read from GGUF; give the directory of its safetensors files"
-        )
+    eps = "rms_" if f"{name}.attention.layer_norm_rms_epsilon" in header.metadata else ""
+    norm_eps = meta.number(f"{name}.attention.layer_norm_{eps}epsilon", 1e-5)
     return {
         "architectures": ["DeepseekV3ForCausalLM" if experts.get("correction") else entry.architecture],
         "model_type": name,
@@ -83,11 +85,12 @@ def describe(header: GgufHeader) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": meta.size(f"{name}.attention.head_count_kv", heads),
         "head_dim": dim,
-        "rms_norm_eps": meta.number(f"{name}.attention.layer_norm_rms_epsilon", 1e-5),
+        "rms_norm_eps": norm_eps,
+        "layer_norm_eps": norm_eps,
         "max_position_embeddings": meta.size(f"{name}.context_length"),
-        "rope_parameters": _rope(header, meta, name, dim),
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "rope_parameters": _rope(header, meta, name, rotated) | {"partial_rotary_factor": (rotated + 0.5) / dim},
+        "attention_bias": any(tensor.endswith(".attn_q.bias") for tensor in tensors),
+        "mlp_bias": any(tensor.endswith(".ffn_down.bias") for tensor in tensors),
         "sliding_window": meta.size(f"{name}.attention.sliding_window") if window else None,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": _dtype(header),
@@ -98,7 +101,14 @@ def describe(header: GgufHeader) -> dict[str, Any]:
     }
 
 
-def _latent(header: GgufHeader, meta: _Metadata) -> dict[str, Any]:
+def _head_dim(header: GgufHeader, hidden: int, heads: int) -> int:
+    """The size of a head of files that do not say it: what the output of attention reads, over the heads."""
+    outputs = (info for name, info in header.tensors.items() if name.endswith(".attn_output.weight"))
+    output = next(outputs, None)
+    return hidden // heads if output is None or len(output.shape) != 2 else output.shape[1] // heads
+
+
+def _latent(header: GgufHeader, meta: Metadata) -> dict[str, Any]:
     """The sizes of DeepSeek's latent attention. Newer files say those of heads beside those of the latent space, and
     have the weights of keys and values apart."""
     key, rotated = f"{_DEEPSEEK}.attention", meta.size(f"{_DEEPSEEK}.rope.dimension_count")
@@ -116,7 +126,7 @@ def _latent(header: GgufHeader, meta: _Metadata) -> dict[str, Any]:
     }
 
 
-def _deepseek_experts(header: GgufHeader, meta: _Metadata) -> dict[str, Any]:
+def _deepseek_experts(header: GgufHeader, meta: Metadata) -> dict[str, Any]:
     """DeepSeek's experts. ``correction``: whether their choice is corrected, as from DeepSeek V3 on."""
     groups = int(meta.number(f"{_DEEPSEEK}.expert_group_count", 1)) or 1
     return {
@@ -132,7 +142,7 @@ def _deepseek_experts(header: GgufHeader, meta: _Metadata) -> dict[str, Any]:
     }
 
 
-def _experts(header: GgufHeader, meta: _Metadata, entry: Entry) -> dict[str, Any]:
+def _experts(header: GgufHeader, meta: Metadata, entry: Entry) -> dict[str, Any]:
     """What is said of experts; empty: there are none. llama.cpp makes the weights of those that are chosen add up to
     one, whatever the model's maker says of it, but for families with a shared expert."""
     name = meta.text("general.architecture")
@@ -165,7 +175,7 @@ def _experts(header: GgufHeader, meta: _Metadata, entry: Entry) -> dict[str, Any
     return result | {"moe_intermediate_size": meta.size(f"{name}.expert_feed_forward_length")}
 
 
-def _beside_the_shared(meta: _Metadata, name: str, used: int) -> dict[str, Any]:
+def _beside_the_shared(meta: Metadata, name: str, used: int) -> dict[str, Any]:
     """Sizes of experts, and of the one that all tokens take. Early files say neither: then those that a
     token takes are together as wide as that one, which is as wide as a plain layer."""
     whole = meta.size(f"{name}.feed_forward_length")
@@ -185,51 +195,20 @@ def generation_defaults(header: GgufHeader) -> dict[str, Any]:
     return result
 
 
-class _Metadata:
-    def __init__(self, header: GgufHeader) -> None:
-        self._header = header
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self._header.metadata.get(key, default)
-        if not isinstance(value, str):
-            raise self.wrong(key, "a string")
-        return value
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self._header.metadata.get(key, default)
-        if isinstance(value, list) and value and all(type(one) is int and one == value[0] for one in value):
-            value = value[0]  # some writers say it for each layer
-        if type(value) is not int or value < 1:
-            raise self.wrong(key, "a whole number of at least 1")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self._header.metadata.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.wrong(key, "a number")
-        return value
-
-    def wrong(self, key: str, wanted: str) -> GgufError:
-        value = self._header.metadata.get(key)
-        found = "is missing" if value is None else f"is {str(value)[:80]!r}"
-        return GgufError(
-            f"{self._header.path}: {key} must be {wanted}, and {found}; convert the model again with a newer "
-            "llama.cpp, or download it again"
-        )
-
-
-def _rope(header: GgufHeader, meta: _Metadata, name: str, dim: int) -> dict[str, Any]:
+def _rope(header: GgufHeader, meta: Metadata, name: str, dim: int) -> dict[str, Any]:
     kind = meta.text(f"{name}.rope.scaling.type", "none")
-    if "rope_factors_long.weight" in header.tensors:
-        raise GgufError(
-            f"{header.path}: {name} stretches long sequences by factors of their own (rope_factors_long.weight), which "
-            "is not supported: use the model for short ones (4k)"
-        )
     theta = meta.number(f"{name}.rope.freq_base", 10000.0)
     factor = meta.number(f"{name}.rope.scaling.factor", meta.number(f"{name}.rope.scale_linear", 1.0))
     result: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
     if "rope_freqs.weight" in header.tensors:  # what Llama 3.1's way of stretching comes to
-        return result | {"rope_type": "factors", "factors": _factors(header, dim)}
+        return result | {"rope_type": "factors", "factors": _factors(header, dim, "rope_freqs.weight")}
+    if "rope_factors_long.weight" in header.tensors:  # of Phi
+        stretched = {part: _factors(header, dim, f"rope_factors_{part}.weight") for part in ("short", "long")}
+        result |= {f"{part}_factor": factors for part, factors in stretched.items()}
+        original = meta.size(f"{name}.rope.scaling.original_context_length", meta.size(f"{name}.context_length"))
+        result |= {"rope_type": "longrope", "original_max_position_embeddings": original}
+        attention = meta.number(f"{name}.rope.scaling.attn_factor", 0.0)
+        return result | ({"attention_factor": attention} if attention else {})
     if kind == "yarn":
         attention = meta.number(f"{name}.rope.scaling.attn_factor", 1.0)
         result |= {
@@ -242,6 +221,12 @@ def _rope(header: GgufHeader, meta: _Metadata, name: str, dim: int) -> dict[str,
             "beta_slow": meta.number(f"{name}.rope.scaling.yarn_beta_slow", 1.0),
             "attention_factor": attention * (1.0 + 0.1 * math.log(factor)) if factor > 1.0 else attention,
         }
+        if name == "gpt-oss":  # whose correction range is not rounded
+            result |= {"truncate": False}
+        if name == "mistral3" and meta.get(".rope.scaling.yarn_log_multiplier"):
+            result |= {"attention_factor": attention}  # what cos and sin would grow by is taken from them again
+            if growth := meta.number(".attention.temperature_scale", 0.0):
+                result |= {"llama_4_scaling_beta": growth}
         if name == _DEEPSEEK:  # it scales queries times keys in place of cos and sin
             stretch = 10.0 * meta.number(f"{name}.rope.scaling.yarn_log_multiplier", 0.0)
             result |= {"attention_factor": 1.0, "mscale": stretch, "mscale_all_dim": stretch}
@@ -252,12 +237,14 @@ def _rope(header: GgufHeader, meta: _Metadata, name: str, dim: int) -> dict[str,
     return result
 
 
-def _factors(header: GgufHeader, dim: int) -> list[float]:
-    stored = header.tensors["rope_freqs.weight"]
-    bytes_ = 4 * (dim // 2)
+def _factors(header: GgufHeader, dim: int, name: str) -> list[float]:
+    """A factor for each pair of rotated dimensions."""
+    stored, bytes_ = header.tensors.get(name), 4 * (dim // 2)
+    if stored is None:
+        raise GgufError(f"{header.path} has no tensor {name}; download it again")
     if stored.kind != 0 or stored.shape != (dim // 2,) or stored.offset + bytes_ > header.size:
         raise GgufError(
-            f"{header.path}: rope_freqs.weight must be {dim // 2} float32 inside the file, and is of type "
+            f"{header.path}: {name} must be {dim // 2} float32 inside the file, and is of type "
             f"{stored.kind} and shape {list(stored.shape)}; download it again"
         )
     with header.path.open("rb") as file:
@@ -267,7 +254,9 @@ def _factors(header: GgufHeader, dim: int) -> list[float]:
 
 def _dtype(header: GgufHeader) -> str:
     """The dtype of a file with float weights; bfloat16 for quantized weights, which are multiplied with it."""
-    matrices = [one for name, one in header.tensors.items() if len(one.shape) > 1 and "ffn_gate_inp" not in name]
+    wide = ("ffn_gate_inp", "ssm_", "shortconv.conv")  # in float32 whatever the others are
+    stored = header.tensors.items()
+    matrices = [one for name, one in stored if len(one.shape) > 1 and not any(part in name for part in wide)]
     kinds = {one.kind for one in matrices}
     return _FLOATS.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
 

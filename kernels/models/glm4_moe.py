@@ -27,7 +27,7 @@ def config(raw: ConfigReader) -> ModelConfig:
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint."""
-    return sparse.tensors(config, DEEPSEEK)
+    return sparse.tensors(config, DEEPSEEK, second="post_attention_norm")
 
 
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:

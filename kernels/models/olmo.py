@@ -36,7 +36,7 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint."""
     yield from vocabulary.tensors(config)
     for index in range(config.layers):
-        yield from gqa.tensors(config, f"model.layers.{index}.self_attn", f"blk.{index}.attn")
+        yield from gqa.interleaved_tensors(config, f"model.layers.{index}.self_attn", f"blk.{index}.attn")
         yield from mlp.tensors(config, f"model.layers.{index}.mlp", f"blk.{index}.ffn")
 
 

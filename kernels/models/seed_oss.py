@@ -25,7 +25,7 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint."""
     yield from vocabulary.tensors(config)
     for index in range(config.layers):
-        yield from pre_norm.tensors(config, f"model.layers.{index}", f"blk.{index}")
+        yield from pre_norm.tensors(config, f"model.layers.{index}", f"blk.{index}", second="post_attention_norm")
     yield norm("model.norm", config.hidden_size, "output_norm")
 
 

@@ -42,7 +42,7 @@ def config(raw: ConfigReader) -> ModelConfig:
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint."""
-    return sparse.tensors(config, _NAMES)
+    return sparse.tensors(config, _NAMES, gqa.interleaved_tensors)
 
 
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:

@@ -42,7 +42,8 @@ __all__ = ["AcceptedRows", "DraftRows", "Drafter", "DrafterContext", "Observatio
 @dataclass(frozen=True)
 class DrafterContext:
     """The inputs of a drafter's constructor. ``model``: this rank's part of the target's configuration;
-    ``full_config``: the full one. ``context``: the most tokens of a sequence. ``dtype``: the target's.
+    ``full_config``: the full one. ``context``: the most tokens of a sequence. ``dtype``: the target's. ``chains``:
+    whether the target verifies chains alone.
     """
 
     config: RunnerConfig
@@ -54,6 +55,7 @@ class DrafterContext:
     full_config: ModelConfig
     dtype: torch.dtype
     context: int
+    chains: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.core.arrays import Bools, Ints, Longs, ragged
+from kernels.core.batch import BoundedRows
 from kernels.devices.base import Device
 from kernels.devices.memory import PendingCopies
 from kernels.speculation.drafter import Drafter, Observation
@@ -151,7 +152,7 @@ class Run:
 
     ``reached`` bool [rows]: rows that sampled. ``outcome``: ``VerifyResult.outcome`` of the rows with draft tokens.
     ``tokens`` [entries]: sampled tokens, for a drafter that needs them on the host, with their rows in the step
-    (``token_rows``) and levels (``token_places``).
+    (``token_rows``) and levels (``token_places``). ``states``: the rows of states with draft tokens.
     """
 
     step: StepRows
@@ -162,6 +163,7 @@ class Run:
     tokens: PendingCopies | None
     token_rows: Longs
     token_places: Longs
+    states: tuple[BoundedRows, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,9 +16,11 @@ from torch import Tensor
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import Admission
 from kernels.core.arrays import Ints, Longs, ragged
+from kernels.core.batch import BoundedRows
 from kernels.core.tree import Drafts
 from kernels.devices.base import Device
 from kernels.devices.memory import PendingCopies
+from kernels.devices.state_cache import run_accepted
 from kernels.sampling.masks import RowMasks
 from kernels.sampling.sampler import SampledTokens, Sampler
 from kernels.speculation.drafter import Drafter, DraftRows
@@ -225,8 +227,8 @@ class Speculator:
             self._observer.flush()
 
     def _count(self, run: Run) -> tuple[npt.NDArray[np.bool_], Longs, Longs | None]:
-        """Extend slots by the accepted tokens of the run. Returns its rows whose requests still run and are finite, the
-        tokens of each, and for rows that verified draft tokens the accepted nodes."""
+        """Extend slots and states by the accepted tokens of the run. Returns its rows whose requests still run and are
+        finite, the tokens of each, and for rows that verified draft tokens the accepted nodes."""
         state, step = self.slots, run.step
         sound = state.active[step.slots] & (state.generation[step.slots] == run.generations)
         if run.outcome is None:
@@ -239,6 +241,8 @@ class Speculator:
         slots = step.slots[step.verifying][alive]
         state.known[slots] += accepted[alive]
         state.computed[slots] += accepted[alive]
+        for rows in run.states:
+            run_accepted(rows, np.where(sound, counts, 0), self.device.memory.put)
         sound[step.verifying] &= outcome[:, 0] > 0
         self.drafter.record_acceptance(slots.tolist(), (accepted[alive] - 1).tolist(), depths[alive].tolist())
         return sound, counts, outcome[:, 2:]
@@ -324,9 +328,11 @@ class Speculator:
         features: Tensor | None,
         sampled: SampledTokens | None,
         verified: VerifyResult | None,
+        states: tuple[BoundedRows, ...] = (),
     ) -> PendingCopies | None:
-        """Record a launched step; it is observed before the next one. Returns the copy that fetches outcome, tokens and
-        nonfinite rows, if there is a single one."""
+        """Record a launched step; it is observed before the next one, and its rows of ``states`` are then brought
+        behind the accepted tokens. Returns the copy that fetches outcome, tokens and nonfinite rows, if there is a
+        single one."""
         arrives = None
         if verified is not None and verified.accepted is not None:
             arrives = self.early_drafts.arrival(verified.accepted)
@@ -349,5 +355,6 @@ class Speculator:
             tokens,
             rows,
             places,
+            states,
         )
         return arrives

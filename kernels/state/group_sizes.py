@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -83,6 +83,10 @@ class GroupSizes:
         ]
         return cls(tuple(sized), page_size, slots, step_tokens, context)
 
+    def with_drafts(self, tokens: int) -> GroupSizes:
+        """The sizes for steps that verify up to so many draft tokens of a sequence."""
+        return replace(self, groups=tuple(msgspec.structs.replace(group, draft_tokens=tokens) for group in self.groups))
+
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in the groups that keep all tokens, over their layers."""
@@ -114,7 +118,7 @@ class GroupSizes:
     def _bounded(self, group: GroupPages, pages: int) -> int:
         """Pages of the group: enough for one sequence, at most as many as all slots can use, but for snapshots of
         states. The states of all slots may take more memory than there is: sequences then wait for pages."""
-        columns = -(-(self.context + 2 + self.page_size) // group.page_tokens)
+        columns = group.columns(self.context, self.page_size)
         one = min(group.sequence_pages(self.page_size), columns) + group.step_pages(self.step_tokens)
         all_slots = self.slots * min(group.sequence_pages(self.page_size), columns)
         all_slots += group.step_pages(self.step_tokens)

@@ -26,6 +26,7 @@ __all__ = [
     "EXPERTS",
     "FALCON",
     "FAMILIES",
+    "GEMMA4",
     "GPT_OSS",
     "GRANITE_HYBRID",
     "GREEDY",
@@ -146,7 +147,7 @@ class Driver:
                 page = self.free.pop()
                 self.pages[slot].append(page)
                 self._granted.append((slot, page))
-            self._grant_bounded(slot, self.computed[slot] + count)
+            self._grant_bounded(slot, self.computed[slot] + count + most.get(slot, 0))
         self.number += 1
         result = self.runner.run(
             StepBatch(

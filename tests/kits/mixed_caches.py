@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from kernels.contract.caches import CacheGroup, CacheSpec, Latent, Paged, State, Window
-from kernels.core.batch import ForwardBatch
+from kernels.core.batch import ForwardBatch, StateSegments
 from kernels.core.operators import Norm
 from kernels.devices.latent_attention import attend_latent
 from kernels.devices.latent_cache import write_latent
@@ -183,25 +183,30 @@ class _StateLayer(_Mixer):
         self.gate = builder.linear(f"{name}.gate_proj")
 
     def mix(self, x: Tensor, cache: Any, batch: ForwardBatch) -> Tensor:
-        out = x.new_empty(len(x), self.heads * self.dim)
+        def run(inputs: tuple[Tensor, ...], segments: tuple[StateSegments, ...]) -> Tensor:
+            (x,) = inputs
+            out = x.new_empty(len(x), self.heads * self.dim)
 
-        def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
-            memory, before = states
-            mine = x[tokens]
-            shifted = torch.cat((before.unsqueeze(1), mine[:, :-1]), 1)
-            inputs = (mine + 0.5 * shifted).flatten(0, 1)
-            shape = (*tokens.shape, self.heads, self.dim)
-            q, k, v = (part(inputs).view(shape) for part in (self.queries, self.keys, self.values))
-            decay = torch.sigmoid(self.gate(inputs) + 2.0).view(*tokens.shape, self.heads, 1, 1)
-            found = []
-            for at in range(tokens.shape[1]):
-                memory = memory * decay[:, at] + torch.einsum("nhk,nhv->nhkv", k[:, at], v[:, at])
-                found.append(torch.einsum("nhk,nhkv->nhv", q[:, at], memory).flatten(1))
-            out[tokens] = torch.stack(found, 1) * self.dim**-0.5
-            return [memory, mine[:, -1]]
+            def advance(segment: StateSegments, states: list[Tensor]) -> list[Tensor]:
+                memory, before = states
+                tokens, mine = segment.tokens, segment.take(x)
+                shifted = torch.cat((before.unsqueeze(1), mine[:, :-1]), 1)
+                mixed = (mine + 0.5 * shifted).flatten(0, 1)
+                shape = (*tokens.shape, self.heads, self.dim)
+                q, k, v = (part(mixed).view(shape) for part in (self.queries, self.keys, self.values))
+                decay = torch.sigmoid(self.gate(mixed) + 2.0).view(*tokens.shape, self.heads, 1, 1)
+                decay, k = 1 + segment.without_padding(decay - 1), segment.without_padding(k)
+                results = []
+                for at in range(tokens.shape[1]):
+                    memory = memory * decay[:, at] + torch.einsum("nhk,nhv->nhkv", k[:, at], v[:, at])
+                    results.append(torch.einsum("nhk,nhkv->nhv", q[:, at], memory).flatten(1))
+                segment.put(out, torch.stack(results, 1) * self.dim**-0.5)
+                return [memory, mine[:, -1]]
 
-        advance_states(cache, batch.bounded[self.spec].segments, advance)
-        return out
+            advance_states(cache, segments, advance)
+            return out
+
+        return batch.bounded[self.spec].run(run, x)
 
 
 def make_mixed_model(directory: Path, kinds: Sequence[str], window: int = 24, **overrides: Any) -> Path:

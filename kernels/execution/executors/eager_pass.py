@@ -28,9 +28,9 @@ class EagerPass:
         step.begin()
         if loaded.slots.returns_experts:
             result, experts = loaded.model.forward_routed(batch, loaded.caches)
-            return step.complete_pass(PassResult(result, batch.cache_index, experts=experts))
+            return step.complete_pass(PassResult(result, batch.cache_index, experts=experts, states=batch.verifying))
         result = loaded.model.forward(batch, loaded.caches, wanted=self._last_tokens(rows))
-        return step.complete_pass(PassResult(result, batch.cache_index))
+        return step.complete_pass(PassResult(result, batch.cache_index, states=batch.verifying))
 
     def _last_tokens(self, rows: StepRows) -> Tensor | None:
         """Indices of the rows' last tokens in the batch, if the results of all other tokens are unused; else None."""

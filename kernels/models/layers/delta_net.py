@@ -9,11 +9,11 @@ Each key head serves ``value_heads / key_heads`` value heads.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.contract.caches import State
@@ -25,15 +25,16 @@ from kernels.devices.state_cache import StateCache, advance_states
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.recurrent import CausalConvolution
-from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear, norm
+from kernels.weights.tensors import GgufOrder, GgufPlace, Role, TensorSpec, by_inputs, by_outputs, linear, norm
 
-__all__ = ["DeltaConfig", "GatedDeltaNet", "HeadDecay", "layer", "read", "run_segments", "sizes", "tensors"]
+__all__ = ["DeltaConfig", "GatedDeltaNet", "HeadGates", "layer", "read", "run_segments", "sizes", "tensors"]
 
 
 @dataclass(frozen=True)
 class DeltaConfig:
     """Heads of keys and of values, each of so many numbers, and taps of the convolution before them. ``grouped``:
-    whether one projection gives queries, keys, values and gates, key head by key head."""
+    whether one projection gives queries, keys, values and gates, key head by key head. ``gguf``: how a GGUF file has
+    value heads, "grouped" by key heads or "tiled", one of each key head after the other."""
 
     key_heads: int
     value_heads: int
@@ -41,6 +42,7 @@ class DeltaConfig:
     value_dim: int
     taps: int
     grouped: bool = True
+    gguf: str = ""
 
     @property
     def keys(self) -> int:
@@ -78,7 +80,10 @@ def read(raw: ConfigReader, grouped: bool = True) -> DeltaConfig:
             f"config.json: linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}"
         )
     key_dim, value_dim = raw.size("linear_key_head_dim", 128), raw.size("linear_value_head_dim", 128)
-    return DeltaConfig(keys, values, key_dim, value_dim, raw.size("linear_conv_kernel_dim", 4), grouped)
+    gguf = str(raw.raw.get("gguf_value_heads", ""))
+    return DeltaConfig(
+        keys, values, key_dim, value_dim, raw.size("linear_conv_kernel_dim", 4), grouped and not gguf, gguf
+    )
 
 
 def sizes(config: ModelConfig) -> DeltaConfig:
@@ -87,8 +92,46 @@ def sizes(config: ModelConfig) -> DeltaConfig:
     return config.recurrence
 
 
-def tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
-    """The projections, the convolution, the decays, the norm of the results, and the output."""
+def tensors(config: ModelConfig, module: str, gguf: str = "") -> Iterator[TensorSpec]:
+    """The projections, the convolution, the decays, the norm of the results, and the output. ``gguf``: the layer's name
+    in GGUF files."""
+    names = _gguf_places(sizes(config), gguf) if sizes(config).gguf else {}
+    for spec in _tensors(config, module):
+        yield dataclasses.replace(spec, gguf=names.get(spec.name.removeprefix(f"{module}.")))
+
+
+def _gguf_places(delta: DeltaConfig, layer: str) -> dict[str, GgufPlace]:
+    """Where GGUF files have the tensors. Those of Qwen3-Next have b and a of each key head in one matrix."""
+    heads, ratio = delta.value_heads, delta.value_heads // delta.key_heads
+    names = {"in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "conv1d": "ssm_conv1d", "out_proj": "ssm_out"}
+    result = {f"{own}.weight": GgufPlace(f"{layer}.{name}.weight") for own, name in names.items()}
+    result |= {"norm.weight": GgufPlace(f"{layer}.ssm_norm.weight"), "dt_bias": GgufPlace(f"{layer}.ssm_dt.bias")}
+    result["A_log"] = GgufPlace(f"{layer}.ssm_a", exponent=True)
+    if delta.gguf == "grouped":
+        for part, begin in (("b", 0), ("a", ratio)):
+            order = GgufOrder(2 * heads, (delta.key_heads, ratio), (2 * ratio, 1), begin)
+            result[f"in_proj_{part}.weight"] = GgufPlace(f"{layer}.ssm_ba.weight", rows=order)
+        return result
+    for part, name in (("b", "ssm_beta"), ("a", "ssm_alpha")):
+        result[f"in_proj_{part}.weight"] = GgufPlace(f"{layer}.{name}.weight")
+
+    def tiled(kept: int, dim: int) -> GgufOrder:
+        strides = (dim, delta.key_heads * dim, 1)
+        return GgufOrder(kept + heads * dim, (delta.key_heads, ratio, dim), strides, kept, kept)
+
+    dim, before = delta.value_dim, 2 * delta.keys
+    rows = {
+        "in_proj_qkv.weight": tiled(before, dim),
+        "conv1d.weight": tiled(before, dim),
+        "in_proj_z.weight": tiled(0, dim),
+    }
+    rows |= {name: tiled(0, 1) for name in ("in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")}
+    result |= {name: dataclasses.replace(result[name], rows=tiles) for name, tiles in rows.items()}
+    result["out_proj.weight"] = dataclasses.replace(result["out_proj.weight"], columns=tiled(0, dim))
+    return result
+
+
+def _tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
     delta, hidden = sizes(config), config.hidden_size
     heads = delta.value_heads
     by_key_head, by_value_head = (delta.keys, delta.key_heads), (delta.values, heads)
@@ -118,11 +161,11 @@ def layer(builder: LayerBuilder, config: ModelConfig, module: str) -> GatedDelta
     else:
         projection = builder.linear(*(f"{module}.in_proj_{part}" for part in ("qkv", "z", "b", "a")))
     heads = delta.value_heads
-    decay = HeadDecay(source.take([f"{module}.A_log"]), source.take([f"{module}.dt_bias"]))
+    head_gates = HeadGates(builder, module)
 
     def inputs(x: Tensor) -> DeltaInputs:
         mixed, gates, b, a = projection(x).split((delta.channels, delta.values, heads, heads), 1)
-        return DeltaInputs(mixed, gates, torch.sigmoid(b.float()), decay(a))
+        return DeltaInputs(mixed, gates, *head_gates(b, a))
 
     return GatedDeltaNet(
         builder,
@@ -154,15 +197,17 @@ def _l2_norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-class HeadDecay:
-    """``-exp(rate) * softplus(x + offset)`` of each head, both [heads]."""
+class HeadGates:
+    """Betas and decays of each head, by the tensors ``A_log`` and ``dt_bias`` [heads] of ``module``."""
 
-    def __init__(self, rate: Tensor, offset: Tensor) -> None:
-        self._factor, self._offset = -rate.exp(), offset
+    def __init__(self, builder: LayerBuilder, module: str) -> None:
+        take = builder.source.take
+        self._rule, self._offset = builder.ops.delta, take([f"{module}.dt_bias"]).float()
+        self._factor = -take([f"{module}.A_log"]).float().exp()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """``x`` [tokens, heads] -> float32 [tokens, heads, 1]"""
-        return (self._factor * F.softplus(x.float() + self._offset)).unsqueeze(-1)
+    def __call__(self, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        """``b``, ``a`` [tokens, heads]: see ``DeltaRule.head_gates``."""
+        return self._rule.head_gates(b, a, self._factor, self._offset)
 
 
 def run_segments(
@@ -179,33 +224,34 @@ def run_segments(
     value_dim]."""
     heads, share = delta.value_heads, delta.value_heads // delta.key_heads
 
-    def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
-        shape, at = tokens.shape, tokens.flatten()
-        some, before = convolution(inputs.mixed.index_select(0, at).view(*shape, -1), states[0])
+    def advance(segment: StateSegments, states: list[Tensor]) -> list[Tensor]:
+        some, before = convolution(segment.take(inputs.mixed), states[0], segment.lengths)
         q, k, v = some.split((delta.keys, delta.keys, delta.values), 2)
         q, k = (_l2_norm(part.unflatten(2, (delta.key_heads, -1))) for part in (q, k))
         if share > 1:
             q, k = (part.repeat_interleave(share, 2) for part in (q, k))
-        found, memory = delta_rule(
+        results, memory = delta_rule(
             DeltaTokens(
                 q * delta.key_dim**-0.5,
                 k,
                 v.unflatten(2, (heads, -1)),
-                inputs.decays.index_select(0, at).view(*shape, heads, -1),
-                inputs.betas.index_select(0, at).view(*shape, heads),
+                segment.without_padding(segment.take(inputs.decays)),
+                segment.without_padding(segment.take(inputs.betas)),
             ),
             states[1],
         )
-        out.index_copy_(0, at, found.flatten(0, 1).to(out.dtype))
+        segment.put(out, results)
         return [before, memory]
 
-    for segment in segments:
-        if not rule.step(inputs, convolution.weight, cache, segment, out, share):
-            advance_states(cache, (segment,), advance)
+    def step(segment: StateSegments) -> bool:
+        return rule.step(inputs, convolution.weight, cache, segment, out, share)
+
+    advance_states(cache, segments, advance, step)
 
 
 class GatedDeltaNet:
-    """A gated delta net of any family, made of its parts. ``gate``: the activation of the gates."""
+    """A gated delta net of any family, made of its parts. ``sigmoid``: the activation of the gates, in place
+    of silu."""
 
     def __init__(
         self,
@@ -216,10 +262,10 @@ class GatedDeltaNet:
         norm: Norm,
         output: Linear,
         *,
-        gate: Callable[[Tensor], Tensor] = F.silu,
+        sigmoid: bool = False,
     ) -> None:
         self.sizes, self.spec, self.rows, self.rule = delta, delta.state(), builder.rows, builder.ops.delta
-        self.inputs, self.convolution, self.norm, self.output, self.gate = inputs, convolution, norm, output, gate
+        self.inputs, self.convolution, self.norm, self.output, self.sigmoid = inputs, convolution, norm, output, sigmoid
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: StateCache, batch: ForwardBatch, wanted: Tensor | None
@@ -227,12 +273,15 @@ class GatedDeltaNet:
         """As ``AttentionLayer``."""
         inputs = self.inputs(x)
         gates, dim = inputs.gates, self.sizes.value_dim
-        out = x.new_empty(len(x), self.sizes.value_heads, dim)
-        segments = batch.bounded[self.spec].segments
-        run_segments(self.sizes, self.rule, self.convolution, inputs, cache, segments, out=out)
+
+        def run(parts: tuple[Tensor, ...], segments: tuple[StateSegments, ...]) -> Tensor:
+            out = parts[0].new_empty(len(parts[0]), self.sizes.value_heads, dim)
+            run_segments(self.sizes, self.rule, self.convolution, DeltaInputs(*parts), cache, segments, out=out)
+            return out
+
+        out = batch.bounded[self.spec].run(run, inputs.mixed, gates, inputs.betas, inputs.decays)
         if wanted is not None:
             out, gates = out.index_select(0, wanted), gates.index_select(0, wanted)
             if self.rows is not None:
                 self.rows.select(wanted)
-        normed = self.norm(out.view(-1, dim)).view(len(out), -1)
-        return self.output((normed.float() * self.gate(gates.float())).to(x.dtype))
+        return self.output(self.rule.gated_norm(self.norm, out, gates, self.sigmoid))

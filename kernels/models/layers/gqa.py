@@ -25,6 +25,7 @@ __all__ = [
     "caches",
     "clipped",
     "head_order",
+    "interleaved_tensors",
     "projection",
     "tensors",
     "wide_tensors",
@@ -52,6 +53,11 @@ def tensors(config: ModelConfig, module: str, gguf: str, interleaved: bool = Fal
     if config.qk_norm:
         yield norm(f"{module}.q_norm", dim, f"{gguf}_q_norm")
         yield norm(f"{module}.k_norm", dim, f"{gguf}_k_norm")
+
+
+def interleaved_tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
+    """``tensors`` of a family whose GGUF files interleave the halves of each head."""
+    return tensors(config, module, gguf, interleaved=True)
 
 
 def wide_tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from kernels.contract.caches import State
 from kernels.contract.errors import ConfigError
-from kernels.core.batch import ForwardBatch
+from kernels.core.batch import ForwardBatch, StateSegments
 from kernels.devices.state_cache import StateCache, advance_states
-from kernels.devices.state_space import SpaceTokens, space_scan
+from kernels.devices.state_space import SpaceInputs, SpaceTokens, space_scan
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.recurrent import CausalConvolution
-from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear, norm
+from kernels.weights.tensors import GgufPlace, Role, TensorSpec, by_inputs, by_outputs, linear, norm
 
 __all__ = ["Mamba", "MambaConfig", "MambaKeys", "read", "sizes", "tensors"]
 
@@ -145,23 +145,29 @@ def sizes(config: ModelConfig) -> MambaConfig:
     return config.recurrence
 
 
-def tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
-    """The projections, the convolution, the steps and rates of the heads, and the norm."""
+def tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
+    """The projections, the convolution, the steps and rates of the heads, and the norm. ``gguf``: the layer's name in
+    GGUF files."""
     mamba, hidden = sizes(config), config.hidden_size
     by_head, by_group, heads = (mamba.inner, mamba.heads), (mamba.shared, mamba.groups), (mamba.heads, mamba.heads)
     rows = mamba.inner + mamba.channels + mamba.heads
     split = by_outputs(by_head, by_head, by_group, by_group, heads)
-    yield from linear(f"{module}.in_proj", (rows, hidden), split, bias=mamba.bias)
+    yield from linear(f"{module}.in_proj", (rows, hidden), split, f"{gguf}.ssm_in", bias=mamba.bias)
     mixed = by_outputs(by_head, by_group, by_group)
-    yield TensorSpec(f"{module}.conv1d.weight", (mamba.channels, 1, mamba.taps), Role.WIDE, mixed)
+    taps = f"{module}.conv1d.weight"
+    place = GgufPlace(f"{gguf}.ssm_conv1d.weight")
+    yield TensorSpec(taps, (mamba.channels, 1, mamba.taps), Role.WIDE, mixed, place)
     if mamba.taps_bias:
-        yield TensorSpec(f"{module}.conv1d.bias", (mamba.channels,), Role.WIDE, mixed)
-    for name in ("A_log", "D", "dt_bias"):
-        yield TensorSpec(f"{module}.{name}", (mamba.heads,), Role.WIDE, by_outputs(heads))
+        place = GgufPlace(f"{gguf}.ssm_conv1d.bias")
+        yield TensorSpec(f"{module}.conv1d.bias", (mamba.channels,), Role.WIDE, mixed, place)
+    places = {"A_log": GgufPlace(f"{gguf}.ssm_a", exponent=True)}
+    places |= {"D": GgufPlace(f"{gguf}.ssm_d"), "dt_bias": GgufPlace(f"{gguf}.ssm_dt.bias")}
+    for name, place in places.items():
+        yield TensorSpec(f"{module}.{name}", (mamba.heads,), Role.WIDE, by_outputs(heads), place)
     if mamba.norm_width:
-        yield norm(f"{module}.norm", mamba.inner, split=by_outputs(by_head))
+        yield norm(f"{module}.norm", mamba.inner, f"{gguf}.ssm_norm", by_outputs(by_head))
     outputs = by_inputs(mamba.inner, mamba.heads)
-    yield from linear(f"{module}.out_proj", (hidden, mamba.inner), outputs, bias=mamba.output_bias)
+    yield from linear(f"{module}.out_proj", (hidden, mamba.inner), outputs, f"{gguf}.ssm_out", bias=mamba.output_bias)
 
 
 class Mamba:
@@ -170,7 +176,7 @@ class Mamba:
     def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str, scales: tuple[float, ...] = ()) -> None:
         self.sizes = mamba = sizes(config)
         self.spec, self.rows, self.mesh, self.eps = mamba.state(), builder.rows, builder.mesh, config.norm_eps
-        take = builder.source.take
+        take, self.space = builder.source.take, builder.ops.space
         self.inputs = builder.linear(f"{module}.in_proj")
         bias = take([f"{module}.conv1d.bias"]) if mamba.taps_bias else None
         self.convolution = CausalConvolution(take([f"{module}.conv1d.weight"]), bias)
@@ -193,25 +199,35 @@ class Mamba:
             given = given * self.scales.to(given.dtype)
         gates, mixed, steps = given.split((mamba.inner, mamba.channels, mamba.heads), 1)
         steps = F.softplus(steps.float() + self.offsets).clamp(*mamba.steps)
-        out = x.new_empty(len(x), mamba.inner, dtype=torch.float32)
 
-        def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
-            shape, at = tokens.shape, tokens.flatten()
-            some, before = self.convolution(mixed.index_select(0, at).view(*shape, -1), states[0])
-            inner, b, c = some.split((mamba.inner, mamba.shared, mamba.shared), 2)
-            given = SpaceTokens(
-                inner.unflatten(2, (mamba.heads, -1)),
-                b.unflatten(2, (mamba.groups, -1)),
-                c.unflatten(2, (mamba.groups, -1)),
-                steps.index_select(0, at).view(*shape, -1),
-                self.rates,
-                self.skips,
-            )
-            found, memory = space_scan(given, states[1])
-            out.index_copy_(0, at, found.reshape(len(at), -1))
-            return [before, memory]
+        def run(parts: tuple[Tensor, ...], segments: tuple[StateSegments, ...]) -> Tensor:
+            mixed, steps = parts
+            inputs = SpaceInputs(mixed, steps, self.rates, self.skips)
+            out = mixed.new_empty(len(mixed), mamba.inner, dtype=torch.float32)
 
-        advance_states(cache, batch.bounded[self.spec].segments, advance)
+            def advance(segment: StateSegments, states: list[Tensor]) -> list[Tensor]:
+                some, before = self.convolution(segment.take(mixed), states[0], segment.lengths)
+                inner, b, c = some.split((mamba.inner, mamba.shared, mamba.shared), 2)
+                space = SpaceTokens(
+                    inner.unflatten(2, (mamba.heads, -1)),
+                    b.unflatten(2, (mamba.groups, -1)),
+                    c.unflatten(2, (mamba.groups, -1)),
+                    segment.without_padding(segment.take(steps)),
+                    self.rates,
+                    self.skips,
+                )
+                results, memory = space_scan(space, states[1])
+                segment.put(out, results.flatten(2))
+                return [before, memory]
+
+            def step(segment: StateSegments) -> bool:
+                weight, bias = self.convolution.weight, self.convolution.bias
+                return self.space.step(inputs, weight, bias, cache, segment, out)
+
+            advance_states(cache, segments, advance, step)
+            return out
+
+        out = batch.bounded[self.spec].run(run, mixed, steps)
         if wanted is not None:
             out, gates = out.index_select(0, wanted), gates.index_select(0, wanted)
             if self.rows is not None:

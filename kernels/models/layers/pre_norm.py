@@ -24,18 +24,22 @@ from kernels.weights.tensors import TensorSpec, norm
 __all__ = ["PreNormLayer", "layer", "norm_tensors", "stream_norm", "tensors"]
 
 
-def tensors(config: ModelConfig, module: str, gguf: str = "", interleaved: bool = False) -> Iterator[TensorSpec]:
-    """A layer of grouped-query attention and a plain feed-forward layer. ``module``, ``gguf``: the layer's names."""
-    yield from norm_tensors(config, module, gguf)
+def tensors(
+    config: ModelConfig, module: str, gguf: str = "", interleaved: bool = False, second: str = "ffn_norm"
+) -> Iterator[TensorSpec]:
+    """A layer of grouped-query attention and a plain feed-forward layer. ``module``, ``gguf``: the layer's names.
+    ``interleaved``: as ``gqa.tensors``; ``second``: as ``norm_tensors``."""
+    yield from norm_tensors(config, module, gguf, second)
     yield from gqa.tensors(config, f"{module}.self_attn", f"{gguf}.attn", interleaved)
     yield from mlp.tensors(config, f"{module}.mlp", f"{gguf}.ffn")
 
 
-def norm_tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
-    """The norms before attention and before the feed-forward layer, which is the same one where both are parallel."""
+def norm_tensors(config: ModelConfig, module: str, gguf: str, second: str = "ffn_norm") -> Iterator[TensorSpec]:
+    """The norms before attention and before the feed-forward layer, which is the same one where both are parallel.
+    ``second``: the latter's name in GGUF files."""
     yield from stream_norm(config, f"{module}.input_layernorm", f"{gguf}.attn_norm")
     if not config.parallel_residual:
-        yield from stream_norm(config, f"{module}.post_attention_layernorm", f"{gguf}.ffn_norm")
+        yield from stream_norm(config, f"{module}.post_attention_layernorm", f"{gguf}.{second}")
 
 
 def stream_norm(config: ModelConfig, module: str, gguf: str = "") -> Iterator[TensorSpec]:

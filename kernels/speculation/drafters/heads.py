@@ -19,15 +19,16 @@ from torch import Tensor
 from kernels.contract.step import Admission
 from kernels.core.arrays import Longs
 from kernels.core.batch import ForwardBatch
-from kernels.core.operators import Norm, PendingResidual
+from kernels.core.operators import Linear, Norm, PendingResidual
 from kernels.core.tree import Drafts, DraftTree
 from kernels.devices.base import Device
 from kernels.devices.linear import NormThenLinear
 from kernels.devices.prepared import VerifyOutputs
 from kernels.distributed.group import Group
 from kernels.models.config import ModelConfig
-from kernels.models.layers import block, gqa, mla, mlp, moe
+from kernels.models.layers import block, gated_attention, gqa, mla, mlp, moe, pre_norm
 from kernels.models.layers.block import AttentionLayer
+from kernels.models.layers.gated_attention import GatedAttention
 from kernels.models.layers.indexer import Indexer
 from kernels.models.layers.rotary import RotaryEmbedding
 from kernels.models.layers.vocabulary import VocabularyEmbedding, VocabularyHead
@@ -38,8 +39,18 @@ from kernels.speculation.load import DraftCheckpoint, DraftWeights
 from kernels.speculation.native_drafts import NativeDrafts
 from kernels.speculation.token_map import head_rows, read_token_map
 from kernels.state.slots import SlotTable
+from kernels.weights.tensors import Tensors, table_of
 
-__all__ = ["HeadDrafter", "HeadLayer", "HeadModel", "SharedEnds", "SparseHeadLayer", "open_checkpoint"]
+__all__ = [
+    "GatedHeadLayer",
+    "HeadDrafter",
+    "HeadLayer",
+    "HeadModel",
+    "SharedEnds",
+    "SparseHeadLayer",
+    "gated_tensors",
+    "open_checkpoint",
+]
 
 
 def open_checkpoint(context: DrafterContext) -> DraftCheckpoint:
@@ -130,6 +141,42 @@ class SparseHeadLayer:
         return self.experts(normed), residual
 
 
+def gated_tensors(config: ModelConfig, prefix: str) -> Tensors:
+    """The tensors of a ``GatedHeadLayer``."""
+    parts = [
+        *pre_norm.norm_tensors(config, prefix, ""),
+        *gated_attention.tensors(config, f"{prefix}.self_attn", ""),
+        *(
+            mlp.tensors(config, f"{prefix}.mlp", "")
+            if config.experts is None
+            else moe.tensors(config.experts, config.hidden_size, prefix, "")
+        ),
+    ]
+    return table_of(parts)
+
+
+class GatedHeadLayer:
+    """``HeadLayer`` with Qwen3-Next's gated attention, and its experts where the target has them."""
+
+    def __init__(self, weights: DraftWeights, prefix: str) -> None:
+        config, builder = weights.local, weights.builder
+        self.attention = GatedAttention(builder, config, f"{prefix}.self_attn")
+        self.norm = builder.norm(f"{prefix}.post_attention_layernorm", config.norm_eps, config.norm_offset)
+        experts = config.experts
+        self.mlp: Linear = (
+            block.gated_mlp(builder, config, f"{prefix}.mlp")
+            if experts is None
+            else moe.SparseFeedForward(builder, experts, prefix)
+        )
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
+    ) -> tuple[PendingResidual, Tensor]:
+        """As ``HeadLayer``."""
+        normed, residual = self.norm.add(self.attention(x, cos, sin, cache, batch, None), residual)
+        return self.mlp(normed), residual
+
+
 class HeadModel(DraftModel):
     """The common part of all layouts of heads.
 
@@ -149,7 +196,8 @@ class HeadModel(DraftModel):
         self.rotary = RotaryEmbedding(self.config.rope, self.config.head_dim, context.dtype, context.device)
 
     def norm(self, name: str) -> Norm:
-        return self.device.elementwise.make_norm(self.weights.take([name]), self.config.norm_eps)
+        module = name.removesuffix(".weight")
+        return self.weights.builder.norm(module, self.config.norm_eps, self.config.norm_offset)
 
     def join(self, first: Tensor, second: Tensor) -> Tensor:
         """[tokens, a] and [tokens, b] -> [tokens, a + b]"""

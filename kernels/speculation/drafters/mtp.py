@@ -13,14 +13,16 @@ Public layouts, in the target's checkpoint or in a separate one:
 
 * DeepSeek-V3's: ``model.layers.N`` with ``enorm``, ``hnorm``, ``eh_proj`` of embedding | feature, ``shared_head.norm``;
 * MiMo's: ``model.mtp_layers.i`` with ``token_layernorm``, ``hidden_layernorm``, ``input_proj`` of feature | embedding,
-  ``final_layernorm``.
+  ``final_layernorm``;
+* Qwen3-Next's: ``mtp.layers.i``; beside it ``mtp.pre_fc_norm_embedding``, ``mtp.pre_fc_norm_hidden``, ``mtp.fc`` of
+  embedding | feature, ``mtp.norm``. The layer is the target's with attention.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,16 +39,25 @@ from kernels.core.tree import Drafts, DraftTree, chain
 from kernels.devices.linear import norm_of_sum
 from kernels.devices.prepared import VerifyOutputs
 from kernels.models.config import ModelConfig
+from kernels.models.layers.delta_net import DeltaConfig
 from kernels.speculation.draft_sampler import DraftSampler
 from kernels.speculation.drafter import AcceptedRows, Drafter, DrafterContext, DraftRows, Observation
-from kernels.speculation.drafters.heads import HeadDrafter, HeadLayer, HeadModel, SparseHeadLayer, open_checkpoint
+from kernels.speculation.drafters.heads import (
+    GatedHeadLayer,
+    HeadDrafter,
+    HeadLayer,
+    HeadModel,
+    SparseHeadLayer,
+    gated_tensors,
+    open_checkpoint,
+)
 from kernels.speculation.expansion import observed_rows
 from kernels.speculation.load import DraftCheckpoint, DraftWeights, layer_tensors, need_same_hidden_size, plain
 from kernels.speculation.native_drafts import NativeDrafts
 from kernels.state.slots import SlotTable
 from kernels.weights.tensors import Tensors, TensorSpec
 
-__all__ = ["DEEPSEEK", "MIMO", "Layout", "MtpDrafter", "MtpModel", "MultiHeads"]
+__all__ = ["DEEPSEEK", "MIMO", "QWEN", "Layout", "MtpDrafter", "MtpModel", "MultiHeads"]
 
 
 class MultiHeads(Drafter):
@@ -172,7 +183,7 @@ class MultiHeads(Drafter):
 @dataclass(frozen=True)
 class Layout:
     """Names of a head's parts. ``token_first``: whether the projection reads the token before the state. ``unused``:
-    copies of the target's tensors.
+    copies of the target's tensors. ``beside``: the module of all parts but the layer itself; empty: the layer.
     """
 
     layers: str
@@ -182,27 +193,36 @@ class Layout:
     last_norm: str
     token_first: bool
     unused: tuple[str, ...] = ()
+    beside: str = ""
+
+    def weight(self, prefix: str, part: str) -> str:
+        """The tensor of a ``part`` of the head ``prefix``."""
+        return f"{self.beside or prefix}.{part}.weight"
 
 
 DEEPSEEK = Layout(
     "layers", "enorm", "hnorm", "eh_proj", "shared_head.norm", True, ("embed_tokens.weight", "shared_head.head.weight")
 )
 MIMO = Layout("mtp_layers", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", False)
+QWEN = Layout("mtp.layers", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", True, beside="mtp")
 
 
-def _find(checkpoint: DraftCheckpoint) -> tuple[Layout, list[str]]:
+def _find(checkpoint: DraftCheckpoint, target: ModelConfig) -> tuple[Layout, list[str]]:
     """The layout, and the heads' names in order. Raises LoadError where there are none."""
     if checkpoint.dummy:
+        if isinstance(target.recurrence, DeltaConfig):
+            return QWEN, [f"{QWEN.layers}.0"]
         count = int(checkpoint.raw.get("num_nextn_predict_layers") or 1)
         return MIMO, [f"{MIMO.layers}.{index}" for index in range(count)]
-    for layout in (DEEPSEEK, MIMO):
-        pattern = re.compile(rf"{layout.layers}\.(\d+)\.{layout.projection}")
+    for layout in (DEEPSEEK, MIMO, QWEN):
+        part = "input_layernorm" if layout.beside else layout.projection
+        pattern = re.compile(rf"{re.escape(layout.layers)}\.(\d+)\.{part}")
         result = sorted(int(match[1]) for name in checkpoint.modules if (match := pattern.fullmatch(name)))
         if result:
             return layout, [f"{layout.layers}.{index}" for index in result]
     raise LoadError(
         f"the weights in {checkpoint.path} have no head for tokens after the next: neither model.layers.N.eh_proj nor "
-        "model.mtp_layers.N.input_proj; give --speculative-draft-model-path, or use another algorithm"
+        "model.mtp_layers.N.input_proj nor mtp.fc; give --speculative-draft-model-path, or use another algorithm"
     )
 
 
@@ -212,14 +232,19 @@ class MtpHead(HeadModel):
     def __init__(self, context: DrafterContext, weights: DraftWeights, layout: Layout, prefix: str) -> None:
         super().__init__(context, weights)
         self.token_first = layout.token_first
-        self.token_norm = self.norm(f"{prefix}.{layout.token_norm}.weight")
-        self.state_norm = self.norm(f"{prefix}.{layout.state_norm}.weight")
-        projection = weights.projection([f"{prefix}.{layout.projection}"])
+        self.token_norm = self.norm(layout.weight(prefix, layout.token_norm))
+        self.state_norm = self.norm(layout.weight(prefix, layout.state_norm))
+        projection = weights.projection([layout.weight(prefix, layout.projection).removesuffix(".weight")])
         self.projection = context.device.linear.make_projection(projection, None)
         self.input_norm = self.norm(f"{prefix}.input_layernorm.weight")
-        sparse = self.config.experts is not None
-        self.layer = SparseHeadLayer(weights, prefix, context) if sparse else HeadLayer(weights, prefix, context)
-        self.last_norm = self.norm(f"{prefix}.{layout.last_norm}.weight")
+        self.layer: HeadLayer | SparseHeadLayer | GatedHeadLayer
+        if layout is QWEN:
+            self.layer = GatedHeadLayer(weights, prefix)
+        elif self.config.experts is not None:
+            self.layer = SparseHeadLayer(weights, prefix, context)
+        else:
+            self.layer = HeadLayer(weights, prefix, context)
+        self.last_norm = self.norm(layout.weight(prefix, layout.last_norm))
 
     def forward(self, batch: ForwardBatch, states: Tensor, caches: list[Any]) -> Tensor:
         cos, sin = self.rotary(batch.positions)
@@ -235,17 +260,14 @@ class MtpModel:
     """The first ``count`` heads of a checkpoint. Raises ConfigError or LoadError."""
 
     def __init__(self, context: DrafterContext, checkpoint: DraftCheckpoint, count: int) -> None:
-        layout, prefixes = _find(checkpoint)
+        layout, prefixes = _find(checkpoint, context.full_config)
         if count > len(prefixes):
             raise ConfigError(
                 f"{count} speculative steps of a head each need as many heads, and {checkpoint.path} has "
                 f"{len(prefixes)}: lower --speculative-num-steps or leave out --enable-multi-layer-eagle"
             )
         prefixes = prefixes[:count]
-        architecture = context.full_config.architecture
-        # A head has experts as the last layers do, and an indexer of its own.
-        own = {"first_k_dense_replace": 0, "mlp_layer_types": None, "indexer_types": None, "index_topk_pattern": None}
-        whole = checkpoint.config(architecture, 1, prefixes[0], layer_types=None, sliding_window=None, **own)
+        whole = _config(checkpoint, layout, prefixes[0], context.full_config)
         if whole.latent is not None and count > 1:
             raise ConfigError("several heads with latent attention are not run: leave --enable-multi-layer-eagle out")
         need_same_hidden_size(checkpoint, whole, context.full_config)
@@ -256,12 +278,22 @@ class MtpModel:
         self.heads = [MtpHead(context, self.weights, layout, prefix) for prefix in prefixes]
 
 
+def _config(checkpoint: DraftCheckpoint, layout: Layout, prefix: str, target: ModelConfig) -> ModelConfig:
+    """The sizes of one head."""
+    if layout is QWEN:
+        experts = None if target.experts is None else replace(target.experts, layers=frozenset((0,)))
+        return replace(target, layers=1, windows=(0,), experts=experts, recurrence=None, recurrent=frozenset())
+    # A head has experts as the last layers do, and an indexer of its own.
+    own = {"first_k_dense_replace": 0, "mlp_layer_types": None, "indexer_types": None, "index_topk_pattern": None}
+    return checkpoint.config(target.architecture, 1, prefix, layer_types=None, sliding_window=None, **own)
+
+
 def _tensors(checkpoint: DraftCheckpoint, layout: Layout, prefix: str, config: ModelConfig, vocab: int) -> Tensors:
     hidden = config.hidden_size
-    result = dict(layer_tensors(config, prefix))
+    result = dict(gated_tensors(config, prefix) if layout is QWEN else layer_tensors(config, prefix))
     for norm in (layout.token_norm, layout.state_norm, layout.last_norm):
-        result |= plain(f"{prefix}.{norm}.weight", hidden)
-    result |= plain(f"{prefix}.{layout.projection}.weight", hidden, 2 * hidden)
+        result |= plain(layout.weight(prefix, norm), hidden)
+    result |= plain(layout.weight(prefix, layout.projection), hidden, 2 * hidden)
     for name in layout.unused:
         if checkpoint.has(f"{prefix}.{name}"):
             result |= plain(f"{prefix}.{name}", vocab, hidden)

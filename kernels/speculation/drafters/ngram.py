@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -94,6 +95,16 @@ class NgramTree:
                     self.right.add(node)
                     self.at = node
                     break
+
+    def chain(self) -> NgramTree:
+        """The first path from the root: the likeliest followers."""
+        path = [0]
+        for node in range(1, len(self.tokens)):
+            if self.parents[node] == path[-1]:
+                path.append(node)
+        return NgramTree(
+            [self.tokens[node] for node in path], list(range(-1, len(path) - 1)), [self.windows[node] for node in path]
+        )
 
     def pruned(self) -> tuple[list[int], list[int]]:
         """Tokens and parents of the nodes to verify."""
@@ -217,11 +228,12 @@ class NgramDrafter(Drafter):
     """Looks up drafts in one trie for all slots, on the host."""
 
     needs_host_tokens = True
-    branches = True
 
     def __init__(self, context: DrafterContext) -> None:
         settings = context.settings
-        self._settings = settings.ngram
+        self._chains = context.chains
+        one = {"min_breadth": 1, "max_breadth": 1} if self._chains else {}
+        self._settings = msgspec.structs.replace(settings.ngram, **one)
         self._device = context.device
         self._trie: Any = make_trie(self._settings.capacity, self._settings.max_depth)
         self._sequences: dict[int, TrieSequence | NativeSequence] = {}  # by slot
@@ -234,6 +246,8 @@ class NgramDrafter(Drafter):
         """Tokens that a slot's grammar forces after so many tokens: see ``GrammarSlots.forced``."""
         self.max_nodes = settings.num_draft_tokens
         self.depth = min(self.max_nodes, self._settings.max_depth) - 1
+        if self._chains:
+            self.max_nodes = self.depth + 1
 
     def admit(self, admission: Admission, tokens: Ints) -> None:
         slot, known = admission.slot, admission.computed + 1
@@ -298,6 +312,8 @@ class NgramDrafter(Drafter):
                 )
                 continue
             tree = draft_tree(self._trie, self._sequences[slot], self._last[slot], nodes, self._settings)
+            if self._chains:
+                tree = tree.chain()
             result.append(tree)
             self._trees[slot] = tree
         self._pruner.choose(names, result, limits.tolist())
@@ -319,6 +335,11 @@ class NgramDrafter(Drafter):
             bits.append([mask - (mask >> 63 << 64) for mask in seen])  # 64 bits, the highest the sign
         both = (np.array(values, dtype=np.int64) for values in (above, depths, bits))
         return NativeTrees(tokens, counts, *both)
+
+    @property
+    def branches(self) -> bool:
+        """As ``Drafter``'s. A chain may be as deep as a tree."""
+        return not self._chains
 
     def native_drafts(self, state: SlotTable, rows: int) -> NativeDrafts | None:
         return NativeNgrams(self, state)

@@ -66,6 +66,29 @@ def test_the_patterns_cut_numbers_as_their_models_do():
 
 
 @pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("glm4", ["myURL", " isn", "'t", " ", "123", "45", ".\n\n", "你好ab"]),
+        ("stablelm2", ["myURL", " isn", "'t", " ", *"12345", ".\n\n", "你好ab"]),
+        ("qwen35", ["myURL", " isn", "'t", " ", *"12345", ".\n\n", "你好ab"]),
+        ("gpt-4o", ["my", "URL", " isn't", " ", "123", "45", ".\n\n", "你好ab"]),
+        ("kimi-k2", ["my", "URL", " isn't", " ", "123", "45", ".\n\n", "你好", "ab"]),
+        ("deepseek-v3", ["myURL", " isn", "'t", " ", "123", "45", ".\n\n", "你好", "ab"]),
+        ("bailingmoe2", ["myURL", " isn", "'t", " ", *"12345", ".\n\n", "你好ab"]),
+        ("seed-coder", ["myURL", " isn", "'t", " ", *"12345", ".", "\n\n", "你好ab"]),
+        ("exaone-moe", ["myURL isn", "'t", " ", *"12345", ".\n", "\n", "你好ab"]),
+        ("exaone4", ["myURL", " isn", "'t", " 12345", ".", "\n", "\n", "你好ab"]),
+        ("command-r", ["myURL", " isn", "'t", " ", *"12345", ".", "\n", "\n", "你好ab"]),
+    ],
+)
+def test_a_text_is_cut_as_the_file_names_it(pre, pieces):
+    """The patterns are those of the models' own tokenizer.json."""
+    text = "".join(pieces)
+    cut = build_tokenizer(byte_level(**{"tokenizer.ggml.pre": pre})).pre_tokenizer.pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in cut] == pieces
+
+
+@pytest.mark.parametrize(
     ("tokens", "reason"),
     [
         (["a" * length for length in range(1, 1001)], "form more than 32032 pairs, 32 a token"),

@@ -3,7 +3,7 @@ what the model gives without a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import Admission, StepBatch
 from kernels.devices import group_caches
+from kernels.state import group_sizes
 from tests.kits.driver import HYBRID
 from tests.kits.mixed_caches import install, make_mixed_model
 from tests.kits.planned_runner import GREEDY, PAGE, Line, make_runner, pack
+from tests.kits.speculation.oracles import Oracle, draft_with
 
 KINDS = {
     "full": ("full", "full"),
@@ -199,28 +201,68 @@ def test_families_give_pages_back_and_keep_their_tokens(name: str, reference: An
     assert prompt + other + line.outputs[1] == model.greedy(prompt + other, 76)
 
 
+def drafting(monkeypatch: pytest.MonkeyPatch, right: Callable[[int], bool], truths: list[list[int]]) -> Oracle:
+    """Runners draft the tokens of ``truths``, where they are to be ``right``. -> their drafter."""
+    oracle = Oracle(4, 1, right, 211)
+    oracle.truths = truths
+    draft_with(monkeypatch, oracle)
+    return oracle
+
+
+DRAFTS = SpeculativeSettings("STANDALONE", num_draft_tokens=5)
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
 @pytest.mark.parametrize("name", HYBRID)
-def test_families_with_states_keep_their_tokens(name: str, reference: Any) -> None:
+def test_families_with_states_keep_their_tokens(
+    name: str, drafts: bool, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chunks beside decodes, prefixes from snapshots, preemption, and a new worker in the middle."""
     model = reference(name)
-    line = Line(model.path, {"max_total_tokens": 1024}, max_running=2, priority_scheduling=True)
+    options = {"max_total_tokens": 1024, "speculation": DRAFTS if drafts else None}
+    oracle = drafting(monkeypatch, lambda position: position % 7 > 0, [])
+    line = Line(model.path, options, max_running=2, priority_scheduling=True)
     snapshot = line.info.bounded_groups[0].page_tokens
     texts = prompts(snapshot + 6, 9, 26, 31)
     shared, first, second, third = ([token % 211 for token in tokens] for tokens in texts)
-    line.submit(0, shared + first, 6)
+    asked = [(shared + first, 6), (shared + second, 40 if drafts else 12), (third, 40 if drafts else 16), (first, 4)]
+    answers = [model.greedy(prompt, len(prompt) + count + 6) for prompt, count in asked]
+    oracle.truths = answers
+    line.submit(0, *asked[0])
     line.play()
-    line.submit(1, shared + second, 12)
-    line.submit(2, third, 16)
+    for number in (1, 2):
+        line.submit(number, *asked[number])
     for _ in range(8):
         line.step()
-    line.submit(3, first, 4, priority=100)
+    line.submit(3, *asked[3], priority=100)
     line.step()
+    assert line.planner.load(0.0).preemptions == 1
     assert line.cached[1] == snapshot
     line.start_worker()
     line.play()
-    for number, prompt in enumerate((shared + first, shared + second, third, first)):
-        given = line.outputs[number]
-        assert prompt + given == model.greedy(prompt, len(prompt) + len(given))
+    for number, (prompt, count) in enumerate(asked):
+        assert prompt + line.outputs[number] == answers[number][: len(prompt) + count]
+    assert (sum(oracle.accepted) > 10) == drafts
+
+
+@pytest.mark.parametrize("name", ["falcon-h1", "kimi-linear", "lfm2", "qwen3.5"])
+def test_prefixes_go_on_from_states_between_draft_tokens(
+    name: str, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_sizes, "snapshot_pages", lambda state_bytes, page_bytes: 2)
+    model, (prompt, other) = reference(name), prompts(19, 3)
+    prompt, other = ([token % 211 for token in tokens] for tokens in (prompt, other))
+    answer = model.greedy(prompt, 70)
+    text = answer[:53] + other
+    oracle = drafting(monkeypatch, lambda position: position % 5 > 0, [answer, model.greedy(text, 70)])
+    line = Line(model.path, {"speculation": DRAFTS})
+    line.submit(0, prompt, 45)
+    line.play()
+    line.submit(1, text, 8)
+    line.play()
+    assert line.cached[1] == 48
+    assert sum(oracle.accepted) > 20
+    assert text + line.outputs[1] == oracle.truths[1][: len(text) + 8]
 
 
 @pytest.mark.parametrize("options", [{}, {"context_length": 40}, {"speculation": SpeculativeSettings("NGRAM")}])

@@ -153,7 +153,7 @@ def test_fp8_in_blocks_beside_floats_is_what_its_floats_are(reference, drive, pr
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"speculation": SpeculativeSettings("NGRAM")}, "leave --speculative-algorithm out"),
+        ({"speculation": SpeculativeSettings("EAGLE", topk=2)}, "use --speculative-eagle-topk 1"),
         ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype is for keys and values"),
         ({"invariant": True}, "leave --enable-deterministic-inference out"),
     ],

@@ -13,7 +13,6 @@ import pytest
 
 from kernels.contract.caches import CacheGroup, Paged, State
 from kernels.contract.errors import ConfigError
-from kernels.contract.speculation import SpeculativeSettings
 from kernels.models.config import local_config
 from kernels.models.config_loader import parse_config, read_config
 from kernels.models.registry import caches
@@ -47,12 +46,6 @@ def test_quantized_projections_are_close(name, reference, drive, prompts):
     expected, exact = model.logprobs(prompt).numpy(), scored(drive(model.path), prompt, [20])
     assert np.abs(found - expected).mean() < 0.2 * np.abs(expected - expected.mean(1, keepdims=True)).mean()
     assert np.abs(found - exact).max() > 0  # it was quantized
-
-
-@pytest.mark.parametrize("name", ["falcon-h1", "lfm2", "nemotron-h"])
-def test_drafts_are_refused_where_layers_keep_states(name, reference, drive):
-    with pytest.raises(ConfigError, match="leave --speculative-algorithm out"):
-        drive(reference(name).path, speculation=SpeculativeSettings("NGRAM"))
 
 
 def test_each_kind_of_layer_keeps_what_it_needs(reference):

@@ -7,12 +7,12 @@ import random
 import numpy as np
 import pytest
 
-import kernels.execution.load
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
-from tests.kits.driver import VOCAB
+from kernels.state import group_sizes
+from tests.kits.driver import HYBRID, VOCAB
 from tests.kits.speculation.lossless import SAMPLINGS, truth
-from tests.kits.speculation.oracles import Oracle, run_mixed
+from tests.kits.speculation.oracles import Oracle, draft_with, run_mixed
 
 RIGHT = {
     "right": lambda position: True,
@@ -28,8 +28,7 @@ def speculating(drive, monkeypatch):
 
     def make(path, drafter, settings=None, **options):
         settings = settings or SpeculativeSettings("STANDALONE", num_draft_tokens=drafter.max_nodes)
-        monkeypatch.setattr(kernels.execution.load, "captured_layers", lambda settings, model: ())
-        monkeypatch.setattr(kernels.execution.load, "make_drafter", lambda context: drafter)
+        draft_with(monkeypatch, drafter)
         return drive(path, speculation=settings, **options)
 
     return make
@@ -53,6 +52,25 @@ def test_the_output_does_not_depend_on_drafts(right, shape, reference, drive, sp
     assert (~np.isnan(ours)).sum() > 30
     levels = sum(drafter.accepted) / max(1, len(drafter.accepted))
     assert {"right": levels > 0.6, "wrong": levels < 0.2, "mixed": 0.1 < levels < 2}[right], levels
+
+
+@pytest.mark.parametrize(
+    ("name", "right"), [(name, "mixed") for name in HYBRID] + [("qwen3.5", "right"), ("qwen3.5", "wrong")]
+)
+def test_states_go_back_to_the_accepted_tokens(name, right, reference, drive, speculating, prompts, monkeypatch):
+    """Pages of states end inside of draft tokens, and other prompts share steps with them."""
+    monkeypatch.setattr(group_sizes, "snapshot_pages", lambda state_bytes, page_bytes: 1)
+    path, batch = reference(name).path, prompts(5, 23, 1, 40, 17)
+    samplings = [SAMPLINGS[kind] for kind in ("greedy", "sampled", "greedy", "penalized", "greedy")]
+    outputs, _ = truth(drive, path, batch, samplings, 82)
+    drafter = Oracle(5, 1, RIGHT[right], VOCAB, ragged=right == "mixed")
+    driver = speculating(path, drafter, page_size=4)
+    assert [group.page_tokens for group in driver.info.bounded_groups] == [4]
+    drafter.truths = outputs
+    found, _ = run_mixed(driver, batch, samplings, outputs, 70)
+    assert found == [tokens[:70] for tokens in outputs]
+    levels = sum(drafter.accepted) / max(1, len(drafter.accepted))
+    assert {"right": levels > 1, "wrong": levels < 0.2, "mixed": 0.1 < levels < 3}[right], levels
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+import kernels.execution.load
 from kernels.core.tree import Drafts, tree_of
 from kernels.speculation.drafter import Drafter, DraftRows, Observation
 
@@ -87,6 +88,12 @@ class Oracle(Drafter):
 
     def record_acceptance(self, slots, accepted, drafted) -> None:
         self.accepted += accepted
+
+
+def draft_with(monkeypatch, drafter: Drafter) -> None:
+    """Let runners that are loaded from now on draft with it, whatever their settings say."""
+    monkeypatch.setattr(kernels.execution.load, "captured_layers", lambda settings, model: ())
+    monkeypatch.setattr(kernels.execution.load, "make_drafter", lambda context: drafter)
 
 
 def run_mixed(driver, prompts, samplings, outputs, length, seed=0, reported=None):

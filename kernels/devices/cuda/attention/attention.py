@@ -10,13 +10,14 @@ from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm
 from kernels.devices.attention import Attention, QkvProjection
 from kernels.devices.cuda.attention.decode import DecodeScratch
-from kernels.devices.cuda.attention.latent import attend_latent
+from kernels.devices.cuda.attention.latent_prompts import LatentPlan, attend_latent_rows, makes_keys, plan_latent
 from kernels.devices.cuda.attention.plan import AttentionPlan, attention, plan_attention, plan_draft
 from kernels.devices.cuda.cache import CudaCache, CudaCaches
 from kernels.devices.cuda.elementwise.angles import angles
 from kernels.devices.cuda.elementwise.latent_heads import place_latent
 from kernels.devices.cuda.elementwise.norm_rope_cache import norm_rope_cache
 from kernels.devices.cuda.elementwise.norms import CudaNorm
+from kernels.devices.cuda.features import FEATURES
 from kernels.devices.cuda.matmul.qkv_projection import CudaQkvProjection
 from kernels.devices.latent_attention import LatentHeads
 from kernels.devices.latent_cache import Vectors
@@ -38,11 +39,16 @@ class CudaAttention(Attention[CudaCache, AttentionPlan]):
         self._put = memory.put
         self._page_size = page_size
         self._invariant = invariant
-        self.plans_caps = not invariant
+        self.plans = frozenset() if invariant else FEATURES.plans
+        self._latent_plan: LatentPlan | None = None
         self._scratch = None if invariant else DecodeScratch(memory.torch_device)
 
     def plan(self, rows: AttentionRows, window: int) -> AttentionPlan:
         return plan_attention(rows, window, self._caches.kv_heads, self._put)
+
+    def plan_layers(self, rows: AttentionRows, window: int) -> AttentionPlan | None:
+        """The kernels know chunks, but those whose results are invariant."""
+        return super().plan_layers(rows, window) if self._invariant else self.plan(rows, window)
 
     def plan_draft(
         self, starts: Tensor, pages: Tensor, tokens: int, bits: Tensor | None, roots: Tensor | None, window: int
@@ -64,8 +70,12 @@ class CudaAttention(Attention[CudaCache, AttentionPlan]):
     ) -> Tensor:
         if self._scratch is None or not isinstance(cache, Tensor):
             return super().attend_latent(queries, cache, batch, heads, scale)
-        plain, rotated = heads.absorb(queries)
-        return heads.expand(attend_latent(plain, rotated, cache, batch.plans[0], scale, self._scratch))
+        step, plan = batch.plans[0], self._latent_plan
+        if plan is None or plan.step is not step:  # one for all layers of a step
+            rope, makes = cache.shape[2] - heads.rank, makes_keys(queries, cache, heads)
+            plan = plan_latent(step, heads, rope, self._put) if makes else LatentPlan(step, step, len(queries))
+            self._latent_plan = plan
+        return attend_latent_rows(queries, cache, plan, heads, scale, self._scratch)
 
     def place_latent(
         self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Vectors, index: Tensor

@@ -18,11 +18,19 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
-from kernels.devices.cuda.attention.decode import PLAIN, capped_score, score_factors
+from kernels.devices.cuda.attention.decode import (
+    PLAIN,
+    capped_score,
+    first_seen,
+    growth_at,
+    key_block,
+    reach,
+    score_factors,
+)
 from kernels.devices.cuda.launch import has_large_shared_memory
 from kernels.devices.row_attention import CapAndSinks
 
-__all__ = ["TILE", "PrefillBlocks", "attend_prefills", "plan_prefills"]
+__all__ = ["TILE", "PrefillBlocks", "attend_prefills", "order_blocks", "plan_prefills"]
 
 TILE: Final = 128
 """The most queries of a block."""
@@ -49,10 +57,18 @@ class PrefillBlocks:
 
 def plan_prefills(rows: AttentionRows, first: int, put: Callable[[npt.NDArray[np.int32]], Tensor]) -> PrefillBlocks:
     """The blocks of rows ``first ..`` of a step."""
-    counts, starts = rows.counts[first:], rows.starts[first:]
-    offsets = np.cumsum(rows.counts)[first:] - counts
+    counts = rows.counts[first:]
     pages = put(np.ascontiguousarray(rows.pages[first:]))
     size = TILE if counts.max() > _LONG and has_large_shared_memory(pages.device) else TILE // 2
+    blocks = order_blocks(rows, first)
+    full = int(counts.max()) > TILE or (len(blocks) > 1 and int(counts.sum()) > TILE // 2 * len(blocks))
+    return PrefillBlocks(put(blocks), pages, size, full)
+
+
+def order_blocks(rows: AttentionRows, first: int) -> npt.NDArray[np.int32]:
+    """``PrefillBlocks.blocks`` of rows ``first ..``."""
+    counts, starts = rows.counts[first:], rows.starts[first:]
+    offsets = np.cumsum(rows.counts)[first:] - counts
     each = -(-counts // TILE)
     row = np.repeat(np.arange(len(counts)), each)
     begin = (np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each)) * TILE
@@ -60,9 +76,7 @@ def plan_prefills(rows: AttentionRows, first: int, put: Callable[[npt.NDArray[np
     # Renumber groups without the gaps of long rows: every other group is ascending.
     near = np.unique((np.cumsum(starts + counts) - 1) // _NEAR, return_inverse=True)[1][row]
     rising = (near[-1] - near) % 2 == 1
-    result = result[np.lexsort((np.where(rising, 1, -1) * result[:, 3], near))]
-    full = int(counts.max()) > TILE or (len(result) > 1 and int(counts.sum()) > TILE // 2 * len(result))
-    return PrefillBlocks(put(result.astype(np.int32)), pages, size, full)
+    return result[np.lexsort((np.where(rising, 1, -1) * result[:, 3], near))].astype(np.int32)
 
 
 @triton.jit
@@ -92,6 +106,7 @@ def _stretch(
     stages: tl.constexpr,
     scaled: tl.constexpr,
     capped: tl.constexpr,
+    growth: tl.constexpr,
 ):
     """Attend to key blocks ``begin .. end``."""
     at = tl.arange(0, dim_block)
@@ -117,10 +132,12 @@ def _stretch(
         by = scale
         if capped:
             score, by = capped_score(score * scale, cap), 1.0
+        if growth > 0:
+            score = score * growth_at(query_position, growth)[:, None]
         if masked:
             seen = position[None, :] <= query_position[:, None]
-            if window > 0:
-                seen = seen & (position[None, :] > query_position[:, None] - window)
+            if window != 0:
+                seen = seen & (position[None, :] > (query_position - reach(query_position, window))[:, None])
             score = tl.where(seen, score, -float("inf"))
         above = tl.maximum(top, tl.max(score, 1) * by)
         if masked:
@@ -162,6 +179,7 @@ def prefill_attention_kernel(
     scaled: tl.constexpr,
     capped: tl.constexpr,
     sunk: tl.constexpr,
+    growth: tl.constexpr,
 ):
     head = tl.program_id(0)
     which = tl.program_id(1) // parts
@@ -190,17 +208,17 @@ def prefill_attention_kernel(
         norm = tl.full([query_block], 1.0, tl.float32)
     first = 0
     whole = (start + 1) // block  # every query attends to all blocks before this one
-    if window > 0:
-        first = tl.maximum(start + 1 - window, 0) // block
+    if window != 0:
+        first = first_seen(start, window) // block
         whole = first
     last = (length + block - 1) // block
     total, top, norm = _stretch(
         total, top, norm, q, cache, scales, table, query_position, kv_head, first, whole, length, scale, cap, window,
-        kv_heads, dim, dim_block, page_size, block, False, precision, stages, scaled, capped,
+        kv_heads, dim, dim_block, page_size, block, False, precision, stages, scaled, capped, growth,
     )  # fmt: skip
     total, top, norm = _stretch(
         total, top, norm, q, cache, scales, table, query_position, kv_head, whole, last, length, scale, cap, window,
-        kv_heads, dim, dim_block, page_size, block, True, precision, stages, scaled, capped,
+        kv_heads, dim, dim_block, page_size, block, True, precision, stages, scaled, capped, growth,
     )  # fmt: skip
     result = out + token[:, None] * heads * dim + head * dim + at[None, :]
     tl.store(result, (total / norm[:, None]).to(out.dtype.element_ty), mask=mask)
@@ -219,12 +237,19 @@ def attend_prefills(
     """Attend with the ``queries`` [tokens, heads, dim] of the plan's blocks; results go to ``out``, of the same shape
     and contiguous.
 
-    ``cache`` and ``scales``: as in ``attend_decodes``. ``window``: tokens that a query attends to, 0 for all.
+    ``cache`` and ``scales``: as in ``attend_decodes``. ``window``: as ``ModelConfig.windows``.
     """
     _, heads, dim = queries.shape
     _, _, kv_heads, page_size, _ = cache.shape
     wide = queries.element_size() == 4
-    parts = TILE // plan.query_block
+    dim_block = max(16, triton.next_power_of_2(dim))
+    block, stages = key_block(dim_block, wide, queries.device)
+    query_block, warps = plan.query_block, 8 if wide else 4
+    if dim_block > 256:  # a tile's sums fill the registers
+        query_block, warps = 32 if wide or not has_large_shared_memory(queries.device) else 64, 8
+    elif not wide:
+        block = plan.query_block // 2
+    parts = TILE // query_block
     factor, cap = score_factors(scale, extra)
     prefill_attention_kernel[(heads, parts * len(plan.blocks))](
         queries,
@@ -242,15 +267,16 @@ def attend_prefills(
         heads,
         kv_heads,
         dim,
-        max(16, triton.next_power_of_2(dim)),
+        dim_block,
         page_size,
-        plan.query_block,
+        query_block,
         parts,
-        32 if wide else plan.query_block // 2,
+        block,
         "ieee" if wide else "tf32",
-        2 if wide else 3,
+        stages,
         scales is not None,
         bool(extra.cap),
         extra.sinks is not None,
-        num_warps=8 if wide else 4,
+        extra.growth_length,
+        num_warps=warps,
     )

@@ -140,7 +140,7 @@ def test_counts_are_held_against_the_file(whole, broken):
         ),
         (lambda writer: writer.add_string("qwen3.rope.scaling.type", "longrope"), "'longrope' is not supported"),
         (lambda writer: writer.add_uint32("qwen3.block_count", 1 << 31), "the last of qwen3.block_count 2147483648"),
-        (lambda writer: writer.add_uint32("qwen3.rope.dimension_count", 4), "rotates part of a head"),
+        (lambda writer: writer.add_uint32("qwen3.rope.dimension_count", 999), r"at most the \d+ numbers of a head"),
         (lambda writer: writer.add_string("qwen3.context_length", "long"), "must be a whole number of at least 1"),
     ],
 )
@@ -208,7 +208,7 @@ def test_unknown_architectures_are_named(tmp_path):
     writer.close()
     with pytest.raises(
         GgufError,
-        match=r"architecture .mamba. .*; those that are read from GGUF are deepseek2, hunyuan-dense, llama, olmo2",
+        match=r"architecture .mamba. .*; those that are read from GGUF are arcee, .*, deepseek2, .*, llama, ",
     ):
         load(tmp_path / "broken.gguf")
 

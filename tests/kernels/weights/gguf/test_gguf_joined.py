@@ -147,13 +147,8 @@ def test_what_phi3_has_that_is_not_read_is_reported(reference, tmp_path):
         writer.add_tensor("rope_factors_long.weight", np.ones(4, np.float32))
 
     file = write_gguf(reference("phi3").path, tmp_path / "long.gguf", tensors=longer)
-    with pytest.raises(GgufError, match="phi3 stretches long sequences by factors of their own"):
+    with pytest.raises(GgufError, match=r"no tensor rope_factors_short\.weight"):
         read_config(file)
-    partial = write_gguf(
-        reference("phi3").path, tmp_path / "part.gguf", change=lambda writer: writer.add_rope_dimension_count(4)
-    )
-    with pytest.raises(GgufError, match=r"phi3\.rope\.dimension_count rotates part of a head"):
-        read_config(partial)
 
 
 def test_the_package_knows_the_names():

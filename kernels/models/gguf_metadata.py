@@ -1,0 +1,96 @@
+"""Reads a GGUF file's metadata, and says which key is wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from kernels.contract.errors import GgufError
+from kernels.weights.gguf.header import GgufHeader
+
+__all__ = ["Metadata"]
+
+
+class Metadata:
+    """The metadata of ``header``. Keys that begin with a dot are the architecture's own, as ``.block_count`` of
+    ``llama.block_count``. Every method raises GgufError, naming the key."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self.header = header
+        self.name = self.text("general.architecture")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value as it is stored."""
+        return self.header.metadata.get(self._key(key), default)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string."""
+        value = self.get(key, default)
+        if not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1; of one for each layer, the only one that is not 0."""
+        value = self.get(key, default)
+        if isinstance(value, list) and all(type(one) is int for one in value):
+            own = {one for one in value if one}
+            value = own.pop() if len(own) == 1 else None
+        if type(value) is not int or value < 1:
+            raise self.wrong(key, "a whole number of at least 1")
+        return value
+
+    def count(self, key: str, default: int = 0) -> int:
+        """A whole number, which may be 0."""
+        value = self.get(key, default)
+        if type(value) is not int or value < 0:
+            raise self.wrong(key, "a whole number")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A finite number."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.wrong(key, "a number")
+        return value
+
+    def layers(self, key: str) -> list[Any] | None:
+        """A value for each layer, those of layers that draft left out; None: there is no such list."""
+        value = self.get(key)
+        if not isinstance(value, list):
+            return None
+        if len(value) < self.block_count:
+            raise self.wrong(key, f"a value for each of {self.block_count} layers")
+        return value[: self.block_count]
+
+    @property
+    def block_count(self) -> int:
+        """Layers of the model, without those at the end that draft tokens."""
+        drafting = self.count(".nextn_predict_layers")
+        layers = self.size(".block_count")
+        if drafting >= layers:
+            raise self.wrong(".nextn_predict_layers", f"less than the {layers} layers of block_count")
+        return layers - drafting
+
+    def has(self, ending: str) -> bool:
+        """Whether a tensor's name ends so."""
+        return any(name.endswith(ending) for name in self.header.tensors)
+
+    def refused(self, what: str) -> GgufError:
+        """The error of a file that has ``what``."""
+        return GgufError(
+            f"{self.header.path} has {what}, which is not read from GGUF files of {self.name}; give the directory of "
+            "its safetensors files"
+        )
+
+    def wrong(self, key: str, wanted: str) -> GgufError:
+        """The error of a value that is not ``wanted``."""
+        value = self.get(key)
+        stated = "is missing" if value is None else f"is {str(value)[:80]!r}"
+        return GgufError(
+            f"{self.header.path}: {self._key(key)} must be {wanted}, and {stated}; convert the model again with a "
+            "newer llama.cpp, or download it again"
+        )
+
+    def _key(self, key: str) -> str:
+        return f"{self.name}{key}" if key.startswith(".") else key
