@@ -11,12 +11,14 @@ from kernels.core.batch import StateSegments
 from kernels.core.operators import Norm
 from kernels.devices.cuda.convolution import convolve_token
 from kernels.devices.cuda.elementwise.norms import CudaNorm
-from kernels.devices.delta_rule import DeltaInputs, DeltaRule
+from kernels.devices.delta_rule import DeltaChunks, DeltaInputs, DeltaRule
 from kernels.devices.state_cache import StateCache
 
-__all__ = ["CudaDeltaRule", "delta_token"]
+__all__ = ["CudaDeltaRule", "delta_token", "scan"]
 
 _VALUES = 32  # numbers of a value head that a program updates
+_LARGEST_SCAN = 128  # the same where chunks are scanned
+_PRECISION = "tf32x3"  # of the products of a scan: about that of float32
 _LARGEST_KEY = 256  # numbers of a key head whose state's part fits in registers
 
 
@@ -121,6 +123,86 @@ def _gated_norm(
     tl.store(out + place, (normed * by).to(value.dtype), mask=inside)
 
 
+@triton.jit
+def _scan(
+    changes,
+    reads,
+    asks,
+    scores,
+    writes,
+    forgets,
+    states,
+    out,
+    chunks,
+    changes_stride,
+    reads_stride,
+    size: tl.constexpr,
+    k_dim: tl.constexpr,
+    v_dim: tl.constexpr,
+    v_block: tl.constexpr,
+    by_channel: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """Program (row and head, block of its values). Tokens of ``changes`` and ``reads`` stand so many numbers apart."""
+    head = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, size)
+    key = tl.arange(0, k_dim)
+    value = tl.program_id(1) * v_block + tl.arange(0, v_block)
+    place = states + head * k_dim * v_dim + key[:, None] * v_dim + value[None, :]
+    state = tl.load(place)
+    for chunk in range(chunks):
+        token = (head * chunks + chunk) * size + at
+        read = tl.load(reads + token[:, None] * reads_stride + key[None, :])
+        change = tl.load(changes + token[:, None] * changes_stride + value[None, :])
+        change -= tl.dot(read, state, input_precision=precision)
+        ask = tl.load(asks + token[:, None] * k_dim + key[None, :])
+        score = tl.load(scores + token[:, None] * size + at[None, :])
+        answer = tl.dot(ask, state, input_precision=precision)
+        answer = tl.dot(score, change, answer, input_precision=precision)
+        tl.store(out + token[:, None] * v_dim + value[None, :], answer)
+        write = tl.load(writes + token[None, :] * k_dim + key[:, None])
+        if by_channel:
+            forget = tl.load(forgets + (head * chunks + chunk) * k_dim + key)
+            state = state * forget[:, None]
+        else:
+            state = state * tl.load(forgets + head * chunks + chunk)
+        state = tl.dot(write, change, state, input_precision=precision)
+    tl.store(place, state)
+
+
+def scan(chunks: DeltaChunks, state: Tensor, precision: str = _PRECISION, warps: int = 8) -> tuple[Tensor, Tensor]:
+    """``DeltaRule.scan`` of sizes that are powers of two, from 16 on. Overwrites the state."""
+    rows, heads, count, size, v_dim = chunks.changes.shape
+    k_dim, state = chunks.reads.shape[-1], state.contiguous()
+    out = state.new_empty(rows, heads, count, size, v_dim)
+    _scan[(rows * heads, v_dim // (block := min(_VALUES, v_dim)))](
+        chunks.changes,
+        chunks.reads,
+        chunks.asks.contiguous(),
+        chunks.scores.contiguous(),
+        chunks.writes.contiguous(),
+        chunks.forgets.contiguous(),
+        state,
+        out,
+        count,
+        chunks.changes.stride(3),
+        chunks.reads.stride(3),
+        size,
+        k_dim,
+        v_dim,
+        block,
+        chunks.forgets.shape[-1] > 1,
+        precision,
+        num_warps=warps,
+        num_stages=1,
+    )
+    return out, state
+
+
+def _is_tiled(number: int) -> bool:
+    return number >= 16 and number & (number - 1) == 0
+
+
 def delta_token(
     convolved: Tensor, inputs: DeltaInputs, states: Tensor, segment: StateSegments, out: Tensor, share: int
 ) -> None:
@@ -164,6 +246,13 @@ class CudaDeltaRule(DeltaRule):
         convolved = convolve_token(inputs.mixed, weight, cache[0], segment)
         delta_token(convolved, inputs, cache[1], segment, out, share)
         return True
+
+    def scan(self, chunks: DeltaChunks, state: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``DeltaRule.scan``."""
+        *_, size, v_dim = chunks.changes.shape
+        dense = all(part.flatten(0, 2).stride(0) == size * part.stride(3) for part in (chunks.changes, chunks.reads))
+        tiled = all(map(_is_tiled, (size, v_dim, chunks.reads.shape[-1]))) and chunks.reads.shape[-1] <= _LARGEST_SCAN
+        return scan(chunks, state) if dense and tiled else super().scan(chunks, state)
 
     def head_gates(self, b: Tensor, a: Tensor, factor: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
         """As ``DeltaRule.head_gates``."""

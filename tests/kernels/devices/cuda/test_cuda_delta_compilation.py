@@ -9,7 +9,7 @@ import triton
 
 from kernels.core.batch import StateSegments
 from kernels.devices.cuda.delta_rule import CudaDeltaRule
-from kernels.devices.delta_rule import DeltaInputs
+from kernels.devices.delta_rule import DeltaChunks, DeltaInputs
 from tests.kernels.devices.cuda.compiled import SHARED, compiling, empty
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
@@ -25,6 +25,26 @@ def step(by_channel: bool) -> None:
     cache = [empty(9, 3, channels, dtype=torch.float32), empty(9, 32, 128, 128, dtype=torch.float32)]
     weight, out = empty(4, channels, dtype=torch.float32), empty(5, 32, 128, dtype=torch.bfloat16)
     assert CudaDeltaRule().step(inputs, weight, cache, rows, out, 2)
+
+
+def scan_prompt(by_channel: bool) -> None:
+    def rows(width: int, total: int) -> torch.Tensor:
+        return empty(2, 32, 9, 64, total, dtype=torch.float32)[..., :width]
+
+    keys, forgets = rows(128, 128), rows(128 if by_channel else 1, 128)[:, :, :, 0]
+    chunks = DeltaChunks(rows(128, 256), rows(128, 256), keys, rows(64, 64), keys, forgets)
+    CudaDeltaRule().scan(chunks, empty(2, 32, 128, 128, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("by_channel", [False, True], ids=["head", "channel"])
+def test_scans_of_delta_nets_compile(by_channel: bool, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with compiling(monkeypatch, capability) as kernels:
+        scan_prompt(by_channel)
+    (kernel,) = kernels
+    assert kernel.kernel == "_scan"
+    assert kernel.shared <= SHARED[capability], kernel
+    assert not kernel.spilled, kernel
 
 
 @pytest.mark.parametrize("capability", SHARED)
