@@ -102,6 +102,7 @@ _FAMILIES: Mapping[str, tuple[ToolFormat, ThoughtFormat]] = {
     "DeepseekV32ForCausalLM": ("deepseekv32", "deepseek-v3"),
     "DeepseekV4ForCausalLM": ("deepseek_v4", "deepseek-v3"),
     "Llama4ForCausalLM": ("llama4", OFF),
+    "Mistral3ForCausalLM": ("mistral", OFF),
     "Ministral3ForCausalLM": ("mistral", OFF),
     "Mistral4ForCausalLM": ("mistral", OFF),
     "MistralForCausalLM": ("mistral", OFF),
@@ -143,7 +144,7 @@ def output_format(
     tools: ToolFormat | None, thoughts: ThoughtFormat | None, template: str | None, architecture: str
 ) -> OutputFormat:
     """The formats of these names; None and ``auto`` ask the chat template, then the model's family."""
-    family = _FAMILIES.get(architecture, ("hermes", OFF))
+    family = _FAMILIES.get(architecture.replace("ForConditionalGeneration", "ForCausalLM"), ("hermes", OFF))
     if tools is None or tools == AUTO:
         tools = _tools_of(template or "") or family[0]
     if thoughts is None or thoughts == AUTO:

@@ -12,10 +12,13 @@ import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 
-__all__ = ["NO_AUTOLOAD", "hide_broken_npu", "worker_environment"]
+__all__ = ["NO_AUTOLOAD", "NPU_TRITON", "hide_broken_npu", "worker_environment"]
 
 NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """Without it, importing torch imports torch_npu wherever that is installed, which fails where CANN is not."""
+
+NPU_TRITON = "TROUPE_NPU_TRITON"
+"""The variable that selects our own kernels on Ascend NPUs: see kernels/devices/npu_triton/selection.py."""
 
 
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -13,10 +13,11 @@ from kernels.contract.errors import ConfigError
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.gguf_description import describe
 from kernels.models.pooling import read_pooling
-from kernels.models.registry import UnknownArchitecture, find
+from kernels.models.registry import UnknownArchitecture, find, language_architecture
 from kernels.weights.config_json import merge_overrides
 from kernels.weights.config_json import read_json as read_config_json
 from kernels.weights.gguf.header import read_header
+from kernels.weights.wrapped import WRAPPER
 
 __all__ = ["CodeChoice", "parse_config", "read_config", "read_json"]
 
@@ -54,6 +55,8 @@ def read_config(
         return _read_code(model_path, raw, is_embedding, code)
     try:
         config = parse_config(raw, quantized)
+        if outer := raw.get(WRAPPER):
+            _log.info("%s: its language model is run, by %s; it reads no images", outer, config.architecture)
     except UnknownArchitecture as error:
         if code.choice != "auto":
             raise
@@ -91,7 +94,11 @@ def _read_code(model_path: str | Path, raw: Mapping[str, Any], is_embedding: boo
 
 def read_json(model_path: str | Path) -> dict[str, Any]:
     """The object of config.json, of a GGUF file the one that it stands for. Raises ConfigError, saying what to do."""
-    return describe(read_header(model_path)) if Path(model_path).is_file() else read_config_json(model_path)
+    if Path(model_path).is_file():
+        return describe(read_header(model_path))
+    raw = read_config_json(model_path)
+    inner = language_architecture(raw)
+    return raw if inner is None else {**raw, "architectures": [inner]}
 
 
 def parse_config(raw: Mapping[str, Any], quantized: bool = False) -> ModelConfig:

@@ -19,10 +19,11 @@ caches = gqa.caches
 
 
 def config(raw: ConfigReader) -> ModelConfig:
-    """The sizes in config.json."""
+    """The sizes in config.json; Qwen3-VL's says nothing of the sum of weights, which is one."""
+    normalized = raw.flag("norm_topk_prob", raw.raw.get("model_type") == "qwen3_vl_moe_text")
     bias, windows, sparse = raw.flag("attention_bias"), raw.switched_windows(), raw.sparse_layers()
     count, chosen = raw.expert_counts()
-    experts = ExpertsConfig(sparse, count, chosen, raw.size("moe_intermediate_size"), raw.flag("norm_topk_prob"))
+    experts = ExpertsConfig(sparse, count, chosen, raw.size("moe_intermediate_size"), normalized)
     return raw.decoder(qkv_bias=bias, output_bias=bias, qk_norm=True, windows=windows, experts=experts)
 
 

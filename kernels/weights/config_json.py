@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.contract.errors import ConfigError
+from kernels.weights.wrapped import language_model
 
 __all__ = ["merge_overrides", "read_json", "read_merged"]
 
@@ -18,7 +19,8 @@ def read_merged(model_path: str | Path, overrides: str) -> dict[str, Any]:
 
 
 def read_json(model_path: str | Path) -> dict[str, Any]:
-    """``model_path/config.json`` as it is. Raises ConfigError, saying what to do."""
+    """``model_path/config.json``, of a model that also reads images its language model's part. Raises ConfigError,
+    saying what to do."""
     path = Path(model_path) / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -30,7 +32,7 @@ def read_json(model_path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read as JSON ({error}); download the checkpoint again") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must be a JSON object; download the checkpoint again")
-    return raw
+    return language_model(raw)
 
 
 def merge_overrides(raw: Mapping[str, Any], overrides: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from kernels.contract.errors import LoadError
 from kernels.contract.limits import MAX_EXPERTS
 from kernels.weights.quantization.scheme import Scheme, StoredTensor
 from kernels.weights.tensors import Part, Role, StackedExpert, Tensors
+from kernels.weights.wrapped import plain_name
 
 __all__ = ["SafetensorsCheckpoint", "expected_tensors"]
 
@@ -35,22 +36,27 @@ def expected_tensors(tensors: Tensors, scheme: Scheme | None) -> dict[str, Store
 
 @dataclass(frozen=True)
 class _Expert:
-    """Rows ``begin`` to ``end`` of one expert in the stacked tensor ``stored``, which has ``columns``."""
+    """Rows ``begin`` to ``end`` of one expert in the stacked tensor ``stored``, which has ``columns``. ``turned``: the
+    file has columns before rows."""
 
     stored: str
     expert: int
     begin: int
     end: int
     columns: int
+    turned: bool = False
 
     @staticmethod
-    def find(stacked: StackedExpert, shape: tuple[int, ...]) -> _Expert | None:
-        """The place of an expert in a tensor of ``shape``; None if the shape does not fit."""
+    def find(stacked: StackedExpert, shape: tuple[int, ...], own: tuple[int, ...]) -> _Expert | None:
+        """The place of an expert of shape ``own`` in a tensor of ``shape``; None if the shape does not fit."""
         if len(shape) != 3 or not stacked.expert < shape[0] <= MAX_EXPERTS or not shape[1] or not shape[2]:
             return None
-        rows, rest = divmod(shape[1], stacked.parts)
+        wide = own[0] * stacked.parts
+        turned = shape[1:] == (own[1], wide) != (wide, own[1])
+        width, columns = (shape[2], shape[1]) if turned else (shape[1], shape[2])
+        rows, rest = divmod(width, stacked.parts)
         begin = stacked.part * rows
-        return None if rest else _Expert(stacked.stored, stacked.expert, begin, begin + rows, shape[2])
+        return None if rest else _Expert(stacked.stored, stacked.expert, begin, begin + rows, columns, turned)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -63,7 +69,8 @@ class _Expert:
             rows = slice(self.begin + part.begin, self.begin + part.end)
         elif part is not None:
             columns = slice(part.begin, part.end)
-        return slice(self.expert, self.expert + 1), rows, columns
+        own = slice(self.expert, self.expert + 1)
+        return (own, columns, rows) if self.turned else (own, rows, columns)
 
 
 class SafetensorsCheckpoint:
@@ -74,7 +81,12 @@ class SafetensorsCheckpoint:
         self._directory = directory
         self._tensors = tensors
         self._files: dict[str, safe_open] = {}
-        self._file_of = self._read_names()
+        files = self._read_names()
+        self._wrapped = {
+            plain: name for name in files if (plain := plain_name(name)) not in files
+        }  # else the same name
+        names = {name: plain for plain, name in self._wrapped.items()}
+        self._file_of = {names.get(name, name): file for name, file in files.items()}
         self._experts: dict[str, _Expert] = {}
         self._aliases: dict[str, str] = {}
         self._misshapen: dict[str, tuple[int, ...]] = {}  # stacked tensors that do not hold the model's experts
@@ -91,7 +103,7 @@ class SafetensorsCheckpoint:
                 shape = stacks.get(stored)
                 if shape is None:
                     shape = stacks[stored] = self._header(stored)[0]
-                expert = _Expert.find(spec.stacked, shape)
+                expert = _Expert.find(spec.stacked, shape, spec.shape)
                 if expert is not None:
                     self._experts[name] = expert
                     self._file_of[name] = self._file_of[stored]
@@ -146,19 +158,21 @@ class SafetensorsCheckpoint:
         return {name: self._header(name)[0] for name in self._file_of}
 
     def _stored(self, name: str) -> str:
-        return self._aliases.get(name, name)
+        name = self._aliases.get(name, name)
+        return self._wrapped.get(name, name)
 
     def _header(self, name: str) -> tuple[tuple[int, ...], str]:
         """Shape and dtype."""
         piece = self._experts.get(name)
-        result = self._open(self._file_of[name]).get_slice(self._stored(name) if piece is None else piece.stored)
+        result = self._open(self._file_of[name]).get_slice(self._stored(name if piece is None else piece.stored))
         return tuple(result.get_shape()) if piece is None else piece.shape, result.get_dtype()
 
     def _part(self, name: str, part: Part | None) -> Tensor:
         file, piece = self._open(self._file_of[name]), self._experts.get(name)
         result: Tensor
         if piece is not None:
-            result = file.get_slice(piece.stored)[piece.index(part)][0]
+            result = file.get_slice(self._stored(piece.stored))[piece.index(part)][0]
+            result = result.T if piece.turned else result
         else:
             stored = self._stored(name)
             result = file.get_tensor(stored) if part is None else file.get_slice(stored)[part.index]

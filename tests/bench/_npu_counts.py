@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from kernels.contract.config import RunnerConfig
+from tests.bench._npu_models import own_kernels
 
-__all__ = ["GOALS", "KINDS", "OTHERS", "layer_operators"]
+__all__ = ["GOALS", "KINDS", "OTHERS", "OWN_GOALS", "layer_operators"]
 
 _DENSE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -46,6 +47,9 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
 }
 """The configuration of a small model, and how it is quantized."""
 GOALS = {"Qwen3, bf16": 15, "Qwen3, W8A8 dynamic": 17, "Qwen3-MoE, bf16": 19, "Qwen3-MoE, W8A8 dynamic": 19}
+"""By torch_npu alone."""
+OWN_GOALS = {"Qwen3, bf16": 9, "Qwen3, W8A8 dynamic": 11, "Qwen3-MoE, bf16": 13, "Qwen3-MoE, W8A8 dynamic": 13}
+"""With our own kernels in Triton-Ascend."""
 OTHERS = {
     "Qwen3, bf16": (10, 10),
     "Qwen3, W8A8 dynamic": (14, 12),
@@ -56,8 +60,9 @@ OTHERS = {
 _ATTENTION = "npu.npu_fused_infer_attention_score.out"
 
 
-def layer_operators(kind: str, folder: Path) -> list[str]:
-    """The operators of a layer in the middle of a captured decode of eight rows, in order. The simulator is active."""
+def layer_operators(kind: str, folder: Path, own: bool = False) -> list[str]:
+    """The operators of a layer in the middle of a captured decode of eight rows, in order. The simulator is active.
+    ``own``: whether our own kernels run, too."""
     from kernels.devices.npu_simulator.activate import active
     from kernels.execution.runner import ModelRunner
 
@@ -65,20 +70,21 @@ def layer_operators(kind: str, folder: Path) -> list[str]:
     (folder / "config.json").write_text(json.dumps(config))
     graphs = active().engine.graphs.graphs
     before = set(graphs)
-    runner = ModelRunner(
-        RunnerConfig(
-            model_path=str(folder),
-            device="npu",
-            page_size=128,
-            graph_rows=(8,),
-            load_format="dummy",
-            quantization=quantization,
-            max_total_tokens=2048,
-            max_slots=9,
-            max_step_tokens=256,
+    with own_kernels(own):
+        runner = ModelRunner(
+            RunnerConfig(
+                model_path=str(folder),
+                device="npu",
+                page_size=128,
+                graph_rows=(8,),
+                load_format="dummy",
+                quantization=quantization,
+                max_total_tokens=2048,
+                max_slots=9,
+                max_step_tokens=256,
+            )
         )
-    )
-    runner.load()
+        runner.load()
     (captured,) = set(graphs) - before
     names = [task.operator.name for task in graphs[captured].tasks if hasattr(task, "operator")]
     first, second, *_ = (place for place, name in enumerate(names) if name == _ATTENTION)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from kernels.contract.config import RunnerConfig
+from kernels.contract.environment import NPU_TRITON
 
-__all__ = ["models"]
+__all__ = ["models", "own_kernels"]
 
 EXPERTS = json.dumps(
     {
@@ -61,6 +65,19 @@ SINKS = json.dumps(
     }
 )
 """The same with sinks."""
+
+
+@contextmanager
+def own_kernels(used: bool) -> Iterator[None]:
+    """Within, models that are loaded use our own kernels, or do not."""
+    before = os.environ.get(NPU_TRITON)
+    os.environ[NPU_TRITON] = str(int(used))
+    try:
+        yield
+    finally:
+        del os.environ[NPU_TRITON]
+        if before is not None:
+            os.environ[NPU_TRITON] = before
 
 
 def models(scratch: Path) -> dict[str, RunnerConfig]:

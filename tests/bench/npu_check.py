@@ -5,6 +5,7 @@ It goes on after what fails, and names each thing that the device refuses or com
 - numbers that sampling and drafts rely on: whole numbers that wrap, shifts, walks of trees, against the CPU;
 - every operator of torch_npu that the engine calls, with the arguments of that very call, held against the reference
   on the CPU; where the device refuses a call, its error is kept and the reference's answer taken in its place;
+- our own kernels, where Triton-Ascend is installed, against torch;
 - steps: greedy answers without graphs, in graphs, with a cache of int8, and with draft tokens in trees;
 - on the CPU the same model, for how likely it finds those answers.
 
@@ -28,7 +29,7 @@ import numpy as np
 from kernels.contract.config import RunnerConfig
 from kernels.contract.step import Admission, SlotSampling, StepBatch
 from tests.bench._needs import need_npu
-from tests.bench._npu_models import models
+from tests.bench._npu_models import models, own_kernels
 from tests.bench._options import command_line
 
 __all__ = ["main"]
@@ -44,6 +45,7 @@ ALIKE = 2
 LIKELY = 0.3
 """By which the CPU may find its own choice likelier than the NPU's, on average, in logarithms."""
 
+_OWN = "steps with our own kernels"
 NOTHING = {"npu_add_rms_norm_quant": {1}, "npu_add_rms_norm_dynamic_quant": {1, 4}}
 """Results that mean nothing, by their index."""
 
@@ -83,6 +85,7 @@ def _all(scratch: Path) -> Iterator[tuple[str, str, bool]]:
     platform = select_device(plain)  # raises, with what to do, where there is no NPU
     yield "device", _versions(platform.name), True
     yield from _numbers(platform.torch_device)
+    yield from _own_kernels(platform.torch_device)
     for name, row in _operators(configs).items():
         yield name, f"{row.calls} calls, {row.wrong or f'off by {row.off:.2g} at most'}", not row.wrong
     yield from _steps(plain)
@@ -130,6 +133,18 @@ def _numbers(device: Any) -> Iterator[tuple[str, str, bool]]:
         expected = compute(lambda tensor: tensor)
         close = torch.allclose(found, expected, rtol=1e-5) if found.is_floating_point() else found.equal(expected)
         yield name, "as on the CPU" if close else "other numbers than on the CPU", close
+
+
+def _own_kernels(device: Any) -> Iterator[tuple[str, str, bool]]:
+    from kernels.devices.npu_triton.operators import REFERENCES, registered
+    from kernels.devices.npu_triton.selection import check_kernel, has_compiler
+
+    for name in REFERENCES:
+        if not has_compiler() and not registered(name):
+            yield f"our own {name}", "not used: Triton-Ascend is not installed", True
+            continue
+        wrong = check_kernel(name, device)
+        yield f"our own {name}", wrong or "as torch", not wrong
 
 
 def _operators(configs: dict[str, RunnerConfig]) -> dict[str, Row]:
@@ -188,7 +203,7 @@ def _operators(configs: dict[str, RunnerConfig]) -> dict[str, Row]:
             return found
 
     sampling = SlotSampling(0.8, top_k=20, top_p=0.9)
-    with Held():
+    with own_kernels(False), Held():
         for name, config in configs.items():
             seen.clear()
             try:
@@ -239,6 +254,8 @@ def _compare(row: Row, found: Any, expected: Any) -> None:
 def _steps(plain: RunnerConfig) -> Iterator[tuple[str, str, bool]]:
     from app.understudy.drafts import draft_path
     from kernels.contract.speculation import SpeculativeSettings
+    from kernels.devices.npu_triton.operators import REFERENCES, registered
+    from kernels.devices.npu_triton.selection import has_compiler
 
     replace = msgspec.structs.replace
     trees = SpeculativeSettings("EAGLE3", str(draft_path("EAGLE3")), num_steps=4, topk=3, num_draft_tokens=6)
@@ -247,10 +264,14 @@ def _steps(plain: RunnerConfig) -> Iterator[tuple[str, str, bool]]:
         "steps in graphs": plain,
         "draft tokens in trees": replace(plain, speculation=trees),
         "cache of int8": replace(plain, kv_cache_dtype="int8"),
+        _OWN: plain,
     }
     for name, config in variants.items():
+        if name == _OWN and not (has_compiler() or all(map(registered, REFERENCES))):
+            continue
         try:
-            generated, graphs = _generate(config, LENGTH, SlotSampling(temperature=0.0))
+            with own_kernels(name == _OWN):
+                generated, graphs = _generate(config, LENGTH, SlotSampling(temperature=0.0))
         except Exception as error:
             yield name, f"refused: {_line(error)}", False
             continue

@@ -20,7 +20,7 @@ from pathlib import Path
 from kernels.contract.step import SlotSampling
 from tests.bench._needs import need_npu
 from tests.bench._npu_counts import OTHERS, layer_operators
-from tests.bench._npu_models import models
+from tests.bench._npu_models import models, own_kernels
 from tests.bench._options import command_line
 
 GENERATIONS = ("A2", "A3", "A5")
@@ -58,6 +58,8 @@ USES = {
     "npu_grouped_matmul_swiglu_quant_v2": "int8 experts' first product, their activation and its quantization",
     "npu_moe_finalize_routing": "sums the results of a token's experts by their weights",
     "npu_top_k_top_p": "top-k and top-p (--sampling-backend ascend, the default where there is a kernel)",
+    "troupe.split_norm_rope_cache": "our own kernel: norm and rotation of queries and keys, and the write to the cache",
+    "troupe.draw": "our own kernel: top-k, top-p, noise and the choice of a token",
 }
 """Where an operator is used, in words; one that is called and missing here ends the program."""
 
@@ -101,11 +103,12 @@ def _print_counts() -> None:
     from kernels.devices.npu_simulator.activate import activate
 
     activate(os.environ.get("TROUPE_NPU_SIMULATOR", "A2"))
-    print("| Model | Troupe | SGLang 0.5.23 (read) | vLLM-Ascend 0.23.0 (read) |")
-    print("| --- | --- | --- | --- |")
+    print("| Model | Troupe | with Triton-Ascend | SGLang 0.5.23 (read) | vLLM-Ascend 0.23.0 (read) |")
+    print("| --- | --- | --- | --- | --- |")
     for kind, (one, other) in OTHERS.items():
         with tempfile.TemporaryDirectory() as folder:
-            print(f"| {kind} | {len(layer_operators(kind, Path(folder)))} | {one} | {other} |", flush=True)
+            counts = " | ".join(str(len(layer_operators(kind, Path(folder), own))) for own in (False, True))
+            print(f"| {kind} | {counts} | {one} | {other} |", flush=True)
 
 
 def called(generation: str) -> dict[str, str]:
@@ -116,6 +119,7 @@ def called(generation: str) -> dict[str, str]:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from kernels.devices.npu_triton.operators import NAMESPACE
     from kernels.execution.runner import ModelRunner
     from tests.kits.driver import Driver
 
@@ -123,7 +127,7 @@ def called(generation: str) -> dict[str, str]:
 
     class Listening(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            if func.namespace == "npu":
+            if func.namespace in ("npu", NAMESPACE):
                 names.add(str(func).removeprefix("npu.").removesuffix(".default"))
             return func(*args, **(kwargs or {}))
 
@@ -131,16 +135,22 @@ def called(generation: str) -> dict[str, str]:
         for config in models(Path(scratch)).values():
             runner = ModelRunner(config)
             driver = Driver(runner, runner.load())  # which runs it, too
-        driver.admit(1, range(20, 60), sampling=SlotSampling(temperature=0.8, top_k=20, top_p=0.9, seed=1))
-        driver.step([(1, 40)])
-        driver.admit(2, range(30, 80))
-        driver.step([(1, 1), (2, 30)])
-        driver.step([(1, 1), (2, 20)])
-        driver.step([(1, 1), (2, 1)])
+        for own in (False, True):
+            with own_kernels(own):
+                runner = ModelRunner(config)
+                driver = Driver(runner, runner.load())
+            driver.admit(1, range(20, 60), sampling=SlotSampling(temperature=0.8, top_k=20, top_p=0.9, seed=1))
+            driver.step([(1, 40)])
+            driver.admit(2, range(30, 80))
+            driver.step([(1, 1), (2, 30)])
+            driver.step([(1, 1), (2, 20)])
+            driver.step([(1, 1), (2, 1)])
     has_meta = torch._C._dispatch_has_kernel_for_dispatch_key
-    return {
-        name: "schema, vendor meta, simulator reference"
-        if has_meta(f"npu::{name}", "Meta")
-        else "schema, simulator reference"
-        for name in sorted(names)
-    }
+
+    def checked(name: str) -> str:
+        if name.startswith(NAMESPACE):
+            return "Triton's interpreter, torch reference"
+        vendor = has_meta(f"npu::{name}", "Meta")
+        return "schema, vendor meta, simulator reference" if vendor else "schema, simulator reference"
+
+    return {name: checked(name) for name in sorted(names)}

@@ -8,4 +8,5 @@ attention.py           splits the rows of a step; backends.py: which kernels tak
 linear.py              linear layers; quantized.py, weight_only.py, microscaling.py: quantized weights
 experts.py             layers of experts    cache.py, int8_cache.py: keys and values
 capture.py, graphs.py  NPU graphs           invariant.py: batch-invariant results    errors.py: CANN's errors for users
+../npu_triton          kernels of our own
 """

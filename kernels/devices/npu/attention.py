@@ -76,6 +76,39 @@ class NpuQkvProjection(QkvProjection[NpuCache]):
         return queries, total
 
 
+class OwnQkvProjection(QkvProjection[NpuCache]):
+    """Everything between the projection and attention in one kernel of our own. ``otherwise``: for what it does not
+    take, a cache of int8 and float32."""
+
+    def __init__(self, otherwise: QkvProjection[NpuCache]) -> None:
+        it = otherwise
+        super().__init__(it.attention, it.projection, it.heads, it.kv_heads, it.dim, it.norm)
+        self._otherwise = otherwise
+        self._weight: Tensor | None = None
+        self._eps = 0.0
+        if isinstance(it.norm, NpuNorm):
+            weight = it.norm.gamma if it.norm.head_weight is None else it.norm.head_weight
+            self._weight = weight.expand(it.heads + it.kv_heads, it.dim).contiguous()
+            self._eps = it.norm.eps
+
+    @staticmethod
+    def fits(dim: int, norm: Norm | None) -> bool:
+        """Whether the kernel takes such heads."""
+        return dim % 2 == 0 and (norm is None or isinstance(norm, NpuNorm))
+
+    def __call__(
+        self, x: PendingResidual, residual: Tensor, cos: Tensor, sin: Tensor, cache: NpuCache, index: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if not isinstance(cache, LayerCache) or cache.keys.dtype == torch.float32:
+            return self._otherwise(x, residual, cos, sin, cache, index)
+        projected, total = self.projection.add(x, residual)
+        qkv = projected.view(-1, self.heads + 2 * self.kv_heads, self.dim)
+        queries: Tensor = torch.ops.troupe.split_norm_rope_cache(
+            qkv, self._weight, self._eps, cos, sin, cache.keys, cache.values, index, self.heads
+        )
+        return queries, total
+
+
 def _norms_apart(norm: Norm, heads: int) -> tuple[NpuNorm, NpuNorm] | None:
     """The norm of the first ``heads`` heads, which are queries, and that of the others; None where the kernel has no
     weight for them: heads with weights of their own."""
@@ -102,8 +135,17 @@ class NpuAttention(Attention[NpuCache, AttentionPlan]):
     signed_sines = False
     pairs_latent = True
 
-    def __init__(self, caches: NpuCaches, memory: DeviceMemory, backends: AttentionBackends, soc: Soc) -> None:
+    def __init__(
+        self,
+        caches: NpuCaches,
+        memory: DeviceMemory,
+        backends: AttentionBackends,
+        soc: Soc,
+        own: frozenset[str] = frozenset(),
+    ) -> None:
+        """``own``: our own kernels that the device uses (``npu_triton``)."""
         super().__init__(caches)
+        self._own = own
         self._caches = caches
         self._put = memory.put
         self._backends = backends
@@ -116,13 +158,14 @@ class NpuAttention(Attention[NpuCache, AttentionPlan]):
     def make_qkv_projection(
         self, projection: NormThenLinear, heads: int, kv_heads: int, dim: int, norm: Norm | None
     ) -> QkvProjection[NpuCache]:
-        if (
-            self.soc.rotates_queries_and_keys
-            and dim in _ROTATED_DIMS
-            and (norm is None or _norms_apart(norm, heads) is not None)
-        ):
-            return NpuQkvProjection(self, projection, heads, kv_heads, dim, norm)
-        return super().make_qkv_projection(projection, heads, kv_heads, dim, norm)
+        fuses = self.soc.rotates_queries_and_keys and dim in _ROTATED_DIMS
+        if fuses and (norm is None or _norms_apart(norm, heads) is not None):
+            result: QkvProjection[NpuCache] = NpuQkvProjection(self, projection, heads, kv_heads, dim, norm)
+        else:
+            result = super().make_qkv_projection(projection, heads, kv_heads, dim, norm)
+        if "split_norm_rope_cache" in self._own and OwnQkvProjection.fits(dim, norm):
+            return OwnQkvProjection(result)
+        return result
 
     def plan(self, rows: AttentionRows, window: int) -> AttentionPlan:
         first, short, last = rows.decodes, rows.decodes + rows.verifies, len(rows.starts)

@@ -22,6 +22,7 @@ from kernels.devices.npu.features import FEATURES
 from kernels.devices.npu.linear import NpuLinearLayers
 from kernels.devices.npu.operators import NpuElementwise, ascend_top_k_top_p
 from kernels.devices.npu.soc import soc_of
+from kernels.devices.npu_triton.selection import OwnDraw, select_kernels
 from kernels.devices.sampling import SamplingKernels
 from kernels.devices.staged_memory import StagedMemory
 
@@ -69,9 +70,13 @@ class NpuDevice(Device):
         self.experts = NpuExpertLayers(self.linear, fallbacks, soc)
         caches = NpuCaches(self.memory, self.backends, config.page_size)
         self.cache = caches
-        self.attention = NpuAttention(caches, self.memory, self.backends, soc)
+        own = select_kernels(device)
+        self.attention = NpuAttention(caches, self.memory, self.backends, soc, own)
         filters = soc.filters_logits and config.sampling_backend != "pytorch"
-        self.sampling = SamplingKernels(top_k_top_p=ascend_top_k_top_p if filters else None)
+        self.sampling = SamplingKernels(
+            draw=OwnDraw(self.memory.put) if "draw" in own and not config.sampling_backend else None,
+            top_k_top_p=ascend_top_k_top_p if filters else None,
+        )
         self.capture = NpuCapture(config, self.memory, caches, self.experts, self.backends)
 
     def bind_thread(self) -> None:

@@ -102,7 +102,7 @@ def activate(text: str) -> Simulator:
     from kernels.devices.npu_simulator.faults import Faults
     from kernels.devices.npu_simulator.graphs import Graphs
     from kernels.devices.npu_simulator.ordering import Order
-    from kernels.devices.npu_simulator.takeover import take_over_npu
+    from kernels.devices.npu_simulator.takeover import take_over_npu, take_over_triton
 
     engine = Engine(cann)
     engine.order = Order(cann)
@@ -111,6 +111,7 @@ def activate(text: str) -> Simulator:
     simulator = Simulator(spec, cann, engine, [aten, npu])
     simulator.simulated = take_over_npu(engine, npu)
     simulator.aten = take_over_aten(engine, aten)
+    take_over_triton(engine)
     take_over_hccl(engine)
     if planned := os.environ.get("TROUPE_NPU_FAULT"):
         simulator.faults.plan_text(planned)

@@ -16,8 +16,9 @@ from kernels.devices.npu_simulator.checking import CheckedOperator, SchemaMismat
 from kernels.devices.npu_simulator.dispatch import Engine
 from kernels.devices.npu_simulator.formats import FORMAT_CASTS, FormatCast
 from kernels.devices.npu_simulator.operators.reference import REFERENCES, Reference
+from kernels.devices.npu_triton import operators as triton_operators
 
-__all__ = ["OWN", "take_over_npu"]
+__all__ = ["OWN", "take_over_npu", "take_over_triton"]
 
 OWN = frozenset(
     "npu::" + name
@@ -66,6 +67,15 @@ def take_over_npu(engine: Engine, library: torch.library.Library) -> list[str]:
             f"the installed torch_npu has no operators {', '.join(missing)}: the simulator expects 2.13"
         )
     return sorted(simulated)
+
+
+def take_over_triton(engine: Engine) -> None:
+    """Register the references of the project's own kernels, checked as the vendor's operators are."""
+    for name, compute in triton_operators.REFERENCES.items():
+        overload = overload_of(f"{triton_operators.NAMESPACE}::{name}")
+        entry = Reference(compute, triton_operators.check_contiguous, None, False, ())
+        hold_to_schema(overload, entry)
+        triton_operators.register(name, CheckedOperator(engine, overload, entry))
 
 
 def hold_to_schema(overload: Any, entry: Reference) -> None:

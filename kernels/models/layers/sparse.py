@@ -48,22 +48,21 @@ def mixed_tensors(
     config: ModelConfig,
     mixer: MixerTensors,
     names: ExpertNames = QWEN,
-    root: str = "model",
     second: str = "ffn_norm",
 ) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint. ``mixer``: of what stands in the place of attention, by the layer's number.
-    ``root``: the decoder's module. ``second``: as ``pre_norm.norm_tensors``."""
+    ``second``: as ``pre_norm.norm_tensors``."""
     experts = config.experts
-    yield from vocabulary.tensors(config, f"{root}.embed_tokens")
+    yield from vocabulary.tensors(config, "model.embed_tokens")
     for index in range(config.layers):
-        layer, gguf = f"{root}.layers.{index}", f"blk.{index}"
+        layer, gguf = f"model.layers.{index}", f"blk.{index}"
         yield from pre_norm.norm_tensors(config, layer, gguf, second)
         yield from mixer(config, index)
         if experts is not None and index in experts.layers:
             yield from moe.tensors(experts, config.hidden_size, layer, gguf, names)
         else:
             yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
-    yield from pre_norm.stream_norm(config, f"{root}.norm", "output_norm")
+    yield from pre_norm.stream_norm(config, "model.norm", "output_norm")
 
 
 def build(
@@ -93,17 +92,15 @@ def _norm(config: ModelConfig, builder: LayerBuilder, module: str) -> Norm:
     return builder.norm(module, config.norm_eps, config.norm_offset)
 
 
-def build_mixed(
-    config: ModelConfig, builder: ModelBuilder, mixer: MakeMixer, names: ExpertNames = QWEN, root: str = "model"
-) -> Decoder:
+def build_mixed(config: ModelConfig, builder: ModelBuilder, mixer: MakeMixer, names: ExpertNames = QWEN) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``. ``mixer``: makes what stands in the place of attention in a
-    layer, by its number. ``root``: the decoder's module."""
-    vocab = vocabulary.vocabulary(builder, config, f"{root}.embed_tokens")
+    layer, by its number."""
+    vocab = vocabulary.vocabulary(builder, config, "model.embed_tokens")
     layers = [
-        _block(config, builder, index, f"{root}.layers.{index}", names, mixer(builder, config, index))
+        _block(config, builder, index, f"model.layers.{index}", names, mixer(builder, config, index))
         for index in range(config.layers)
     ]
-    return Decoder(builder, config, vocab, layers, _norm(config, builder, f"{root}.norm"))
+    return Decoder(builder, config, vocab, layers, _norm(config, builder, "model.norm"))
 
 
 def _pre_norm_layer(config: ModelConfig, builder: LayerBuilder, index: int, names: ExpertNames) -> PreNormLayer:

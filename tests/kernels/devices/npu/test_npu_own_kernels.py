@@ -1,0 +1,83 @@
+"""Which of our own kernels an NPU uses, and that models answer alike with them."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from kernels.contract.environment import NPU_TRITON
+from kernels.contract.errors import UnsupportedError
+from kernels.contract.step import SlotSampling
+from kernels.devices.npu_triton import selection
+from kernels.devices.npu_triton.operators import REFERENCES
+from kernels.devices.npu_triton.selection import select_kernels
+
+DEVICE = torch.device("npu", 0)
+EVERY = frozenset(REFERENCES)
+
+
+@pytest.mark.parametrize(("value", "used"), [("", frozenset()), ("0", frozenset()), ("1", EVERY)])
+def test_the_variable_chooses_on_a_simulated_npu(value, used, monkeypatch):
+    monkeypatch.setenv(NPU_TRITON, value)
+    assert select_kernels(DEVICE) == used
+
+
+def test_values_that_cannot_be_obeyed_are_refused(monkeypatch):
+    monkeypatch.setenv(NPU_TRITON, "yes")
+    with pytest.raises(UnsupportedError, match=NPU_TRITON):
+        select_kernels(DEVICE)
+    monkeypatch.setenv(NPU_TRITON, "1")
+    monkeypatch.setattr(selection, "registered", lambda name: False)
+    with pytest.raises(UnsupportedError, match="npu-triton"):
+        select_kernels(DEVICE)
+
+
+def test_kernels_that_pass_on_the_device_are_used(monkeypatch):
+    monkeypatch.delenv(NPU_TRITON, raising=False)
+    monkeypatch.setattr(selection, "has_compiler", lambda: True)
+    assert select_kernels(DEVICE) == EVERY
+
+
+def test_a_kernel_that_computes_otherwise_is_reported(monkeypatch, caplog):
+    def first(logits, draws, positions):
+        return torch.zeros(len(logits), dtype=torch.int64), torch.zeros(len(logits), dtype=torch.bool)
+
+    def refuse(name, device):
+        raise RuntimeError("cannot be lowered")
+
+    monkeypatch.setattr(selection, "has_compiler", lambda: True)
+    monkeypatch.setitem(REFERENCES, "draw", first)
+    with caplog.at_level(logging.WARNING):
+        assert select_kernels(DEVICE) == {"split_norm_rope_cache"}
+    assert "draw is not used (its results are not those of torch)" in caplog.text
+    monkeypatch.setattr(selection, "registered", lambda name: False)
+    monkeypatch.setattr(selection, "_kernel", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert select_kernels(DEVICE) == frozenset()
+    assert "RuntimeError: cannot be lowered" in caplog.text
+
+
+@pytest.mark.parametrize("cache", ["", "int8"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2"])
+def test_answers_are_those_without_them(name, cache, reference, drive, prompts, simulator, monkeypatch):
+    first, second = prompts(40, 9)
+    sampling = SlotSampling(temperature=1.0, top_k=30, top_p=0.9, min_p=0.01, seed=5)
+    answers, calls = [], []
+    for own in ("0", "1"):
+        monkeypatch.setenv(NPU_TRITON, own)
+        before = dict(simulator.engine.calls)
+        options = {"device": "npu", "page_size": 128, "dtype": "bfloat16", "max_total_tokens": 16 * 128}
+        driver = drive(reference(name).path, kv_cache_dtype=cache, **options)
+        driver.admit(1, first)
+        driver.admit(2, second, sampling=sampling)
+        driver.step([(1, 40), (2, 9)])
+        for _ in range(8):
+            driver.step([(1, 1), (2, 1)])
+        answers.append([driver.tokens[1], driver.tokens[2]])
+        after = simulator.engine.calls
+        calls.append({key for key in after if key.startswith("troupe") and after[key] != before.get(key)})
+    assert answers[0] == answers[1]
+    assert calls[0] == set()
+    assert calls[1] == {"troupe.draw.default"} | ({"troupe.split_norm_rope_cache.default"} if not cache else set())
