@@ -17,7 +17,8 @@ from kernels.devices.state_cache import StateCache
 __all__ = ["CudaDeltaRule", "delta_token", "scan"]
 
 _VALUES = 32  # numbers of a value head that a program updates
-_LARGEST_SCAN = 128  # the same where chunks are scanned
+_SCANNED = 16  # numbers of a value head that a program scans: with more, registers are spilled
+_KEYS = 64  # numbers of a key head whose products a scan makes at once; it has up to two such halves
 _PRECISION = "tf32x3"  # of the products of a scan: about that of float32
 _LARGEST_KEY = 256  # numbers of a key head whose state's part fits in registers
 
@@ -139,6 +140,7 @@ def _scan(
     size: tl.constexpr,
     k_dim: tl.constexpr,
     v_dim: tl.constexpr,
+    k_block: tl.constexpr,
     v_block: tl.constexpr,
     by_channel: tl.constexpr,
     precision: tl.constexpr,
@@ -146,36 +148,52 @@ def _scan(
     """Program (row and head, block of its values). Tokens of ``changes`` and ``reads`` stand so many numbers apart."""
     head = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, size)
-    key = tl.arange(0, k_dim)
+    key = tl.arange(0, k_block)
     value = tl.program_id(1) * v_block + tl.arange(0, v_block)
     place = states + head * k_dim * v_dim + key[:, None] * v_dim + value[None, :]
+    halves: tl.constexpr = k_dim > k_block  # products of all keys at once would need too many registers
     state = tl.load(place)
+    if halves:
+        other = tl.load(place + k_block * v_dim)
     for chunk in range(chunks):
         token = (head * chunks + chunk) * size + at
-        read = tl.load(reads + token[:, None] * reads_stride + key[None, :])
         change = tl.load(changes + token[:, None] * changes_stride + value[None, :])
-        change -= tl.dot(read, state, input_precision=precision)
-        ask = tl.load(asks + token[:, None] * k_dim + key[None, :])
+        read = reads + token[:, None] * reads_stride + key[None, :]
+        change -= tl.dot(tl.load(read), state, input_precision=precision)
+        if halves:
+            change -= tl.dot(tl.load(read + k_block), other, input_precision=precision)
+        ask = asks + token[:, None] * k_dim + key[None, :]
+        answer = tl.dot(tl.load(ask), state, input_precision=precision)
+        if halves:
+            answer = tl.dot(tl.load(ask + k_block), other, answer, input_precision=precision)
         score = tl.load(scores + token[:, None] * size + at[None, :])
-        answer = tl.dot(ask, state, input_precision=precision)
         answer = tl.dot(score, change, answer, input_precision=precision)
         tl.store(out + token[:, None] * v_dim + value[None, :], answer)
-        write = tl.load(writes + token[None, :] * k_dim + key[:, None])
+        write = writes + token[None, :] * k_dim + key[:, None]
+        forget = forgets + head * chunks + chunk
         if by_channel:
-            forget = tl.load(forgets + (head * chunks + chunk) * k_dim + key)
-            state = state * forget[:, None]
+            forget = forgets + (head * chunks + chunk) * k_dim + key
+            state = state * tl.load(forget)[:, None]
+            if halves:
+                other = other * tl.load(forget + k_block)[:, None]
         else:
-            state = state * tl.load(forgets + head * chunks + chunk)
-        state = tl.dot(write, change, state, input_precision=precision)
+            state = state * tl.load(forget)
+            if halves:
+                other = other * tl.load(forget)
+        state = tl.dot(tl.load(write), change, state, input_precision=precision)
+        if halves:
+            other = tl.dot(tl.load(write + k_block), change, other, input_precision=precision)
     tl.store(place, state)
+    if halves:
+        tl.store(place + k_block * v_dim, other)
 
 
-def scan(chunks: DeltaChunks, state: Tensor, precision: str = _PRECISION, warps: int = 8) -> tuple[Tensor, Tensor]:
+def scan(chunks: DeltaChunks, state: Tensor) -> tuple[Tensor, Tensor]:
     """``DeltaRule.scan`` of sizes that are powers of two, from 16 on. Overwrites the state."""
     rows, heads, count, size, v_dim = chunks.changes.shape
     k_dim, state = chunks.reads.shape[-1], state.contiguous()
     out = state.new_empty(rows, heads, count, size, v_dim)
-    _scan[(rows * heads, v_dim // (block := min(_VALUES, v_dim)))](
+    _scan[(rows * heads, v_dim // (block := min(_SCANNED, v_dim)))](
         chunks.changes,
         chunks.reads,
         chunks.asks.contiguous(),
@@ -190,10 +208,11 @@ def scan(chunks: DeltaChunks, state: Tensor, precision: str = _PRECISION, warps:
         size,
         k_dim,
         v_dim,
+        min(_KEYS, k_dim),
         block,
         chunks.forgets.shape[-1] > 1,
-        precision,
-        num_warps=warps,
+        _PRECISION,
+        num_warps=4,
         num_stages=1,
     )
     return out, state
@@ -251,7 +270,7 @@ class CudaDeltaRule(DeltaRule):
         """As ``DeltaRule.scan``."""
         *_, size, v_dim = chunks.changes.shape
         dense = all(part.flatten(0, 2).stride(0) == size * part.stride(3) for part in (chunks.changes, chunks.reads))
-        tiled = all(map(_is_tiled, (size, v_dim, chunks.reads.shape[-1]))) and chunks.reads.shape[-1] <= _LARGEST_SCAN
+        tiled = all(map(_is_tiled, (size, v_dim, chunks.reads.shape[-1]))) and chunks.reads.shape[-1] <= 2 * _KEYS
         return scan(chunks, state) if dense and tiled else super().scan(chunks, state)
 
     def head_gates(self, b: Tensor, a: Tensor, factor: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
