@@ -135,8 +135,9 @@ def _scan(
     states,
     out,
     chunks,
-    changes_stride,
-    reads_stride,
+    chunk_stride,
+    token_stride,
+    number_stride,
     size: tl.constexpr,
     k_dim: tl.constexpr,
     v_dim: tl.constexpr,
@@ -145,7 +146,7 @@ def _scan(
     by_channel: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Program (row and head, block of its values). Tokens of ``changes`` and ``reads`` stand so many numbers apart."""
+    """Program (row and head, block of its values). ``changes`` and ``reads`` are parts of one result."""
     head = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, size)
     key = tl.arange(0, k_block)
@@ -157,11 +158,12 @@ def _scan(
         other = tl.load(place + k_block * v_dim)
     for chunk in range(chunks):
         token = (head * chunks + chunk) * size + at
-        change = tl.load(changes + token[:, None] * changes_stride + value[None, :])
-        read = reads + token[:, None] * reads_stride + key[None, :]
+        solved = (head * chunks + chunk) * chunk_stride + at[:, None] * token_stride
+        change = tl.load(changes + solved + value[None, :] * number_stride)
+        read = reads + solved + key[None, :] * number_stride
         change -= tl.dot(tl.load(read), state, input_precision=precision)
         if halves:
-            change -= tl.dot(tl.load(read + k_block), other, input_precision=precision)
+            change -= tl.dot(tl.load(read + k_block * number_stride), other, input_precision=precision)
         ask = asks + token[:, None] * k_dim + key[None, :]
         answer = tl.dot(tl.load(ask), state, input_precision=precision)
         if halves:
@@ -189,7 +191,8 @@ def _scan(
 
 
 def scan(chunks: DeltaChunks, state: Tensor) -> tuple[Tensor, Tensor]:
-    """``DeltaRule.scan`` of sizes that are powers of two, from 16 on. Overwrites the state."""
+    """``DeltaRule.scan`` of sizes that are powers of two, from 16 on, and parts of one result. Overwrites the
+    state."""
     rows, heads, count, size, v_dim = chunks.changes.shape
     k_dim, state = chunks.reads.shape[-1], state.contiguous()
     out = state.new_empty(rows, heads, count, size, v_dim)
@@ -203,8 +206,7 @@ def scan(chunks: DeltaChunks, state: Tensor) -> tuple[Tensor, Tensor]:
         state,
         out,
         count,
-        chunks.changes.stride(3),
-        chunks.reads.stride(3),
+        *chunks.changes.stride()[2:],
         size,
         k_dim,
         v_dim,
@@ -268,10 +270,11 @@ class CudaDeltaRule(DeltaRule):
 
     def scan(self, chunks: DeltaChunks, state: Tensor) -> tuple[Tensor, Tensor]:
         """As ``DeltaRule.scan``."""
-        *_, size, v_dim = chunks.changes.shape
-        dense = all(part.flatten(0, 2).stride(0) == size * part.stride(3) for part in (chunks.changes, chunks.reads))
-        tiled = all(map(_is_tiled, (size, v_dim, chunks.reads.shape[-1]))) and chunks.reads.shape[-1] <= 2 * _KEYS
-        return scan(chunks, state) if dense and tiled else super().scan(chunks, state)
+        _, heads, count, size, v_dim = chunks.changes.shape
+        strides, keys = chunks.changes.stride(), chunks.reads.shape[-1]
+        solved = strides == chunks.reads.stride() and strides[:2] == (heads * count * strides[2], count * strides[2])
+        tiled = all(map(_is_tiled, (size, v_dim, keys))) and keys <= 2 * _KEYS
+        return scan(chunks, state) if solved and tiled else super().scan(chunks, state)
 
     def head_gates(self, b: Tensor, a: Tensor, factor: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
         """As ``DeltaRule.head_gates``."""

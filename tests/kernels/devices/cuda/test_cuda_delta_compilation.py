@@ -28,11 +28,13 @@ def step(by_channel: bool) -> None:
 
 
 def scan_prompt(by_channel: bool) -> None:
-    def rows(width: int, total: int) -> torch.Tensor:
-        return empty(2, 32, 9, 64, total, dtype=torch.float32)[..., :width]
+    def rows(width: int) -> torch.Tensor:
+        return empty(2, 32, 9, 64, width, dtype=torch.float32)
 
-    keys, forgets = rows(128, 128), rows(128 if by_channel else 1, 128)[:, :, :, 0]
-    chunks = DeltaChunks(rows(128, 256), rows(128, 256), keys, rows(64, 64), keys, forgets)
+    solved = empty(2, 32, 9, 256, 64, dtype=torch.float32).transpose(3, 4)  # as torch returns it
+    changes, reads = solved.split((128, 128), -1)
+    forgets = empty(2, 32, 9, 128 if by_channel else 1, dtype=torch.float32)
+    chunks = DeltaChunks(changes, reads, rows(128), rows(64), rows(128), forgets)
     CudaDeltaRule().scan(chunks, empty(2, 32, 128, 128, dtype=torch.float32))
 
 
