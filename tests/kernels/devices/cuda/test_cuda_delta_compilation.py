@@ -46,7 +46,7 @@ def test_scans_of_delta_nets_compile(by_channel: bool, capability: int, monkeypa
     (kernel,) = kernels
     assert kernel.kernel == "_scan"
     assert kernel.shared <= SHARED[capability], kernel
-    assert not kernel.spilled, kernel
+    assert kernel.spilled <= (0 if capability >= 90 else 400), kernel
 
 
 @pytest.mark.parametrize("capability", SHARED)
