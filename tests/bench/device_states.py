@@ -4,7 +4,7 @@ No model is loaded. Microseconds a layer for the convolution, the rule and what 
 one launch after the other. Decodes by the kernels and by plain torch, and the bytes of states that the kernels read and
 write in a second: gated delta nets with Qwen3-Next's heads (16 of keys, 32 of values, each of 128 numbers), Mamba 2
 with Nemotron-H's (128 of 64 numbers in 8 groups, with states of 128). Sixteen prompts of 31 to 991 tokens in a delta
-net, together and one by one.
+net, together and one by one by plain torch, and together with the kernel that scans their chunks.
 """
 
 from __future__ import annotations
@@ -69,8 +69,16 @@ def prompts(device: torch.device) -> None:
     from kernels.devices.delta_rule import DeltaRule
 
     tokens = int(PROMPTS.sum())
-    for name, segments in (("together", _prompts(device)), ("one by one", _prompts_alone(device))):
-        seconds = _delta_seconds(DeltaRule(), len(PROMPTS), tokens, segments, device)
+    kinds: list[tuple[str, Any, tuple[StateSegments, ...]]] = [
+        ("together", DeltaRule(), _prompts(device)),
+        ("one by one", DeltaRule(), _prompts_alone(device)),
+    ]
+    if device.type == "cuda":
+        from kernels.devices.cuda.delta_rule import CudaDeltaRule
+
+        kinds.append(("together, scanned by the kernel", CudaDeltaRule(), _prompts(device)))
+    for name, rule, segments in kinds:
+        seconds = _delta_seconds(rule, len(PROMPTS), tokens, segments, device)
         record(f"states {len(PROMPTS)} prompts", f"time a layer, {name}", [each * 1e3 for each in seconds], "ms")
         print(f"{len(PROMPTS)} prompts, {tokens} tokens, {name}: {statistics.median(seconds) * 1e3:.2f} ms a layer")
 

@@ -11,13 +11,14 @@ from kernels.core.batch import StateSegments
 from kernels.core.operators import Norm
 from kernels.devices.cuda.convolution import convolve_token
 from kernels.devices.cuda.elementwise.norms import CudaNorm
+from kernels.devices.cuda.launch import copying
 from kernels.devices.delta_rule import DeltaChunks, DeltaInputs, DeltaRule
 from kernels.devices.state_cache import StateCache
 
 __all__ = ["CudaDeltaRule", "delta_token", "scan"]
 
 _VALUES = 32  # numbers of a value head that a program updates
-_SCANNED = 16  # numbers of a value head that a program scans: with more, registers are spilled
+_SCANNED = (16, 32)  # numbers of a value head that a program scans, and with matrix instructions of a warp group
 _KEYS = 64  # numbers of a key head whose products a scan makes at once; it has up to two such halves
 _PRECISION = "tf32x3"  # of the products of a scan: about that of float32
 _LARGEST_KEY = 256  # numbers of a key head whose state's part fits in registers
@@ -196,7 +197,7 @@ def scan(chunks: DeltaChunks, state: Tensor) -> tuple[Tensor, Tensor]:
     rows, heads, count, size, v_dim = chunks.changes.shape
     k_dim, state = chunks.reads.shape[-1], state.contiguous()
     out = state.new_empty(rows, heads, count, size, v_dim)
-    _scan[(rows * heads, v_dim // (block := min(_SCANNED, v_dim)))](
+    _scan[(rows * heads, v_dim // (block := min(_SCANNED[copying(state.device)], v_dim)))](
         chunks.changes,
         chunks.reads,
         chunks.asks.contiguous(),
