@@ -25,7 +25,7 @@ class StateSegments:
     ``targets`` int64 [n]: pages of the states before and after them. The state before a row's first token is zero: its
     source is the null page. ``targets`` None: no state is written, as the tokens are drafts. ``fresh``: whether there
     may be rows that begin. ``lengths`` int64 [n]: tokens of each row; what follows is padding, which repeats the last
-    one. None: all rows have ``count``.
+    one. None: all rows have ``count``. ``few``: of draft tokens, which kernels may run one after the other.
     """
 
     tokens: Tensor
@@ -33,13 +33,14 @@ class StateSegments:
     targets: Tensor | None
     fresh: bool = False
     lengths: Tensor | None = None
+    few: bool = False
 
     def part(self, begin: int, end: int) -> StateSegments:
         """Rows ``begin .. end - 1``."""
         rows = slice(begin, end)
         targets = None if self.targets is None else self.targets[rows]
         lengths = None if self.lengths is None else self.lengths[rows]
-        return StateSegments(self.tokens[rows], self.sources[rows], targets, self.fresh, lengths)
+        return StateSegments(self.tokens[rows], self.sources[rows], targets, self.fresh, lengths, self.few)
 
     def take(self, x: Tensor) -> Tensor:
         """What ``x`` [tokens, ...] has of these tokens, [n, count, ...]."""
@@ -65,20 +66,27 @@ StateRun = Callable[[tuple[Tensor, ...], tuple[StateSegments, ...]], Tensor]
 """``(inputs, segments)`` -> results [tokens, ...]: run tokens on from their states. ``inputs`` [tokens, ...] each."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class VerifyingRows:
-    """The rows of a step that verify draft tokens, and their ``tokens`` in the step. ``runs``: what the recurrent
-    layers did with these tokens, to be done again with the accepted ones: each with the inputs of these tokens."""
+    """The rows of a step whose states wait for the accepted tokens, and their ``tokens`` in the step. ``runs``: what
+    the recurrent layers did with these tokens, to be done again with the accepted ones: each with the inputs of these
+    tokens. ``stride``: from a row's first token to the next row's, in a captured pass; 0: rows follow one another.
+    """
 
     rows: slice
     tokens: slice
     runs: list[tuple[StateRun, tuple[Tensor, ...]]] = field(default_factory=list)
+    stride: int = 0
 
     def record(self, run: StateRun, inputs: tuple[Tensor, ...]) -> None:
         """Keep the tokens' part of a layer's ``inputs``."""
         tokens = self.tokens
         alone = all(len(x) == tokens.stop - tokens.start for x in inputs)
         self.runs.append((run, inputs if alone else tuple(x[tokens].clone() for x in inputs)))
+
+    def use(self, captured: VerifyingRows, rows: int) -> None:
+        """A captured pass has run the step's ``rows`` rows: none of them has written its states."""
+        self.rows, self.stride, self.runs = slice(0, rows), captured.stride, list(captured.runs)
 
 
 @dataclass(frozen=True)
@@ -113,10 +121,12 @@ class BoundedRows:
         cache_index: Tensor | None = None,
         plan: Any = None,
         segments: tuple[StateSegments, ...] = (),
+        verifying: VerifyingRows | None = None,
     ) -> BoundedRows:
-        """Those of a captured pass: ``cache_index`` and ``plan`` of a window, ``segments`` of a state."""
-        nothing = np.zeros(0, dtype=np.int64)
-        return cls(nothing, nothing, np.zeros((0, 0), dtype=np.int32), page_tokens, cache_index, plan, segments)
+        """Those of a captured pass: ``cache_index`` and ``plan`` of a window, ``segments`` of a state, which are
+        ``verifying`` or decodes."""
+        nothing, pages = np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.int32)
+        return cls(nothing, nothing, pages, page_tokens, cache_index, plan, segments, verifying)
 
 
 @dataclass(frozen=True)

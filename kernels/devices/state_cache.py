@@ -27,6 +27,7 @@ __all__ = [
     "advance_states",
     "captured_segments",
     "make_states",
+    "pages_before",
     "plan_segments",
     "run_accepted",
     "states_before",
@@ -65,9 +66,12 @@ def plan_segments(
     page_tokens: int,
     put: Put,
     offsets: npt.NDArray[np.int64] | None = None,
+    *,
+    few: bool = False,
 ) -> tuple[StateSegments, ...]:
     """The segments of a step, in the order in which they run. Arguments as in ``BoundedRows``; ``offsets`` int64
-    [rows]: the place of each row's first token, if the rows do not follow one another."""
+    [rows]: the place of each row's first token, if the rows do not follow one another. ``few``: as in
+    ``StateSegments``; such rows run in one call, whatever their lengths."""
     rows = np.arange(len(starts))
     if offsets is None:
         offsets = np.cumsum(counts) - counts
@@ -75,7 +79,7 @@ def plan_segments(
     left, at = counts, starts  # of each row: tokens to run, the position of the next
     while len(rows):
         here = np.minimum(left, page_tokens - at % page_tokens)
-        for chosen in _calls(here):
+        for chosen in [np.arange(len(here))] if few else _calls(here):
             some, begin, lengths = rows[chosen], at[chosen], here[chosen]
             first = offsets[some] + begin - starts[some]
             last = lengths[:, None] - 1
@@ -87,7 +91,8 @@ def plan_segments(
                     put(np.where(fresh, 0, before)),
                     put(pages[some, begin // page_tokens].astype(np.int64)),
                     bool(fresh.any()),
-                    put(lengths) if lengths.min() < lengths.max() else None,
+                    put(lengths) if lengths.min() < lengths.max() or (few and lengths.max() > 1) else None,
+                    few,
                 )
             )
         more = left > here
@@ -130,31 +135,37 @@ def verify_segments(
     put: Put,
     first: int,
 ) -> tuple[StateSegments, ...]:
-    """The segments of rows that verify draft tokens: whole rows, as no state is written. ``first``: the place of their
+    """The segment of rows that verify draft tokens: whole rows, as no state is written. ``first``: the place of their
     first token; other arguments as in ``plan_segments``."""
-    offsets, result = first + np.cumsum(counts) - counts, []
-    for length in np.unique(counts).tolist():
-        rows = np.flatnonzero(counts == length)
-        begin = starts[rows]
-        before = pages[rows, np.maximum(begin - 1, 0) // page_tokens].astype(np.int64)
-        fresh = begin == 0
-        tokens, sources = offsets[rows][:, None] + np.arange(length), np.where(fresh, 0, before)
-        result.append(StateSegments(put(tokens), put(sources), None, bool(fresh.any())))
-    return tuple(result)
+    offsets, fresh = first + np.cumsum(counts) - counts, bool((starts == 0).any())
+    tokens = offsets[:, None] + np.minimum(np.arange(int(counts.max())), counts[:, None] - 1)
+    sources = put(pages_before(starts, pages, page_tokens))
+    return (StateSegments(put(tokens), sources, None, fresh, put(counts), few=True),)
+
+
+def pages_before(
+    starts: npt.NDArray[np.int64], pages: npt.NDArray[np.int32], page_tokens: int
+) -> npt.NDArray[np.int64]:
+    """The pages of the states before rows that begin at ``starts`` int64 [rows], int64 [rows]; the null page of a row
+    without one. ``pages`` as in ``BoundedRows``."""
+    before = pages[np.arange(len(starts)), np.maximum(starts - 1, 0) // page_tokens].astype(np.int64)
+    return np.where(starts == 0, 0, before)
 
 
 def run_accepted(rows: BoundedRows, accepted: npt.NDArray[np.int64], put: Put) -> None:
-    """Bring the states of the rows that verified behind their accepted tokens. ``accepted`` int64 [verifying rows]: how
-    many of a row's tokens count; 0: the row has ended, and its states are left as they are."""
+    """Bring the states of the rows that verified behind their accepted tokens. ``accepted`` int64 [rows]: how many of a
+    row's tokens count; 0: the row has ended, and its states are left as they are."""
     verifying = rows.verifying
     if verifying is None:
         return
     if not verifying.runs:
         raise RuntimeError("layers with states ran draft tokens past BoundedRows.run: their states would be lost")
     part = verifying.rows
-    starts, counts, pages = rows.starts[part], rows.counts[part], rows.pages[part]
-    offsets, alive = np.cumsum(counts) - counts, np.flatnonzero(accepted)
-    segments = plan_segments(starts[alive], accepted[alive], pages[alive], rows.page_tokens, put, offsets[alive])
+    starts, counts, pages, accepted = rows.starts[part], rows.counts[part], rows.pages[part], accepted[part]
+    offsets = np.arange(len(counts)) * verifying.stride if verifying.stride else np.cumsum(counts) - counts
+    alive = np.flatnonzero(accepted)
+    given = starts[alive], accepted[alive], pages[alive], rows.page_tokens, put, offsets[alive]
+    segments = plan_segments(*given, few=True)
     for run, inputs in verifying.runs:
         run(inputs, segments)
     verifying.runs.clear()

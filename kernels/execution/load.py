@@ -497,8 +497,9 @@ def _step_memory(
             rows = min(rows, longest // drafter.max_nodes)
             verifies = captured.capture_decodes(rows, drafter.max_nodes, drafter.branches, drafter.depth)
             drafter.capture(lambda could: could, verifies.accept_outputs if verifies is not None else {})
-            target = TargetParts(device, some, part, opened.dtype, own, make_slots())
-            precompile_drafts(config, drafter, target)
+            if not has_states(opened.groups):
+                target = TargetParts(device, some, part, opened.dtype, own, make_slots())
+                precompile_drafts(config, drafter, target)
 
     # Several ranks would deadlock in passes that only some of them can run.
     if group.size == 1 and groups.is_captured and not model.reads_rows:

@@ -236,7 +236,7 @@ class Mamba:
         def run(parts: tuple[Tensor, ...], segments: tuple[StateSegments, ...]) -> Tensor:
             mixed, steps = parts
             inputs = SpaceInputs(mixed, steps, self.rates, self.skips)
-            out = x.new_empty(len(inputs.mixed), mamba.inner, dtype=torch.float32)
+            out = mixed.new_empty(len(mixed), mamba.inner, dtype=torch.float32)
             run_segments(mamba, self.space, self.convolution, inputs, cache, segments, out=out)
             return out
 

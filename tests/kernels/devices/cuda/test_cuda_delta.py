@@ -10,11 +10,12 @@ from torch import Tensor
 
 from kernels.core.batch import StateSegments
 from kernels.devices.cuda import delta_rule
-from kernels.devices.cuda.convolution import CudaConvolution, convolve_token
-from kernels.devices.cuda.delta_rule import CudaDeltaRule, delta_token, scan
+from kernels.devices.cuda.convolution import CudaConvolution, convolve_tokens
+from kernels.devices.cuda.delta_rule import CudaDeltaRule, delta_tokens, scan
 from kernels.devices.cuda.elementwise.norms import CudaNorm
 from kernels.devices.delta_rule import DeltaChunks, DeltaInputs, DeltaRule, DeltaTokens, delta_chunks, delta_step
 from kernels.devices.state_cache import states_before
+from kernels.models.layers.delta_net import DeltaConfig, run_segments
 from kernels.models.layers.recurrent import CausalConvolution
 from tests.kits.driver import HYBRID
 from tests.kits.parity import scored, traffic
@@ -33,6 +34,32 @@ def segment(device: torch.device, fresh: bool) -> StateSegments:
     return StateSegments(tokens, sources, targets, fresh)
 
 
+def draft_tokens(device: torch.device, writes: bool) -> StateSegments:
+    """One, three and two tokens of three rows of a step of seven. The first row begins."""
+    tokens = torch.tensor([[6, 6, 6], [0, 1, 2], [3, 4, 4]], device=device)
+    sources, targets, lengths = (torch.tensor(x, device=device) for x in ([0, 5, 3], [6, 1, 3], [1, 3, 2]))
+    return StateSegments(tokens, sources, targets if writes else None, True, lengths, few=True)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize(("taps", "by_channel"), [(2, False), (4, False), (4, True)])
+def test_a_few_tokens_in_kernels_are_torchs(taps: int, by_channel: bool, writes: bool, device: torch.device) -> None:
+    torch.manual_seed(taps)
+    delta, rows = DeltaConfig(2, 4, 12, 10, taps), draft_tokens(device, writes)
+    cache = [torch.randn(PAGES, *shape, device=device) for shape in delta.state().shapes]
+    mixed, decays = torch.randn(7, delta.channels, device=device), -torch.rand(7, 4, 12 if by_channel else 1).to(device)
+    inputs = DeltaInputs(mixed, mixed, torch.rand(7, 4, device=device), decays)
+    convolution = CausalConvolution(torch.randn(delta.channels, 1, taps, device=device))
+    expected, kept = torch.full((7, 4, 10), 7.0, device=device), [states.clone() for states in cache]
+    run_segments(delta, DeltaRule(), convolution, inputs, kept, (rows,), out=expected)
+    out = torch.full_like(expected, 7.0)
+    assert CudaDeltaRule().step(inputs, convolution.weight, cache, rows, out, 2)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+    assert (out[5] == 7.0).all()
+    for states, each in zip(cache, kept, strict=True):
+        torch.testing.assert_close(states, each, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("taps", [2, 4])
 @pytest.mark.parametrize("channels", [5, 600])
@@ -47,7 +74,7 @@ def test_a_convolved_token_and_its_state_are_torchs(
     expected, after = convolution(mixed[rows.tokens], before)
     kept = states.clone()
     kept[rows.targets] = after
-    found = convolve_token(mixed, convolution.weight, states, rows)
+    found = convolve_tokens(mixed, convolution.weight, states, rows)
     torch.testing.assert_close(found, expected[:, 0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(states, kept, atol=0, rtol=0)
 
@@ -66,8 +93,6 @@ def test_a_convolution_alone_is_torchs(device: torch.device) -> None:
     assert (out[[1, 3]] == 7.0).all()
     chunk = StateSegments(rows.tokens.view(1, 3), rows.sources[:1], rows.targets[:1])
     assert not CudaConvolution().step(mixed, convolution.weight, bias, states, chunk, out)
-    drafts = StateSegments(rows.tokens, rows.sources, None)
-    assert not CudaConvolution().step(mixed, convolution.weight, bias, states, drafts, out)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -99,7 +124,7 @@ def test_a_step_of_the_rule_and_its_state_are_torchs(
     expected, after = delta_step(given, states_before([states], rows)[0])
     kept, out = states.clone(), torch.full((5, heads, v_dim), 7.0, device=device)
     kept[rows.targets] = after
-    delta_token(convolved, inputs, states, rows, out, share)
+    delta_tokens(convolved, inputs, states, rows, out, share)
     torch.testing.assert_close(out[tokens], expected[:, 0], atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(states, kept, atol=2e-5, rtol=2e-5)
     assert (out[[1, 3]] == 7.0).all()

@@ -68,6 +68,34 @@ def test_a_token_in_kernels_and_its_states_are_torchs(
     assert (out[[1, 3]] == 7.0).all()
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_few_tokens_in_kernels_are_those_of_single_steps(writes: bool, device: torch.device) -> None:
+    """Two and three draft tokens of two rows, the first of which begins."""
+    torch.manual_seed(1)
+    heads, dim, state = 6, 5, 7
+    channels = heads * dim + 2 * state
+    inputs = inputs_of(heads, channels, lambda *shape: torch.randn(shape, device=device))
+    weight, bias = torch.randn(TAPS, channels, device=device), torch.randn(channels, device=device)
+    cache = [
+        torch.randn(PAGES, TAPS - 1, channels, device=device),
+        torch.randn(PAGES, heads, dim, state, device=device),
+    ]
+    kept, expected = [each.clone() for each in cache], torch.zeros(5, heads * dim, device=device)
+    for tokens, pages, target in (([3, 4], [0, 6], 6), ([0, 1, 2], [5, 1, 1], 1)):
+        for token, page in zip(tokens, pages, strict=True):
+            at = torch.tensor([[token], [page], [target]], device=device)
+            one = StateSegments(at[:1], at[1], at[2], fresh=True)
+            assert CudaStateSpace().step(inputs, weight, bias, kept, one, expected)
+    rows = [torch.tensor(x, device=device) for x in ([[3, 4, 4], [0, 1, 2]], [0, 5], [6, 1], [2, 3])]
+    tokens, sources, targets, lengths = rows
+    few = StateSegments(tokens, sources, targets if writes else None, True, lengths, few=True)
+    before, out = [each.clone() for each in cache], torch.zeros_like(expected)
+    assert CudaStateSpace().step(inputs, weight, bias, cache, few, out)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+    for found, each in zip(cache, kept if writes else before, strict=True):
+        torch.testing.assert_close(found, each, atol=1e-4, rtol=1e-4)
+
+
 def test_chunks_and_large_states_are_left_to_torch(device: torch.device) -> None:
     inputs = inputs_of(1, 1032, lambda *shape: torch.ones(shape, device=device))
     at = torch.arange(3, device=device)
@@ -75,9 +103,7 @@ def test_chunks_and_large_states_are_left_to_torch(device: torch.device) -> None
     cache = [torch.zeros(PAGES, TAPS - 1, 1032, device=device), torch.zeros(PAGES, 1, 8, 512, device=device)]
     wide = [cache[0], torch.zeros(PAGES, 1, 8, 513, device=device)]
     chunk, rows = StateSegments(at.view(1, 3), at[:1], at[:1]), StateSegments(at.view(3, 1), at, at)
-    drafts = StateSegments(at.view(3, 1), at, None)
     assert not CudaStateSpace().step(inputs, weight, None, cache, chunk, out)
-    assert not CudaStateSpace().step(inputs, weight, None, cache, drafts, out)
     assert not CudaStateSpace().step(inputs, weight, None, wide, rows, out)
 
 
@@ -98,10 +124,11 @@ def test_steps_of_mamba_compile_without_spills(
             inputs = SpaceInputs(empty(5, channels, dtype=torch.bfloat16), make(5, heads), make(heads), make(heads))
             tokens, pages = empty(3, 1, dtype=torch.int64), empty(3, dtype=torch.int64)
             cache = [make(9, TAPS - 1, channels), make(9, heads, dim, state)]
-            rows = StateSegments(tokens, pages, pages)
-            assert CudaStateSpace().step(
-                inputs, make(TAPS, channels), make(channels), cache, rows, make(5, heads * dim)
-            )
+            drafts = StateSegments(empty(3, 4, dtype=torch.int64), pages, None, lengths=pages, few=True)
+            for rows in (StateSegments(tokens, pages, pages), drafts):
+                assert CudaStateSpace().step(
+                    inputs, make(TAPS, channels), make(channels), cache, rows, make(5, heads * dim)
+                )
     assert {each.kernel for each in kernels} == {"_convolve", "_step"}
     for each in kernels:
         assert each.shared <= SHARED[capability], each

@@ -79,7 +79,7 @@ def test_captured_decodes_of_states_give_the_same_tokens(
 def test_draft_tokens_change_no_token(
     name: str, device: torch.device, reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decodes are captured passes, rows that verify are not; right and wrong drafts end on both sides of snapshots."""
+    """Passes of decodes and of rows that verify are captured; right and wrong drafts end on both sides of snapshots."""
     if device.type == "cpu":
         if name != "qwen3.5":
             pytest.skip("the interpreter is slow")
