@@ -127,7 +127,7 @@ BUILT_IN = (
     Entry("Exaone4ForCausalLM", "kernels.models.exaone4", gguf="exaone4"),
     Entry("ExaoneMoEForCausalLM", "kernels.models.exaone_moe"),
     Entry("ExaoneMoeForCausalLM", "kernels.models.exaone_moe", gguf="exaone-moe", gguf_experts=True),
-    Entry("FalconH1ForCausalLM", "kernels.models.falcon_h1"),
+    Entry("FalconH1ForCausalLM", "kernels.models.falcon_h1", gguf="falcon-h1"),
     Entry("Gemma2ForCausalLM", "kernels.models.gemma2", gguf="gemma2"),
     Entry("Gemma3ForCausalLM", "kernels.models.gemma3", gguf="gemma3"),
     Entry("Gemma4ForCausalLM", "kernels.models.gemma4"),
@@ -140,14 +140,14 @@ BUILT_IN = (
     Entry("GptOssForCausalLM", "kernels.models.gpt_oss"),
     Entry("GraniteForCausalLM", "kernels.models.granite", gguf="granite"),
     Entry("GraniteMoeForCausalLM", "kernels.models.granite_moe", gguf="granitemoe", gguf_experts=True),
-    Entry("GraniteMoeHybridForCausalLM", "kernels.models.granite_moe_hybrid"),
+    Entry("GraniteMoeHybridForCausalLM", "kernels.models.granite_moe_hybrid", gguf="granitehybrid"),
     Entry("Grok1ForCausalLM", "kernels.models.grok"),
     Entry("HunYuanDenseV1ForCausalLM", "kernels.models.hunyuan", gguf="hunyuan-dense"),
     Entry("HunYuanMoEV1ForCausalLM", "kernels.models.hunyuan_moe", gguf="hunyuan-moe", gguf_experts=True),
     Entry("InternLM2ForCausalLM", "kernels.models.internlm2"),
     Entry("KimiLinearForCausalLM", "kernels.models.kimi_linear"),
-    Entry("Lfm2ForCausalLM", "kernels.models.lfm2"),
-    Entry("Lfm2MoeForCausalLM", "kernels.models.lfm2_moe"),
+    Entry("Lfm2ForCausalLM", "kernels.models.lfm2", gguf="lfm2"),
+    Entry("Lfm2MoeForCausalLM", "kernels.models.lfm2_moe", gguf="lfm2moe", gguf_experts=True),
     Entry("Llama4ForCausalLM", "kernels.models.llama4"),
     Entry("LlamaForCausalLM", "kernels.models.llama", gguf="llama", gguf_window="ignored"),
     Entry("LongcatFlashForCausalLM", "kernels.models.longcat_flash"),
@@ -160,7 +160,7 @@ BUILT_IN = (
     Entry("Mistral4ForCausalLM", "kernels.models.mistral4"),
     Entry("MistralForCausalLM", "kernels.models.mistral", gguf="llama", gguf_window="ignored"),
     Entry("MixtralForCausalLM", "kernels.models.mixtral", gguf="llama", gguf_experts=True, gguf_window="ignored"),
-    Entry("NemotronHForCausalLM", "kernels.models.nemotron_h"),
+    Entry("NemotronHForCausalLM", "kernels.models.nemotron_h", gguf="nemotron_h"),
     Entry("Olmo2ForCausalLM", "kernels.models.olmo2", gguf="olmo2"),
     Entry("Olmo3ForCausalLM", "kernels.models.olmo3", gguf="olmo2"),
     Entry("OlmoForCausalLM", "kernels.models.olmo", gguf="olmo"),
@@ -175,9 +175,9 @@ BUILT_IN = (
     ),
     Entry("Qwen3ForCausalLM", "kernels.models.qwen3", gguf="qwen3"),
     Entry("Qwen3MoeForCausalLM", "kernels.models.qwen3_moe", gguf="qwen3moe", gguf_experts=True),
-    Entry("Qwen3NextForCausalLM", "kernels.models.qwen3_next"),
-    Entry("Qwen3_5ForCausalLM", "kernels.models.qwen3_5"),
-    Entry("Qwen3_5MoeForCausalLM", "kernels.models.qwen3_5"),
+    Entry("Qwen3NextForCausalLM", "kernels.models.qwen3_next", gguf="qwen3next", gguf_experts=True),
+    Entry("Qwen3_5ForCausalLM", "kernels.models.qwen3_5", gguf="qwen35"),
+    Entry("Qwen3_5MoeForCausalLM", "kernels.models.qwen3_5", gguf="qwen35moe", gguf_experts=True),
     *_encoders("Roberta", "kernels.models.bert", padded_positions=True),
     Entry("SeedOssForCausalLM", "kernels.models.seed_oss", gguf="seed_oss"),
     Entry("SmolLM3ForCausalLM", "kernels.models.smollm3", gguf="smollm3"),
@@ -186,6 +186,7 @@ BUILT_IN = (
     *_encoders("XLMRoberta", "kernels.models.bert", padded_positions=True),
     Entry("XverseForCausalLM", "kernels.models.xverse", gguf="xverse"),
 )
+_SAME_IN_GGUF = {"nemotron_h_moe": "nemotron_h"}
 _BY_ARCHITECTURE = {entry.architecture: entry for entry in BUILT_IN}
 
 LANGUAGE_MODELS: Mapping[str, str] = {
@@ -302,6 +303,7 @@ def is_decoder(architecture: str) -> bool:
 
 def find_gguf(name: str, experts: bool) -> Entry | None:
     """The entry of a GGUF file's ``general.architecture``; None for one that is not read."""
+    name = _SAME_IN_GGUF.get(name, name)
     fitting = [entry for entry in BUILT_IN if entry.gguf == name]
     chosen = next((entry for entry in fitting if entry.gguf_experts == experts), None)
     if chosen is not None or fitting:

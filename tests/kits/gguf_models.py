@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.kits.driver import DENSE
+from tests.kits.driver import DELTA, DENSE, FALCON, GRANITE_HYBRID, HYBRID, NEMOTRON
 
 __all__ = ["GGUF_MODELS"]
 
@@ -25,7 +25,18 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {
         | {"query_pre_attn_scalar": 16, "num_hidden_layers": 6}
         | {"layer_types": [*5 * ["sliding_attention"], "full_attention"]},
     ),
+    "granite-4-dense": ("GraniteMoeHybrid", GRANITE_HYBRID | {"num_local_experts": 0}),
+    "lfm2-moe": ("Lfm2Moe", HYBRID["lfm2-moe"][1] | {"routed_scaling_factor": 1.0}),
+    "falcon-h1": ("FalconH1", FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "nemotron-dense": (
+        "NemotronH",
+        NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
+    ),
     "glm": ("Glm", DENSE["glm"][1] | {"head_dim": 12, "rms_norm_eps": 1e-5}),
+    "qwen3.5-wide": (
+        "Qwen3_5Text",
+        DELTA | {"linear_value_head_dim": 32, "linear_key_head_dim": 32, "hidden_size": 64, "intermediate_size": 96},
+    ),
     "phi3-long": (
         "Phi3",
         {"pad_token_id": 0, "partial_rotary_factor": 0.5, "rope_parameters": _LONG, "sliding_window": None},

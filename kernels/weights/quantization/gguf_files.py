@@ -50,6 +50,9 @@ class GgufScheme(Scheme):
 
     def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
         number, shape, module = self._kind(weight), weight.matrix, weight.module
+        columns = None if weight.gguf is None else weight.gguf.columns
+        if columns is not None and columns.run % (KINDS[number].block if number in KINDS else _BLOCK):
+            return None  # blocks hold inputs that come apart
         if number in KINDS:
             row = shape[1] // KINDS[number].block * KINDS[number].size
         elif number in _BYTES:
