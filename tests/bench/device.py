@@ -17,10 +17,10 @@ vectors, and ``--only states`` decodes of gated delta nets; ``--only speculative
 and gains (``device_speculative``);
 ``--profile DIR`` writes tables of the device's time by kernel.
 ``--deterministic`` measures decode, offline and prefill with kernels whose results depend on no other rows
-(``--enable-deterministic-inference``), ``--quantization fp8`` with such weights. ``--zipf S`` measures models of experts a second time, with tokens routed to
-them by Zipf's law of the exponent S, as made-up routers choose evenly. In parts: ``--tests WORD`` checks only files and
-tests with the word in their names, and ``--keep FILE`` adds rows to those that an earlier part left there, so that the
-table holds all.
+(``--enable-deterministic-inference``), ``--quantization fp8`` with such weights. ``--zipf S`` measures models of
+experts a second time, with tokens routed to them by Zipf's law of the exponent S, as made-up routers choose evenly. In
+parts: ``--tests WORD`` checks only files and tests with the word in their names, and ``--keep FILE`` adds rows to those
+that an earlier part left there, so that the table holds all.
 """
 
 from __future__ import annotations
