@@ -10,7 +10,7 @@ import torch
 import triton
 
 from kernels.devices.cuda.moe import experts
-from kernels.devices.cuda.moe.experts import CudaExperts
+from kernels.devices.cuda.moe.experts import CudaExperts, _choose_tile
 from kernels.devices.experts import ClampedGate, ExpertsInTurn, ExpertWeights, Routing
 from kernels.weights.quantization.mxfp4 import Mxfp4Weight
 from kernels.weights.quantization.tokens import clip_tokens, fake_quantize_tokens
@@ -131,6 +131,11 @@ def test_two_products_are_those_of_experts_one_by_one(kind, dtype, tokens, devic
     expected = ExpertsInTurn(lambda x: x @ router.t(), functions, Routing(2, True))(x)
     limit = 1e-4 if dtype == torch.float32 else 2e-2
     assert (found - expected).float().norm() <= limit * expected.float().norm()
+
+
+def test_weights_that_share_a_scale_over_128_inputs_are_multiplied_by_as_many():
+    assert _choose_tile(500, 128, 8, large=True).block == 128
+    assert {_choose_tile(500, *kind, large=True).block for kind in ((64, 8), (128, 4), (0, 8))} == {64}
 
 
 @pytest.mark.parametrize("kind", ["floats", "mxfp4", "4 bits, zeros"])
