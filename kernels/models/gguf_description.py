@@ -221,6 +221,8 @@ def _rope(header: GgufHeader, meta: Metadata, name: str, dim: int) -> dict[str, 
             "beta_slow": meta.number(f"{name}.rope.scaling.yarn_beta_slow", 1.0),
             "attention_factor": attention * (1.0 + 0.1 * math.log(factor)) if factor > 1.0 else attention,
         }
+        if name == "gpt-oss":  # whose correction range is not rounded
+            result |= {"truncate": False}
         if name == "mistral3" and meta.get(".rope.scaling.yarn_log_multiplier"):
             result |= {"attention_factor": attention}  # what cos and sin would grow by is taken from them again
             if growth := meta.number(".attention.temperature_scale", 0.0):

@@ -57,6 +57,32 @@ def _windows(meta: Metadata, every: int, default: int = 0) -> dict[str, Any]:
     return {"sliding_window": window, "layer_types": kinds}
 
 
+def _afmoe(meta: Metadata) -> dict[str, Any]:
+    experts = _experts(meta)
+    return (
+        experts
+        | _windows(meta, 4)
+        | {
+            "num_dense_layers": experts["first_k_dense_replace"],
+            "num_shared_experts": experts["n_shared_experts"],
+            "route_scale": experts["routed_scaling_factor"],
+            "mup_enabled": True,
+        }
+    )
+
+
+def _bailing2(meta: Metadata) -> dict[str, Any]:
+    experts = _experts(meta)
+    return experts | {
+        "num_shared_experts": experts["n_shared_experts"],
+        "score_function": "sigmoid" if meta.count(".expert_gating_func") == 2 else "softmax",
+        "moe_router_enable_expert_bias": meta.has(".exp_probs_b.bias"),
+        "use_qk_norm": meta.has(".attn_q_norm.weight"),
+        "use_qkv_bias": meta.has(".attn_qkv.bias"),
+        "use_bias": meta.has(".attn_output.bias"),
+    }
+
+
 def _cohere(meta: Metadata) -> dict[str, Any]:
     return {"logit_scale": meta.number(".logit_scale", 1.0), "use_qk_norm": meta.has(".attn_q_norm.weight")}
 
@@ -130,6 +156,12 @@ def _glm4_moe(meta: Metadata) -> dict[str, Any]:
     return _experts(meta) | {"use_qk_norm": meta.has(".attn_q_norm.weight")}
 
 
+def _gpt_oss(meta: Metadata) -> dict[str, Any]:
+    experts = _experts(meta)
+    inner = {"intermediate_size": experts["moe_intermediate_size"], "experts_apart": True}
+    return experts | inner | _windows(meta, 2, 128) | {"attention_bias": True}
+
+
 def _granite(meta: Metadata) -> dict[str, Any]:
     if meta.get(".rope.scaling.finetuned") is False:
         raise meta.refused("no positions (rope.scaling.finetuned)")
@@ -165,6 +197,22 @@ def _key_heads(meta: Metadata) -> list[int]:
     if heads is None or not all(type(one) is int for one in heads):
         raise meta.wrong(".attention.head_count_kv", f"a number for each of {meta.block_count} layers")
     return heads
+
+
+def _llama4(meta: Metadata) -> dict[str, Any]:
+    """What files leave out is llama.cpp's: heads are not normed with 128 experts, a window of 0 means no chunks, and
+    then all layers rotate."""
+    experts = _experts(meta)
+    own: dict[str, Any] = {
+        "intermediate_size": experts["moe_intermediate_size"],
+        "intermediate_size_mlp": meta.size(".feed_forward_length"),
+        "interleave_moe_layer_step": meta.size(".interleave_moe_layer_step", 1),
+        "use_qk_norm": experts["num_experts"] != 128,
+        "experts_apart": True,
+    }
+    if meta.get(_WINDOW) == 0:
+        own |= {"attention_chunk_size": None, "no_rope_layers": [1] * meta.block_count}
+    return experts | own
 
 
 def _mamba(meta: Metadata) -> dict[str, Any]:
@@ -318,7 +366,9 @@ def _starcoder2(meta: Metadata) -> dict[str, Any]:
 
 
 FAMILIES: Mapping[str, Callable[[Metadata], dict[str, Any]]] = {
+    "afmoe": _afmoe,
     "arcee": _plain,
+    "bailingmoe2": _bailing2,
     "chatglm": _plain,
     "cohere2": _cohere2,
     "command-r": _cohere,
@@ -332,12 +382,14 @@ FAMILIES: Mapping[str, Callable[[Metadata], dict[str, Any]]] = {
     "gemma3": _gemma3,
     "glm4": _glm4,
     "glm4moe": _glm4_moe,
+    "gpt-oss": _gpt_oss,
     "granite": _granite,
     "granitehybrid": _granite_hybrid,
     "granitemoe": _granite_moe,
     "hunyuan-moe": _hunyuan_moe,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2,
+    "llama4": _llama4,
     "minimax-m2": _inner_of_experts,
     "mistral3": _plain,
     "nemotron_h": _nemotron,

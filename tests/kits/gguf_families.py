@@ -62,7 +62,9 @@ _SAME_KEYS = {
 }
 
 _ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
+    "AfmoeForCausalLM": gguf.MODEL_ARCH.AFMOE,
     "ArceeForCausalLM": gguf.MODEL_ARCH.ARCEE,
+    "BailingMoeV2ForCausalLM": gguf.MODEL_ARCH.BAILINGMOE2,
     "ChatGLMModel": gguf.MODEL_ARCH.CHATGLM,
     "Cohere2ForCausalLM": gguf.MODEL_ARCH.COHERE2,
     "CohereForCausalLM": gguf.MODEL_ARCH.COMMAND_R,
@@ -77,12 +79,14 @@ _ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "Glm4ForCausalLM": gguf.MODEL_ARCH.GLM4,
     "Glm4MoeForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
     "GlmForCausalLM": gguf.MODEL_ARCH.CHATGLM,
+    "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
     "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE,
     "GraniteMoeForCausalLM": gguf.MODEL_ARCH.GRANITE_MOE,
     "GraniteMoeHybridForCausalLM": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "HunYuanMoEV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2,
     "Lfm2MoeForCausalLM": gguf.MODEL_ARCH.LFM2MOE,
+    "Llama4ForCausalLM": gguf.MODEL_ARCH.LLAMA4,
     "MiniMaxM2ForCausalLM": gguf.MODEL_ARCH.MINIMAXM2,
     "Ministral3ForCausalLM": gguf.MODEL_ARCH.MISTRAL3,
     "NemotronHForCausalLM": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
@@ -200,6 +204,23 @@ def _plain(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) ->
 def _llama(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
     writer.add_rope_dimension_count(_head_dim(config))
     return _interleave(tensors, config)
+
+
+def _afmoe(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    _windows(writer, config, pattern=False)
+    writer.add_rope_dimension_count(_head_dim(config))
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_leading_dense_block_count(config["num_dense_layers"])
+    writer.add_expert_weights_scale(config["route_scale"])
+    return {name.replace(".expert_bias", ".expert_bias.bias"): held for name, held in tensors.items()}
+
+
+def _bailing2(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    writer.add_rope_dimension_count(int(config["partial_rotary_factor"] * _head_dim(config)))
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    return {name.replace(".expert_bias", ".expert_bias.bias"): held for name, held in tensors.items()}
 
 
 def _chatglm(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
@@ -483,6 +504,40 @@ def _lfm2(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> 
     return result
 
 
+def _gpt_oss(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    _windows(writer, config, pattern=False)
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    result = {}
+    for name, held in tensors.items():
+        layer = f"blk.{name.split('.')[2]}" if ".experts." in name else ""
+        ending = ".bias" if name.endswith("_bias") else ".weight"
+        turned = held if name.endswith("_bias") or not layer else held.transpose(1, 2)
+        if "gate_up_proj" in name:
+            result[f"{layer}.ffn_gate_exps{ending}"] = turned[:, ::2]
+            result[f"{layer}.ffn_up_exps{ending}"] = turned[:, 1::2]
+        elif layer:
+            result[f"{layer}.ffn_down_exps{ending}"] = turned
+        else:
+            result[f"{name}.weight" if name.endswith("sinks") else name] = held
+    return result
+
+
+def _llama4(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    writer.kv_data[0].pop("llama4.feed_forward_length")
+    writer.add_feed_forward_length(config["intermediate_size_mlp"])
+    writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    result = {}
+    for name, held in tensors.items():
+        layer = f"blk.{name.split('.')[2]}" if ".experts." in name else ""
+        if "gate_up_proj" in name:
+            gate, up = held.transpose(1, 2).chunk(2, 1)
+            result |= {f"{layer}.ffn_gate_exps.weight": gate, f"{layer}.ffn_up_exps.weight": up}
+        else:
+            result[f"{layer}.ffn_down_exps.weight" if layer else name] = held.transpose(1, 2) if layer else held
+    return result
+
+
 def _smollm3(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
     return _llama(writer, config, tensors)
 
@@ -493,7 +548,9 @@ def _stablelm(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors)
 
 
 _FAMILIES: Mapping[gguf.MODEL_ARCH, Own] = {
+    gguf.MODEL_ARCH.AFMOE: _afmoe,
     gguf.MODEL_ARCH.ARCEE: _llama,
+    gguf.MODEL_ARCH.BAILINGMOE2: _bailing2,
     gguf.MODEL_ARCH.CHATGLM: _chatglm,
     gguf.MODEL_ARCH.COHERE2: _cohere2,
     gguf.MODEL_ARCH.ERNIE4_5_MOE: _ernie,
@@ -505,12 +562,14 @@ _FAMILIES: Mapping[gguf.MODEL_ARCH, Own] = {
     gguf.MODEL_ARCH.GEMMA3: _gemma,
     gguf.MODEL_ARCH.GEMMA: _gemma,
     gguf.MODEL_ARCH.GLM4_MOE: _glm4_moe,
+    gguf.MODEL_ARCH.GPT_OSS: _gpt_oss,
     gguf.MODEL_ARCH.GRANITE: _granite,
     gguf.MODEL_ARCH.GRANITE_HYBRID: _granite_hybrid,
     gguf.MODEL_ARCH.GRANITE_MOE: _granite,
     gguf.MODEL_ARCH.HUNYUAN_MOE: _hunyuan_moe,
     gguf.MODEL_ARCH.LFM2: _lfm2,
     gguf.MODEL_ARCH.LFM2MOE: _lfm2,
+    gguf.MODEL_ARCH.LLAMA4: _llama4,
     gguf.MODEL_ARCH.MINIMAXM2: _minimax,
     gguf.MODEL_ARCH.MISTRAL3: _ministral3,
     gguf.MODEL_ARCH.NEMOTRON_H_MOE: _nemotron,

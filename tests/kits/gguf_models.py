@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.kits.driver import DELTA, DENSE, FALCON, GRANITE_HYBRID, HYBRID, NEMOTRON
+from tests.kits.driver import DELTA, DENSE, FALCON, GPT_OSS, GRANITE_HYBRID, HYBRID, LLAMA4, NEMOTRON, ROUTED
 
 __all__ = ["GGUF_MODELS"]
 
@@ -17,6 +17,7 @@ _LONG = {
     "long_factor": [1.0, 2.0, 4.0],
 }
 _OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": ("Afmoe", ROUTED["afmoe"][1] | {"global_attn_every_n_layers": 4, "num_hidden_layers": 5}),
     "cohere2": ("Cohere2", DENSE["cohere2"][1] | {"head_dim": 12, "sliding_window_pattern": 4}),
     "gemma2": ("Gemma2", DENSE["gemma2"][1] | {"query_pre_attn_scalar": 16}),
     "gemma3": (
@@ -26,6 +27,18 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": [*5 * ["sliding_attention"], "full_attention"]},
     ),
     "granite-4-dense": ("GraniteMoeHybrid", GRANITE_HYBRID | {"num_local_experts": 0}),
+    "gpt-oss-wide": ("GptOss", GPT_OSS | {"hidden_size": 64, "intermediate_size": 96}),
+    "llama4": (
+        "Llama4Text",
+        LLAMA4
+        | {
+            "attention_chunk_size": 8192,
+            "no_rope_layer_interval": 4,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
     "lfm2-moe": ("Lfm2Moe", HYBRID["lfm2-moe"][1] | {"routed_scaling_factor": 1.0}),
     "falcon-h1": ("FalconH1", FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "nemotron-dense": (

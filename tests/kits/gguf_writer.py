@@ -46,7 +46,7 @@ def write_gguf(
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     family = config["architectures"][0].removesuffix("ForCausalLM").lower()
     same = {"mistral": "llama", "mixtral": "llama", "deepseekv2": "deepseek2", "deepseekv3": "deepseek2"}
-    same["hunyuandensev1"] = "hunyuan-dense"
+    same |= {"glm4moelite": "deepseek2", "hunyuandensev1": "hunyuan-dense"}
     arch = same.get(family, family)
     writer = gguf.GGUFWriter(file, arch)
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
@@ -57,7 +57,9 @@ def write_gguf(
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
     dim = config.get("head_dim") or config["hidden_size"] // heads
-    if arch != "deepseek2":
+    if arch == "deepseek2":
+        dim = config["qk_rope_head_dim"]
+    else:
         writer.add_key_length(dim)
         writer.add_value_length(dim)
     writer.add_rope_dimension_count(dim)

@@ -12,6 +12,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from kernels.core.operators import Linear
 from kernels.devices.experts import (
     EPSILON,
     ClampedGate,
@@ -22,7 +23,7 @@ from kernels.devices.experts import (
     Routing,
     StackedExperts,
     choose,
-    refusal,
+    unbiased_refusal,
 )
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.linear import LinearLayers
@@ -47,10 +48,10 @@ _GROUPS = 32
 @dataclass(frozen=True)
 class _Stack:
     """The weights of all experts. ``values`` [experts, inputs, outputs] in floats, int8 or e4m3, or eight 4-bit values
-    an int32 along the outputs. ``scales`` [experts, outputs]: for int8 by int8, in bfloat16 if the output is (A2 and A3
-    support no other), else f32. ``powers``: for e4m3 by e4m3, bytes of e8m0 [experts, inputs / 64, outputs, 2].
-    ``factors``: scales of integer weights with floating inputs, applied after adding ``offsets``: [experts, outputs],
-    or with groups [experts, groups, outputs], in the inputs' dtype.
+    an int32 along the outputs. ``scales`` f32 [experts, outputs]: for int8 by int8. ``powers``: for e4m3 by e4m3, bytes
+    of e8m0 [experts, inputs / 64, outputs, 2]. ``factors``: scales of integer weights with floating inputs, applied
+    after adding ``offsets``: [experts, outputs], or with groups [experts, groups, outputs], in the inputs' dtype.
+    ``dtype``: of the outputs.
     """
 
     values: Tensor
@@ -59,6 +60,13 @@ class _Stack:
     factors: Tensor | None = None
     offsets: Tensor | None = None
     before: ExpertInputs | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    def with_output_scales(self) -> _Stack:
+        """The same with ``scales`` as npu_grouped_matmul takes them: of A2 and A3 in bfloat16 if the output is."""
+        if self.scales is None or self.dtype != torch.bfloat16:
+            return self
+        return dataclasses.replace(self, scales=self.scales.to(self.dtype))
 
 
 class NpuExperts(StackedExperts[_Stack]):
@@ -75,21 +83,30 @@ class NpuExperts(StackedExperts[_Stack]):
         experts: Sequence[ExpertWeights],
         routing: Routing,
         soc: Soc,
+        gate: Linear | None = None,
     ) -> None:
+        self._gate = gate
+        self._biases = (
+            _stacked([expert.gate_up_bias for expert in experts]),
+            _stacked([expert.down_bias for expert in experts]),
+        )
         self._soc = soc
         self._bias = routing.correction if _is_biased_sigmoid(routing, len(experts)) else None
         super().__init__(router, experts, routing)
         gate_up = self.gate_up
         self._fused = (
             soc.fuses_experts
+            and gate is None
+            and self._biases == (None, None)
             and gate_up.scales is not None
             and self.down.scales is not None
             and self.down.before is None
             and self._fits_tiles(gate_up.values)
         )
         """Whether one operator multiplies with gate and up, activates and quantizes."""
-        if self._fused and gate_up.scales is not None:
-            self.gate_up = dataclasses.replace(gate_up, scales=gate_up.scales.float())
+        if not self._fused:
+            self.gate_up = gate_up.with_output_scales()
+        self.down = self.down.with_output_scales()
 
     @staticmethod
     def kind(weight: Tensor | QuantizedWeight, soc: Soc) -> tuple[object, ...] | None:
@@ -121,9 +138,7 @@ class NpuExperts(StackedExperts[_Stack]):
             values = torch.stack([weight.values.t() for weight in whole])
             scales = torch.stack([weight.scales for weight in whole])
             if whole[0].activation is not None:
-                if whole[0].dtype == torch.bfloat16:
-                    scales = scales.to(torch.bfloat16)
-                return _Stack(self._tiles(values), scales, before=before)
+                return _Stack(self._tiles(values), scales.float(), before=before, dtype=whole[0].dtype)
             factors = scales.to(whole[0].dtype)
             return _Stack(values, None, None, factors, torch.zeros_like(factors), before)
         eighths = [weight for weight in weights if isinstance(weight, Fp8Weight)]
@@ -171,19 +186,24 @@ class NpuExperts(StackedExperts[_Stack]):
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, experts = self._choose(self.router(x))
+        pairs, chosen = len(x), self.routing.chosen
+        if self.routing.on_inputs:  # each pair is a token of its own
+            x = (x.unsqueeze(1) * weights.unsqueeze(2).to(x.dtype)).flatten(0, 1)
+            weights, experts = torch.ones_like(weights).view(-1, 1), experts.view(-1, 1)
         rounds = self.gate_up.scales is not None and self.gate_up.before is None
         rows, index, counts, scales = torch_npu.npu_moe_init_routing_v2(
             x.contiguous(),
             experts,
-            active_num=len(x) * self.routing.chosen,
+            active_num=pairs * chosen,
             expert_num=self.count,
             expert_tokens_num_type=1,  # counts
             expert_tokens_num_flag=True,
             quant_mode=1 if rounds else -1,
             active_expert_range=[0, self.count],
         )
-        owners = experts.flatten()
-        if self.gate_up.before is not None or self.down.before is not None:
+        owners, (first_bias, last_bias) = experts.flatten(), self._biases
+        biased = first_bias is not None or last_bias is not None
+        if biased or self.gate_up.before is not None or self.down.before is not None:
             owners = torch.empty_like(owners).index_copy_(0, index.long(), owners)
         if self.gate_up.before is not None:
             rows = self.gate_up.before(rows, owners)
@@ -194,15 +214,24 @@ class NpuExperts(StackedExperts[_Stack]):
                 rows, [self.gate_up.values], [self.gate_up.scales], scales, counts, group_list_type=1
             )
         else:
-            inner = torch_npu.npu_swiglu(_multiply(rows, scales, self.gate_up, counts, x.dtype))
+            both = _multiply(rows, scales, self.gate_up, counts, x.dtype)
+            both = both if first_bias is None else both + first_bias.index_select(0, owners)
+            inner = torch_npu.npu_swiglu(both) if self._gate is None else self._gate(both)
             if self.down.before is not None:
                 inner = self.down.before(inner, owners)
             inner, scales = _rounded(inner, self.down)
         out = _multiply(inner, scales, self.down, counts, x.dtype)
+        out = out if last_bias is None else out + last_bias.index_select(0, owners)
         result: Tensor = torch_npu.npu_moe_finalize_routing(
             out, None, None, None, weights.to(x.dtype), index, experts, drop_pad_mode=2
         )
-        return result
+        return result.unflatten(0, (pairs, chosen)).sum(1) if self.routing.on_inputs else result
+
+
+def _stacked(biases: Sequence[Tensor | None]) -> Tensor | None:
+    """[experts, outputs]; None if there are none."""
+    some = [bias for bias in biases if bias is not None]
+    return torch.stack(some) if some else None
 
 
 def _is_biased_sigmoid(routing: Routing, count: int) -> bool:
@@ -269,9 +298,20 @@ class NpuExpertLayers(ExpertLayers):
         routing: Routing,
         gate: ClampedGate | None = None,
     ) -> Experts:
+        return self.make_routed(self.make_router(router, bias, routing, shared=True), experts, routing, gate)
+
+    def make_routed(
+        self,
+        router: Linear,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        gate: Linear | None = None,
+        *,
+        identities: int = 0,
+    ) -> Experts:
         kind = partial(NpuExperts.kind, soc=self.soc)
         experts = self.stackable(experts, kind)
-        reason = refusal(experts, kind, gate)
+        reason = "some return their input" if identities else unbiased_refusal(experts, kind)
         if reason is not None:
-            return self.make_in_turn(self.make_router(router, bias, routing), experts, routing, reason, gate)
-        return NpuExperts(self.make_router(router, bias, routing, shared=True), experts, routing, self.soc)
+            return self.make_in_turn(router, experts, routing, reason, gate, identities=identities)
+        return NpuExperts(router, experts, routing, self.soc, gate)

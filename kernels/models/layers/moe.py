@@ -18,7 +18,16 @@ from kernels.models.config import ExpertsConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.weights.tensors import GgufPlace, Role, StackedExpert, TensorSpec, by_inputs, by_outputs, linear
 
-__all__ = ["DEEPSEEK", "QWEN", "ExpertNames", "SparseFeedForward", "gelu_and_mul", "tensors"]
+__all__ = [
+    "DEEPSEEK",
+    "QWEN",
+    "ExpertNames",
+    "SparseFeedForward",
+    "expert_tensors",
+    "expert_weights",
+    "gelu_and_mul",
+    "tensors",
+]
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,31 @@ def tensors(
             yield from linear(f"{name}_gate", (1, hidden), None, f"{gguf}.ffn_gate_inp_shexp", role=Role.ROUTER)
 
 
+def expert_tensors(config: ExpertsConfig, hidden: int, module: str, gguf: str) -> Iterator[TensorSpec]:
+    """The experts of a GGUF file, for families whose checkpoints have all of a layer in one tensor. ``gguf``: the
+    layer's name."""
+    inner, count = config.inner, config.count
+    rows, columns = by_outputs((inner, inner)), by_inputs(inner, inner)
+    for name, shape, split, role in (
+        ("gate", (inner, hidden), rows, Role.PROJECTION),
+        ("up", (inner, hidden), rows, Role.PROJECTION),
+        ("down", (hidden, inner), columns, Role.DOWN),
+    ):
+        for expert in range(count):
+            stacked = StackedExpert(expert, count, "", gguf=f"{gguf}.ffn_{name}_exps.weight")
+            weight = f"{module}.{expert}.{name}_proj.weight"
+            yield TensorSpec(weight, shape, role, split, stacked=stacked)
+
+
+def expert_weights(builder: LayerBuilder, config: ExpertsConfig, module: str) -> list[ExpertWeights]:
+    """The weights of ``expert_tensors``, without biases."""
+    project = builder.source.projection
+    return [
+        ExpertWeights(project([f"{name}.gate_proj", f"{name}.up_proj"]), None, project([f"{name}.down_proj"]), None)
+        for name in (f"{module}.{expert}" for expert in range(config.count))
+    ]
+
+
 class SharedExpert:
     """``down(silu(gate(x)) * up(x))``, if it is ``weighted`` times ``sigmoid(weight @ x)``. Each rank has its part of
     the inner dimension."""
@@ -168,7 +202,6 @@ def _experts(
     *,
     correction: Tensor | None,
 ) -> Experts:
-    """A device's kernels know SwiGLU's gates, and routers without caps, alone."""
     layers, routing, cap = builder.ops.experts, _routing(config, correction), config.router_softcap
     if config.activation == "silu" and not cap and not config.identities:
         return layers.make(router, bias, experts, routing)
@@ -176,11 +209,10 @@ def _experts(
     capped = (
         builder.ops.elementwise.compose(lambda x: torch.tanh(linear(x) / cap) * cap, lambda x: x) if cap else linear
     )
-    return layers.make_in_turn(
+    return layers.make_routed(
         capped,
         experts,
         routing,
-        "they have other gates, routers or neighbors than kernels know",
         None if config.activation == "silu" else gelu_and_mul,
         identities=config.identities if builder.mesh.rank == 0 else -config.identities,
     )

@@ -1,7 +1,8 @@
 """Linear layers with 8-bit weights: custom kernels for a few tokens, PyTorch's 8-bit products for more.
 
-A product of a few tokens is bound by reading the weight. The weight is dequantized in registers and the tokens are not
-quantized. With more tokens, each is quantized by its own scale.
+A product of a few tokens is bound by reading the weight. Of one token the weight is dequantized in registers and the
+token is not quantized; of 2 to 64 a trial chooses between that and tokens in 8 bits. With more tokens, each is quantized
+by its own scale.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import torch
 import triton
 
 from kernels.devices.cuda.moe import experts
-from kernels.devices.cuda.moe.experts import CudaExperts, _choose_tile
-from kernels.devices.experts import ClampedGate, ExpertsInTurn, ExpertWeights, Routing
+from kernels.devices.cuda.moe.experts import CudaExperts
+from kernels.devices.experts import ClampedGate, ExpertsInTurn, ExpertWeights, Routing, unbiased_refusal
 from kernels.weights.quantization.mxfp4 import Mxfp4Weight
 from kernels.weights.quantization.tokens import clip_tokens, fake_quantize_tokens
 from kernels.weights.quantization.weights import (
@@ -115,7 +115,7 @@ def layers(kind, dtype, device, count=5, hidden=HIDDEN, inner=INNER):
 
 
 def refused(experts, capability=(9, 0)):
-    return CudaExperts.refusal(experts, partial(CudaExperts.kind, capability=capability))
+    return unbiased_refusal(experts, partial(CudaExperts.kind, capability=capability))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,8 +134,8 @@ def test_two_products_are_those_of_experts_one_by_one(kind, dtype, tokens, devic
 
 
 def test_weights_that_share_a_scale_over_128_inputs_are_multiplied_by_as_many():
-    assert _choose_tile(500, 128, 8, large=True).block == 128
-    assert {_choose_tile(500, *kind, large=True).block for kind in ((64, 8), (128, 4), (0, 8))} == {64}
+    assert experts._choose_tile(500, 128, 8, large=True).block == 128
+    assert {experts._choose_tile(500, *kind, large=True).block for kind in ((64, 8), (128, 4), (0, 8))} == {64}
 
 
 @pytest.mark.parametrize("kind", ["floats", "mxfp4", "4 bits, zeros"])

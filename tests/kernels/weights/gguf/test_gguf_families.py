@@ -10,9 +10,11 @@ from safetensors.torch import load_file
 
 from kernels.models.config_loader import read_config
 from kernels.weights.quantization.detect import detect_scheme
+from kernels.weights.quantization.mxfp4 import Mxfp4Weight
 from tests.kits.declared import declared, open_gguf
 from tests.kits.gguf_checkpoints import greedy
 from tests.kits.gguf_families import write_family
+from tests.kits.gguf_writer import write_gguf
 
 FAMILIES = (
     *("arcee", "cohere", "cohere-normed", "gguf-cohere2", "ernie4.5-moe", "ernie4.5-moe-biased"),
@@ -20,6 +22,7 @@ FAMILIES = (
     *("granite", "granite-moe", "hunyuan-moe", "minimax-m2", "ministral3", "olmo", "olmo3", "olmoe", "gguf-phi3-long"),
     *("falcon-h1", "gguf-falcon-h1", "granite-4", "gguf-granite-4-dense", "lfm2", "gguf-lfm2-moe", "nemotron-3"),
     *("gguf-nemotron-dense", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
+    *("gpt-oss", "gguf-afmoe", "gguf-llama4", "ling-v2"),
     *("seed-oss", "smollm3", "stablelm", "gguf-starcoder2", "xverse"),
 )
 
@@ -42,6 +45,29 @@ def test_blocks_of_quantized_value_heads_come_back_in_order(reference, drive, pr
     order = dataclasses.replace(narrow.gguf.columns, counts=(2, 2, 16), strides=(16, 32, 1))
     narrow = dataclasses.replace(narrow, gguf=dataclasses.replace(narrow.gguf, columns=order))
     assert scheme.tensors(narrow) is None
+
+
+def test_glm_4_7_flash_is_read_as_deepseek(reference, drive, prompts, tmp_path):
+    model, (prompt,) = reference("glm4-moe-lite"), prompts(20)
+    file = write_gguf(model.path, tmp_path / "model.gguf")
+    assert greedy(drive, file, prompt, 50) == model.greedy(prompt, 50)
+
+
+def test_experts_in_mxfp4_stay_as_they_are(reference, drive, prompts, tmp_path):
+    """Numbers of a block are halves apart in the file, and neighbors in memory."""
+    model = reference("gguf-gpt-oss-wide")
+    file, (prompt,) = write_family(model.path, tmp_path / "model.gguf", "Q8_0"), prompts(20)
+    packed = write_family(model.path, tmp_path / "packed.gguf", "MXFP4")
+    checkpoint, scheme = open_gguf(packed), detect_scheme(packed, "")
+    spec = declared(packed)["model.layers.1.mlp.experts.3.down_proj.weight"]
+    kept = scheme.read(checkpoint, spec)
+    assert isinstance(kept, Mxfp4Weight)
+    assert kept.dequantize(torch.float32).equal(checkpoint.floats(spec.name))
+    assert scheme.tensors(declared(packed)["model.layers.1.self_attn.q_proj.weight"]) is None
+    whole, small = drive(file, dtype="bfloat16"), drive(packed, dtype="bfloat16")
+    assert small.info.weight_bytes < whole.info.weight_bytes
+    small.admit(1, prompt)
+    assert len(small.generate(1, 30)) == 30
 
 
 @pytest.mark.parametrize("name", FAMILIES)
