@@ -1,7 +1,7 @@
 """Linear layers with 8-bit weights: custom kernels for a few tokens, PyTorch's 8-bit products for more.
 
-A product of a few tokens is bound by reading the weight. Of one token the weight is dequantized in registers and the
-token is not quantized; of 2 to 64 a trial chooses between that and tokens in 8 bits. With more tokens, each is quantized
+A product of a few tokens is bound by reading the weight. For one token the weight is dequantized in registers, and the
+token is not quantized; for 2 to 64 a trial chooses between that and tokens in 8 bits. More tokens are quantized, each
 by its own scale.
 """
 
