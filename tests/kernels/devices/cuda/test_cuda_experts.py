@@ -133,7 +133,7 @@ def test_two_products_are_those_of_experts_one_by_one(kind, dtype, tokens, devic
     assert (found - expected).float().norm() <= limit * expected.float().norm()
 
 
-def test_weights_that_share_a_scale_over_128_inputs_are_multiplied_by_as_many():
+def test_scales_of_128_inputs_have_blocks_of_as_many():
     assert experts._choose_tile(500, 128, 8, large=True).block == 128
     assert {experts._choose_tile(500, *kind, large=True).block for kind in ((64, 8), (128, 4), (0, 8))} == {64}
 
