@@ -402,10 +402,9 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
 class Support:
     """What a family supports. ``gguf``: its name in GGUF files; "": none. ``experts``: layers of experts. ``windows``:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
-    ``eager``: attention that some devices, or all, run in plain torch; ``capped``: at most since scores are capped or
-    heads have sinks. ``latent``: keys and values are latent vectors; ``indexed``: of which an indexer chooses some.
-    ``states``: layers keep states of sequences. ``plain``: the layers have Llama's operators alone, which native code
-    has.
+    ``attention``: ``ModelConfig.attention_features`` of it. ``latent``: keys and values are latent vectors;
+    ``indexed``: of which an indexer chooses some. ``states``: layers keep states of sequences. ``plain``: the layers
+    have Llama's operators alone, which native code has.
     """
 
     architecture: str
@@ -414,8 +413,7 @@ class Support:
     windows: bool
     tied: bool
     quantizable: bool
-    eager: bool = False
-    capped: bool = False
+    attention: frozenset[str] = frozenset()
     latent: bool = False
     indexed: bool = False
     states: bool = False
@@ -472,8 +470,7 @@ def families() -> tuple[Support, ...]:
                 windows=any(config.windows),
                 tied=not any(spec.role is Role.OUTPUT for spec in specs),
                 quantizable=any(spec.quantizable for spec in specs),
-                eager=bool(config.eager_attention),
-                capped=not config.eager_with(True),
+                attention=frozenset(config.attention_features),
                 latent=config.latent is not None,
                 indexed=config.latent is not None and config.latent.index is not None,
                 states=config.recurrence is not None,

@@ -263,7 +263,7 @@ class _Passes:
         ids, positions, index, pages = self._tokens(counts)
         tree = chain(torch.zeros((1, nodes), dtype=torch.int64, device=device.torch_device))
         rows = AttentionRows(np.zeros(2, np.int64), counts, pages, 0, 1, tree.bits if drafter.branches else None)
-        plans = {window: device.attention.plan(rows, window) for window in set(self._config.windows)}
+        plans = {window: device.attention.plan_layers(rows, window) for window in set(self._config.windows)}
         result = model.forward(ForwardBatch(ids, positions, index, plans), self._caches)
         logits = model.logits(model.split(result)[0])
         if device.sampling.greedy is not None and device.drafting is not None:

@@ -154,6 +154,10 @@ def few_tokens(dtype):
             if torch.cuda.get_device_capability()[0] == 9:
                 described, x = gemm_small_tma.described(weight), empty(tokens, inputs, dtype=dtype)
                 gemm_small_tma.multiply(x, described, empty(outputs, dtype=dtype), gemm_small.counters(weight), gated)
+                eight, x = (empty(*given.shape, dtype=torch.float8_e4m3fn) for given in (weight, x))
+                scales = (empty(count, dtype=torch.float32) for count in (tokens, outputs))
+                both, described = gemm_small_tma.EightBitScales(*scales, dtype), gemm_small_tma.described(eight)
+                gemm_small_tma.multiply(x, described, None, gemm_small.counters(eight), gated, scales=both)
 
 
 def skinny_products(dtype):
@@ -257,6 +261,13 @@ def capped(dtype):
     attend(dtype, *GEMMA_2, 64, (0,), extra=CapAndSinks(50.0))
 
 
+def wide(dtype):
+    """The heads of Gemma 4's full attention, Llama 4's chunks, and Grok 2's scores."""
+    attend(dtype, 8, 1, 512, 64)
+    attend(dtype, *LLAMA, 64, (-8192,))
+    attend(dtype, *LLAMA, 64, extra=CapAndSinks(30.0, None, 1024))
+
+
 SHORT = {
     "smalls": smalls,
     "draft_tokens": draft_tokens,
@@ -271,6 +282,7 @@ LONG = {
     "eight bits": eight_bits,
     "groups": groups,
     "capped": capped,
+    "wide": wide,
     "small": lambda dtype: attend(dtype, *SMALL, 16, (100,)),
 }
 SPILLED = {

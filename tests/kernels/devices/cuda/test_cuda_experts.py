@@ -11,7 +11,7 @@ import triton
 
 from kernels.devices.cuda.moe import experts
 from kernels.devices.cuda.moe.experts import CudaExperts
-from kernels.devices.experts import ClampedGate, ExpertsInTurn, ExpertWeights, Routing
+from kernels.devices.experts import ClampedGate, ExpertsInTurn, ExpertWeights, Routing, unbiased_refusal
 from kernels.weights.quantization.mxfp4 import Mxfp4Weight
 from kernels.weights.quantization.tokens import clip_tokens, fake_quantize_tokens
 from kernels.weights.quantization.weights import (
@@ -115,7 +115,7 @@ def layers(kind, dtype, device, count=5, hidden=HIDDEN, inner=INNER):
 
 
 def refused(experts, capability=(9, 0)):
-    return CudaExperts.refusal(experts, partial(CudaExperts.kind, capability=capability))
+    return unbiased_refusal(experts, partial(CudaExperts.kind, capability=capability))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,6 +131,11 @@ def test_two_products_are_those_of_experts_one_by_one(kind, dtype, tokens, devic
     expected = ExpertsInTurn(lambda x: x @ router.t(), functions, Routing(2, True))(x)
     limit = 1e-4 if dtype == torch.float32 else 2e-2
     assert (found - expected).float().norm() <= limit * expected.float().norm()
+
+
+def test_scales_of_128_inputs_have_blocks_of_as_many():
+    assert experts._choose_tile(500, 128, 8, large=True).block == 128
+    assert {experts._choose_tile(500, *kind, large=True).block for kind in ((64, 8), (128, 4), (0, 8))} == {64}
 
 
 @pytest.mark.parametrize("kind", ["floats", "mxfp4", "4 bits, zeros"])
