@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from kernels.core.operators import Draws
+
 __all__ = ["AttentionRows", "DecodeTokens", "PromptTokens", "StepTokens", "TokenTable"]
 
 
@@ -64,6 +66,7 @@ class StepTokens:
     grows: npt.NDArray[np.bool_]  # [rows], whether it is the last that is known of its row
     pages: npt.NDArray[np.int32]  # [rows, columns]
     bounded: tuple[npt.NDArray[np.int32], ...] = ()  # of each group of windows, like ``pages``
+    draws: Draws | None = None  # [rows], if all rows may be drawn so: a device that can may do it
 
 
 @dataclass(frozen=True)

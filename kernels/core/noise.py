@@ -16,6 +16,8 @@ arithmetic is int32 and wraps: accelerators that lack 64-bit integers compute th
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,7 +27,9 @@ __all__ = [
     "exponential_noise",
     "gumbel_argmax",
     "gumbel_argmax_over_all",
+    "host_keys_at",
     "keys_at",
+    "noise_over_all",
     "seed_key",
     "uniform",
 ]
@@ -57,6 +61,12 @@ def keys_at(seed_keys: Tensor, positions: Tensor) -> Tensor:
     return seed_keys + torch.stack((at * _signed(0x9E3779B9), at * _signed(0x7FEB352D)), dim=1)
 
 
+def host_keys_at(seed_keys: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """``keys_at`` of arrays."""
+    steps = np.array([0x9E3779B9, 0x7FEB352D], np.uint32)
+    return (seed_keys.view(np.uint32) + positions.astype(np.uint32)[:, None] * steps).view(np.int32)
+
+
 def _mix(h: Tensor) -> Tensor:
     """MurmurHash3's fmix32, in place. Shifts of int32 keep the sign, so the bits it brings in are cut off."""
     h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(_signed(0x85EBCA6B))
@@ -80,6 +90,16 @@ def block_noise(keys: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
     [...]."""
     h = _hash(keys, torch.bitwise_not(blocks))  # negative counters: never a token's
     return _exponential(h).mul_(1.0 / BLOCK), h
+
+
+def noise_over_all(keys: Tensor, vocab: int) -> Tensor:
+    """``exponential_noise`` float32 [rows, vocab] of all ids, for keys int32 [rows, 2]; what the ids of a block share
+    is computed once."""
+    blocks = -(-vocab // BLOCK)
+    ids = torch.arange(blocks * BLOCK, dtype=torch.int32, device=keys.device).view(blocks, BLOCK)
+    first, block_hash = block_noise(keys[:, None], ids[:, 0] >> BLOCK_BITS)
+    noise = _token_noise(keys[:, None, None], ids, first[..., None], block_hash[..., None])
+    return noise.flatten(1)[:, :vocab]
 
 
 def _token_noise(keys: Tensor, ids: Tensor, first: Tensor, block_hash: Tensor) -> Tensor:
@@ -110,7 +130,7 @@ def gumbel_argmax_over_all(
     vocab = logits.shape[1]
     values = logits[rows].float()
     ids = torch.arange(vocab, dtype=torch.int32, device=logits.device)
-    scores = (values - row_max[:, None]) / temperature[:, None] - exponential_noise(keys[:, None], ids).log_()
+    scores = (values - row_max[:, None]) / temperature[:, None] - noise_over_all(keys, vocab).log_()
     scores.masked_fill_(~_kept(values, ids, floor[:, None], floor_id[:, None], vocab), -torch.inf)
     return scores.argmax(-1)
 

@@ -39,6 +39,10 @@ class DeviceMemory(ABC):
         """``array`` on the device, for work issued from now on. The tensor may share its memory: leave it unchanged."""
         return torch.from_numpy(array)
 
+    def write(self, target: Tensor, array: npt.NDArray[Any]) -> None:
+        """Copy ``array`` [n] to ``target`` [n] of the same dtype, for work issued from now on; it may change then."""
+        target.copy_(torch.from_numpy(array))
+
     def put_pinned(self, array: npt.NDArray[Any]) -> Tensor:
         """Like ``put``, for own kernels that read each of a few numbers once: they may lie in the host's memory."""
         return self.put(array)

@@ -139,12 +139,14 @@ class CapturedStepResult:
 
     ``argmax`` int32 [rows]: each row's next token, or -1 if its logits are not finite. For rows that grow it, or 0, is
     in the table of tokens. ``arrives``: waits for a copy of ``argmax`` that the step itself brings to the host.
+    ``drawn``: whether the tokens are drawn as ``StepTokens.draws`` says.
     """
 
     hidden: Tensor
     logits: Tensor
     argmax: Tensor
     arrives: Callable[[], list[Tensor]] | None = None
+    drawn: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,12 +154,14 @@ class CapturedSteps:
     """Captured whole steps of decodes. ``rows``: the numbers of rows that they were captured for.
 
     ``run``: None if no captured step fits. Its results are overwritten by the next call. ``prompts``: the same for
-    steps with chunks of prompts whose tokens are not scored; None if there are none.
+    steps with chunks of prompts whose tokens are not scored; None if there are none. ``draws``: whether ``run`` draws
+    tokens.
     """
 
     rows: tuple[int, ...]
     run: Callable[[StepTokens], CapturedStepResult | None]
     prompts: Callable[[PromptTokens], CapturedStepResult | None] | None = None
+    draws: bool = False
 
 
 class DecodeCall(Protocol):

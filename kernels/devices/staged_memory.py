@@ -40,6 +40,11 @@ class StagedMemory(DeviceMemory):
             self._staging = Staging(self.torch_device)
         return self._staging.put(array)
 
+    def write(self, target: Tensor, array: npt.NDArray[Any]) -> None:
+        if self._staging is None:
+            self._staging = Staging(self.torch_device)
+        self._staging.write(target, torch.from_numpy(array))
+
     def put_pinned(self, array: npt.NDArray[Any]) -> Tensor:
         if not self._pinned_reads:
             return self.put(array)

@@ -40,7 +40,11 @@ class Staging:
             array = array.astype(np.float32)
         source = torch.from_numpy(np.ascontiguousarray(array))
         result = torch.empty(source.shape, dtype=source.dtype, device=self._device)
-        flat, target = source.view(-1), result.view(-1)
+        self.write(result.view(-1), source.view(-1))
+        return result
+
+    def write(self, target: Tensor, flat: Tensor) -> None:
+        """Copy ``flat`` of the host to ``target`` [its length] of the device, of the same dtype, as ``put`` does."""
         done, total = 0, len(flat)
         while done < total:
             room = (self._size - self._filled) // flat.itemsize
@@ -54,7 +58,6 @@ class Staging:
             target[done : done + count].copy_(staged, non_blocking=True)
             self._filled = min(self._size, -(-end // _ALIGN) * _ALIGN)
             done += count
-        return result
 
     def put_pinned(self, array: npt.NDArray[Any]) -> Tensor:
         """``array`` in pinned memory, for kernels of our own that are issued next: a read takes as long as a small

@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.contract.step import RowError
 from kernels.contract.tasks import Classify, Embed, NextToken
 from kernels.core.arrays import Bools, Longs
+from kernels.core.operators import Draws
 from kernels.devices.base import Device
 from kernels.devices.prepared import CapturedStepResult, PassResult
 from kernels.execution.pooled import DenseLayers, activated, normalized
@@ -61,15 +62,23 @@ class StepOutputs:
     def is_all_greedy(self, step: StepRows, grows: Bools) -> bool:
         """Whether every row needs the argmax or no token, and nothing else. ``grows`` [rows]: whether a row reaches its
         last known token."""
-        state = self._slots
-        prompts = step.slots[step.decodes :] if grows.all() else step.slots
-        if (state.prompt_logprobs[prompts] >= 0).any():
-            return False
-        return self._sampler.plain(tuple(step.slots.tolist()))
+        return self._needs_tokens_alone(step, grows) and self._sampler.plain(tuple(step.slots.tolist()))
 
-    def commit_greedy(self, step: StepRows, grows: Bools, result: CapturedStepResult, builder: ResultBuilder) -> None:
-        """Take the argmax tokens that a captured step has written to the table of tokens, for rows that are all
-        greedy."""
+    def draws(self, step: StepRows, grows: Bools) -> Draws | None:
+        """The draws of the rows; None if some need more than a token drawn from the logits as they are, or all the
+        argmax."""
+        slots = tuple(step.slots.tolist())
+        if not self._needs_tokens_alone(step, grows) or self._sampler.masked(slots):
+            return None
+        return self._sampler.draws(slots) if self._sampler.unedited(slots) else None
+
+    def _needs_tokens_alone(self, step: StepRows, grows: Bools) -> bool:
+        """Whether no row scores its prompt."""
+        prompts = step.slots[step.decodes :] if grows.all() else step.slots
+        return not (self._slots.prompt_logprobs[prompts] >= 0).any()
+
+    def commit(self, step: StepRows, grows: Bools, result: CapturedStepResult, builder: ResultBuilder) -> None:
+        """Take the tokens that a captured step has written to the table of tokens, for rows that need no others."""
         state = self._slots
         state.computed[step.slots] += step.counts
         state.grew(step.slots[grows])

@@ -33,8 +33,13 @@ _NAMES = ExpertNames(
     router="router.gate",
     correction="expert_bias",
 )
-_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
-"""Before and after attention, before and after the feed-forward layer."""
+_NORMS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_mlp_layernorm": "ffn_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+}
+"""Before and after attention, before and after the feed-forward layer, and their names in GGUF files."""
 
 caches = gqa.caches
 
@@ -83,16 +88,17 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     width = heads * config.head_dim
     yield from vocabulary.tensors(config)
     for index in range(config.layers):
-        layer = f"model.layers.{index}"
-        yield from gqa.tensors(config, f"{layer}.self_attn", "")
-        yield from linear(f"{layer}.self_attn.gate_proj", (width, hidden), by_outputs((width, heads)))
-        for name in _NORMS:
-            yield norm(f"{layer}.{name}", hidden)
+        layer, gguf = f"model.layers.{index}", f"blk.{index}"
+        yield from gqa.tensors(config, f"{layer}.self_attn", f"{gguf}.attn")
+        gate = f"{layer}.self_attn.gate_proj"
+        yield from linear(gate, (width, hidden), by_outputs((width, heads)), f"{gguf}.attn_gate")
+        for name, place in _NORMS.items():
+            yield norm(f"{layer}.{name}", hidden, f"{gguf}.{place}")
         if experts is not None and index in experts.layers:
-            yield from moe.tensors(experts, hidden, layer, "", _NAMES)
+            yield from moe.tensors(experts, hidden, layer, gguf, _NAMES)
         else:
-            yield from mlp.tensors(config, f"{layer}.mlp", "")
-    yield norm("model.norm", hidden)
+            yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
+    yield norm("model.norm", hidden, "output_norm")
 
 
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:

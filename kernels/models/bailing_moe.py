@@ -60,20 +60,21 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     queries, keys, names = heads * dim, kv_heads * dim, _CORRECTED if experts.corrected else _NAMES
     yield from vocabulary.tensors(config, _EMBED)
     for index in range(config.layers):
-        layer = f"model.layers.{index}"
+        layer, gguf = f"model.layers.{index}", f"blk.{index}"
         module, parts = f"{layer}.attention", by_outputs((queries, heads), (keys, kv_heads), (keys, kv_heads))
-        yield from pre_norm.norm_tensors(config, layer, "")
+        yield from pre_norm.norm_tensors(config, layer, gguf)
         width, bias = queries + 2 * keys, config.qkv_bias
-        yield from linear(f"{module}.query_key_value", (width, hidden), parts, bias=bias)
-        yield from linear(f"{module}.dense", (hidden, queries), by_inputs(queries, heads), bias=config.output_bias)
+        yield from linear(f"{module}.query_key_value", (width, hidden), parts, f"{gguf}.attn_qkv", bias=bias)
+        output, inputs = f"{module}.dense", by_inputs(queries, heads)
+        yield from linear(output, (hidden, queries), inputs, f"{gguf}.attn_output", bias=config.output_bias)
         if config.qk_norm:
-            yield norm(f"{module}.query_layernorm", dim)
-            yield norm(f"{module}.key_layernorm", dim)
+            yield norm(f"{module}.query_layernorm", dim, f"{gguf}.attn_q_norm")
+            yield norm(f"{module}.key_layernorm", dim, f"{gguf}.attn_k_norm")
         if index in experts.layers:
-            yield from moe.tensors(experts, hidden, layer, "", names)
+            yield from moe.tensors(experts, hidden, layer, gguf, names)
         else:
-            yield from mlp.tensors(config, f"{layer}.mlp", "")
-    yield from pre_norm.stream_norm(config, "model.norm")
+            yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
+    yield from pre_norm.stream_norm(config, "model.norm", "output_norm")
 
 
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:

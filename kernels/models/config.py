@@ -85,7 +85,8 @@ class ExpertsConfig:
     sigmoid of a logit of its own. ``result_scale``: of the sum of all experts. ``scores``, ``groups``, ``top_groups``,
     ``pair_sum``, ``scale`` and ``jitter``: as ``kernels.devices.experts.Routing``. ``corrected``: whether a correction
     is added to scores for the choice. ``alpha``, ``limit``: as ``ClampedGate`` there. ``packed``: whether they are
-    stored in MXFP4. ``activation``: silu | gelu_tanh, of gates. ``router_softcap``: ``cap * tanh(x / cap)`` of the
+    stored in MXFP4. ``apart``: whether gates have matrices of their own, where checkpoints have them in others', as in
+    GGUF files. ``activation``: silu | gelu_tanh, of gates. ``router_softcap``: ``cap * tanh(x / cap)`` of the
     router's logits; 0: none. ``identities``: so many more experts return what they are given.
     """
 
@@ -108,6 +109,7 @@ class ExpertsConfig:
     alpha: float = 1.0
     limit: float = 0.0
     packed: bool = False
+    apart: bool = False
     activation: str = "silu"
     router_softcap: float = 0.0
     identities: int = 0

@@ -21,7 +21,7 @@ from kernels.models.layers import gqa, mamba, mlp, recurrent, vocabulary
 from kernels.models.layers.block import AttentionLayer, Block, Norms, attention
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
 from kernels.models.layers.mamba import Mamba, MambaConfig
-from kernels.weights.tensors import TensorSpec, norm
+from kernels.weights.tensors import GgufPlace, TensorSpec, norm
 
 __all__ = ["FalconConfig", "build", "caches", "config", "tensors"]
 
@@ -86,13 +86,14 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     hidden = config.hidden_size
     yield from vocabulary.tensors(config)
     for index in range(config.layers):
-        layer = f"model.layers.{index}"
-        yield norm(f"{layer}.input_layernorm", hidden)
-        yield from gqa.tensors(config, f"{layer}.self_attn", "")
-        yield from mamba.tensors(config, f"{layer}.mamba")
-        yield norm(f"{layer}.pre_ff_layernorm", hidden)
-        yield from mlp.tensors(config, f"{layer}.feed_forward", "")
-    yield norm("model.final_layernorm", hidden)
+        layer, gguf = f"model.layers.{index}", f"blk.{index}"
+        yield norm(f"{layer}.input_layernorm", hidden, f"{gguf}.attn_norm")
+        yield from gqa.tensors(config, f"{layer}.self_attn", f"{gguf}.attn")
+        yield from mamba.tensors(config, f"{layer}.mamba", gguf)
+        second, place = norm(f"{layer}.pre_ff_layernorm", hidden), GgufPlace(f"{gguf}.ffn_norm")
+        yield dataclasses.replace(second, gguf=place)  # the only norm without an ending there
+        yield from mlp.tensors(config, f"{layer}.feed_forward", f"{gguf}.ffn")
+    yield norm("model.final_layernorm", hidden, "output_norm")
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:

@@ -103,7 +103,8 @@ def describe(header: GgufHeader) -> dict[str, Any]:
 
 def _head_dim(header: GgufHeader, hidden: int, heads: int) -> int:
     """The size of a head of files that do not say it: what the output of attention reads, over the heads."""
-    output = header.tensors.get("blk.0.attn_output.weight")
+    outputs = (info for name, info in header.tensors.items() if name.endswith(".attn_output.weight"))
+    output = next(outputs, None)
     return hidden // heads if output is None or len(output.shape) != 2 else output.shape[1] // heads
 
 
@@ -220,6 +221,8 @@ def _rope(header: GgufHeader, meta: Metadata, name: str, dim: int) -> dict[str, 
             "beta_slow": meta.number(f"{name}.rope.scaling.yarn_beta_slow", 1.0),
             "attention_factor": attention * (1.0 + 0.1 * math.log(factor)) if factor > 1.0 else attention,
         }
+        if name == "gpt-oss":  # whose correction range is not rounded
+            result |= {"truncate": False}
         if name == "mistral3" and meta.get(".rope.scaling.yarn_log_multiplier"):
             result |= {"attention_factor": attention}  # what cos and sin would grow by is taken from them again
             if growth := meta.number(".attention.temperature_scale", 0.0):
@@ -251,7 +254,9 @@ def _factors(header: GgufHeader, dim: int, name: str) -> list[float]:
 
 def _dtype(header: GgufHeader) -> str:
     """The dtype of a file with float weights; bfloat16 for quantized weights, which are multiplied with it."""
-    matrices = [one for name, one in header.tensors.items() if len(one.shape) > 1 and "ffn_gate_inp" not in name]
+    wide = ("ffn_gate_inp", "ssm_", "shortconv.conv")  # in float32 whatever the others are
+    stored = header.tensors.items()
+    matrices = [one for name, one in stored if len(one.shape) > 1 and not any(part in name for part in wide)]
     kinds = {one.kind for one in matrices}
     return _FLOATS.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
 

@@ -57,6 +57,32 @@ def _windows(meta: Metadata, every: int, default: int = 0) -> dict[str, Any]:
     return {"sliding_window": window, "layer_types": kinds}
 
 
+def _afmoe(meta: Metadata) -> dict[str, Any]:
+    experts = _experts(meta)
+    return (
+        experts
+        | _windows(meta, 4)
+        | {
+            "num_dense_layers": experts["first_k_dense_replace"],
+            "num_shared_experts": experts["n_shared_experts"],
+            "route_scale": experts["routed_scaling_factor"],
+            "mup_enabled": True,
+        }
+    )
+
+
+def _bailing2(meta: Metadata) -> dict[str, Any]:
+    experts = _experts(meta)
+    return experts | {
+        "num_shared_experts": experts["n_shared_experts"],
+        "score_function": "sigmoid" if meta.count(".expert_gating_func") == 2 else "softmax",
+        "moe_router_enable_expert_bias": meta.has(".exp_probs_b.bias"),
+        "use_qk_norm": meta.has(".attn_q_norm.weight"),
+        "use_qkv_bias": meta.has(".attn_qkv.bias"),
+        "use_bias": meta.has(".attn_output.bias"),
+    }
+
+
 def _cohere(meta: Metadata) -> dict[str, Any]:
     return {"logit_scale": meta.number(".logit_scale", 1.0), "use_qk_norm": meta.has(".attn_q_norm.weight")}
 
@@ -130,9 +156,19 @@ def _glm4_moe(meta: Metadata) -> dict[str, Any]:
     return _experts(meta) | {"use_qk_norm": meta.has(".attn_q_norm.weight")}
 
 
+def _gpt_oss(meta: Metadata) -> dict[str, Any]:
+    experts = _experts(meta)
+    inner = {"intermediate_size": experts["moe_intermediate_size"], "experts_apart": True}
+    return experts | inner | _windows(meta, 2, 128) | {"attention_bias": True}
+
+
 def _granite(meta: Metadata) -> dict[str, Any]:
     if meta.get(".rope.scaling.finetuned") is False:
         raise meta.refused("no positions (rope.scaling.finetuned)")
+    return _multipliers(meta)
+
+
+def _multipliers(meta: Metadata) -> dict[str, Any]:
     return {
         "embedding_multiplier": meta.number(".embedding_scale", 1.0) or 1.0,
         "residual_multiplier": meta.number(".residual_scale", 1.0) or 1.0,
@@ -141,7 +177,113 @@ def _granite(meta: Metadata) -> dict[str, Any]:
     }
 
 
+def _granite_hybrid(meta: Metadata) -> dict[str, Any]:
+    plain = _multipliers(meta) | _mamba(meta)
+    kinds = ["attention" if heads else "mamba" for heads in _key_heads(meta)]
+    width = meta.size(".expert_shared_feed_forward_length", meta.get(".feed_forward_length"))
+    return plain | {
+        "layer_types": kinds,
+        "gates_apart": True,
+        "shared_intermediate_size": width,
+        "num_local_experts": meta.count(".expert_count"),
+        "num_experts_per_tok": max(meta.count(".expert_used_count"), 1),
+        "position_embedding_type": "nope" if meta.get(".rope.scaling.finetuned") is False else "rope",
+    }
+
+
+def _key_heads(meta: Metadata) -> list[int]:
+    """Key heads of each layer, 0 where it is not attention."""
+    heads = meta.layers(".attention.head_count_kv")
+    if heads is None or not all(type(one) is int for one in heads):
+        raise meta.wrong(".attention.head_count_kv", f"a number for each of {meta.block_count} layers")
+    return heads
+
+
+def _llama4(meta: Metadata) -> dict[str, Any]:
+    """What files leave out is llama.cpp's: heads are not normed with 128 experts, a window of 0 means no chunks, and
+    then all layers rotate."""
+    experts = _experts(meta)
+    own: dict[str, Any] = {
+        "intermediate_size": experts["moe_intermediate_size"],
+        "intermediate_size_mlp": meta.size(".feed_forward_length"),
+        "interleave_moe_layer_step": meta.size(".interleave_moe_layer_step", 1),
+        "use_qk_norm": experts["num_experts"] != 128,
+        "experts_apart": True,
+    }
+    if meta.get(_WINDOW) == 0:
+        own |= {"attention_chunk_size": None, "no_rope_layers": [1] * meta.block_count}
+    return experts | own
+
+
+def _mamba(meta: Metadata) -> dict[str, Any]:
+    """Sizes of Mamba 2, by Granite's and by Nemotron's names."""
+    heads, inner = meta.size(".ssm.time_step_rank"), meta.size(".ssm.inner_size")
+    sizes = {
+        ("mamba_n_heads", "mamba_num_heads"): heads,
+        ("mamba_d_head", "mamba_head_dim"): inner // heads,
+        ("mamba_n_groups", "n_groups"): meta.size(".ssm.group_count"),
+        ("mamba_d_state", "ssm_state_size"): meta.size(".ssm.state_size"),
+        ("mamba_d_conv", "conv_kernel"): meta.size(".ssm.conv_kernel"),
+        ("mamba_d_ssm",): inner,
+        ("mamba_conv_bias", "use_conv_bias"): meta.has(".ssm_conv1d.bias"),
+        ("mamba_proj_bias", "use_bias"): meta.has(".ssm_in.bias"),
+        ("mamba_expand",): max(1, inner // meta.size(".embedding_length")),
+    }
+    return {name: value for names, value in sizes.items() for name in names}
+
+
+def _nemotron(meta: Metadata) -> dict[str, Any]:
+    """Layers have attention, a feed-forward layer or experts, by the numbers of theirs, or else Mamba."""
+    inner = meta.layers(".feed_forward_length")
+    if inner is None:
+        raise meta.wrong(".feed_forward_length", f"a number for each of {meta.block_count} layers")
+    routed = meta.count(".expert_count") > 0
+    kinds = [
+        "attention" if heads else ("moe" if routed else "mlp") if width else "mamba"
+        for heads, width in zip(_key_heads(meta), inner, strict=True)
+    ]
+    experts = _experts(meta) if routed else {}
+    return (
+        experts
+        | _mamba(meta)
+        | {
+            "layers_block_type": kinds,
+            "layer_norm_epsilon": meta.number(
+                ".attention.layer_norm_rms_epsilon", meta.number(".attention.layer_norm_epsilon", 1e-5)
+            ),
+            "moe_latent_size": meta.count(".moe_latent_size") or None,
+            "moe_shared_expert_intermediate_size": meta.count(".expert_shared_feed_forward_length"),
+        }
+    )
+
+
+def _falcon_h1(meta: Metadata) -> dict[str, Any]:
+    """Weights hold the multipliers."""
+    return _mamba(meta) | {
+        "mamba_rms_norm": meta.has(".ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "projectors_bias": meta.has(".ssm_out.bias"),
+    }
+
+
+def _lfm2(meta: Metadata) -> dict[str, Any]:
+    experts = _experts(meta) if meta.count(".expert_count") else {}
+    return experts | {
+        "layer_types": ["full_attention" if heads else "conv" for heads in _key_heads(meta)],
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": meta.size(".shortconv.l_cache"),
+        "conv_bias": meta.has(".shortconv.in_proj.bias"),
+        "norm_eps": meta.number(".attention.layer_norm_rms_epsilon", 1e-5),
+        "num_dense_layers": meta.count(".leading_dense_block_count"),
+        "norm_topk_prob": True,
+        "use_expert_bias": meta.has(".exp_probs_b.bias"),
+        "tie_embedding": "output.weight" not in meta.header.tensors,
+    }
+
+
 def _granite_moe(meta: Metadata) -> dict[str, Any]:
+    if not meta.count(".expert_count"):  # of Granite 4 without Mamba
+        return {"architectures": ["GraniteForCausalLM"]} | _granite(meta)
     if meta.has(".ffn_gate_shexp.weight"):
         raise meta.refused("an expert that all tokens take (ffn_gate_shexp)")
     return _experts(meta) | _granite(meta)
@@ -170,6 +312,38 @@ def _olmo2(meta: Metadata) -> dict[str, Any]:
     return {"architectures": ["Olmo3ForCausalLM"], "rope_local_base_freq": local} | _windows(meta, 4)
 
 
+def _delta_nets(meta: Metadata, heads: str) -> dict[str, Any]:
+    """Sizes of Qwen's gated delta nets. ``heads``: how the file has value heads."""
+    value_heads, recurrent = meta.size(".ssm.time_step_rank"), meta.layers(".attention.recurrent_layers")
+    if recurrent is None:
+        every = meta.size(".full_attention_interval", 4)
+        recurrent = [(layer + 1) % every != 0 for layer in range(meta.block_count)]
+    return {
+        "whole_norms": True,
+        "gguf_value_heads": heads,
+        "layer_types": ["linear_attention" if own else "full_attention" for own in recurrent],
+        "linear_num_key_heads": meta.size(".ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": meta.size(".ssm.state_size"),
+        "linear_value_head_dim": meta.size(".ssm.inner_size") // value_heads,
+        "linear_conv_kernel_dim": meta.size(".ssm.conv_kernel"),
+    }
+
+
+def _qwen3_next(meta: Metadata) -> dict[str, Any]:
+    shared = meta.size(".expert_shared_feed_forward_length", 512)
+    experts = _experts(meta) | {"norm_topk_prob": True, "shared_expert_intermediate_size": shared}
+    return experts | _delta_nets(meta, "grouped")
+
+
+def _qwen3_5(meta: Metadata) -> dict[str, Any]:
+    return _delta_nets(meta, "tiled")
+
+
+def _qwen3_5_moe(meta: Metadata) -> dict[str, Any]:
+    return _qwen3_next(meta) | _qwen3_5(meta)
+
+
 def _smollm3(meta: Metadata) -> dict[str, Any]:
     return {"no_rope_layer_interval": 4}
 
@@ -192,7 +366,9 @@ def _starcoder2(meta: Metadata) -> dict[str, Any]:
 
 
 FAMILIES: Mapping[str, Callable[[Metadata], dict[str, Any]]] = {
+    "afmoe": _afmoe,
     "arcee": _plain,
+    "bailingmoe2": _bailing2,
     "chatglm": _plain,
     "cohere2": _cohere2,
     "command-r": _cohere,
@@ -200,19 +376,30 @@ FAMILIES: Mapping[str, Callable[[Metadata], dict[str, Any]]] = {
     "exaone": _plain,
     "exaone4": _exaone4,
     "exaone-moe": _exaone_moe,
+    "falcon-h1": _falcon_h1,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "glm4": _glm4,
     "glm4moe": _glm4_moe,
+    "gpt-oss": _gpt_oss,
     "granite": _granite,
+    "granitehybrid": _granite_hybrid,
     "granitemoe": _granite_moe,
     "hunyuan-moe": _hunyuan_moe,
+    "lfm2": _lfm2,
+    "lfm2moe": _lfm2,
+    "llama4": _llama4,
     "minimax-m2": _inner_of_experts,
     "mistral3": _plain,
+    "nemotron_h": _nemotron,
+    "nemotron_h_moe": _nemotron,
     "olmo": _olmo,
     "olmo2": _olmo2,
     "olmoe": _inner_of_experts,
+    "qwen35": _qwen3_5,
+    "qwen35moe": _qwen3_5_moe,
+    "qwen3next": _qwen3_next,
     "seed_oss": _plain,
     "smollm3": _smollm3,
     "stablelm": _stablelm,

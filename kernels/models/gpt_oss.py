@@ -18,12 +18,12 @@ from kernels.devices.experts import ClampedGate, ExpertWeights, Routing
 from kernels.distributed.group import Group
 from kernels.models.config import MXFP4_BLOCK, ConfigReader, ExpertsConfig, ModelConfig
 from kernels.models.decoder import Decoder
-from kernels.models.layers import gqa, pre_norm, vocabulary
+from kernels.models.layers import gqa, moe, pre_norm, vocabulary
 from kernels.models.layers.block import Block, Norms, attention
 from kernels.models.layers.builder import ModelBuilder
 from kernels.weights.quantization.mxfp4 import Mxfp4Weight
 from kernels.weights.quantization.weights import Projection
-from kernels.weights.tensors import Role, Split, TensorSpec, linear, norm
+from kernels.weights.tensors import GgufPlace, Role, Split, TensorSpec, linear, norm
 
 __all__ = ["build", "caches", "config", "tensors"]
 
@@ -42,6 +42,7 @@ def config(raw: ConfigReader) -> ModelConfig:
         alpha=raw.number("swiglu_alpha", 1.702),
         limit=raw.number("swiglu_limit", 7.0),
         packed=isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4",
+        apart=raw.flag("experts_apart"),
     )
     if experts.packed and (experts.inner % MXFP4_BLOCK or raw.size("hidden_size") % MXFP4_BLOCK):
         raise ConfigError(f"experts in mxfp4 need a hidden_size and an intermediate_size in blocks of {MXFP4_BLOCK}")
@@ -63,19 +64,41 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     yield from vocabulary.tensors(config)
     for index in range(config.layers):
         layer, gguf = f"model.layers.{index}", f"blk.{index}"
-        yield from pre_norm.norm_tensors(config, layer, gguf)
+        yield from pre_norm.norm_tensors(config, layer, gguf, "post_attention_norm")
         yield from gqa.tensors(config, f"{layer}.self_attn", f"{gguf}.attn")
-        yield from _expert_tensors(config, f"{layer}.mlp")
+        router, shape = f"{layer}.mlp.router", (_experts_of(config).count, config.hidden_size)
+        yield from linear(router, shape, None, f"{gguf}.ffn_gate_inp", bias=True, role=Role.ROUTER)
+        if _experts_of(config).apart:
+            yield from _apart_tensors(config, f"{layer}.mlp.experts", gguf)
+        else:
+            yield from _expert_tensors(config, f"{layer}.mlp")
     yield norm("model.norm", config.hidden_size, "output_norm")
 
 
-def _expert_tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
+def _experts_of(config: ModelConfig) -> ExpertsConfig:
     assert config.experts is not None
-    count, inner, hidden = config.experts.count, config.experts.inner, config.hidden_size
-    yield from linear(f"{module}.router", (count, hidden), bias=True, role=Role.ROUTER)
+    return config.experts
+
+
+def _apart_tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
+    """The experts of a GGUF file, whose gates and others are apart."""
+    experts, hidden = _experts_of(config), config.hidden_size
+    yield from moe.expert_tensors(experts, hidden, module, gguf)
+    by_inner = Split(1, ((experts.inner, experts.inner),))
+    for name, outputs, split in (
+        ("gate", experts.inner, by_inner),
+        ("up", experts.inner, by_inner),
+        ("down", hidden, None),
+    ):
+        place = GgufPlace(f"{gguf}.ffn_{name}_exps.bias")
+        yield TensorSpec(f"{module}.{name}_proj.bias", (experts.count, outputs), Role.BIAS, split, place)
+
+
+def _expert_tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
+    count, inner, hidden = _experts_of(config).count, _experts_of(config).inner, config.hidden_size
     both, down = f"{module}.experts.gate_up_proj", f"{module}.experts.down_proj"
     pairs = (2 * inner, inner)
-    if config.experts.packed:
+    if _experts_of(config).packed:
         blocks = inner // MXFP4_BLOCK
         for name, outputs, inputs, split in (
             (both, 2 * inner, hidden // MXFP4_BLOCK, Split(1, (pairs,))),
@@ -113,22 +136,28 @@ def _layer(config: ModelConfig, builder: ModelBuilder, name: str, window: int) -
 
 def _experts(config: ModelConfig, builder: ModelBuilder, module: str) -> Linear:
     """The experts of one layer."""
-    sizes, take, mesh = config.experts, builder.source.take, builder.mesh
-    assert sizes is not None
+    sizes, take, mesh = _experts_of(config), builder.source.take, builder.mesh
     both, down = f"{module}.experts.gate_up_proj", f"{module}.experts.down_proj"
     builder.refuse_adapters((both, down))
     firsts: Sequence[Projection]
     lasts: Sequence[Projection]
-    if sizes.packed:
+    if sizes.apart:
+        weights = moe.expert_weights(builder, sizes, f"{module}.experts")
+        firsts, lasts = [expert.gate_up for expert in weights], [expert.down for expert in weights]
+    elif sizes.packed:
         firsts = _packed(builder, both, apart=True)
         lasts = _packed(builder, down, apart=False)
     else:
         firsts = [_apart(expert.t()) for expert in take([both])]
         lasts = [expert.t().contiguous() for expert in take([down])]
-    biases = take([f"{both}_bias"]), take([f"{down}_bias"])
+    if sizes.apart:
+        gates, others, ends = (take([f"{module}.experts.{part}_proj.bias"]) for part in ("gate", "up", "down"))
+        biases = torch.cat((gates, others), 1)
+    else:
+        biases, ends = torch.stack([_apart(bias) for bias in take([f"{both}_bias"])]), take([f"{down}_bias"])
     experts = [
-        ExpertWeights(first, _apart(bias), last, end if mesh.rank == 0 else None)
-        for first, last, bias, end in zip(firsts, lasts, *biases, strict=True)
+        ExpertWeights(first, bias, last, end if mesh.rank == 0 else None)
+        for first, last, bias, end in zip(firsts, lasts, biases, ends, strict=True)
     ]
     router, bias = take([f"{module}.router.weight"]), take([f"{module}.router.bias"])
     routing, gate = Routing(sizes.chosen, sizes.normalized), ClampedGate(sizes.alpha, sizes.limit)

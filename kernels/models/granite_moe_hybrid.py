@@ -18,7 +18,7 @@ from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, mamba, moe, pre_norm, recurrent, vocabulary
 from kernels.models.layers.block import AttentionLayer, Block, Norms, attention
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
-from kernels.models.layers.mamba import Mamba
+from kernels.models.layers.mamba import Mamba, MambaConfig
 from kernels.models.layers.moe import ExpertNames
 from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear, norm
 
@@ -36,6 +36,13 @@ EXPERTS = ExpertNames(
 _KINDS = {"mamba": "mamba", "linear_attention": "mamba", "attention": "attention", "full_attention": "attention"}
 
 
+@dataclasses.dataclass(frozen=True)
+class GraniteConfig(MambaConfig):
+    """Mamba's sizes. ``gates_apart``: whether the layer that all tokens take has two matrices, as in GGUF files."""
+
+    gates_apart: bool = False
+
+
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
     experts = None
@@ -51,33 +58,52 @@ def config(raw: ConfigReader) -> ModelConfig:
     rope = plain.rope
     if raw.raw.get("position_embedding_type") != "rope":
         rope = dataclasses.replace(rope, kind="none")
+    own = mamba.read(raw, raw.size("mamba_expand", 2) * plain.hidden_size)
+    sizes = {field.name: getattr(own, field.name) for field in dataclasses.fields(own)}
     return dataclasses.replace(
         plain,
         rope=rope,
         experts=experts,
-        recurrence=mamba.read(raw, raw.size("mamba_expand", 2) * plain.hidden_size),
+        recurrence=GraniteConfig(**sizes, gates_apart=raw.flag("gates_apart")),
         recurrent=frozenset(layer for layer, kind in enumerate(kinds) if _KINDS[kind] == "mamba"),
     )
 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     yield from vocabulary.tensors(config)
     for index in range(config.layers):
-        layer = f"model.layers.{index}"
-        yield from pre_norm.norm_tensors(config, layer, "")
+        layer, gguf = f"model.layers.{index}", f"blk.{index}"
+        yield from pre_norm.norm_tensors(config, layer, gguf)
         if index in config.recurrent:
-            yield from mamba.tensors(config, f"{layer}.mamba")
+            yield from mamba.tensors(config, f"{layer}.mamba", gguf)
         else:
-            yield from gqa.tensors(config, f"{layer}.self_attn", "")
+            yield from gqa.interleaved_tensors(config, f"{layer}.self_attn", f"{gguf}.attn")
+        ending = ""
         if config.experts is not None:
-            yield from moe.tensors(config.experts, hidden, layer, "", EXPERTS)
-        both = by_outputs((inner, inner), (inner, inner))
-        yield from linear(f"{layer}.shared_mlp.input_linear", (2 * inner, hidden), both)
-        down = f"{layer}.shared_mlp.output_linear"
-        yield from linear(down, (hidden, inner), by_inputs(inner, inner), role=Role.DOWN)
-    yield norm("model.norm", hidden)
+            yield from moe.tensors(config.experts, hidden, layer, gguf, EXPERTS)
+            ending = "_shexp"
+        yield from _shared_tensors(config, f"{layer}.shared_mlp", gguf, ending)
+    yield norm("model.norm", hidden, "output_norm")
+
+
+def _shared_tensors(config: ModelConfig, module: str, gguf: str, ending: str) -> Iterator[TensorSpec]:
+    """Gates and others are one matrix of checkpoints, and two of GGUF files."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    if _sizes(config).gates_apart:
+        for name in ("gate", "up"):
+            place = f"{gguf}.ffn_{name}{ending}"
+            yield from linear(f"{module}.{name}_proj", (inner, hidden), by_outputs((inner, inner)), place)
+    else:
+        yield from linear(f"{module}.input_linear", (2 * inner, hidden), by_outputs(*2 * [(inner, inner)]))
+    down, place = f"{module}.output_linear", f"{gguf}.ffn_down{ending}"
+    yield from linear(down, (hidden, inner), by_inputs(inner, inner), place, role=Role.DOWN)
+
+
+def _sizes(config: ModelConfig) -> GraniteConfig:
+    assert isinstance(config.recurrence, GraniteConfig)
+    return config.recurrence
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
@@ -108,7 +134,8 @@ def _layer(config: ModelConfig, builder: LayerBuilder, index: int) -> Block:
 
 def _feed_forward(config: ModelConfig, builder: LayerBuilder, layer: str) -> Linear:
     """The layer that all tokens take, and the experts beside it."""
-    gate_up = builder.gated(f"{layer}.shared_mlp.input_linear")
+    names = ("gate_proj", "up_proj") if _sizes(config).gates_apart else ("input_linear",)
+    gate_up = builder.gated(*(f"{layer}.shared_mlp.{name}" for name in names))
     down = builder.row_parallel(f"{layer}.shared_mlp.output_linear")
     if config.experts is None:
         return lambda x: down(gate_up(x))

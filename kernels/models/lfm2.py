@@ -65,31 +65,31 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     hidden, experts = config.hidden_size, config.experts
     yield from vocabulary.tensors(config)
     for index in range(config.layers):
-        layer = f"model.layers.{index}"
-        yield norm(f"{layer}.operator_norm", hidden)
+        layer, gguf = f"model.layers.{index}", f"blk.{index}"
+        yield norm(f"{layer}.operator_norm", hidden, f"{gguf}.attn_norm")
         if index in config.recurrent:
-            yield from short_convolution.tensors(config, f"{layer}.conv")
+            yield from short_convolution.tensors(config, f"{layer}.conv", f"{gguf}.shortconv")
         else:
-            yield from _attention_tensors(config, f"{layer}.self_attn")
-        yield norm(f"{layer}.ffn_norm", hidden)
+            yield from _attention_tensors(config, f"{layer}.self_attn", f"{gguf}.attn")
+        yield norm(f"{layer}.ffn_norm", hidden, f"{gguf}.ffn_norm")
         if experts is not None and index in experts.layers:
-            yield from moe.tensors(experts, hidden, layer, "", _EXPERTS)
+            yield from moe.tensors(experts, hidden, layer, gguf, _EXPERTS)
         else:
-            yield from _feed_forward_tensors(config, f"{layer}.feed_forward")
-    yield norm("model.embedding_norm", hidden)
+            yield from _feed_forward_tensors(config, f"{layer}.feed_forward", f"{gguf}.ffn")
+    yield norm("model.embedding_norm", hidden, "token_embd_norm")
 
 
-def _attention_tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
-    for spec in gqa.tensors(config, module, ""):
+def _attention_tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
+    for spec in gqa.tensors(config, module, gguf):
         part, _, ending = spec.name.removeprefix(f"{module}.").partition(".")
         yield dataclasses.replace(spec, name=f"{module}.{_RENAMED.get(part, part)}.{ending}")
 
 
-def _feed_forward_tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
+def _feed_forward_tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
     hidden, inner = config.hidden_size, config.intermediate_size
-    for name in ("w1", "w3"):
-        yield from linear(f"{module}.{name}", (inner, hidden), by_outputs((inner, inner)))
-    yield from linear(f"{module}.w2", (hidden, inner), by_inputs(inner, inner), role=Role.DOWN)
+    for name, place in (("w1", "gate"), ("w3", "up")):
+        yield from linear(f"{module}.{name}", (inner, hidden), by_outputs((inner, inner)), f"{gguf}_{place}")
+    yield from linear(f"{module}.w2", (hidden, inner), by_inputs(inner, inner), f"{gguf}_down", role=Role.DOWN)
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:

@@ -20,10 +20,10 @@ from kernels.core.operators import Linear
 from kernels.devices.experts import Experts, ExpertWeights, Routing
 from kernels.models.config import ConfigReader, ExpertsConfig, ModelConfig, QueryGrowth
 from kernels.models.decoder import Decoder
-from kernels.models.layers import gqa, mlp, pre_norm, vocabulary
+from kernels.models.layers import gqa, mlp, moe, pre_norm, vocabulary
 from kernels.models.layers.block import Block, Norms, SelfAttention, gated_mlp
 from kernels.models.layers.builder import ModelBuilder
-from kernels.weights.tensors import Role, Split, TensorSpec, linear, norm
+from kernels.weights.tensors import GgufPlace, Role, Split, TensorSpec, linear, norm
 
 __all__ = ["build", "caches", "config", "tensors"]
 
@@ -38,6 +38,7 @@ def config(raw: ConfigReader) -> ModelConfig:
     experts = ExpertsConfig(
         _sparse_layers(raw), count, chosen, inner, normalized=False, shared=inner, weighted=False, scores="sigmoid"
     )
+    experts = dataclasses.replace(experts, apart=raw.flag("experts_apart"))
     sizes = {"intermediate_size": raw.size("intermediate_size_mlp", 2 * inner)}
     plain = ConfigReader({**raw.raw, **sizes}, raw.architecture).decoder(
         qkv_bias=bias,
@@ -99,21 +100,27 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
         yield from pre_norm.norm_tensors(config, layer, gguf)
         yield from gqa.tensors(unnormed, f"{layer}.self_attn", f"{gguf}.attn")
         if index in experts.layers:
-            yield from _expert_tensors(config, f"{layer}.feed_forward")
+            yield from _expert_tensors(config, f"{layer}.feed_forward", gguf)
         else:
             yield from mlp.tensors(config, f"{layer}.feed_forward", f"{gguf}.ffn")
     yield norm("model.norm", config.hidden_size, "output_norm")
 
 
-def _expert_tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
+def _expert_tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
     experts = config.experts
     assert experts is not None
     count, inner, hidden = experts.count, experts.inner, config.hidden_size
-    yield from linear(f"{module}.router", (count, hidden), role=Role.ROUTER)
-    halves = Split(2, ((inner, inner), (inner, inner)))
-    yield TensorSpec(f"{module}.experts.gate_up_proj", (count, hidden, 2 * inner), Role.EXPERTS, halves)
-    yield TensorSpec(f"{module}.experts.down_proj", (count, inner, hidden), Role.EXPERTS, Split(1, ((inner, inner),)))
-    yield from mlp.tensors(dataclasses.replace(config, intermediate_size=experts.shared), f"{module}.shared_expert", "")
+    yield from linear(f"{module}.router", (count, hidden), gguf=f"{gguf}.ffn_gate_inp", role=Role.ROUTER)
+    if experts.apart:
+        yield from moe.expert_tensors(experts, hidden, f"{module}.experts", gguf)
+    else:
+        halves, columns = Split(2, ((inner, inner), (inner, inner))), Split(1, ((inner, inner),))
+        yield TensorSpec(f"{module}.experts.gate_up_proj", (count, hidden, 2 * inner), Role.EXPERTS, halves)
+        yield TensorSpec(f"{module}.experts.down_proj", (count, inner, hidden), Role.EXPERTS, columns)
+    shared = dataclasses.replace(config, intermediate_size=experts.shared)
+    for spec in mlp.tensors(shared, f"{module}.shared_expert", f"{gguf}.ffn"):
+        place = None if spec.gguf is None else GgufPlace(spec.gguf.name.replace(".weight", "_shexp.weight"))
+        yield dataclasses.replace(spec, gguf=place)
 
 
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
@@ -179,10 +186,13 @@ def _experts(config: ModelConfig, builder: ModelBuilder, module: str) -> Experts
     assert sizes is not None
     both, down = f"{module}.experts.gate_up_proj", f"{module}.experts.down_proj"
     builder.refuse_adapters((both, down))
-    weights = [
-        ExpertWeights(first.t().contiguous(), None, last.t().contiguous(), None)
-        for first, last in zip(take([both]), take([down]), strict=True)
-    ]
+    if sizes.apart:
+        weights = moe.expert_weights(builder, sizes, f"{module}.experts")
+    else:
+        weights = [
+            ExpertWeights(first.t().contiguous(), None, last.t().contiguous(), None)
+            for first, last in zip(take([both]), take([down]), strict=True)
+        ]
     routing = Routing(sizes.chosen, sizes.normalized, sizes.scores, on_inputs=True)
     layers = builder.ops.experts
     router = layers.make_router(take([f"{module}.router.weight"]), None, routing)

@@ -28,7 +28,7 @@ from kernels.models.layers import gqa, mamba, recurrent, vocabulary
 from kernels.models.layers.block import AttentionLayer, attention, plain_mlp
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
 from kernels.models.layers.mamba import Mamba, MambaConfig, MambaKeys
-from kernels.weights.tensors import Role, StackedExpert, TensorSpec, by_inputs, by_outputs, linear, norm
+from kernels.weights.tensors import GgufPlace, Role, StackedExpert, TensorSpec, by_inputs, by_outputs, linear, norm
 
 __all__ = ["NemotronConfig", "build", "caches", "config", "tensors"]
 
@@ -115,44 +115,48 @@ def _tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     hidden, inner = config.hidden_size, config.intermediate_size
     yield from vocabulary.tensors(config, "backbone.embeddings")
     for index, kind in enumerate(_sizes(config).kinds):
-        layer = f"backbone.layers.{index}"
-        yield norm(f"{layer}.norm", hidden)
+        layer, gguf = f"backbone.layers.{index}", f"blk.{index}"
+        yield norm(f"{layer}.norm", hidden, f"{gguf}.attn_norm")
         if kind == "mamba":
-            yield from mamba.tensors(config, f"{layer}.mixer")
+            yield from mamba.tensors(config, f"{layer}.mixer", gguf)
         elif kind == "attention":
-            yield from gqa.tensors(config, f"{layer}.mixer", "")
+            yield from gqa.tensors(config, f"{layer}.mixer", f"{gguf}.attn")
         elif kind == "mlp":
-            yield from _plain_tensors(config, f"{layer}.mixer", inner)
+            yield from _plain_tensors(config, f"{layer}.mixer", f"{gguf}.ffn", inner)
         else:
-            yield from _expert_tensors(config, f"{layer}.mixer")
-    yield norm("backbone.norm_f", hidden)
+            yield from _expert_tensors(config, f"{layer}.mixer", gguf)
+    yield norm("backbone.norm_f", hidden, "output_norm")
 
 
-def _plain_tensors(config: ModelConfig, module: str, inner: int) -> Iterator[TensorSpec]:
+def _plain_tensors(config: ModelConfig, module: str, gguf: str, inner: int, ending: str = "") -> Iterator[TensorSpec]:
     hidden, bias = config.hidden_size, config.mlp_bias
-    yield from linear(f"{module}.up_proj", (inner, hidden), by_outputs((inner, inner)), bias=bias)
-    yield from linear(f"{module}.down_proj", (hidden, inner), by_inputs(inner, inner), bias=bias, role=Role.DOWN)
+    rows, columns, place = by_outputs((inner, inner)), by_inputs(inner, inner), f"{gguf}_down{ending}"
+    yield from linear(f"{module}.up_proj", (inner, hidden), rows, f"{gguf}_up{ending}", bias=bias)
+    yield from linear(f"{module}.down_proj", (hidden, inner), columns, place, bias=bias, role=Role.DOWN)
 
 
-def _expert_tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
+def _expert_tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
     experts, hidden, latent = config.experts, config.hidden_size, _sizes(config).latent
     assert experts is not None
-    yield from linear(f"{module}.gate", (experts.count, hidden), role=Role.ROUTER)
-    yield TensorSpec(f"{module}.gate.e_score_correction_bias", (experts.count,), Role.WIDE)
+    yield from linear(f"{module}.gate", (experts.count, hidden), gguf=f"{gguf}.ffn_gate_inp", role=Role.ROUTER)
+    corrected = GgufPlace(f"{gguf}.exp_probs_b.bias")
+    yield TensorSpec(f"{module}.gate.e_score_correction_bias", (experts.count,), Role.WIDE, None, corrected)
     if latent:
-        yield from linear(f"{module}.fc1_latent_proj", (latent, hidden), bias=config.mlp_bias)
-        yield from linear(f"{module}.fc2_latent_proj", (hidden, latent), bias=config.mlp_bias)
+        first, last = f"{gguf}.ffn_latent_down", f"{gguf}.ffn_latent_up"
+        yield from linear(f"{module}.fc1_latent_proj", (latent, hidden), gguf=first, bias=config.mlp_bias)
+        yield from linear(f"{module}.fc2_latent_proj", (hidden, latent), gguf=last, bias=config.mlp_bias)
     inner, width = experts.inner, latent or hidden
     for expert in range(experts.count):
         for name, shape, split, role in (
             ("up_proj", (inner, width), by_outputs((inner, inner)), Role.PROJECTION),
             ("down_proj", (width, inner), by_inputs(inner, inner), Role.DOWN),
         ):
-            stacked = StackedExpert(expert, experts.count, f"{module}.experts.{name}")
+            place = f"{gguf}.ffn_{name.removesuffix('_proj')}_exps.weight"
+            stacked = StackedExpert(expert, experts.count, f"{module}.experts.{name}", gguf=place)
             weight = f"{module}.experts.{expert}.{name}.weight"
             yield TensorSpec(weight, shape, role, split, stacked=stacked)
     if experts.shared:
-        yield from _plain_tensors(config, f"{module}.shared_experts", experts.shared)
+        yield from _plain_tensors(config, f"{module}.shared_experts", f"{gguf}.ffn", experts.shared, "_shexp")
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:

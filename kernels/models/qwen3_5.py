@@ -34,15 +34,9 @@ def config(raw: ConfigReader) -> ModelConfig:
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint."""
-    return sparse.mixed_tensors(
-        config, lambda config, index: qwen3_next.mixer_tensors(config, f"model.layers.{index}", index)
-    )
+    return sparse.mixed_tensors(config, qwen3_next.mixer_tensors, second="post_attention_norm")
 
 
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    return sparse.build_mixed(
-        config,
-        builder,
-        lambda builder, config, index: qwen3_next.mixer(builder, config, f"model.layers.{index}", index),
-    )
+    return sparse.build_mixed(config, builder, qwen3_next.mixer)

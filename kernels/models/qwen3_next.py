@@ -44,7 +44,7 @@ def decoder(raw: ConfigReader, experts: ExpertsConfig | None, grouped: bool) -> 
     plain = raw.decoder(qkv_bias=bias, output_bias=bias, qk_norm=True, experts=experts, head_dim=256, rotary=0.25)
     return dataclasses.replace(
         plain,
-        norm_offset=1.0,
+        norm_offset=0.0 if raw.flag("whole_norms") else 1.0,
         recurrence=delta_net.read(raw, grouped),
         recurrent=frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention"),
     )
@@ -52,7 +52,7 @@ def decoder(raw: ConfigReader, experts: ExpertsConfig | None, grouped: bool) -> 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint."""
-    return sparse.mixed_tensors(config, _mixer_tensors)
+    return sparse.mixed_tensors(config, mixer_tensors, second="post_attention_norm")
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
@@ -62,26 +62,20 @@ def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
 
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     """The decoder of one rank, whose sizes are ``config``."""
-    return sparse.build_mixed(config, builder, _mixer)
+    return sparse.build_mixed(config, builder, mixer)
 
 
-def _mixer_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
-    return mixer_tensors(config, f"model.layers.{index}", index)
-
-
-def mixer_tensors(config: ModelConfig, layer: str, index: int) -> Iterator[TensorSpec]:
-    """What stands in the place of attention in ``layer``, the one of this number."""
+def mixer_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
+    """What stands in the place of attention in the layer of this number."""
+    layer = f"model.layers.{index}"
     if index in config.recurrent:
-        return delta_net.tensors(config, f"{layer}.linear_attn")
+        return delta_net.tensors(config, f"{layer}.linear_attn", f"blk.{index}")
     return gated_attention.tensors(config, f"{layer}.self_attn", f"blk.{index}.attn")
 
 
-def _mixer(builder: LayerBuilder, config: ModelConfig, index: int) -> AttentionLayer:
-    return mixer(builder, config, f"model.layers.{index}", index)
-
-
-def mixer(builder: LayerBuilder, config: ModelConfig, layer: str, index: int) -> AttentionLayer:
+def mixer(builder: LayerBuilder, config: ModelConfig, index: int) -> AttentionLayer:
     """The layer of ``mixer_tensors``."""
+    layer = f"model.layers.{index}"
     if index in config.recurrent:
         return delta_net.layer(builder, config, f"{layer}.linear_attn")
     return GatedAttention(builder, config, f"{layer}.self_attn")

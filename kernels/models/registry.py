@@ -105,13 +105,13 @@ def _encoders(name: str, module: str, padded_positions: bool = False) -> tuple[E
 
 
 BUILT_IN = (
-    Entry("AfmoeForCausalLM", "kernels.models.afmoe"),
+    Entry("AfmoeForCausalLM", "kernels.models.afmoe", gguf="afmoe", gguf_experts=True),
     Entry("ApertusForCausalLM", "kernels.models.apertus"),
     Entry("ArceeForCausalLM", "kernels.models.arcee", gguf="arcee"),
     Entry("BaiChuanForCausalLM", "kernels.models.baichuan"),
     Entry("BaichuanForCausalLM", "kernels.models.baichuan"),
     Entry("BailingMoeForCausalLM", "kernels.models.bailing_moe"),
-    Entry("BailingMoeV2ForCausalLM", "kernels.models.bailing_moe"),
+    Entry("BailingMoeV2ForCausalLM", "kernels.models.bailing_moe", gguf="bailingmoe2", gguf_experts=True),
     *_encoders("Bert", "kernels.models.bert"),
     Entry("ChatGLMForConditionalGeneration", "kernels.models.chatglm"),
     Entry("ChatGLMModel", "kernels.models.chatglm"),
@@ -127,28 +127,28 @@ BUILT_IN = (
     Entry("Exaone4ForCausalLM", "kernels.models.exaone4", gguf="exaone4"),
     Entry("ExaoneMoEForCausalLM", "kernels.models.exaone_moe"),
     Entry("ExaoneMoeForCausalLM", "kernels.models.exaone_moe", gguf="exaone-moe", gguf_experts=True),
-    Entry("FalconH1ForCausalLM", "kernels.models.falcon_h1"),
+    Entry("FalconH1ForCausalLM", "kernels.models.falcon_h1", gguf="falcon-h1"),
     Entry("Gemma2ForCausalLM", "kernels.models.gemma2", gguf="gemma2"),
     Entry("Gemma3ForCausalLM", "kernels.models.gemma3", gguf="gemma3"),
     Entry("Gemma4ForCausalLM", "kernels.models.gemma4"),
     Entry("GemmaForCausalLM", "kernels.models.gemma", gguf="gemma"),
     Entry("Glm4ForCausalLM", "kernels.models.glm4", gguf="glm4"),
     Entry("Glm4MoeForCausalLM", "kernels.models.glm4_moe", gguf="glm4moe", gguf_experts=True),
-    Entry("Glm4MoeLiteForCausalLM", "kernels.models.glm4_moe_lite"),
+    Entry("Glm4MoeLiteForCausalLM", "kernels.models.glm4_moe_lite", gguf="deepseek2", gguf_experts=True),
     Entry("GlmForCausalLM", "kernels.models.glm", gguf="chatglm"),
     Entry("GlmMoeDsaForCausalLM", "kernels.models.glm_moe_dsa"),
-    Entry("GptOssForCausalLM", "kernels.models.gpt_oss"),
+    Entry("GptOssForCausalLM", "kernels.models.gpt_oss", gguf="gpt-oss", gguf_experts=True),
     Entry("GraniteForCausalLM", "kernels.models.granite", gguf="granite"),
     Entry("GraniteMoeForCausalLM", "kernels.models.granite_moe", gguf="granitemoe", gguf_experts=True),
-    Entry("GraniteMoeHybridForCausalLM", "kernels.models.granite_moe_hybrid"),
+    Entry("GraniteMoeHybridForCausalLM", "kernels.models.granite_moe_hybrid", gguf="granitehybrid"),
     Entry("Grok1ForCausalLM", "kernels.models.grok"),
     Entry("HunYuanDenseV1ForCausalLM", "kernels.models.hunyuan", gguf="hunyuan-dense"),
     Entry("HunYuanMoEV1ForCausalLM", "kernels.models.hunyuan_moe", gguf="hunyuan-moe", gguf_experts=True),
     Entry("InternLM2ForCausalLM", "kernels.models.internlm2"),
     Entry("KimiLinearForCausalLM", "kernels.models.kimi_linear"),
-    Entry("Lfm2ForCausalLM", "kernels.models.lfm2"),
-    Entry("Lfm2MoeForCausalLM", "kernels.models.lfm2_moe"),
-    Entry("Llama4ForCausalLM", "kernels.models.llama4"),
+    Entry("Lfm2ForCausalLM", "kernels.models.lfm2", gguf="lfm2"),
+    Entry("Lfm2MoeForCausalLM", "kernels.models.lfm2_moe", gguf="lfm2moe", gguf_experts=True),
+    Entry("Llama4ForCausalLM", "kernels.models.llama4", gguf="llama4", gguf_experts=True),
     Entry("LlamaForCausalLM", "kernels.models.llama", gguf="llama", gguf_window="ignored"),
     Entry("LongcatFlashForCausalLM", "kernels.models.longcat_flash"),
     Entry("MiMoForCausalLM", "kernels.models.mimo"),
@@ -160,7 +160,7 @@ BUILT_IN = (
     Entry("Mistral4ForCausalLM", "kernels.models.mistral4"),
     Entry("MistralForCausalLM", "kernels.models.mistral", gguf="llama", gguf_window="ignored"),
     Entry("MixtralForCausalLM", "kernels.models.mixtral", gguf="llama", gguf_experts=True, gguf_window="ignored"),
-    Entry("NemotronHForCausalLM", "kernels.models.nemotron_h"),
+    Entry("NemotronHForCausalLM", "kernels.models.nemotron_h", gguf="nemotron_h"),
     Entry("Olmo2ForCausalLM", "kernels.models.olmo2", gguf="olmo2"),
     Entry("Olmo3ForCausalLM", "kernels.models.olmo3", gguf="olmo2"),
     Entry("OlmoForCausalLM", "kernels.models.olmo", gguf="olmo"),
@@ -175,9 +175,9 @@ BUILT_IN = (
     ),
     Entry("Qwen3ForCausalLM", "kernels.models.qwen3", gguf="qwen3"),
     Entry("Qwen3MoeForCausalLM", "kernels.models.qwen3_moe", gguf="qwen3moe", gguf_experts=True),
-    Entry("Qwen3NextForCausalLM", "kernels.models.qwen3_next"),
-    Entry("Qwen3_5ForCausalLM", "kernels.models.qwen3_5"),
-    Entry("Qwen3_5MoeForCausalLM", "kernels.models.qwen3_5"),
+    Entry("Qwen3NextForCausalLM", "kernels.models.qwen3_next", gguf="qwen3next", gguf_experts=True),
+    Entry("Qwen3_5ForCausalLM", "kernels.models.qwen3_5", gguf="qwen35"),
+    Entry("Qwen3_5MoeForCausalLM", "kernels.models.qwen3_5", gguf="qwen35moe", gguf_experts=True),
     *_encoders("Roberta", "kernels.models.bert", padded_positions=True),
     Entry("SeedOssForCausalLM", "kernels.models.seed_oss", gguf="seed_oss"),
     Entry("SmolLM3ForCausalLM", "kernels.models.smollm3", gguf="smollm3"),
@@ -186,6 +186,7 @@ BUILT_IN = (
     *_encoders("XLMRoberta", "kernels.models.bert", padded_positions=True),
     Entry("XverseForCausalLM", "kernels.models.xverse", gguf="xverse"),
 )
+_SAME_IN_GGUF = {"nemotron_h_moe": "nemotron_h"}
 _BY_ARCHITECTURE = {entry.architecture: entry for entry in BUILT_IN}
 
 LANGUAGE_MODELS: Mapping[str, str] = {
@@ -302,6 +303,7 @@ def is_decoder(architecture: str) -> bool:
 
 def find_gguf(name: str, experts: bool) -> Entry | None:
     """The entry of a GGUF file's ``general.architecture``; None for one that is not read."""
+    name = _SAME_IN_GGUF.get(name, name)
     fitting = [entry for entry in BUILT_IN if entry.gguf == name]
     chosen = next((entry for entry in fitting if entry.gguf_experts == experts), None)
     if chosen is not None or fitting:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "GgufOrder",
     "GgufPlace",
     "Part",
     "Role",
@@ -121,12 +122,47 @@ def by_inputs(length: int, units: int) -> Split:
 
 
 @dataclass(frozen=True, slots=True)
+class GgufOrder:
+    """Where a file has the rows (or columns) of a tensor: the first ``kept`` where they are, then, for ``counts`` (n,
+    m, ...) and ``strides`` (s, t, ...), at ``begin + i * s + j * t + ...``, the last of i, j, ... running fastest.
+    ``stored``: rows of the file's tensor."""
+
+    stored: int
+    counts: tuple[int, ...]
+    strides: tuple[int, ...]
+    begin: int = 0
+    kept: int = 0
+
+    @property
+    def run(self) -> int:
+        """Rows that are one after the other in the file, too."""
+        return self.counts[-1] if self.strides[-1] == 1 else 1
+
+    def indices(self, unit: int = 1) -> list[int]:
+        """The file's row of each row, in units of so many rows."""
+        result = [self.begin]
+        for count, stride in zip(self.counts, self.strides, strict=True):
+            result = [index + step * stride for index in result for step in range(count)]
+        return [index // unit for index in (*range(self.kept), *result)[::unit]]
+
+
+@dataclass(frozen=True, slots=True)
 class GgufPlace:
     """Where GGUF files keep a tensor. ``rotary_heads``: its rows are heads whose halves the file interleaves; 0: rows
-    are in Hugging Face's order."""
+    are in Hugging Face's order. ``rows``, ``columns``: in what other order the file has them. ``exponent``: the file
+    has ``-exp(x)`` in place of ``x``."""
 
     name: str
     rotary_heads: int = 0
+    rows: GgufOrder | None = None
+    columns: GgufOrder | None = None
+    exponent: bool = False
+
+    def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The file's shape of a tensor of ``shape``; a convolution has one matrix for all channels there."""
+        if self.rows is not None:
+            shape = (self.rows.stored, *shape[1:])
+        return (shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 else shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,26 +1,41 @@
 """Attention over a latent cache (MLA) on a GPU: ``python -m tests.bench device --only latent``.
 
 No model is loaded. Of DeepSeek-V2-Lite's 16 heads and DeepSeek-V3's 128: microseconds a layer, and the bytes of latent
-vectors that are read in a second as a share of what a sum over 1 GiB reads; of prompts TFLOP/s, what a query does not
-see left out. Layers with caches of their own follow one another in a CUDA graph, so that none finds its cache in L2.
+vectors that are read in a second as a share of what a sum over 1 GiB reads. Prompts are measured with the products that
+lead into the latent space and out of it, or that make keys and values: in the form that is chosen, and in the latent
+space. Layers with caches of their own follow one another in a CUDA graph, so that none finds its cache in L2.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tests.bench._device_rows import PAGE_SIZE
 from tests.bench._record import record
 
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from kernels.devices.cuda.attention.plan import AttentionPlan
+
 __all__ = ["latent"]
 
-RANK, ROPE = 512, 64
-CACHED = 4096
-DECODES = ((16, 1), (16, 16), (16, 64), (16, 256), (128, 1), (128, 16))
-"""Heads and rows."""
-PROMPTS = ((16, 4096), (128, 1024))
-"""Heads and tokens."""
+PLAIN, RANK, ROPE = 128, 512, 64
+DECODES = (
+    (16, 1, 4096),
+    (16, 1, 32768),
+    (16, 16, 4096),
+    (16, 64, 4096),
+    (16, 256, 4096),
+    (128, 1, 4096),
+    (128, 16, 4096),
+)
+"""Heads, rows, and cached tokens."""
+PROMPTS = ((16, 0, 256), (16, 0, 1024), (16, 0, 4096), (16, 4096, 256), (16, 30720, 2048), (128, 0, 1024))
+"""Heads, cached tokens, and tokens of the prompt."""
 ROUNDS = 7
 
 
@@ -34,48 +49,79 @@ def latent() -> None:
         print(
             f"\nmemory reads {rate / 1e12:.2f} TB/s\n\n| heads | rows | time a layer | |\n|---|---|---|---|", flush=True
         )
-        for heads, rows in DECODES:
-            layers = max(2, min(27, 256 // rows))
-            times = _layer_seconds(heads, rows, CACHED, 1, layers)
-            share = rows * (CACHED + 1) * (RANK + ROPE) * 2 / statistics.median(times) / rate
-            point = f"latent {heads} heads, {rows} x {CACHED}"
+        for heads, rows, cached in DECODES:
+            layers = max(2, min(27, (256 << 12) // (rows * cached)))
+            times = _layer_seconds(heads, rows, cached, layers)
+            share = rows * (cached + 1) * (RANK + ROPE) * 2 / statistics.median(times) / rate
+            point = f"latent {heads} heads, {rows} x {cached}"
             record(point, "time a layer", [each * 1e6 for each in times], "us")
             record(point, "of memory's rate", share)
-            print(f"| {heads} | {rows} x {CACHED} | {statistics.median(times) * 1e6:.1f} us | {share:.2f} of it |")
-        for heads, tokens in PROMPTS:
-            times = _layer_seconds(heads, 1, 0, tokens, 2)
-            work = heads * tokens * (tokens + 1) * (2 * RANK + ROPE)
-            rate = work / statistics.median(times) / 1e12
-            record(f"latent {heads} heads, prompt of {tokens}", "throughput", rate, "TFLOP/s")
-            print(f"| {heads} | prompt of {tokens} | {statistics.median(times) * 1e6:.0f} us | {rate:.0f} TFLOP/s |")
+            print(f"| {heads} | {rows} x {cached} | {statistics.median(times) * 1e6:.1f} us | {share:.2f} of it |")
+        for heads, cached, tokens in PROMPTS:
+            chosen, space = _prompt_seconds(heads, cached, tokens)
+            point = f"latent {heads} heads, prompt of {tokens} behind {cached}"
+            record(point, "time a layer", [each * 1e6 for each in chosen], "us")
+            record(point, "time a layer in the latent space", [each * 1e6 for each in space], "us")
+            both = " | ".join(f"{statistics.median(each) * 1e6:.0f} us" for each in (chosen, space))
+            print(f"| {heads} | prompt of {tokens} behind {cached} | {both} in the latent space |")
 
 
-def _layer_seconds(heads: int, rows: int, cached: int, tokens: int, layers: int) -> list[float]:
+def _step(rows: int, cached: int, tokens: int) -> tuple[AttentionPlan, int]:
+    """The plan, and pages of the cache."""
     import numpy as np
-    import torch
 
     from kernels.core.attention_rows import AttentionRows
-    from kernels.devices.cuda.attention.decode import DecodeScratch
-    from kernels.devices.cuda.attention.latent import attend_latent
     from kernels.devices.cuda.attention.plan import plan_attention
 
-    device = torch.device("cuda")
     columns = -(-(cached + tokens) // PAGE_SIZE)
     pages = 1 + np.random.default_rng(1).permutation(rows * columns).astype(np.int32).reshape(rows, columns)
-    counts = np.full(rows, tokens)
-    step = AttentionRows(np.full(rows, cached), counts, pages, rows if tokens == 1 else 0)
-    plan = plan_attention(step, 0, 1, lambda array: torch.from_numpy(array.copy()).to(device))
-    shape = (1 + rows * columns, PAGE_SIZE, RANK + ROPE)
-    caches = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(layers)]
-    queries = torch.randn(rows * tokens, heads, RANK, device=device, dtype=torch.bfloat16)
-    rotated = torch.randn(rows * tokens, heads, ROPE, device=device, dtype=torch.bfloat16)
-    scratch = DecodeScratch(device)
+    step = AttentionRows(np.full(rows, cached), np.full(rows, tokens), pages, rows if tokens == 1 else 0)
+    return plan_attention(step, 0, 1, _put), 1 + rows * columns
+
+
+def _put(array: np.ndarray) -> Tensor:
+    import torch
+
+    return torch.from_numpy(array.copy()).to("cuda")
+
+
+def _layer_seconds(heads: int, rows: int, cached: int, layers: int) -> list[float]:
+    from kernels.devices.cuda.attention.decode import DecodeScratch
+    from kernels.devices.cuda.attention.latent import attend_latent
+
+    plan, pages = _step(rows, cached, 1)
+    caches = [_random(pages, PAGE_SIZE, RANK + ROPE) for _ in range(layers)]
+    queries, rotated, scratch = _random(rows, heads, RANK), _random(rows, heads, ROPE), DecodeScratch(_random(1).device)
 
     def run() -> None:
         for cache in caches:
             attend_latent(queries, rotated, cache, plan, 0.1, scratch)
 
     return [each / layers for each in _seconds(run, 1)]
+
+
+def _prompt_seconds(heads: int, cached: int, tokens: int) -> tuple[list[float], list[float]]:
+    """In the form that is chosen, and in the latent space."""
+    from kernels.devices.cuda.attention.decode import DecodeScratch
+    from kernels.devices.cuda.attention.latent_prompts import LatentPlan, attend_latent_rows, plan_latent
+    from kernels.devices.latent_attention import LatentHeads
+
+    step, pages = _step(1, cached, tokens)
+    cache, queries = _random(pages, PAGE_SIZE, RANK + ROPE), _random(tokens, heads, PLAIN + ROPE)
+    made = LatentHeads(_random(heads, PLAIN, RANK) / RANK**0.5, _random(heads, RANK, PLAIN) / RANK**0.5)
+    plans = plan_latent(step, made, ROPE, _put), LatentPlan(step, step, tokens)
+    scratch = DecodeScratch(cache.device)
+
+    def seconds(plan: LatentPlan) -> list[float]:
+        return _seconds(lambda: attend_latent_rows(queries, cache, plan, made, 0.1, scratch), 2)
+
+    return seconds(plans[0]), seconds(plans[1])
+
+
+def _random(*shape: int) -> Tensor:
+    import torch
+
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
 def _seconds(call: Callable[[], object], repeats: int) -> list[float]:

@@ -4,7 +4,7 @@ The included model, and one of experts, run on a simulated A2, A3 and A5, each i
 call is what stands in the table. The column "checked by" says what each call was held against: the vendor's schema
 (always: the call goes through the real dispatcher), the vendor's meta function where there is one, the simulator's
 reference. Nothing here has been seen on hardware. ``--counts`` prints the operators that a decode launches in each
-layer, beside those of other engines.
+layer and around the layers, beside those of other engines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kernels.contract.step import SlotSampling
 from tests.bench._needs import need_npu
-from tests.bench._npu_counts import OTHERS, layer_operators
+from tests.bench._npu_counts import OTHERS, OTHERS_AROUND, layer_operators, operators_around
 from tests.bench._npu_models import models, own_kernels
 from tests.bench._options import command_line
 
@@ -43,6 +43,7 @@ USES = {
     "npu_apply_rotary_pos_emb": "rotary position embedding of queries and keys",
     "npu_rotary_mul": "the same where the former does not apply: other head dims, parts of heads, A5",
     "npu_swiglu": "activation of the feed-forward layers",
+    "npu_dequant_swiglu_quant": "the same, quantized to int8 for the product behind it",
     "npu_scatter_pa_kv_cache": "keys and values into the pages of the cache",
     "npu_format_cast": "16-bit weights into the cube unit's tiles, at load",
     "npu_dynamic_quant": "quantizes tokens to int8, for int8 projections and caches",
@@ -67,7 +68,7 @@ USES = {
 def main(argv: list[str]) -> None:
     parser = command_line(__name__, __doc__)
     parser.add_argument("generation", nargs="?", choices=GENERATIONS, help="print what is called on this one, as JSON")
-    parser.add_argument("--counts", action="store_true", help="print how many are launched in each layer, alone")
+    parser.add_argument("--counts", action="store_true", help="print how many a decode launches, alone")
     given = parser.parse_args(argv)
     need_npu(simulated=True)
     if given.counts:
@@ -109,6 +110,13 @@ def _print_counts() -> None:
         with tempfile.TemporaryDirectory() as folder:
             counts = " | ".join(str(len(layer_operators(kind, Path(folder), own))) for own in (False, True))
             print(f"| {kind} | {counts} | {one} | {other} |", flush=True)
+    print("\n| Around the layers | Troupe | in graphs | with Triton-Ascend | SGLang (read) | vLLM-Ascend (read) |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as folder:
+        torch_npu, own = (operators_around(Path(folder), own) for own in (False, True))
+        for name, (one, other) in OTHERS_AROUND.items():
+            launched, in_graphs = torch_npu[name]
+            print(f"| {name} | {len(launched)} | {in_graphs} | {own[name][1]} | ~{one} | ~{other} |")
 
 
 def called(generation: str) -> dict[str, str]:

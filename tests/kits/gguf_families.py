@@ -29,6 +29,7 @@ def write_family(model: Path, file: Path, kind: str = "F32", **overrides: Any) -
     of config.json that the converter would find otherwise."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8")) | overrides
     config = {_SAME_KEYS.get(key, key): value for key, value in config.items()}
+    config.setdefault("num_hidden_layers", len(config.get("layers_block_type") or ()))
     arch = _ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
     _sizes(writer, config)
@@ -61,7 +62,9 @@ _SAME_KEYS = {
 }
 
 _ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
+    "AfmoeForCausalLM": gguf.MODEL_ARCH.AFMOE,
     "ArceeForCausalLM": gguf.MODEL_ARCH.ARCEE,
+    "BailingMoeV2ForCausalLM": gguf.MODEL_ARCH.BAILINGMOE2,
     "ChatGLMModel": gguf.MODEL_ARCH.CHATGLM,
     "Cohere2ForCausalLM": gguf.MODEL_ARCH.COHERE2,
     "CohereForCausalLM": gguf.MODEL_ARCH.COMMAND_R,
@@ -69,21 +72,31 @@ _ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "Exaone4ForCausalLM": gguf.MODEL_ARCH.EXAONE4,
     "ExaoneForCausalLM": gguf.MODEL_ARCH.EXAONE,
     "ExaoneMoeForCausalLM": gguf.MODEL_ARCH.EXAONE_MOE,
+    "FalconH1ForCausalLM": gguf.MODEL_ARCH.FALCON_H1,
     "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
     "GemmaForCausalLM": gguf.MODEL_ARCH.GEMMA,
     "Glm4ForCausalLM": gguf.MODEL_ARCH.GLM4,
     "Glm4MoeForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
     "GlmForCausalLM": gguf.MODEL_ARCH.CHATGLM,
+    "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
     "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE,
     "GraniteMoeForCausalLM": gguf.MODEL_ARCH.GRANITE_MOE,
+    "GraniteMoeHybridForCausalLM": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "HunYuanMoEV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_MOE,
+    "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2,
+    "Lfm2MoeForCausalLM": gguf.MODEL_ARCH.LFM2MOE,
+    "Llama4ForCausalLM": gguf.MODEL_ARCH.LLAMA4,
     "MiniMaxM2ForCausalLM": gguf.MODEL_ARCH.MINIMAXM2,
     "Ministral3ForCausalLM": gguf.MODEL_ARCH.MISTRAL3,
+    "NemotronHForCausalLM": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
     "Olmo3ForCausalLM": gguf.MODEL_ARCH.OLMO2,
     "OlmoForCausalLM": gguf.MODEL_ARCH.OLMO,
     "OlmoeForCausalLM": gguf.MODEL_ARCH.OLMOE,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
+    "Qwen3NextForCausalLM": gguf.MODEL_ARCH.QWEN3NEXT,
+    "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
+    "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
     "SeedOssForCausalLM": gguf.MODEL_ARCH.SEED_OSS,
     "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
     "StableLmForCausalLM": gguf.MODEL_ARCH.STABLELM,
@@ -98,7 +111,7 @@ def _sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(config.get("intermediate_size") or 0)
     writer.add_head_count(heads)
     writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
     if config.get("head_dim"):
@@ -191,6 +204,23 @@ def _plain(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) ->
 def _llama(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
     writer.add_rope_dimension_count(_head_dim(config))
     return _interleave(tensors, config)
+
+
+def _afmoe(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    _windows(writer, config, pattern=False)
+    writer.add_rope_dimension_count(_head_dim(config))
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_leading_dense_block_count(config["num_dense_layers"])
+    writer.add_expert_weights_scale(config["route_scale"])
+    return {name.replace(".expert_bias", ".expert_bias.bias"): held for name, held in tensors.items()}
+
+
+def _bailing2(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    writer.add_rope_dimension_count(int(config["partial_rotary_factor"] * _head_dim(config)))
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    return {name.replace(".expert_bias", ".expert_bias.bias"): held for name, held in tensors.items()}
 
 
 def _chatglm(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
@@ -308,6 +338,206 @@ def _phi3(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> 
     return tensors
 
 
+def _delta_nets(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    """Of Qwen3-Next; value heads of Qwen3.5 are reordered besides."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    dims = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(dims[0])
+    writer.add_ssm_group_count(keys)
+    writer.add_ssm_time_step_rank(values)
+    writer.add_ssm_inner_size(dims[1] * values)
+    writer.add_full_attention_interval(config.get("full_attention_interval", 4))
+    writer.add_array(
+        f"{writer.arch}.attention.recurrent_layers", [kind == "linear_attention" for kind in config["layer_types"]]
+    )
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    result, ratio = {}, values // keys
+    for name, tensor in _states(tensors).items():
+        if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            tensor = tensor + 1.0
+        if name.endswith("in_proj_qkvz.weight"):
+            layer = name.split(".")[2]
+            parts = tensor.unflatten(0, (keys, -1)).split((dims[0], dims[0], ratio * dims[1], ratio * dims[1]), 1)
+            q, k, v, z = (part.flatten(0, 1) for part in parts)
+            result |= {f"blk.{layer}.attn_qkv.weight": torch.cat((q, k, v)), f"blk.{layer}.attn_gate.weight": z}
+        else:
+            result[name] = tensor if "qwen35" not in writer.arch else _tiled(name, tensor, keys, dims)
+    return result
+
+
+def _tiled(name: str, tensor: torch.Tensor, keys: int, dims: tuple[int, int]) -> torch.Tensor:
+    """Value heads one of each key head after the other."""
+
+    def tile(rows: torch.Tensor, dim: int) -> torch.Tensor:
+        return rows.unflatten(0, (keys, -1, dim)).transpose(0, 1).flatten(0, 2)
+
+    if "in_proj_qkv" in name or "conv1d" in name:
+        first = 2 * keys * dims[0]
+        return torch.cat((tensor[:first], tile(tensor[first:], dims[1])))
+    if "in_proj_z" in name:
+        return tile(tensor, dims[1])
+    if name.endswith(("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_proj.bias")):
+        return tile(tensor, 1)
+    return tile(tensor.T, dims[1]).T if "linear_attn.out_proj" in name else tensor
+
+
+def _states(tensors: Tensors) -> Tensors:
+    """Decays are no logarithms, and convolutions matrices."""
+    result = {}
+    for name, tensor in tensors.items():
+        if name.endswith("A_log"):
+            tensor = -tensor.exp()
+        elif "conv" in name and name.endswith(".weight") and tensor.ndim == 3:
+            tensor = tensor[:, 0]
+        result[name.replace("dt_bias", "dt_proj.bias")] = tensor
+    return result
+
+
+def _mamba(writer: gguf.GGUFWriter, heads: int, dim: int, groups: int, state: int, tensors: Tensors) -> Tensors:
+    writer.add_ssm_conv_kernel(4)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_group_count(groups)
+    writer.add_ssm_inner_size(heads * dim)
+    writer.add_ssm_time_step_rank(heads)
+    result = _states(tensors)
+    for name in result:
+        if name.endswith((".A_log", ".D")):
+            result[name] = result[name].unsqueeze(1)
+        elif name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+            result[name] = result[name].unflatten(0, (groups, -1))
+    return result
+
+
+def _key_heads(writer: gguf.GGUFWriter, config: dict[str, Any], kinds: list[str]) -> None:
+    """Key heads of each layer, 0 where it has no attention."""
+    writer.kv_data[0].pop(f"{writer.arch}.attention.head_count_kv")
+    heads = config["num_key_value_heads"]
+    writer.add_head_count_kv([heads if "attention" in kind.removeprefix("linear_attention") else 0 for kind in kinds])
+
+
+def _granite_hybrid(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    _key_heads(writer, config, config["layer_types"])
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    sizes = (config["mamba_n_heads"], config["mamba_d_head"], config["mamba_n_groups"], config["mamba_d_state"])
+    result = _mamba(writer, *sizes, _granite(writer, config, tensors))
+    ending = "_shexp" if config["num_local_experts"] else ""
+    for name in [name for name in result if ".shared_mlp." in name]:
+        held, layer = result.pop(name), name.split(".")[2]
+        if "input" in name:
+            gate, up = held.chunk(2)
+            result |= {f"blk.{layer}.ffn_gate{ending}.weight": gate, f"blk.{layer}.ffn_up{ending}.weight": up}
+        else:
+            result[f"blk.{layer}.ffn_down{ending}.weight"] = held
+    return result
+
+
+def _nemotron(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    kinds = config["layers_block_type"]
+    _key_heads(writer, config, kinds)
+    writer.kv_data[0].pop(f"{writer.arch}.feed_forward_length")
+    inner = config["moe_intermediate_size"] if "moe" in kinds else config["intermediate_size"]
+    writer.add_feed_forward_length([inner if kind in ("moe", "mlp") else 0 for kind in kinds])
+    if "moe" in kinds:
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        if config.get("moe_latent_size"):
+            writer.add_moe_latent_size(config["moe_latent_size"])
+    else:
+        for key in list(writer.kv_data[0]):
+            if ".expert_" in key:
+                writer.kv_data[0].pop(key)
+    sizes = (config["mamba_num_heads"], config["mamba_head_dim"], config["n_groups"], config["ssm_state_size"])
+    result = {}
+    for name, held in _stacked(_mamba(writer, *sizes, tensors)).items():
+        if ".experts." in name:
+            name = f"blk.{name.split('.')[2]}.ffn_{name.split('.')[-2].removesuffix('_proj')}_exps.weight"
+        result[name.replace("mixer.dt_proj.bias", "mixer.dt.bias")] = held
+    return result
+
+
+def _falcon_h1(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    sizes = (config["mamba_n_heads"], config["mamba_d_ssm"] // config["mamba_n_heads"])
+    groups, state, reads = config["mamba_n_groups"], config["mamba_d_state"], config["attention_in_multiplier"]
+    factors = {
+        "down_proj": config["mlp_multipliers"][1],
+        "gate_proj": config["mlp_multipliers"][0],
+        "k_proj": config["key_multiplier"] * reads,
+        "q_proj": reads,
+        "v_proj": reads,
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    inner, shared = config["mamba_d_ssm"], groups * state
+    widths = (inner, inner, shared, shared, config["mamba_n_heads"])
+    parts = [torch.full((width, 1), part) for width, part in zip(widths, config["ssm_multipliers"], strict=True)]
+    result = _mamba(writer, *sizes, groups, state, tensors)
+    for name in result:
+        module = name.split(".")[-2]
+        if module == "in_proj":
+            result[name] = result[name] * config["ssm_in_multiplier"] * torch.cat(parts)
+        elif module in factors:
+            result[name] = result[name] * factors[module]
+    return result
+
+
+def _lfm2(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    _key_heads(writer, config, config["layer_types"])
+    writer.add_layer_norm_rms_eps(config["norm_eps"])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if "num_experts" in config:
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+    else:  # as the converter computes it
+        writer.kv_data[0].pop("lfm2.feed_forward_length")
+        writer.add_feed_forward_length(next(len(held) for name, held in tensors.items() if name.endswith("w1.weight")))
+    tensors.pop("lm_head.weight", None)
+    experts = {"w1": "gate", "w2": "down", "w3": "up"}
+    result = {}
+    for name, held in _stacked(_states(tensors)).items():
+        if ".experts." in name:
+            name = f"blk.{name.split('.')[2]}.ffn_{experts[name.split('.')[-2]]}_exps.weight"
+        result[name.replace(".expert_bias", ".expert_bias.bias")] = held
+    return result
+
+
+def _gpt_oss(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    _windows(writer, config, pattern=False)
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    result = {}
+    for name, held in tensors.items():
+        layer = f"blk.{name.split('.')[2]}" if ".experts." in name else ""
+        ending = ".bias" if name.endswith("_bias") else ".weight"
+        turned = held if name.endswith("_bias") or not layer else held.transpose(1, 2)
+        if "gate_up_proj" in name:
+            result[f"{layer}.ffn_gate_exps{ending}"] = turned[:, ::2]
+            result[f"{layer}.ffn_up_exps{ending}"] = turned[:, 1::2]
+        elif layer:
+            result[f"{layer}.ffn_down_exps{ending}"] = turned
+        else:
+            result[f"{name}.weight" if name.endswith("sinks") else name] = held
+    return result
+
+
+def _llama4(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    writer.kv_data[0].pop("llama4.feed_forward_length")
+    writer.add_feed_forward_length(config["intermediate_size_mlp"])
+    writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    result = {}
+    for name, held in tensors.items():
+        layer = f"blk.{name.split('.')[2]}" if ".experts." in name else ""
+        if "gate_up_proj" in name:
+            gate, up = held.transpose(1, 2).chunk(2, 1)
+            result |= {f"{layer}.ffn_gate_exps.weight": gate, f"{layer}.ffn_up_exps.weight": up}
+        else:
+            result[f"{layer}.ffn_down_exps.weight" if layer else name] = held.transpose(1, 2) if layer else held
+    return result
+
+
 def _smollm3(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
     return _llama(writer, config, tensors)
 
@@ -318,25 +548,37 @@ def _stablelm(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors)
 
 
 _FAMILIES: Mapping[gguf.MODEL_ARCH, Own] = {
+    gguf.MODEL_ARCH.AFMOE: _afmoe,
     gguf.MODEL_ARCH.ARCEE: _llama,
+    gguf.MODEL_ARCH.BAILINGMOE2: _bailing2,
     gguf.MODEL_ARCH.CHATGLM: _chatglm,
     gguf.MODEL_ARCH.COHERE2: _cohere2,
     gguf.MODEL_ARCH.ERNIE4_5_MOE: _ernie,
     gguf.MODEL_ARCH.EXAONE: _exaone,
     gguf.MODEL_ARCH.EXAONE4: _exaone4,
     gguf.MODEL_ARCH.EXAONE_MOE: _exaone_moe,
+    gguf.MODEL_ARCH.FALCON_H1: _falcon_h1,
     gguf.MODEL_ARCH.GEMMA2: _gemma,
     gguf.MODEL_ARCH.GEMMA3: _gemma,
     gguf.MODEL_ARCH.GEMMA: _gemma,
     gguf.MODEL_ARCH.GLM4_MOE: _glm4_moe,
+    gguf.MODEL_ARCH.GPT_OSS: _gpt_oss,
     gguf.MODEL_ARCH.GRANITE: _granite,
+    gguf.MODEL_ARCH.GRANITE_HYBRID: _granite_hybrid,
     gguf.MODEL_ARCH.GRANITE_MOE: _granite,
     gguf.MODEL_ARCH.HUNYUAN_MOE: _hunyuan_moe,
+    gguf.MODEL_ARCH.LFM2: _lfm2,
+    gguf.MODEL_ARCH.LFM2MOE: _lfm2,
+    gguf.MODEL_ARCH.LLAMA4: _llama4,
     gguf.MODEL_ARCH.MINIMAXM2: _minimax,
     gguf.MODEL_ARCH.MISTRAL3: _ministral3,
+    gguf.MODEL_ARCH.NEMOTRON_H_MOE: _nemotron,
     gguf.MODEL_ARCH.OLMO2: _exaone4,
     gguf.MODEL_ARCH.OLMO: _olmo,
     gguf.MODEL_ARCH.PHI3: _phi3,
+    gguf.MODEL_ARCH.QWEN35: _delta_nets,
+    gguf.MODEL_ARCH.QWEN35MOE: _delta_nets,
+    gguf.MODEL_ARCH.QWEN3NEXT: _delta_nets,
     gguf.MODEL_ARCH.SMOLLM3: _smollm3,
     gguf.MODEL_ARCH.STABLELM: _stablelm,
     gguf.MODEL_ARCH.XVERSE: _llama,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.kits.driver import DENSE
+from tests.kits.driver import DELTA, DENSE, FALCON, GPT_OSS, GRANITE_HYBRID, HYBRID, LLAMA4, NEMOTRON, ROUTED
 
 __all__ = ["GGUF_MODELS"]
 
@@ -17,6 +17,7 @@ _LONG = {
     "long_factor": [1.0, 2.0, 4.0],
 }
 _OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": ("Afmoe", ROUTED["afmoe"][1] | {"global_attn_every_n_layers": 4, "num_hidden_layers": 5}),
     "cohere2": ("Cohere2", DENSE["cohere2"][1] | {"head_dim": 12, "sliding_window_pattern": 4}),
     "gemma2": ("Gemma2", DENSE["gemma2"][1] | {"query_pre_attn_scalar": 16}),
     "gemma3": (
@@ -25,7 +26,30 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {
         | {"query_pre_attn_scalar": 16, "num_hidden_layers": 6}
         | {"layer_types": [*5 * ["sliding_attention"], "full_attention"]},
     ),
+    "granite-4-dense": ("GraniteMoeHybrid", GRANITE_HYBRID | {"num_local_experts": 0}),
+    "gpt-oss-wide": ("GptOss", GPT_OSS | {"hidden_size": 64, "intermediate_size": 96}),
+    "llama4": (
+        "Llama4Text",
+        LLAMA4
+        | {
+            "attention_chunk_size": 8192,
+            "no_rope_layer_interval": 4,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "lfm2-moe": ("Lfm2Moe", HYBRID["lfm2-moe"][1] | {"routed_scaling_factor": 1.0}),
+    "falcon-h1": ("FalconH1", FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "nemotron-dense": (
+        "NemotronH",
+        NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
+    ),
     "glm": ("Glm", DENSE["glm"][1] | {"head_dim": 12, "rms_norm_eps": 1e-5}),
+    "qwen3.5-wide": (
+        "Qwen3_5Text",
+        DELTA | {"linear_value_head_dim": 32, "linear_key_head_dim": 32, "hidden_size": 64, "intermediate_size": 96},
+    ),
     "phi3-long": (
         "Phi3",
         {"pad_token_id": 0, "partial_rotary_factor": 0.5, "rope_parameters": _LONG, "sliding_window": None},

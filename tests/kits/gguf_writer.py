@@ -46,7 +46,7 @@ def write_gguf(
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     family = config["architectures"][0].removesuffix("ForCausalLM").lower()
     same = {"mistral": "llama", "mixtral": "llama", "deepseekv2": "deepseek2", "deepseekv3": "deepseek2"}
-    same["hunyuandensev1"] = "hunyuan-dense"
+    same |= {"glm4moelite": "deepseek2", "hunyuandensev1": "hunyuan-dense"}
     arch = same.get(family, family)
     writer = gguf.GGUFWriter(file, arch)
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]

@@ -7,16 +7,18 @@ from torch import Tensor
 
 from kernels.contract.config import RunnerConfig
 from kernels.core.batch import ForwardBatch
-from kernels.devices.capture import Capture, CaptureRequest
+from kernels.devices.capture import Capture, CaptureRequest, StepCaptureRequest
 from kernels.devices.experts import ExpertLayers
 from kernels.devices.graphs import graph_sizes
 from kernels.devices.memory import DeviceMemory
 from kernels.devices.npu.attention import AttentionPlan
 from kernels.devices.npu.backends import NATIVE, AttentionBackends
 from kernels.devices.npu.cache import NpuCaches
+from kernels.devices.npu.drawing import DrawTokens
 from kernels.devices.npu.graphs import DecodeGraphs
 from kernels.devices.npu.int8_cache import DequantizedPart
-from kernels.devices.prepared import CapturedPasses
+from kernels.devices.npu.step_graphs import StepGraphs
+from kernels.devices.prepared import CapturedPasses, CapturedSteps
 
 __all__ = ["NpuCapture"]
 
@@ -31,19 +33,19 @@ class NpuCapture(Capture):
         caches: NpuCaches,
         experts: ExpertLayers,
         backends: AttentionBackends,
+        draw: DrawTokens,
     ) -> None:
-        self._config, self._memory, self._caches = config, memory, caches
+        self._config, self._memory, self._caches, self._draw = config, memory, caches, draw
         self._experts, self._backends = experts, backends
 
     def decodes(self, request: CaptureRequest) -> CapturedPasses | None:
         config, mask, tokens = self._config, self._caches.mask, request.tokens
         backend = self._backends.decode if tokens == 1 else self._backends.verify
-        if config.disable_graphs or self._experts.reads_back or backend == NATIVE or mask is None:
+        if not self._captures(backend) or mask is None:
             return None
         if self._caches.dtype == torch.int8 and (tokens > 1 or any(request.windows)):
             return None  # a varying number of its pages is dequantized
-        max_rows = config.graph_max_rows or self._default_graph_rows()
-        sizes = graph_sizes(config.graph_rows, max_rows, request.max_rows)
+        sizes = self._sizes(request.max_rows)
         if tokens > 1:  # each padding token of a row needs a separate slot of the null page
             sizes = [size for size in sizes if size * tokens <= config.page_size]
         if not sizes:
@@ -65,6 +67,32 @@ class NpuCapture(Capture):
             return graphs.run(batch, plan.rows, pages)
 
         return CapturedPasses(tuple(graphs.sizes), decode) if graphs.sizes else None
+
+    def steps(self, request: StepCaptureRequest) -> CapturedSteps | None:
+        config, mask = self._config, self._caches.mask
+        if not self._captures(self._backends.decode) or mask is None or request.bounded:
+            return None
+        if self._caches.dtype == torch.int8 and any(request.windows):
+            return None
+        graphs = StepGraphs(
+            request,
+            self._sizes(request.max_rows),
+            lambda part: AttentionPlan((part,)),
+            config.page_size,
+            mask,
+            not config.disable_graph_padding,
+            self._memory,
+            self._draw,
+        )
+        return CapturedSteps(tuple(graphs.sizes), graphs.run, draws=True)
+
+    def _captures(self, backend: str) -> bool:
+        return not (self._config.disable_graphs or self._experts.reads_back or backend == NATIVE)
+
+    def _sizes(self, max_rows: int) -> list[int]:
+        """Rows of the graphs."""
+        largest = self._config.graph_max_rows or self._default_graph_rows()
+        return graph_sizes(self._config.graph_rows, largest, max_rows)
 
     def _default_graph_rows(self) -> int:
         """Largest batch of graphs by default: graphs take memory and streams, so smaller on small devices."""

@@ -16,6 +16,7 @@ from kernels.devices.npu.attention import NpuAttention
 from kernels.devices.npu.backends import ASCEND, AttentionBackends
 from kernels.devices.npu.cache import NpuCaches
 from kernels.devices.npu.capture import NpuCapture
+from kernels.devices.npu.drawing import KernelDraw, TorchDraw
 from kernels.devices.npu.errors import explain
 from kernels.devices.npu.experts import NpuExpertLayers
 from kernels.devices.npu.features import FEATURES
@@ -73,11 +74,13 @@ class NpuDevice(Device):
         own = select_kernels(device)
         self.attention = NpuAttention(caches, self.memory, self.backends, soc, own)
         filters = soc.filters_logits and config.sampling_backend != "pytorch"
+        own_draw = "draw" in own and not config.sampling_backend
         self.sampling = SamplingKernels(
-            draw=OwnDraw(self.memory.put) if "draw" in own and not config.sampling_backend else None,
+            draw=OwnDraw(self.memory.put) if own_draw else None,
             top_k_top_p=ascend_top_k_top_p if filters else None,
         )
-        self.capture = NpuCapture(config, self.memory, caches, self.experts, self.backends)
+        draw = KernelDraw(device) if own_draw else TorchDraw(filters)
+        self.capture = NpuCapture(config, self.memory, caches, self.experts, self.backends, draw)
 
     def bind_thread(self) -> None:
         torch.npu.set_device(self.torch_device)

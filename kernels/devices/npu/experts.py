@@ -47,10 +47,10 @@ _GROUPS = 32
 @dataclass(frozen=True)
 class _Stack:
     """The weights of all experts. ``values`` [experts, inputs, outputs] in floats, int8 or e4m3, or eight 4-bit values
-    an int32 along the outputs. ``scales`` [experts, outputs]: for int8 by int8, in bfloat16 if the output is (A2 and A3
-    support no other), else f32. ``powers``: for e4m3 by e4m3, bytes of e8m0 [experts, inputs / 64, outputs, 2].
-    ``factors``: scales of integer weights with floating inputs, applied after adding ``offsets``: [experts, outputs],
-    or with groups [experts, groups, outputs], in the inputs' dtype.
+    an int32 along the outputs. ``scales`` f32 [experts, outputs]: for int8 by int8. ``powers``: for e4m3 by e4m3, bytes
+    of e8m0 [experts, inputs / 64, outputs, 2]. ``factors``: scales of integer weights with floating inputs, applied
+    after adding ``offsets``: [experts, outputs], or with groups [experts, groups, outputs], in the inputs' dtype.
+    ``dtype``: of the outputs.
     """
 
     values: Tensor
@@ -59,6 +59,13 @@ class _Stack:
     factors: Tensor | None = None
     offsets: Tensor | None = None
     before: ExpertInputs | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    def with_output_scales(self) -> _Stack:
+        """The same with ``scales`` as npu_grouped_matmul takes them: of A2 and A3 in bfloat16 if the output is."""
+        if self.scales is None or self.dtype != torch.bfloat16:
+            return self
+        return dataclasses.replace(self, scales=self.scales.to(self.dtype))
 
 
 class NpuExperts(StackedExperts[_Stack]):
@@ -88,8 +95,9 @@ class NpuExperts(StackedExperts[_Stack]):
             and self._fits_tiles(gate_up.values)
         )
         """Whether one operator multiplies with gate and up, activates and quantizes."""
-        if self._fused and gate_up.scales is not None:
-            self.gate_up = dataclasses.replace(gate_up, scales=gate_up.scales.float())
+        if not self._fused:
+            self.gate_up = gate_up.with_output_scales()
+        self.down = self.down.with_output_scales()
 
     @staticmethod
     def kind(weight: Tensor | QuantizedWeight, soc: Soc) -> tuple[object, ...] | None:
@@ -121,9 +129,7 @@ class NpuExperts(StackedExperts[_Stack]):
             values = torch.stack([weight.values.t() for weight in whole])
             scales = torch.stack([weight.scales for weight in whole])
             if whole[0].activation is not None:
-                if whole[0].dtype == torch.bfloat16:
-                    scales = scales.to(torch.bfloat16)
-                return _Stack(self._tiles(values), scales, before=before)
+                return _Stack(self._tiles(values), scales.float(), before=before, dtype=whole[0].dtype)
             factors = scales.to(whole[0].dtype)
             return _Stack(values, None, None, factors, torch.zeros_like(factors), before)
         eighths = [weight for weight in weights if isinstance(weight, Fp8Weight)]

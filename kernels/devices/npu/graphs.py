@@ -6,39 +6,23 @@ attention call of the graph is updated before a replay.
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.tree import chain_bits
 from kernels.devices.capture import CaptureRequest
-from kernels.devices.graphs import GraphBuffers, Put, cause_of, first_error, padded_places
-from kernels.devices.npu.errors import first_code
+from kernels.devices.graphs import GraphBuffers, Put, padded_places
+from kernels.devices.npu.captured import CapturedGraphs, Plans
 from kernels.devices.npu.fused_attention import FusedPart
 from kernels.devices.npu.tree_attention import TreePart, hidden_keys, mask_keys
 
 __all__ = ["DecodeGraphs"]
-
-_log = logging.getLogger("troupe.kernels.npu")
-
-_OUT_OF_STREAMS = (207005, 207007, 207008)
-
-Plans = Callable[[FusedPart | TreePart], object]
-"""Makes the attention plan of a step from one call."""
-
-
-@dataclass(frozen=True)
-class _Graph:
-    graph: torch.npu.NPUGraph
-    hidden: Tensor
 
 
 class DecodeGraphs:
@@ -61,7 +45,7 @@ class DecodeGraphs:
     ) -> None:
         device, rows, tokens, columns = mask.device, max(sizes), request.tokens, request.columns
         self._forward, self._windows, self._plan, self._mask = request.forward, tuple(request.windows), plan, mask
-        self._page_size, self._padded, self._agree, self._put = page_size, padded, request.agree, put
+        self._page_size, self._padded, self._put = page_size, padded, put
         self._tokens, self._tree = tokens, request.tree and tokens > 1
         self._buffers = GraphBuffers(rows, tokens, page_size, device, request.states)
         self._pages = torch.zeros((rows, columns), dtype=torch.int32, device=device)
@@ -69,14 +53,14 @@ class DecodeGraphs:
         if self._tree:
             shape = (rows, 1, tokens, mask_keys(columns, page_size))
             self._masks = {window: torch.zeros(shape, dtype=torch.int8, device=device) for window in self._windows}
-        self._graphs: dict[int, _Graph] = {}
-        self._replayed = torch.npu.Event()
-        self._capture([size for size in sizes if size <= page_size or not padded])
+        self._graphs = CapturedGraphs(
+            [size for size in sizes if size <= page_size or not padded], self._prepare, request.agree
+        )
 
     @property
     def sizes(self) -> list[int]:
         """Batch sizes of the graphs, ascending."""
-        return sorted(self._graphs)
+        return self._graphs.sizes
 
     def run(self, batch: ForwardBatch, rows: AttentionRows, pages: Tensor | None = None) -> Tensor | None:
         """The result of ``forward`` for a batch of decodes or drafts (``rows``); None if no graph fits.
@@ -112,16 +96,8 @@ class DecodeGraphs:
         for window, mask in self._masks.items():
             mask[:count].copy_(self._hidden(rows, mask.shape[-1], window))
             mask[count:size].zero_()
-        graph = self._graphs[size]
-        lengths = (rows.starts + tokens).tolist() + [tokens] * (size - count)
-        # Replay first: its attention waits for the lengths, and the device runs the preceding operators while a
-        # separate stream updates them. That stream must not overtake the previous replay, which may still wait for or
-        # read its own lengths.
-        graph.graph.replay()
-        graph.graph.graph_dispatch_mode.update_stream.wait_event(self._replayed)
-        graph.graph.update(cpu_update_input=[{"actual_seq_lengths_kv": lengths}])  # one entry for all calls
-        self._replayed.record()
-        return graph.hidden[:whole] if places is None else graph.hidden.index_select(0, places)
+        hidden = self._graphs.replay(size, (rows.starts + tokens).tolist() + [tokens] * (size - count))
+        return hidden[:whole] if places is None else hidden.index_select(0, places)
 
     def _hidden(self, rows: AttentionRows, keys: int, window: int) -> Tensor:
         """The mask of all rows as trees, including decodes."""
@@ -148,51 +124,8 @@ class DecodeGraphs:
 
         return self._buffers.batch(size, {window: self._plan(part(window)) for window in self._windows})
 
-    def _capture(self, sizes: Sequence[int]) -> None:
-        """Capture all sizes. Sizes that cannot be captured are logged and run without a graph."""
-        if os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1":
-            _log.warning("ASCEND_LAUNCH_BLOCKING=1 forbids graphs: decodes run without.")
-            return
-        pool = None
-        for size in sorted(sizes, reverse=True):
-            batch = self._batch(size)
-            self._buffers.cache_index.copy_(self._buffers.null_slots)
-            before = torch.npu.current_stream()
-            graph: torch.npu.NPUGraph | None = None
-            failure: RuntimeError | None = None
-            try:
-                graph = torch.npu.NPUGraph()  # takes a stream for updates, which may not be available
-                for _ in range(2):  # the first use creates kernels and communicators, which cannot be captured
-                    self._forward(batch)
-                torch.npu.synchronize()
-                with torch.npu.graph(graph, pool=pool, auto_dispatch_capture=True):
-                    hidden = self._forward(batch)
-                if not graph.graph_dispatch_mode.graph_dispatch_records:
-                    raise RuntimeError("attention was captured with constant lengths that no update would change")
-            except RuntimeError as error:
-                _leave(graph, before)
-                failure = error
-            if not self._agree(failure is None):
-                self._explain(size, failure or RuntimeError("another rank could not"))
-                return
-            assert graph is not None
-            pool = pool or graph.pool()
-            self._graphs[size] = _Graph(graph, hidden)
-
-    def _explain(self, size: int, error: RuntimeError) -> None:
-        hint = "--disable-cuda-graph silences this"
-        if first_code(str(first_error(error))) in _OUT_OF_STREAMS:
-            hint = "the device has no stream left for it: lower --cuda-graph-max-bs or shorten --cuda-graph-bs"
-        left = f"graphs of {self.sizes} rows are used" if self._graphs else "all decodes run without a graph"
-        _log.warning(
-            "The decode of %d rows could not be captured into a graph (%s); %s. %s", size, cause_of(error), left, hint
-        )
-
-
-def _leave(graph: torch.npu.NPUGraph | None, stream: torch.npu.Stream) -> None:
-    """Clean up after a failed capture: restore the current stream and leave the mode that intercepts attention, which
-    would wait for an event that is never recorded."""
-    torch.npu.set_stream(stream)
-    mode = getattr(graph, "graph_dispatch_mode", None)
-    if mode is not None and mode in _get_current_dispatch_mode_stack():
-        mode.__exit__(None, None, None)
+    def _prepare(self, size: int) -> Callable[[], Tensor]:
+        """What a graph of ``size`` rows captures."""
+        batch = self._batch(size)
+        self._buffers.cache_index.copy_(self._buffers.null_slots)
+        return lambda: self._forward(batch)

@@ -11,6 +11,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from kernels.devices.npu.quantized import QuantizedTokens
 from kernels.devices.npu.soc import Soc
 from kernels.weights.quantization.weights import Fp8Weight
 
@@ -36,20 +37,19 @@ class NpuMxLinear:
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        rounded, scales = round_mx(x)
-        return self.multiply(rounded, scales, x.dtype)
+        return self.multiply(QuantizedTokens(*round_mx(x), x.dtype))
 
-    def multiply(self, rounded: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def multiply(self, tokens: QuantizedTokens) -> Tensor:
         """The product with tokens quantized by ``round_mx``."""
         result: Tensor = torch_npu.npu_quant_matmul(
-            rounded,
+            tokens.values,
             self.values,
             self.scales,
-            pertoken_scale=scales,
+            pertoken_scale=tokens.scales,
             scale_dtype=torch_npu.float8_e8m0fnu,
             pertoken_scale_dtype=torch_npu.float8_e8m0fnu,
             group_sizes=[1, 1, MX_BLOCK],
-            output_dtype=dtype,
+            output_dtype=tokens.dtype,
         )
         return result if self.bias is None else result.add_(self.bias)
 

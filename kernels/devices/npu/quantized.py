@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch_npu
 from torch import Tensor
@@ -10,12 +12,34 @@ from kernels.devices.npu.operators import FRACTAL_NZ
 from kernels.devices.npu.soc import Soc
 from kernels.weights.quantization.weights import Int8Weight, StaticActivation
 
-__all__ = ["MAX_DIM", "NpuInt8Linear", "NpuStaticLinear"]
+__all__ = ["MAX_DIM", "NpuInt8Linear", "NpuStaticLinear", "QuantizedTokens", "quantize_gated"]
 
 MAX_DIM = 65535
 """The largest dimension of npu_quant_matmul."""
 
 _TILE = (16, 32)  # of int8
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTokens:
+    """Tokens that an operator has quantized for the product behind it.
+
+    ``values`` int8 or e4m3 [tokens, inputs]. ``scales``: of each token or its blocks, as the product takes them; None
+    for the static scale of the layer. ``dtype``: of the tokens before, and of the product.
+    """
+
+    values: Tensor
+    scales: Tensor | None
+    dtype: torch.dtype
+
+
+def quantize_gated(x: Tensor) -> QuantizedTokens:
+    """``silu(gate) * up`` of bfloat16 [tokens, gate | up], in int8 with a scale by token.
+
+    npu_swiglu_quant is documented for rows of up to 8192 alone, and the vendor's test of it has reciprocal scales.
+    """
+    values, scales = torch_npu.npu_dequant_swiglu_quant(x, activate_left=True, quant_mode=1)
+    return QuantizedTokens(values, scales, x.dtype)
 
 
 class NpuInt8Linear:
@@ -27,16 +51,22 @@ class NpuInt8Linear:
     def __init__(self, weight: Int8Weight, bias: Tensor | None, soc: Soc) -> None:
         self.values = _tiles(weight, soc)
         self.scales = weight.scales
+        self.dtype = weight.dtype
         self.bias = None if bias is None else bias.float()
 
     def __call__(self, x: Tensor) -> Tensor:
-        whole, scales = torch_npu.npu_dynamic_quant(x)
-        return self.multiply(whole, scales, x.dtype)
+        values, scales = torch_npu.npu_dynamic_quant(x)
+        return self.multiply(QuantizedTokens(values, scales, x.dtype))
 
-    def multiply(self, whole: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The product with quantized tokens: ``whole`` int8 [tokens, inputs], ``scales`` f32 [tokens]."""
+    def multiply(self, tokens: QuantizedTokens) -> Tensor:
+        """The product with tokens in int8 that have a float32 scale each."""
         result: Tensor = torch_npu.npu_quant_matmul(
-            whole, self.values, self.scales, pertoken_scale=scales, bias=self.bias, output_dtype=dtype
+            tokens.values,
+            self.values,
+            self.scales,
+            pertoken_scale=tokens.scales,
+            bias=self.bias,
+            output_dtype=tokens.dtype,
         )
         return result
 
@@ -77,12 +107,12 @@ class NpuStaticLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         whole = torch_npu.npu_quantize(x.float(), self.reciprocal, self.offset, torch.qint8, -1, False)
-        return self.multiply(whole, None, x.dtype)
+        return self.multiply(QuantizedTokens(whole, None, x.dtype))
 
-    def multiply(self, whole: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The product with quantized tokens ``whole`` int8 [tokens, inputs], which have no dynamic scales."""
+    def multiply(self, tokens: QuantizedTokens) -> Tensor:
+        """The product with tokens in int8 that have no scales of their own."""
         result: Tensor = torch_npu.npu_quant_matmul(
-            whole, self.values, self.scales, bias=self.correction, output_dtype=dtype
+            tokens.values, self.values, self.scales, bias=self.correction, output_dtype=tokens.dtype
         )
         return result if self.bias is None else result.add_(self.bias)
 

@@ -42,7 +42,7 @@ class CheckedOperator(Operator):
 
     def __init__(self, engine: Engine, overload: Any, entry: Reference) -> None:
         self.reference, self.rules = entry.compute, entry.rules
-        self.meta = meta_function(overload, entry)
+        self.meta, self.shape_of = meta_function(overload, entry), entry.shape
         self.writes = any(
             argument.alias_info is not None and argument.alias_info.is_write for argument in overload._schema.arguments
         )
@@ -62,6 +62,8 @@ class CheckedOperator(Operator):
         if self.given_outputs:
             self.compare(self.expected(args, kwargs), kwargs["out"])
             return tuple(kwargs["out"])
+        if self.shape_of is not None:
+            return self.shape_of(*args, **kwargs)
         if self.meta is None:
             return self.reference(*args, **kwargs)
         return self.meta(*args, **kwargs)

@@ -28,8 +28,10 @@ class WholeStep:
         grows = ends == self._slots.known[rows.slots]
         bounded = tuple(table.rows(rows.slots, rows.starts, rows.counts) for table in self._slots.bounded)
         result: CapturedStepResult | None = None
+        plain = self._outputs.is_all_greedy(rows, grows)
         if rows.decodes == len(rows.slots):
-            result = steps.run(StepTokens(rows.slots, ends, grows, pages, bounded))
+            draws = self._outputs.draws(rows, grows) if steps.draws and not plain else None
+            result = steps.run(StepTokens(rows.slots, ends, grows, pages, bounded, draws))
         elif steps.prompts is not None and not self._outputs.needs_all_tokens(rows):
             result = steps.prompts(
                 PromptTokens(rows.slots, rows.starts, rows.counts, grows, pages, rows.decodes, bounded)
@@ -39,8 +41,8 @@ class WholeStep:
         step.begin()
         builder = step.prepare()
         builder.graph_rows = len(rows.slots)
-        if self._outputs.is_all_greedy(rows, grows):
-            self._outputs.commit_greedy(rows, grows, result, builder)
+        if plain or result.drawn:
+            self._outputs.commit(rows, grows, result, builder)
         else:
             self._outputs.read_step(rows, result, builder)
         return step.complete()

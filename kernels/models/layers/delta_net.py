@@ -9,6 +9,7 @@ Each key head serves ``value_heads / key_heads`` value heads.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,7 @@ from kernels.devices.state_cache import StateCache, advance_states
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.recurrent import CausalConvolution
-from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear, norm
+from kernels.weights.tensors import GgufOrder, GgufPlace, Role, TensorSpec, by_inputs, by_outputs, linear, norm
 
 __all__ = ["DeltaConfig", "GatedDeltaNet", "HeadDecay", "layer", "read", "run_segments", "sizes", "tensors"]
 
@@ -33,7 +34,8 @@ __all__ = ["DeltaConfig", "GatedDeltaNet", "HeadDecay", "layer", "read", "run_se
 @dataclass(frozen=True)
 class DeltaConfig:
     """Heads of keys and of values, each of so many numbers, and taps of the convolution before them. ``grouped``:
-    whether one projection gives queries, keys, values and gates, key head by key head."""
+    whether one projection gives queries, keys, values and gates, key head by key head. ``gguf``: how a GGUF file has
+    value heads, "grouped" by key heads or "tiled", one of each key head after the other."""
 
     key_heads: int
     value_heads: int
@@ -41,6 +43,7 @@ class DeltaConfig:
     value_dim: int
     taps: int
     grouped: bool = True
+    gguf: str = ""
 
     @property
     def keys(self) -> int:
@@ -78,7 +81,10 @@ def read(raw: ConfigReader, grouped: bool = True) -> DeltaConfig:
             f"config.json: linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}"
         )
     key_dim, value_dim = raw.size("linear_key_head_dim", 128), raw.size("linear_value_head_dim", 128)
-    return DeltaConfig(keys, values, key_dim, value_dim, raw.size("linear_conv_kernel_dim", 4), grouped)
+    gguf = str(raw.raw.get("gguf_value_heads", ""))
+    return DeltaConfig(
+        keys, values, key_dim, value_dim, raw.size("linear_conv_kernel_dim", 4), grouped and not gguf, gguf
+    )
 
 
 def sizes(config: ModelConfig) -> DeltaConfig:
@@ -87,8 +93,46 @@ def sizes(config: ModelConfig) -> DeltaConfig:
     return config.recurrence
 
 
-def tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
-    """The projections, the convolution, the decays, the norm of the results, and the output."""
+def tensors(config: ModelConfig, module: str, gguf: str = "") -> Iterator[TensorSpec]:
+    """The projections, the convolution, the decays, the norm of the results, and the output. ``gguf``: the layer's name
+    in GGUF files."""
+    names = _gguf_places(sizes(config), gguf) if sizes(config).gguf else {}
+    for spec in _tensors(config, module):
+        yield dataclasses.replace(spec, gguf=names.get(spec.name.removeprefix(f"{module}.")))
+
+
+def _gguf_places(delta: DeltaConfig, layer: str) -> dict[str, GgufPlace]:
+    """Where GGUF files have the tensors. Those of Qwen3-Next have b and a of each key head in one matrix."""
+    heads, ratio = delta.value_heads, delta.value_heads // delta.key_heads
+    names = {"in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "conv1d": "ssm_conv1d", "out_proj": "ssm_out"}
+    result = {f"{own}.weight": GgufPlace(f"{layer}.{name}.weight") for own, name in names.items()}
+    result |= {"norm.weight": GgufPlace(f"{layer}.ssm_norm.weight"), "dt_bias": GgufPlace(f"{layer}.ssm_dt.bias")}
+    result["A_log"] = GgufPlace(f"{layer}.ssm_a", exponent=True)
+    if delta.gguf == "grouped":
+        for part, begin in (("b", 0), ("a", ratio)):
+            order = GgufOrder(2 * heads, (delta.key_heads, ratio), (2 * ratio, 1), begin)
+            result[f"in_proj_{part}.weight"] = GgufPlace(f"{layer}.ssm_ba.weight", rows=order)
+        return result
+    for part, name in (("b", "ssm_beta"), ("a", "ssm_alpha")):
+        result[f"in_proj_{part}.weight"] = GgufPlace(f"{layer}.{name}.weight")
+
+    def tiled(kept: int, dim: int) -> GgufOrder:
+        strides = (dim, delta.key_heads * dim, 1)
+        return GgufOrder(kept + heads * dim, (delta.key_heads, ratio, dim), strides, kept, kept)
+
+    dim, before = delta.value_dim, 2 * delta.keys
+    rows = {
+        "in_proj_qkv.weight": tiled(before, dim),
+        "conv1d.weight": tiled(before, dim),
+        "in_proj_z.weight": tiled(0, dim),
+    }
+    rows |= {name: tiled(0, 1) for name in ("in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")}
+    result |= {name: dataclasses.replace(result[name], rows=tiles) for name, tiles in rows.items()}
+    result["out_proj.weight"] = dataclasses.replace(result["out_proj.weight"], columns=tiled(0, dim))
+    return result
+
+
+def _tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
     delta, hidden = sizes(config), config.hidden_size
     heads = delta.value_heads
     by_key_head, by_value_head = (delta.keys, delta.key_heads), (delta.values, heads)

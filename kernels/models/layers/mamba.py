@@ -25,7 +25,7 @@ from kernels.devices.state_space import SpaceTokens, space_scan
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.recurrent import CausalConvolution
-from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear, norm
+from kernels.weights.tensors import GgufPlace, Role, TensorSpec, by_inputs, by_outputs, linear, norm
 
 __all__ = ["Mamba", "MambaConfig", "MambaKeys", "read", "sizes", "tensors"]
 
@@ -145,23 +145,29 @@ def sizes(config: ModelConfig) -> MambaConfig:
     return config.recurrence
 
 
-def tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
-    """The projections, the convolution, the steps and rates of the heads, and the norm."""
+def tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
+    """The projections, the convolution, the steps and rates of the heads, and the norm. ``gguf``: the layer's name in
+    GGUF files."""
     mamba, hidden = sizes(config), config.hidden_size
     by_head, by_group, heads = (mamba.inner, mamba.heads), (mamba.shared, mamba.groups), (mamba.heads, mamba.heads)
     rows = mamba.inner + mamba.channels + mamba.heads
     split = by_outputs(by_head, by_head, by_group, by_group, heads)
-    yield from linear(f"{module}.in_proj", (rows, hidden), split, bias=mamba.bias)
+    yield from linear(f"{module}.in_proj", (rows, hidden), split, f"{gguf}.ssm_in", bias=mamba.bias)
     mixed = by_outputs(by_head, by_group, by_group)
-    yield TensorSpec(f"{module}.conv1d.weight", (mamba.channels, 1, mamba.taps), Role.WIDE, mixed)
+    taps = f"{module}.conv1d.weight"
+    place = GgufPlace(f"{gguf}.ssm_conv1d.weight")
+    yield TensorSpec(taps, (mamba.channels, 1, mamba.taps), Role.WIDE, mixed, place)
     if mamba.taps_bias:
-        yield TensorSpec(f"{module}.conv1d.bias", (mamba.channels,), Role.WIDE, mixed)
-    for name in ("A_log", "D", "dt_bias"):
-        yield TensorSpec(f"{module}.{name}", (mamba.heads,), Role.WIDE, by_outputs(heads))
+        place = GgufPlace(f"{gguf}.ssm_conv1d.bias")
+        yield TensorSpec(f"{module}.conv1d.bias", (mamba.channels,), Role.WIDE, mixed, place)
+    places = {"A_log": GgufPlace(f"{gguf}.ssm_a", exponent=True)}
+    places |= {"D": GgufPlace(f"{gguf}.ssm_d"), "dt_bias": GgufPlace(f"{gguf}.ssm_dt.bias")}
+    for name, place in places.items():
+        yield TensorSpec(f"{module}.{name}", (mamba.heads,), Role.WIDE, by_outputs(heads), place)
     if mamba.norm_width:
-        yield norm(f"{module}.norm", mamba.inner, split=by_outputs(by_head))
+        yield norm(f"{module}.norm", mamba.inner, f"{gguf}.ssm_norm", by_outputs(by_head))
     outputs = by_inputs(mamba.inner, mamba.heads)
-    yield from linear(f"{module}.out_proj", (hidden, mamba.inner), outputs, bias=mamba.output_bias)
+    yield from linear(f"{module}.out_proj", (hidden, mamba.inner), outputs, f"{gguf}.ssm_out", bias=mamba.output_bias)
 
 
 class Mamba:

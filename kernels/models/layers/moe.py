@@ -18,7 +18,16 @@ from kernels.models.config import ExpertsConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.weights.tensors import GgufPlace, Role, StackedExpert, TensorSpec, by_inputs, by_outputs, linear
 
-__all__ = ["DEEPSEEK", "QWEN", "ExpertNames", "SparseFeedForward", "gelu_and_mul", "tensors"]
+__all__ = [
+    "DEEPSEEK",
+    "QWEN",
+    "ExpertNames",
+    "SparseFeedForward",
+    "expert_tensors",
+    "expert_weights",
+    "gelu_and_mul",
+    "tensors",
+]
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,31 @@ def tensors(
         yield from linear(f"{name}.{last}", (hidden, width), inputs, place, bias=bias, role=Role.DOWN)
         if config.weighted:
             yield from linear(f"{name}_gate", (1, hidden), None, f"{gguf}.ffn_gate_inp_shexp", role=Role.ROUTER)
+
+
+def expert_tensors(config: ExpertsConfig, hidden: int, module: str, gguf: str) -> Iterator[TensorSpec]:
+    """The experts of a GGUF file, for families whose checkpoints have all of a layer in one tensor. ``gguf``: the
+    layer's name."""
+    inner, count = config.inner, config.count
+    rows, columns = by_outputs((inner, inner)), by_inputs(inner, inner)
+    for name, shape, split, role in (
+        ("gate", (inner, hidden), rows, Role.PROJECTION),
+        ("up", (inner, hidden), rows, Role.PROJECTION),
+        ("down", (hidden, inner), columns, Role.DOWN),
+    ):
+        for expert in range(count):
+            stacked = StackedExpert(expert, count, "", gguf=f"{gguf}.ffn_{name}_exps.weight")
+            weight = f"{module}.{expert}.{name}_proj.weight"
+            yield TensorSpec(weight, shape, role, split, stacked=stacked)
+
+
+def expert_weights(builder: LayerBuilder, config: ExpertsConfig, module: str) -> list[ExpertWeights]:
+    """The weights of ``expert_tensors``, without biases."""
+    project = builder.source.projection
+    return [
+        ExpertWeights(project([f"{name}.gate_proj", f"{name}.up_proj"]), None, project([f"{name}.down_proj"]), None)
+        for name in (f"{module}.{expert}" for expert in range(config.count))
+    ]
 
 
 class SharedExpert:

@@ -17,7 +17,7 @@ from kernels.devices.state_cache import StateCache, advance_states
 from kernels.models.config import ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.recurrent import CausalConvolution
-from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear
+from kernels.weights.tensors import GgufPlace, Role, TensorSpec, by_inputs, by_outputs, linear
 
 __all__ = ["ConvolutionConfig", "ShortConvolution", "sizes", "tensors"]
 
@@ -49,15 +49,17 @@ def sizes(config: ModelConfig) -> ConvolutionConfig:
     return config.recurrence
 
 
-def tensors(config: ModelConfig, module: str) -> Iterator[TensorSpec]:
-    """The projections and the convolution."""
+def tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
+    """The projections and the convolution. ``gguf``: what their names begin with there."""
     own, hidden = sizes(config), config.hidden_size
     part = (own.channels, own.channels)
-    yield from linear(f"{module}.in_proj", (3 * own.channels, hidden), by_outputs(*3 * [part]), bias=own.bias)
-    yield TensorSpec(f"{module}.conv.weight", (own.channels, 1, own.taps), Role.WIDE, by_outputs(part))
+    inputs, place = by_outputs(*3 * [part]), GgufPlace(f"{gguf}.conv.weight")
+    yield from linear(f"{module}.in_proj", (3 * own.channels, hidden), inputs, f"{gguf}.in_proj", bias=own.bias)
+    yield TensorSpec(f"{module}.conv.weight", (own.channels, 1, own.taps), Role.WIDE, by_outputs(part), place)
     if own.bias:
         yield TensorSpec(f"{module}.conv.bias", (own.channels,), Role.WIDE, by_outputs(part))
-    yield from linear(f"{module}.out_proj", (hidden, own.channels), by_inputs(*part), bias=own.bias)
+    outputs = f"{gguf}.out_proj"
+    yield from linear(f"{module}.out_proj", (hidden, own.channels), by_inputs(*part), outputs, bias=own.bias)
 
 
 class ShortConvolution:

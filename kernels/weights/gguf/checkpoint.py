@@ -26,7 +26,7 @@ from kernels.contract.errors import GgufError
 from kernels.weights.gguf.header import GgufHeader, TensorInfo
 from kernels.weights.gguf.joined import JOINED, cut
 from kernels.weights.quantization.scheme import Scheme
-from kernels.weights.tensors import Part, Role, Tensors, TensorSpec
+from kernels.weights.tensors import GgufOrder, Part, Role, Tensors, TensorSpec
 
 __all__ = ["READ", "GgufCheckpoint", "factor_of", "not_finite"]
 
@@ -67,7 +67,7 @@ class GgufCheckpoint:
         self._declared = declared
         placed = [spec for spec in declared.values() if spec.gguf is not None]
         self._apart = any(spec.stacked is not None and spec.gguf.name in header.tensors for spec in placed if spec.gguf)
-        shapes = {spec.gguf.name: spec.shape for spec in placed if spec.gguf is not None}
+        shapes = {spec.gguf.name: spec.gguf.stored(spec.shape) for spec in placed if spec.gguf is not None}
         self._tensors = {
             name: _as_matrix(info, shapes.get(name, ())) for name, info in cut(header.tensors, shapes).items()
         }
@@ -104,7 +104,8 @@ class GgufCheckpoint:
         expected: dict[str, tuple[int, ...]] = {}
         for spec in specs:
             stacked = spec.stacked if self._stacked(spec) else None
-            expected[self._foreign(spec)] = spec.shape if stacked is None else (stacked.count, *spec.shape)
+            whole = spec.shape if spec.gguf is None else spec.gguf.stored(spec.shape)
+            expected[self._foreign(spec)] = whole if stacked is None else (stacked.count, *spec.shape)
         wrong: list[str] = [
             f"{name}, of shape {list(tensors[name].shape)}, is none of {' and '.join(parts)} together, or they are in "
             "the file besides"
@@ -226,15 +227,26 @@ class GgufCheckpoint:
     def _order(self, name: str, size: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
         """The file's row for each row of the tensor; None: the order is the same."""
         place = self._declared[name].gguf
+        if place is not None and place.rows is not None:
+            return np.array(place.rows.indices())
         if place is None or not place.rotary_heads:
             return None
         return np.arange(size).reshape(place.rotary_heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
     def read(self, name: str) -> Tensor:
         """The bytes of a checked matrix as they are stored, uint8 [outputs, bytes an output]."""
-        rows = self._rows(self._checked(name))
-        order = self._order(name, len(rows))
-        return torch.from_numpy(rows.copy() if order is None else rows[order])
+        info = self._checked(name)
+        rows = self._rows(info)
+        order, columns = self._order(name, len(rows)), self._columns(name)
+        rows = rows.copy() if order is None else rows[order]
+        if columns is not None:
+            block, size = self._sizes[self._kinds[info.kind]]
+            rows = rows.reshape(len(rows), -1, size)[:, columns.indices(block)].reshape(len(rows), -1)
+        return torch.from_numpy(rows)
+
+    def _columns(self, name: str) -> GgufOrder | None:
+        place = self._declared[name].gguf
+        return None if place is None else place.columns
 
     def _checked(self, name: str) -> TensorInfo:
         """The entry of a tensor that ``check`` found."""
@@ -251,7 +263,7 @@ class GgufCheckpoint:
             problem = self._factor_problem(foreign, self._tensors[foreign])
         if info is None or problem is not None:
             raise GgufError(f"{self._header.path}: {foreign} {problem}; download it again")
-        result = torch.empty(info.shape)
+        result = torch.empty(self._declared[name].shape)
         self.fill(name, result, None)
         return result
 
@@ -261,11 +273,15 @@ class GgufCheckpoint:
         kind, rows, factor = self._kinds[info.kind], self._rows(info), self._factor(name)
         order = self._order(name, info.shape[0])
         if len(info.shape) == 1:
-            whole = self._quants.dequantize(rows, kind).reshape(-1)
-            values = torch.from_numpy(np.array(whole if order is None else whole[order], np.float32))
+            vector = self._quants.dequantize(rows, kind).reshape(-1)
+            values = torch.from_numpy(np.array(vector if order is None else vector[order], np.float32))
+            if (place := self._declared[name].gguf) is not None and place.exponent:
+                values = torch.log(-values)
             target.copy_(values if part is None else part.narrow(values))
             return
-        first, last = (part.begin, part.end) if part is not None and part.dimension == 0 else (0, len(rows))
+        whole = len(rows) if order is None else len(order)
+        first, last = (part.begin, part.end) if part is not None and part.dimension == 0 else (0, whole)
+        target, columns = target.view(len(target), -1), self._columns(name)
         step = max(1, _CHUNK // info.shape[1])
         for begin in range(first, last, step):
             end = min(begin + step, last)
@@ -276,6 +292,8 @@ class GgufCheckpoint:
                 raise not_finite(self._foreign(self._declared[name]))
             if factor != 1.0:
                 values *= factor
+            if columns is not None:
+                values = values[:, columns.indices()]
             if part is not None and part.dimension == 1:
                 values = part.narrow(values)
             target[begin - first : end - first].copy_(values)
@@ -294,9 +312,9 @@ def not_finite(foreign: str) -> GgufError:
 
 
 def _as_matrix(info: TensorInfo, declared: tuple[int, ...]) -> TensorInfo:
-    """``info`` as a matrix: files store a matrix of one row as a vector, and what heads have apart in three
-    dimensions."""
-    same = declared == (1, *info.shape)
+    """``info`` as it is declared: files store a matrix of one row as a vector, some vectors as a matrix, and what heads
+    have apart in three dimensions."""
+    same = declared == (1, *info.shape) or (len(info.shape) == 2 and declared == (math.prod(info.shape),))
     if len(info.shape) == 3:
         same = declared == (info.shape[0] * info.shape[1], info.shape[2])
     return dataclasses.replace(info, shape=declared) if same else info

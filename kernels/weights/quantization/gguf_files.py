@@ -1,10 +1,10 @@
 """The quantization scheme of GGUF files, whose projections stay quantized where they can.
 
 Q8_0 and Q4_0 become integer weights in groups, tables of embeddings, too. The types of kernels/weights/gguf/blocks.py
-stay in their blocks. All other types are dequantized at load.
+stay in their blocks, and so do experts in MXFP4. All other types are dequantized at load.
 
 A block of Q8_0 or Q4_0 holds 32 inputs of an output: its scale in float16, then integers. Q8_0: 32 signed bytes. Q4_0:
-16 bytes; byte j has input j in its low half and input j + 16 in its high half, each with an offset of 8.
+16 bytes; byte j, as MXFP4's, has input j in its low half and input j + 16 in its high half, each with an offset of 8.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from kernels.weights.gguf.checkpoint import factor_of, not_finite
 from kernels.weights.gguf.header import GgufHeader
 from kernels.weights.gguf.joined import cut
 from kernels.weights.quantization.gguf_weight import BlockRows, GgufWeight
+from kernels.weights.quantization.mxfp4 import Mxfp4Weight
 from kernels.weights.quantization.scheme import Files, Scheme, StoredTensor
 from kernels.weights.quantization.weights import GroupedWeight, QuantizedWeight
 from kernels.weights.tensors import TensorSpec
@@ -25,6 +26,7 @@ __all__ = ["GgufScheme"]
 
 _BLOCK = 32
 _Q4_0, _Q8_0 = 2, 8
+_MXFP4, _MXFP4_BYTES = 39, 17
 _BYTES = {_Q4_0: 18, _Q8_0: 34}
 
 
@@ -50,7 +52,12 @@ class GgufScheme(Scheme):
 
     def tensors(self, weight: TensorSpec) -> dict[str, StoredTensor] | None:
         number, shape, module = self._kind(weight), weight.matrix, weight.module
-        if number in KINDS:
+        columns = None if weight.gguf is None else weight.gguf.columns
+        if columns is not None and columns.run % (KINDS[number].block if number in KINDS else _BLOCK):
+            return None  # blocks hold inputs that come apart
+        if number == _MXFP4 and weight.stacked is not None:
+            row = shape[1] // _BLOCK * _MXFP4_BYTES
+        elif number in KINDS:
             row = shape[1] // KINDS[number].block * KINDS[number].size
         elif number in _BYTES:
             row = shape[1] // _BLOCK * _BYTES[number]
@@ -63,6 +70,9 @@ class GgufScheme(Scheme):
 
     def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight:
         kind, shape, module = self._kind(weight), weight.matrix, weight.module
+        if kind == _MXFP4:
+            blocks = files.read(f"{module}.weight").view(shape[0], -1, _MXFP4_BYTES)
+            return Mxfp4Weight.from_blocks(_paired(blocks[:, :, 1:]), blocks[:, :, 0], torch.bfloat16)
         if kind in KINDS:
             data = files.read(f"{module}.weight").view(shape[0], -1, KINDS[kind].size)
             for at in KINDS[kind].halves:

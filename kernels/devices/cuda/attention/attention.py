@@ -10,7 +10,7 @@ from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm
 from kernels.devices.attention import Attention, QkvProjection
 from kernels.devices.cuda.attention.decode import DecodeScratch
-from kernels.devices.cuda.attention.latent import attend_latent
+from kernels.devices.cuda.attention.latent_prompts import LatentPlan, attend_latent_rows, makes_keys, plan_latent
 from kernels.devices.cuda.attention.plan import AttentionPlan, attention, plan_attention, plan_draft
 from kernels.devices.cuda.cache import CudaCache, CudaCaches
 from kernels.devices.cuda.elementwise.angles import angles
@@ -39,6 +39,7 @@ class CudaAttention(Attention[CudaCache, AttentionPlan]):
         self._page_size = page_size
         self._invariant = invariant
         self.plans_caps = not invariant
+        self._latent_plan: LatentPlan | None = None
         self._scratch = None if invariant else DecodeScratch(memory.torch_device)
 
     def plan(self, rows: AttentionRows, window: int) -> AttentionPlan:
@@ -64,8 +65,12 @@ class CudaAttention(Attention[CudaCache, AttentionPlan]):
     ) -> Tensor:
         if self._scratch is None or not isinstance(cache, Tensor):
             return super().attend_latent(queries, cache, batch, heads, scale)
-        plain, rotated = heads.absorb(queries)
-        return heads.expand(attend_latent(plain, rotated, cache, batch.plans[0], scale, self._scratch))
+        step, plan = batch.plans[0], self._latent_plan
+        if plan is None or plan.step is not step:  # one for all layers of a step
+            rope, makes = cache.shape[2] - heads.rank, makes_keys(queries, cache, heads)
+            plan = plan_latent(step, heads, rope, self._put) if makes else LatentPlan(step, step, len(queries))
+            self._latent_plan = plan
+        return attend_latent_rows(queries, cache, plan, heads, scale, self._scratch)
 
     def place_latent(
         self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Vectors, index: Tensor

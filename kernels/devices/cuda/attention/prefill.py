@@ -22,7 +22,7 @@ from kernels.devices.cuda.attention.decode import PLAIN, capped_score, score_fac
 from kernels.devices.cuda.launch import has_large_shared_memory
 from kernels.devices.row_attention import CapAndSinks
 
-__all__ = ["TILE", "PrefillBlocks", "attend_prefills", "plan_prefills"]
+__all__ = ["TILE", "PrefillBlocks", "attend_prefills", "order_blocks", "plan_prefills"]
 
 TILE: Final = 128
 """The most queries of a block."""
@@ -49,10 +49,18 @@ class PrefillBlocks:
 
 def plan_prefills(rows: AttentionRows, first: int, put: Callable[[npt.NDArray[np.int32]], Tensor]) -> PrefillBlocks:
     """The blocks of rows ``first ..`` of a step."""
-    counts, starts = rows.counts[first:], rows.starts[first:]
-    offsets = np.cumsum(rows.counts)[first:] - counts
+    counts = rows.counts[first:]
     pages = put(np.ascontiguousarray(rows.pages[first:]))
     size = TILE if counts.max() > _LONG and has_large_shared_memory(pages.device) else TILE // 2
+    blocks = order_blocks(rows, first)
+    full = int(counts.max()) > TILE or (len(blocks) > 1 and int(counts.sum()) > TILE // 2 * len(blocks))
+    return PrefillBlocks(put(blocks), pages, size, full)
+
+
+def order_blocks(rows: AttentionRows, first: int) -> npt.NDArray[np.int32]:
+    """``PrefillBlocks.blocks`` of rows ``first ..``."""
+    counts, starts = rows.counts[first:], rows.starts[first:]
+    offsets = np.cumsum(rows.counts)[first:] - counts
     each = -(-counts // TILE)
     row = np.repeat(np.arange(len(counts)), each)
     begin = (np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each)) * TILE
@@ -60,9 +68,7 @@ def plan_prefills(rows: AttentionRows, first: int, put: Callable[[npt.NDArray[np
     # Renumber groups without the gaps of long rows: every other group is ascending.
     near = np.unique((np.cumsum(starts + counts) - 1) // _NEAR, return_inverse=True)[1][row]
     rising = (near[-1] - near) % 2 == 1
-    result = result[np.lexsort((np.where(rising, 1, -1) * result[:, 3], near))]
-    full = int(counts.max()) > TILE or (len(result) > 1 and int(counts.sum()) > TILE // 2 * len(result))
-    return PrefillBlocks(put(result.astype(np.int32)), pages, size, full)
+    return result[np.lexsort((np.where(rising, 1, -1) * result[:, 3], near))].astype(np.int32)
 
 
 @triton.jit

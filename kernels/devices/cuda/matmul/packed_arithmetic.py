@@ -12,12 +12,15 @@ __all__ = [
     "alternate",
     "apart",
     "by_bytes",
+    "by_e2m1",
     "by_eighths",
     "by_nibbles",
     "half",
+    "halves",
     "inverse",
     "joined",
     "largest",
+    "quarters",
     "whole",
 ]
 
@@ -58,6 +61,31 @@ def sum_halves(word):
     code: gl.constexpr = """{
         .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; add.f32 $0, a, b; }"""
     return gl.inline_asm_elementwise(code, "=f,r", [word], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def micros(word, one, two, three, four):
+    """Products of eight e2m1 with eight float16 values, of which each word has those at i and i + 4 -> two sums of four
+    products each, 2^14 times too small, in float16."""
+    code: gl.constexpr = """{
+        .reg .b32 m, s, t;
+        shl.b32 m, $1, 9; and.b32 m, m, 0x0e000e00; shl.b32 s, $1, 12; lop3.b32 m, s, 0x80008000, m, 0xea;
+        mul.rn.f16x2 t, m, $2;
+        shl.b32 m, $1, 5; and.b32 m, m, 0x0e000e00; shl.b32 s, $1, 8; lop3.b32 m, s, 0x80008000, m, 0xea;
+        fma.rn.f16x2 t, m, $3, t;
+        shl.b32 m, $1, 1; and.b32 m, m, 0x0e000e00; shl.b32 s, $1, 4; lop3.b32 m, s, 0x80008000, m, 0xea;
+        fma.rn.f16x2 t, m, $4, t;
+        shr.b32 m, $1, 3; and.b32 m, m, 0x0e000e00; lop3.b32 m, $1, 0x80008000, m, 0xea;
+        fma.rn.f16x2 $0, m, $5, t; }"""
+    return gl.inline_asm_elementwise(
+        code, "=r,r,r,r,r,r", [word, one, two, three, four], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def by_e2m1(word, one, two, three, four):
+    """Sums of the 32 products of each four words."""
+    return sum_halves(gl.reduce(micros(word, one, two, three, four), 2, add_halves))
 
 
 @gluon.jit
@@ -156,6 +184,13 @@ def whole(value):
 def half(value):
     """The value as float16 in the lower half of a word."""
     return value.to(gl.float16).to(gl.int16, bitcast=True).to(gl.int32)
+
+
+@gluon.jit
+def halves(first, second):
+    """Two values as float16, in one word."""
+    code: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(code, "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.devices.cuda.elementwise.activation import clamped_swiglu, swiglu
-from kernels.devices.cuda.launch import has_large_shared_memory
-from kernels.devices.cuda.moe.routing import RoutedPairs, route, sum_experts
+from kernels.devices.cuda.launch import attempted, has_gluon, has_large_shared_memory
+from kernels.devices.cuda.moe.routing import RoutedPairs, choose_experts, route, sum_experts
 from kernels.devices.experts import (
     ClampedGate,
     ExpertInputs,
@@ -40,6 +40,7 @@ from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8W
 
 __all__ = ["CudaExpertLayers", "CudaExperts"]
 
+_FEW_TOKENS = 4  # up to which each pair reads its expert by itself
 _MIN_INPUTS = 16  # inputs of the matrix unit's product
 
 
@@ -60,7 +61,7 @@ class _Tile:
 _SMALL_TILES = ((32, _Tile(64)), (0, _Tile(16)))
 _FEW_PAIRS = ((32, _Tile(64)), (16, _Tile(32, block=128)), (0, _Tile(16, block=128, stages=4)))
 _TILES = ((192, _Tile(256, rows=128, warps=8, stages=4)), (96, _Tile(128, rows=128, warps=8)), *_FEW_PAIRS)
-_GROUPED_TILES = ((192, _Tile(128)), *_FEW_PAIRS)  # each block of inputs is scaled by itself, in registers
+_GROUPED_TILES = ((192, _Tile(128, block=128)), *_FEW_PAIRS)  # each block of inputs is scaled by itself, in registers
 
 
 def _choose_tile(mean_pairs: float, grouped: bool, large: bool) -> _Tile:
@@ -275,6 +276,10 @@ class CudaExperts(StackedExperts[_Stack]):
         return _Stack(values, scales, None, 8, group, tall, before)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._is_few(x):
+            result = attempted(self._few, x)
+            if result is not None:
+                return result
         routed, chosen = route(self.router(x), self.routing), self.routing.chosen
         rows, each = x.contiguous(), chosen
         if self.gate_up.before is not None:
@@ -284,6 +289,30 @@ class CudaExperts(StackedExperts[_Stack]):
         if self.down.before is not None:
             inner = self.down.before(inner, routed.experts.flatten())
         return sum_experts(self._product(inner, self.down, self._down_bias, routed, 1), routed.weights)
+
+    def _is_few(self, x: Tensor) -> bool:
+        """Whether ``kernels.devices.cuda.moe.gemv_mxfp4`` supports the layer and is faster."""
+        return (
+            len(x) <= _FEW_TOKENS
+            and self.gate_up.micro
+            and self._gate is not None
+            and self.gate_up.before is self.down.before is None
+            and x.element_size() == 2
+            and x.device.type == "cuda"
+            and has_gluon("moe.gemv_mxfp4")
+        )
+
+    def _few(self, x: Tensor) -> Tensor:
+        from kernels.devices.cuda.moe.gemv_mxfp4 import multiply
+
+        weights, chosen = choose_experts(self.router(x), self.routing)
+        experts, up, down = chosen.flatten(), self.gate_up, self.down
+        assert up.scales is not None, "MXFP4 has scales"
+        assert down.scales is not None, "MXFP4 has scales"
+        inner = multiply(
+            x.contiguous(), up.values, up.scales, self._gate_up_bias, experts, self._gate, self.routing.chosen
+        )
+        return sum_experts(multiply(inner, down.values, down.scales, self._down_bias, experts, None, 1), weights)
 
     def _product(self, x: Tensor, weight: _Stack, bias: Tensor | None, routed: RoutedPairs, each: int) -> Tensor:
         values, scales, order, counts = weight.values, weight.scales, routed.order, routed.counts

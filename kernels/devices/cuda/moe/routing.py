@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.devices.cuda.launch import is_precompiling
 from kernels.devices.experts import EPSILON, Routing, choose
 
-__all__ = ["RoutedPairs", "route", "sum_experts"]
+__all__ = ["RoutedPairs", "choose_experts", "route", "sum_experts"]
 
 _MAX_PAIRS = 8192
 """With more pairs, torch's radix sort is faster than one pass over all of them for each expert."""
@@ -139,11 +139,16 @@ def sum_experts_kernel(results, weights, out, hidden, chosen: tl.constexpr, bloc
 
 def route(logits: Tensor, routing: Routing) -> RoutedPairs:
     """``logits`` [tokens, experts]. A token whose logits are not all numbers has NaN weights of some experts."""
+    return _ordered(*choose_experts(logits, routing), logits.shape[1])
+
+
+def choose_experts(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """``choose`` with experts in int32."""
     tokens, count = logits.shape
     chosen, correction = routing.chosen, routing.correction
     if routing.scores == "mixer":
         weights, found = choose(logits, routing)
-        return _ordered(weights, found.to(torch.int32), count)
+        return weights, found.to(torch.int32)
     weights = torch.empty((tokens, chosen), dtype=torch.float32, device=logits.device)
     # While kernels are compiled, and not launched, torch must not count experts that nothing has chosen.
     allocate = torch.zeros if is_precompiling() else torch.empty
@@ -169,7 +174,7 @@ def route(logits: Tensor, routing: Routing) -> RoutedPairs:
         EPSILON,
         num_warps=4 if routing.groups > 1 else 1,
     )
-    return _ordered(weights, experts, count)
+    return weights, experts
 
 
 def _ordered(weights: Tensor, experts: Tensor, count: int) -> RoutedPairs:

@@ -19,7 +19,8 @@ class Reference:
     """``rules`` sees shapes, dtypes and host values only (tensors may be meta) and raises ConstraintError.
 
     ``like``: the overload whose meta kernel describes the results, for an overload without one. ``host``: whether it
-    only queries host state and is never part of a graph. ``generations``: those that have the operator.
+    only queries host state and is never part of a graph. ``generations``: those that have the operator. ``shape``: the
+    results of meta tensors, where the vendor's meta function refuses calls that its schema allows.
     """
 
     compute: Callable[..., Any]
@@ -27,6 +28,7 @@ class Reference:
     like: str | None
     host: bool
     generations: tuple[str, ...]
+    shape: Callable[..., Any] | None = None
 
 
 REFERENCES: dict[str, Reference] = {}
@@ -40,11 +42,12 @@ def reference(
     like: str | None = None,
     host: bool = False,
     generations: tuple[str, ...] = ("A2", "A3", "A5"),
+    shape: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function in the table."""
 
     def enter(compute: Callable[..., Any]) -> Callable[..., Any]:
-        REFERENCES[name] = Reference(compute, rules, like, host, generations)
+        REFERENCES[name] = Reference(compute, rules, like, host, generations, shape)
         return compute
 
     return enter

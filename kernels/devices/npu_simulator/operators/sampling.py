@@ -28,7 +28,12 @@ def top_k_top_p_rules(logits: Tensor, p: Tensor | None = None, k: Tensor | None 
             require(tuple(values.shape) == (logits.shape[0],), name, argument, rule)
 
 
-@reference("npu_top_k_top_p", rules=top_k_top_p_rules, generations=("A2", "A3"))
+def top_k_top_p_shape(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None) -> Tensor:
+    """The vendor's meta function requires k."""
+    return torch.empty_like(logits)
+
+
+@reference("npu_top_k_top_p", rules=top_k_top_p_rules, generations=("A2", "A3"), shape=top_k_top_p_shape)
 def npu_top_k_top_p(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None) -> Tensor:
     """Rejected logits become -inf. k in 1 to 1024 and at most the vocabulary, ties with the k-th value stay; then, of
     what is left, the smallest probabilities whose running sum is at most 1 - p go, never the largest (vendor)."""

@@ -18,12 +18,14 @@ import kernels.devices.cuda.matmul.gemm_small_tma
 import kernels.devices.cuda.matmul.gemv_quantized
 import kernels.devices.cuda.matmul.packed_arithmetic
 import kernels.devices.cuda.matmul.rope_cache_epilogue
+import kernels.devices.cuda.moe.gemv_mxfp4
 
 __all__ = [
     "EMULATED",
     "bulk_in_triton",
     "drafts_in_triton",
     "in_triton",
+    "micro_in_triton",
     "single_in_triton",
     "specialized_in_triton",
     "spread_in_triton",
@@ -62,6 +64,29 @@ def product(word, low, high, place: tl.constexpr):
 def by_eighths(word, low, high):
     first = product(word, low, high, 0) + product(word, low, high, 1)
     return tl.sum(first + (product(word, low, high, 2) + product(word, low, high, 3)), 2)
+
+
+@triton.jit
+def halves(first, second):
+    low, high = first.to(tl.float16).to(tl.int16, bitcast=True), second.to(tl.float16).to(tl.int16, bitcast=True)
+    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+
+
+@triton.jit
+def micro(word, pair, place: tl.constexpr):
+    bits = (word >> (4 * place)) & 0x000F000F
+    low, high = bits & 15, (bits >> 16) & 15
+    found = tl.zeros_like(word).to(tl.float32)
+    for half in tl.static_range(2):
+        code = high if half == 1 else low
+        number = (((code & 7) << 9) | ((code & 8) << 12)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        found += number * (pair >> (16 * half)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return found
+
+
+@triton.jit
+def by_e2m1(word, one, two, three, four):
+    return tl.sum((micro(word, one, 0) + micro(word, two, 1)) + (micro(word, three, 2) + micro(word, four, 3)), 2)
 """
 
 COPIED = """
@@ -355,6 +380,17 @@ def single_in_triton(directory: Path) -> ModuleType:
         kernels.devices.cuda.matmul.packed_arithmetic,
         kernels.devices.cuda.matmul.rope_cache_epilogue,
         kernels.devices.cuda.matmul.gemv_quantized,
+    )
+
+
+def micro_in_triton(directory: Path) -> ModuleType:
+    """``kernels.devices.cuda.moe.gemv_mxfp4`` in the same way."""
+    return in_triton(
+        directory,
+        "micro_in_triton",
+        EMULATED,
+        kernels.devices.cuda.matmul.packed_arithmetic,
+        kernels.devices.cuda.moe.gemv_mxfp4,
     )
 
 

@@ -11,6 +11,7 @@ import triton
 from kernels.core.attention_rows import AttentionRows
 from kernels.devices.cuda.attention.decode import DecodeScratch
 from kernels.devices.cuda.attention.latent import attend_latent
+from kernels.devices.cuda.attention.latent_prompts import MadeRows, gather
 from kernels.devices.cuda.attention.plan import plan_attention
 from kernels.devices.cuda.elementwise.latent_heads import place_latent
 from kernels.devices.cuda.moe.routing import route, sum_experts
@@ -28,6 +29,8 @@ def attended(heads):
     queries, rotated = empty(118, heads, 512, dtype=BF16), empty(118, heads, 64, dtype=BF16)
     plan, cache = plan_attention(rows, 0, 1, put), empty(9, 64, 576, dtype=BF16)
     attend_latent(queries, rotated, cache, plan, 0.1, DecodeScratch(cache.device))
+    table, starts = empty(6, 2, dtype=torch.int32), empty(6, dtype=torch.int32)
+    gather(cache, MadeRows(empty(1, 4, dtype=torch.int32), table, empty(3, 3, dtype=torch.int32), starts), 512)
     index, angles = empty(118, dtype=torch.int64), empty(118, 1, 64, dtype=BF16)
     queries, vectors = empty(118, heads, 192, dtype=BF16), empty(118, 576, dtype=BF16)
     place_latent(queries, vectors, empty(512, dtype=BF16), 1e-6, angles, angles, cache, index)

@@ -73,6 +73,55 @@ def test_chunks_behind_cached_tokens(device, prompts, heads, kv_heads, dim, page
     assert (found[0].double() - right).norm() <= 2e-3 * right.norm()
 
 
+@pytest.mark.parametrize(
+    ("heads", "starts", "counts", "programs"),
+    [
+        (2, [0, 37], [130, 1], 1),  # one program has one tile after another
+        (3, [300, 0, 5], [129, 64, 200], 4),  # more tiles than programs, forth and back
+        (1, [385], [140], None),
+    ],
+)
+def test_keys_in_two_parts_of_rows_in_lines(device, prompts, heads, starts, counts, programs):
+    if device.type == "cuda" and not copying(device):
+        pytest.skip("of compute capability 9.0")
+    torch.manual_seed(1)
+    ends = np.add(starts, counts)
+    bases = np.cumsum(-(-ends // 128) * 128) - -(-ends // 128) * 128
+    lines = int(bases[-1] + -(-ends[-1] // 128) * 128)
+    rows = AttentionRows(np.array(starts), np.array(counts), np.zeros((len(starts), 9), dtype=np.int32), 0)
+    plan = plan_prefills(rows, 0, lambda array: torch.from_numpy(array.copy()).to(device))
+    both = torch.randn(2, heads, lines, 128).half().to(device)
+    rotated = torch.randn(lines, 64).half().to(device)
+    every = torch.randn(sum(counts), heads + 1, 192).half().to(device)
+    found = torch.full((2, sum(counts), heads + 1, 128), torch.nan, device=device).half()
+    at = torch.from_numpy(bases.astype(np.int32)).to(device)
+    for out in found:
+        prompts.attend_made(every[:, 1:], both, rotated, at, plan.blocks, 0.07, out[:, 1:], programs)
+    assert torch.equal(*found[:, :, 1:])
+    expected, first = [], 0
+    for base, start, count in zip(bases.tolist(), starts, counts, strict=True):
+        some = slice(base, base + start + count)
+        keys = torch.cat((both[0, :, some], rotated[None, some].expand(heads, -1, -1)), 2).double()
+        query = every[first : first + count, 1:].double().transpose(0, 1)
+        seen = torch.arange(start + count) <= torch.arange(start, start + count)[:, None]
+        scores = (query @ keys.transpose(1, 2) * 0.07).masked_fill(~seen.to(device), -torch.inf)
+        expected.append((scores.softmax(-1) @ both[1, :, some].double()).transpose(0, 1))
+        first += count
+    right = torch.cat(expected)
+    assert (found[0, :, 1:].double() - right).norm() <= 2e-3 * right.norm()
+
+
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
+def test_the_kernel_for_keys_in_two_parts_fits(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    plan = plan_prefills(AttentionRows(np.zeros(1), np.array([300]), np.zeros((1, 5), dtype=np.int32), 0), 0, put)
+    with compiling(monkeypatch, 90) as found:
+        given = empty(300, 16, 192), empty(2, 16, 384, 128), empty(384, 64), empty(1, dtype=torch.int32)
+        prefill_warp_specialized.attend_made(*given, plan.blocks, 0.1, empty(300, 16, 128))
+    assert found[0].shared <= SHARED[90]
+    assert not found[0].spilled
+
+
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
 @pytest.mark.parametrize(
     ("capability", "counts", "dim", "page_size", "window", "dtype", "kernel"),

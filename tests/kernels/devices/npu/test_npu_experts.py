@@ -322,6 +322,20 @@ def test_what_the_device_does_not_take():
         )
 
 
+def test_fused_products_keep_scales_in_float32():
+    _, experts = weights(3, 64, 32)
+    whole = [[quantize_int8(part) for part in pair] for pair in experts]
+    npu = torch.device("npu")
+    given = [ExpertWeights(first.to(npu), None, second.to(npu), None) for first, second in whole]
+    stacked = NpuExperts(lambda x: x, given, Routing(2, True), A3)
+    expected = torch.stack([first.scales for first, _ in whole])
+    assert not torch.equal(expected, expected.to(BF16).float())
+    assert torch.equal(stacked.gate_up.scales.cpu(), expected)
+    assert stacked.down.scales.dtype == BF16  # npu_grouped_matmul takes no other for such outputs
+    apart = NpuExperts(lambda x: x, given, Routing(2, True), Soc("A5", "Ascend950"))
+    assert apart.gate_up.scales.dtype == BF16
+
+
 ROUTINGS = {
     "softmax": Routing(3, False),
     "renormalized": Routing(3, True),
