@@ -21,7 +21,7 @@ from kernels.devices.npu.latent_attention import DIM, RANK, ROPE, attend_rotated
 from kernels.devices.npu.operators import FRACTAL_NZ, NpuNorm
 from kernels.devices.npu.quantized import NpuInt8Linear
 from kernels.devices.npu.soc import Soc
-from kernels.weights.quantization.weights import Int8Weight
+from kernels.weights.quantization.weights import Int8Weight, Projection
 
 __all__ = ["NpuLatentPrologue", "fits_prolog"]
 
@@ -54,8 +54,11 @@ class NpuLatentPrologue:
         assert isinstance(norm, NpuNorm)
         self.heads, self.soc, self._part = weights.heads, soc, part
 
-        def make(weight: object) -> NpuInt8Linear | _FloatLinear:
-            return NpuInt8Linear(weight, None, soc) if isinstance(weight, Int8Weight) else _FloatLinear(weight)
+        def make(weight: Projection) -> NpuInt8Linear | _FloatLinear:
+            if isinstance(weight, Int8Weight):
+                return NpuInt8Linear(weight, None, soc)
+            assert isinstance(weight, Tensor)
+            return _FloatLinear(weight)
 
         self._down, self._up, self._vectors = (make(each) for each in (weights.down, weights.up, weights.vectors))
         self._quantized = isinstance(self._down, NpuInt8Linear)

@@ -425,6 +425,7 @@ def prolog_rules(
     require(kv_cache.shape[1] in (16, 128), name, "kv_cache", f"pages of {kv_cache.shape[1]} must be of 16 or 128")
     index = options.get("cache_index")
     require(index is not None, name, "cache_index", "is needed with PA_BSND")
+    assert index is not None
     dtypes(name, (torch.int64,), cache_index=index)
     require(tuple(index.shape) == (tokens,), name, "cache_index", f"must be [{tokens}], is {tuple(index.shape)}")
 
