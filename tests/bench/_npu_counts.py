@@ -60,7 +60,7 @@ _EXPERTS = _DENSE | {
 }
 _DEEPSEEK = _DENSE | {
     "architectures": ["DeepseekV3ForCausalLM"],
-    "hidden_size": 7168,
+    "hidden_size": 6144,
     "num_key_value_heads": 4,
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
@@ -70,7 +70,7 @@ _DEEPSEEK = _DENSE | {
     "n_routed_experts": 16,
     "num_experts_per_tok": 4,
     "n_shared_experts": 1,
-    "moe_intermediate_size": 256,
+    "moe_intermediate_size": 64,
     "first_k_dense_replace": 0,
     "n_group": 4,
     "topk_group": 2,
