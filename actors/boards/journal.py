@@ -8,7 +8,7 @@ client has seen is never computed again, lost or changed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 import msgspec
 import numpy as np
@@ -73,18 +73,26 @@ class Journal:
     """Entries by sequence. An entry exists from admission to its end, which is reported exactly once.
 
     ``suspects``: sequences that may have killed the worker. ``quarantined``: those of them that must end with an error.
-    ``paused``: whether generation is paused.
+    ``arriving``: suspects that come from another replica and that the scheduler has not queued yet. ``paused``: whether
+    generation is paused.
     """
 
     def __init__(self) -> None:
         self.suspects = Suspects()
+        self.arriving = Suspects()
         self.quarantined: set[int] = set()
         self.paused = False
         self._entries: dict[int, JournalEntry] = {}
+        self._tokens = 0
 
     def __len__(self) -> int:
         """Live sequences."""
         return len(self._entries)
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and output tokens of the live sequences."""
+        return self._tokens
 
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._entries
@@ -94,6 +102,26 @@ class Journal:
 
     def open(self, entry: JournalEntry) -> None:
         self._entries[entry.sequence] = entry
+        self._tokens += len(entry.prompt_ids) + len(entry.output)
+
+    def _close(self, sequence: int) -> JournalEntry | None:
+        entry = self._entries.pop(sequence, None)
+        if entry is not None:
+            self._tokens -= len(entry.prompt_ids) + len(entry.output)
+        return entry
+
+    def move(self, sequences: Iterable[int], to: Journal) -> None:
+        """Hand live entries to the journal of another replica, with what is known of them as suspects."""
+        for sequence in sequences:
+            entry = self._close(sequence)
+            if entry is not None:
+                to.open(entry)
+        for suspects in (self.suspects, self.arriving):
+            to.arriving.adopt(suspects.release(to._entries))
+
+    def arrived(self, sequences: Container[int]) -> None:
+        """The scheduler knows these sequences now: those that are suspects run apart from others."""
+        self.suspects.adopt(self.arriving.release(sequences))
 
     def live(self) -> Iterator[JournalEntry]:
         """Live entries in the order of their acceptance."""
@@ -117,6 +145,7 @@ class Journal:
         if entry.sequence not in self._entries:
             return
         entry.output.extend(tokens)
+        self._tokens += len(tokens)
         entry.emitted_chars += len(text)
         if entry.timeline.content is not None:
             entry.timeline.content.add(entry.index, text)
@@ -125,7 +154,7 @@ class Journal:
         if first:
             _mark_first_output(entry)
         if finish_reason is not None:
-            del self._entries[entry.sequence]
+            self._close(entry.sequence)
             _end_stages(entry)
         entry.stream.push(
             Delta(
@@ -152,14 +181,14 @@ class Journal:
 
     def fail(self, sequence: int, error: Exception) -> None:
         """Close the entry: its stream raises ``error`` after what it already holds."""
-        entry = self._entries.pop(sequence, None)
+        entry = self._close(sequence)
         if entry is not None:
             _end_stages(entry)
             entry.stream.fail(error)
 
     def drop(self, sequence: int) -> None:
         """Close the entry of a stream without a reader."""
-        entry = self._entries.pop(sequence, None)
+        entry = self._close(sequence)
         if entry is not None:
             _end_stages(entry)
 

@@ -110,6 +110,24 @@ class Suspects:
                 self._forget(sequence)
             self._remove(ended)
 
+    def release(self, sequences: Container[int]) -> Suspects:
+        """Forget these sequences here; the result knows about them what was known, for :meth:`adopt`."""
+        result = Suspects()
+        result._reruns = {number: rerun for number, rerun in self._reruns.items() if number in sequences}
+        groups = ([number for number in group if number in result._reruns] for group in self._groups)
+        result._groups = [group for group in groups if group]
+        result._alone = self._alone & result._reruns.keys()
+        for sequence in result._reruns:
+            self._forget(sequence)
+        self._remove(list(result._reruns))
+        return result
+
+    def adopt(self, other: Suspects) -> None:
+        """Take over the suspects of another replica, in their groups. ``other`` must not be used any more."""
+        self._reruns |= other._reruns
+        self._groups += other._groups
+        self._alone |= other._alone
+
     def cohorts(self, running: Container[int]) -> tuple[Cohort, Cohort]:
         """The suspects that run next, and the sequences that are not suspected. Requires that there are suspects."""
         waiting = sum(sequence not in running for sequence in self._reruns)

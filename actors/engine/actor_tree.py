@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from actors.boards.health_board import HealthBoard
 from actors.engine.replica import Replica, ReplicaEvents, ReplicaSetup
 from actors.protocol import TokenizerProtocol
-from actors.runtime import ActorRef, Strategy, Supervision
+from actors.requests.router import Route
+from actors.runtime import ActorRef, Event, EventKind, Strategy, Supervision
 from actors.text.rendering import Rendering
 from actors.text.tokenizer import Tokenizer
 from kernels.contract.info import ModelInfo
@@ -20,7 +21,7 @@ class ActorTree:
 
     ``boards``: one for each replica. ``on_progress``: called with the progress of the slowest replica. ``on_ready``:
     called when every replica has loaded, or one has loaded again, with the info of the replica with the shortest
-    context.
+    context. ``hand_over``: as ReplicaEvents.
     """
 
     rendering: Rendering
@@ -33,7 +34,9 @@ class ActorTree:
         on_progress: Callable[[str, float], None],
         on_ready: Callable[[ModelInfo], None],
         on_refused: Callable[[str, bool], None],
+        hand_over: Callable[[Route], Sequence[int]],
     ) -> None:
+        self._hand_over = hand_over
         self.tokenizers: list[ActorRef[TokenizerProtocol]] = []
         self.replicas = [
             Replica(number, setup, board, self._events(number, on_refused)) for number, board in enumerate(boards)
@@ -54,6 +57,8 @@ class ActorTree:
     async def assemble(self) -> None:
         """Start every actor. Workers may still load when this returns; ``on_ready`` reports the end of loading."""
         await self._start_tokenizers()
+        if len(self.replicas) > 1:
+            self._setup.system.on_event(self._on_event)
         # Worker processes next: they take longest, and the rest starts while they import.
         for replica in self.replicas:
             await replica.start_workers()
@@ -94,7 +99,14 @@ class ActorTree:
             on_progress=lambda stage, fraction: self._progressed(number, stage, fraction),
             on_ready=lambda info: self._loaded(number, info),
             on_refused=on_refused,
+            hand_over=self._hand_over,
         )
+
+    def _on_event(self, event: Event) -> None:
+        """Sequences of a replica whose worker died go on in the others."""
+        replica = self.find(event.actor) if event.kind is EventKind.DIED else None
+        if replica is not None:
+            replica.hand_over()
 
     def _progressed(self, number: int, stage: str, fraction: float) -> None:
         self._progress[number] = fraction
@@ -106,3 +118,5 @@ class ActorTree:
         self._infos[number] = info
         if len(self._infos) == len(self.replicas):
             self._on_ready(min(self._infos.values(), key=lambda info: info.context_length))
+        for replica in self.replicas:  # one that died while no other was ready
+            replica.hand_over()

@@ -15,7 +15,7 @@ from kernels.contract.grammar import GrammarSettings
 from kernels.contract.speculation import SpeculativeSettings
 from telemetry.metrics.options import MetricOptions, token_buckets
 
-__all__ = ["chunk_size", "grammar_settings", "metric_options", "planner_config", "runner_config"]
+__all__ = ["chunk_size", "grammar_settings", "load_balance_method", "metric_options", "planner_config", "runner_config"]
 
 
 OP_TIMEOUT_SECONDS = 200.0
@@ -94,6 +94,7 @@ def runner_config(
         random_seed=a.random_seed or 0,
         op_timeout=min(OP_TIMEOUT_SECONDS, a.watchdog_timeout * 2 / 3),
         tp_size=a.tensor_parallel_size,
+        host_workers=a.tensor_parallel_size * a.data_parallel_size,
         npu_simulator=placement.simulator,
         attention_backend=a.attention_backend or "",
         prefill_attention_backend=a.prefill_attention_backend or "",
@@ -119,6 +120,11 @@ def runner_config(
         is_embedding=a.is_embedding,
         invariant=a.enable_deterministic_inference,
     )
+
+
+def load_balance_method(arguments: Arguments) -> str:
+    """The router's method."""
+    return "round_robin" if arguments.prefill_round_robin_balance else arguments.load_balance_method
 
 
 def grammar_settings(arguments: Arguments, served: ServedModel) -> GrammarSettings | None:

@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry
 from actors.boards.health_board import HealthBoard, HealthBoards
 from actors.engine import report
 from actors.engine.actor_tree import ActorTree
-from actors.engine.configuration import metric_options
+from actors.engine.configuration import load_balance_method, metric_options
 from actors.engine.crash_log import CrashLog
 from actors.engine.lifecycle import Lifecycle
 from actors.engine.opening import open_model
@@ -81,10 +81,8 @@ class Engine:
     Keywords are the command line's long names (``Engine(model="path", max_running_requests=64)``); ``arguments`` takes
     an :class:`Arguments` instead. ``registry`` receives the metrics until the engine is closed; by default the engine
     creates one. ``tracer_provider`` receives the traces and has its own exporter; without it --enable-trace decides.
-    ``early``: worker processes started before; the engine ends those it does not need. ``replicas``: copies of the
-    model, each with its own scheduler, cache and workers; a router sends each request to the least loaded one. Each
-    takes ``tensor_parallel_size`` devices; metrics are summed over all. ``faults``: faults to inject in tests, see
-    :mod:`actors.faults`. Raises :class:`ArgumentError` for wrong keywords.
+    ``early``: worker processes started before; the engine ends those it does not need. ``faults``: faults to inject in
+    tests, see :mod:`actors.faults`. Raises :class:`ArgumentError` for wrong keywords.
     """
 
     def __init__(
@@ -95,7 +93,6 @@ class Engine:
         tracer_provider: TracerProvider | None = None,
         faults: FaultPlan | None = None,
         early: EarlyWorkers | None = None,
-        replicas: int = 1,
         **keywords: object,
     ) -> None:
         if arguments is None:
@@ -104,10 +101,6 @@ class Engine:
             raise ArgumentError([f"{min(keywords)}: give either arguments or keywords, not both"])
         if arguments.model_path is None:
             raise ArgumentError(["model_path: give a model directory or a hub id, as in Engine(model=...)"])
-        if replicas < 1:
-            raise ArgumentError([f"replicas: must be at least 1, not {replicas}"])
-        if replicas > 1 and arguments.dist_init_addr is not None:
-            raise ArgumentError(["dist_init_addr: several replicas cannot meet at one address; leave it out"])
         check_tracing(arguments, tracer_provider)
         if arguments.grammar_backend == "xgrammar" and find_spec("xgrammar") is None:
             raise ArgumentError(["--grammar-backend xgrammar needs its package: pip install 'troupe-llm[xgrammar]'"])
@@ -128,7 +121,9 @@ class Engine:
         self._injector: FaultInjector | None = None
         self.timelines = Timelines()
         self._reporting = Reporting(arguments, self.metrics, self.timelines)
-        self.board = HealthBoards([HealthBoard(self.metrics.steps, number) for number in range(replicas)])
+        self.board = HealthBoards(
+            [HealthBoard(self.metrics.steps, number) for number in range(arguments.data_parallel_size)]
+        )
         self.intake: Intake | None = None
         self._model: ServedModel | None = None
         self._actor_tree: ActorTree | None = None
@@ -269,6 +264,7 @@ class Engine:
             on_progress=self.lifecycle.progress,
             on_ready=self._on_ready,
             on_refused=lambda reason, permanent: self.lifecycle.give_up(reason, permanent=permanent),
+            hand_over=lambda route: () if self.intake is None else self.intake.hand_over(route),
         )
         await actor_tree.assemble()
         encoding = Encoding(
@@ -278,7 +274,7 @@ class Engine:
             self.arguments,
             opened.served,
             encoding=encoding,
-            router=Router([replica.route for replica in actor_tree.replicas]),
+            router=Router([replica.route for replica in actor_tree.replicas], load_balance_method(self.arguments)),
             timelines=self.timelines,
             faults=self._injector,
         )

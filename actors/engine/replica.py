@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,13 +20,14 @@ from actors.options import Arguments
 from actors.protocol import (
     CacheProtocol,
     DetokenizerProtocol,
+    HandOver,
     SchedulerProtocol,
     WorkerConfig,
     WorkerProtocol,
     WorkerReady,
 )
 from actors.requests.router import Route
-from actors.runtime import ActorRef, ActorSystem, Strategy, Supervision
+from actors.runtime import ActorRef, ActorSystem, MailboxFull, Strategy, Supervision
 from actors.scheduling.scheduler import Scheduler, SchedulerLinks
 from actors.text.detokenizer import Detokenizer
 from actors.workers.group import WorkerGroup
@@ -60,11 +63,12 @@ class ReplicaSetup(msgspec.Struct, frozen=True):
 class ReplicaEvents(msgspec.Struct, frozen=True):
     """Callbacks of a replica to its engine. ``on_progress``: loading progress, a stage and a fraction. ``on_ready``:
     its workers have loaded, for the first time or again. ``on_refused``: they cannot load, with a reason and whether it
-    is permanent."""
+    is permanent. ``hand_over``: lets other replicas run the live sequences of this route; returns those that moved."""
 
     on_progress: Callable[[str, float], None]
     on_ready: Callable[[ModelInfo], None]
     on_refused: Callable[[str, bool], None]
+    hand_over: Callable[[Route], Sequence[int]]
 
 
 class Replica:
@@ -102,9 +106,17 @@ class Replica:
         """The workers, rank 0 first."""
         return list(self._group.workers.values())
 
-    @property
+    @cached_property
     def route(self) -> Route:
-        return Route(self.scheduler, self.journal, self.board, tuple(self.workers))
+        """The one route of this replica; read it after the start of the actors."""
+        return Route(self.scheduler, self.journal, self.board, tuple(self.workers), self.number)
+
+    def hand_over(self) -> None:
+        """Let other replicas run the live sequences if the workers have died. The scheduler does it: it knows them."""
+        if self._started and self.board.worker is None and len(self.journal):
+            # If the lane is full, the sequences wait for the workers of this replica.
+            with contextlib.suppress(MailboxFull):
+                self.scheduler.offer(HandOver())
 
     async def start_workers(self) -> None:
         """Start the worker processes. They load the model while the other actors start."""
@@ -183,6 +195,7 @@ class Replica:
             tracing=setup.tracing,
             step_timeout=setup.arguments.watchdog_timeout,
             faults=setup.faults,
+            hand_over=lambda: self._events.hand_over(self.route),
         )
 
     def _workers_loaded(self, info: ModelInfo, epoch: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from actors.options.declaration import ArgumentSpec
 from actors.options.devices import DeviceArguments
@@ -26,6 +26,37 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
             "dimension and its vocabulary.",
         ),
     ] = 1
+
+    data_parallel_size: Annotated[
+        int,
+        ArgumentSpec(
+            group="Devices and kernels",
+            aliases=("dp-size", "dp"),
+            minimum=1,
+            maximum=256,
+            metavar="N",
+            help="Number of replicas of the model behind this server, each with its own scheduler, cache and workers. "
+            "Each takes --tensor-parallel-size devices, or on the CPU a share of the cores. If the workers of one "
+            "die, its requests go on in the others.",
+        ),
+    ] = 1
+
+    load_balance_method: Annotated[
+        Literal["cache_aware", "total_tokens", "total_requests", "round_robin"],
+        ArgumentSpec(
+            group="Devices and kernels",
+            help="How the replica of a request is chosen: the one that has seen most of its prefix unless it has much "
+            "more to do than the others (cache_aware), the one with the fewest tokens or requests, or in turn.",
+        ),
+    ] = "cache_aware"
+
+    prefill_round_robin_balance: Annotated[
+        bool,
+        ArgumentSpec(
+            group="Devices and kernels",
+            help="Give prompts to the replicas in turn: the same as --load-balance-method round_robin.",
+        ),
+    ] = False
 
     dist_init_addr: Annotated[
         str | None,

@@ -214,15 +214,9 @@ _TABLE: tuple[RefusedNames, ...] = (
     ),
     RefusedNames(
         group="Parallelism",
-        reason="data parallelism is not built yet",
-        remedy="leave it out or give 1; start several servers behind a load balancer",
-        flags=(
-            "prefill-round-robin-balance",
-            "enable-dp-attention",
-            "enable-dp-lm-head",
-            "dp-sampling",
-        ),
-        values={"data-parallel-size dp-size dp": 1, "load-balance-method": "round_robin"},
+        reason="data-parallel attention is not built yet",
+        remedy="leave it out; --data-parallel-size runs replicas of the whole model",
+        flags=("enable-dp-attention", "enable-dp-lm-head", "dp-sampling"),
     ),
     RefusedNames(
         group="Parallelism",
@@ -798,8 +792,8 @@ _TABLE: tuple[RefusedNames, ...] = (
     ),
     RefusedNames(
         group="Parallelism",
-        reason="data parallelism is not built yet",
-        remedy="leave it out; start several servers behind a load balancer",
+        reason="all replicas of a server run on one machine",
+        remedy="leave it out; give --data-parallel-size, or start several servers behind a load balancer",
         flags=("data-parallel-hybrid-lb", "data-parallel-external-lb"),
         unset=(
             "data-parallel-rank",

@@ -17,6 +17,7 @@ __all__ = [
     "Continue",
     "Flush",
     "GrammarCompiled",
+    "HandOver",
     "Pause",
     "SchedulerLoad",
     "SchedulerProtocol",
@@ -53,9 +54,19 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submit(Message[SchedulerProtocol, None], frozen=True):
-    """Take these sequences (the choices of one request) into the queue. A sequence already known is left alone."""
+    """Take these sequences into the queue. A sequence already known is left alone.
+
+    ``moved``: whether they come from another replica, so that the workers here have not compiled their grammars.
+    """
 
     sequences: tuple[SequenceSpec, ...]
+    moved: bool = False
+
+
+class HandOver(Message[SchedulerProtocol, None], frozen=True):
+    """The workers have died: let other replicas run the live sequences. Nothing happens while workers are alive."""
+
+    lane: ClassVar[Lane] = Lane.CONTROL
 
 
 class Abort(Message[SchedulerProtocol, None], frozen=True):

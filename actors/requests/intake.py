@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 import numpy as np
 
-from actors.boards.journal import Journal, JournalEntry
+from actors.boards.journal import JournalEntry
 from actors.boards.stream_buffer import StreamBuffer
 from actors.boards.wake_limiter import WakeLimiter
 from actors.faults import FaultInjector
@@ -343,10 +343,6 @@ class Intake:
             ids = await encoding.tokenize(prompt, request.timeline, request.permit.tenant, request.max_tokens)
         else:
             ids = list(prompt)[: request.max_tokens]
-        route = self._router.choose()
-        tenant = request.permit.tenant
-        while params.grammar is not None and await self._grammars.compile(params.grammar, route, tenant):
-            route = self._router.choose()  # another may have less to do by now
         bad_words = [ids for word in params.bad_words for ids in await encoding.spellings(word)]
         prediction = b""
         if params.prediction:
@@ -364,8 +360,15 @@ class Intake:
             )
         self.admission.resize(request.permit, _permit_tokens(len(ids), max_tokens, params))
         request.prompt_tokens = request.timeline.prompt_tokens = len(ids)
+        packed, tenant = np.asarray(ids, dtype=np.int32).tobytes(), request.permit.tenant
+        route = self._router.choose(packed, request.salt)
+        while params.grammar is not None and await self._grammars.compile(params.grammar, route, tenant):
+            route = self._router.choose(packed, request.salt)  # another may have less to do by now
+        self._wanted(buffer)
         request.route = route
-        specs = self._write_down(request, route.journal, ids, max_tokens, tuple(bad_words), prediction)
+        specs = self._write_down(
+            request, route, packed, ids, max_tokens, bad_words=tuple(bad_words), prediction=prediction
+        )
         await route.scheduler.tell(Submit(sequences=specs))
         return ids
 
@@ -430,17 +433,44 @@ class Intake:
                     code=f"too_many_{field}",
                 )
 
+    def hand_over(self, route: Route) -> list[int]:
+        """Move the live requests of a replica whose workers have died to replicas that are ready, each to the one that
+        the router chooses; returns the sequences that moved. Where none is ready, they wait for their own workers."""
+        moved: list[int] = []
+        now = time.monotonic()
+        for request in self._requests.values():
+            if request.route is not route:
+                continue
+            entries = [entry for each in request.sequences if (entry := route.journal.get(each)) is not None]
+            if not entries:
+                continue
+            target = self._router.choose(entries[0].spec.prompt, request.salt)
+            if target is route or target.board.worker is None:
+                break
+            specs = tuple(entry.resume_spec() for entry in entries)
+            try:
+                target.scheduler.offer(Submit(sequences=specs, moved=True))
+            except MailboxFull:
+                continue
+            sequences = [entry.sequence for entry in entries]
+            route.journal.move(sequences, target.journal)
+            request.route = target
+            request.timeline.mark("handed_over", now, replica=target.number)
+            moved += sequences
+        return moved
+
     def _write_down(
         self,
         request: _Request,
-        journal: Journal,
+        route: Route,
+        packed: bytes,
         ids: list[int],
         max_tokens: int,
+        *,
         bad_words: tuple[tuple[int, ...], ...],
         prediction: bytes,
     ) -> tuple[SequenceSpec, ...]:
         params, now = request.params, time.monotonic()
-        packed = np.asarray(ids, dtype=np.int32).tobytes()
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         # A text that is complete by its grammar ends, whatever else the request asks for.
         eos_ids = () if params.ignore_eos and params.grammar is None else self._model.eos_ids
@@ -477,7 +507,7 @@ class Intake:
             for index in range(params.n)
         )
         for index, spec in enumerate(specs):
-            journal.open(
+            route.journal.open(
                 JournalEntry(
                     sequence=spec.sequence,
                     index=index,

@@ -172,8 +172,11 @@ class Planner:
         waiting = [*self._table.waiting, *self._table.held.values()]
         return [output for sequence in waiting if (output := self._examine(sequence, info)) is not None]
 
-    def submit(self, specs: Iterable[SequenceSpec], now: float) -> list[SequenceOutput]:
-        """Queue sequences and ignore known ones. Returns the ends of those that are refused or already complete."""
+    def submit(self, specs: Iterable[SequenceSpec], now: float, *, hold: bool = False) -> list[SequenceOutput]:
+        """Queue sequences and ignore known ones. Returns the ends of those that are refused or already complete.
+
+        ``hold``: those with a grammar wait until the worker has compiled it.
+        """
         outputs: list[SequenceOutput] = []
         for spec in specs:
             if self.is_known(spec.sequence):
@@ -182,6 +185,8 @@ class Planner:
                 self._last_finish = now
             sequence = Sequence(spec, self._policy.effective_priority(spec.priority))
             self._table.queue(sequence)
+            if hold and spec.sampling.grammar is not None:
+                self._table.hold(sequence)
             if spec.deadline is not None:
                 self._deadlines = self._with_time(self._deadlines, spec.deadline, spec.sequence)
             if spec.start_by is not None:

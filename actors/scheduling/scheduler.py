@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -25,6 +25,7 @@ from actors.protocol import (
     FlushCache,
     FlushOutputs,
     GrammarCompiled,
+    HandOver,
     OpenSequence,
     Pause,
     PrefixMatch,
@@ -90,7 +91,7 @@ class Scheduler(Actor[SchedulerProtocol]):
     """An actor around :class:`Planner`.
 
     After every message it plans as many steps as may be in flight. Results of the worker arrive in its own mailbox, so
-    no handler waits for the device.
+    no handler waits for the device. ``hand_over``: lets other replicas run live sequences; returns those that moved.
     """
 
     def __init__(
@@ -103,7 +104,9 @@ class Scheduler(Actor[SchedulerProtocol]):
         step_timeout: float,
         tracing: Tracing | None = None,
         faults: FaultInjector | None = None,
+        hand_over: Callable[[], Sequence[int]] = tuple,
     ) -> None:
+        self._hand_over = hand_over
         self._planner = Planner(config, journal.suspects)
         self._planner.paused = journal.paused
         self._journal = journal
@@ -134,6 +137,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         if entries:
             self._timeline_writer.resumed(entries, now)
             await self._emit(self._planner.submit(tuple(entry.resume_spec() for entry in entries), now))
+            self._journal.arrived([entry.sequence for entry in entries])
         await self._emit(self._quarantine(now))
         self._board.attribute_death = self._attribute_death  # only now: the planner must know which suspects live
         ready = self._board.worker
@@ -149,7 +153,10 @@ class Scheduler(Actor[SchedulerProtocol]):
             await self._faults.strike_async("queue")
         # Aborts take the faster lane: a sequence that is not in the journal was aborted before it arrived here.
         specs = tuple(spec for spec in message.sequences if spec.sequence in self._journal)
-        await self._schedule(self._planner.submit(specs, self.context.clock.monotonic()))
+        outputs = self._planner.submit(specs, self.context.clock.monotonic(), hold=message.moved)
+        if message.moved:
+            self._journal.arrived([spec.sequence for spec in specs])
+        await self._schedule(outputs)
 
     @handles
     async def abort(self, message: Abort) -> None:
@@ -265,6 +272,21 @@ class Scheduler(Actor[SchedulerProtocol]):
             reason = f"step {message.number} got no answer: {message.reason}"
             self.context.system.crash_actor(self._worker, ChildCrash(reason))
         await self._schedule(self._worker_lost(message.epoch, message.reason))
+
+    @handles
+    async def hand_over(self, message: HandOver) -> None:
+        if self._worker_is_alive():
+            return
+        if self._epoch is not None:  # its steps have not failed yet; their reports will be ignored
+            epoch, self._epoch = self._epoch, None
+            await self._emit(self._worker_lost(epoch, "the worker died"))
+        # Outputs under way must be in the journal before the others read it.
+        await self._detokenizer.ask(FlushOutputs(), timeout=_CACHE_TIMEOUT_SECONDS)
+        moved = self._hand_over()
+        if moved:
+            _log.info("%d sequences of %s go on in other replicas", len(moved), self._worker.name)
+        self._planner.text_stopped(moved)
+        await self._schedule()
 
     # -- grammars
 

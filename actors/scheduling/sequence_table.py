@@ -75,8 +75,7 @@ class SequenceTable:
             self._wait(sequence)
         self.running.clear()
         for sequence in [each for each in self.waiting if each.spec.sampling.grammar is not None]:
-            self.waiting.remove(sequence)
-            self.held[sequence.id] = sequence
+            self.hold(sequence)
         self.may_admit = True
 
     # -- moves --------------------------------------------------------------------------------------------------------
@@ -87,6 +86,11 @@ class SequenceTable:
         self.sequences[sequence.id] = sequence
         self.waiting.add(sequence)
         self.may_admit = True
+
+    def hold(self, sequence: Sequence) -> None:
+        """Take a sequence out of the queue until the worker has compiled its grammar."""
+        self.waiting.remove(sequence)
+        self.held[sequence.id] = sequence
 
     def release(self, sequence: Sequence) -> None:
         """Return a held sequence to its place in the queue."""

@@ -14,7 +14,7 @@ __all__ = ["EarlyWorkers"]
 
 
 class EarlyWorkers:
-    """A process without a model for each worker of the first replica.
+    """A process without a model for each worker.
 
     The engine reports errors of arguments or of a start: here the workers from the failing one on have no early
     process.
@@ -26,9 +26,9 @@ class EarlyWorkers:
             placement = place(arguments, os.environ)
             # A simulated device must be set up before PyTorch is imported.
             modules = ["actors.workers.worker"] if placement.simulator else ["actors.workers.worker", RUNNER_MODULE]
-            for rank in range(arguments.tensor_parallel_size):
-                environment = placement.environment(arguments, rank, os.environ, arguments.watchdog_timeout)
-                blank = self._blank[rank] = BlankProcess(environment, modules)
+            for number in range(arguments.tensor_parallel_size * arguments.data_parallel_size):
+                environment = placement.environment(arguments, number, os.environ, arguments.watchdog_timeout)
+                blank = self._blank[number] = BlankProcess(environment, modules)
                 blank.begin()
 
     def take(self, number: int) -> BlankProcess | None:

@@ -30,6 +30,7 @@ class RunnerConfig(msgspec.Struct, frozen=True):
     op_timeout: float = 0.0  # seconds until a hanging kernel or collective is an error; 0: the driver's default
     tp_rank: int = 0  # of the tp_size processes that run the model together
     tp_size: int = 1
+    host_workers: int = 1  # processes that share the cores and the memory of this host, this one included
     rendezvous: str = ""  # where several ranks meet: the path of a file to create, or host:port where rank 0 listens
     device_index: int = 0  # of the devices that the worker's process sees
     npu_simulator: str = ""  # A2 | A3 | A5, then :devices and :memory, to simulate NPUs; empty: real ones

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from kernels.contract.caches import CacheSpec, Window
@@ -23,33 +24,69 @@ class StateSegments:
     ``tokens`` int64 [n, count]: indices in the step, of each row ``count`` that follow one another. ``sources``,
     ``targets`` int64 [n]: pages of the states before and after them. The state before a row's first token is zero: its
     source is the null page. ``targets`` None: no state is written, as the tokens are drafts. ``fresh``: whether there
-    may be rows that begin.
+    may be rows that begin. ``lengths`` int64 [n]: tokens of each row; what follows is padding, which repeats the last
+    one. None: all rows have ``count``. ``few``: of draft tokens, which kernels may run one after the other.
     """
 
     tokens: Tensor
     sources: Tensor
     targets: Tensor | None
     fresh: bool = False
+    lengths: Tensor | None = None
+    few: bool = False
+
+    def part(self, begin: int, end: int) -> StateSegments:
+        """Rows ``begin .. end - 1``."""
+        rows = slice(begin, end)
+        targets = None if self.targets is None else self.targets[rows]
+        lengths = None if self.lengths is None else self.lengths[rows]
+        return StateSegments(self.tokens[rows], self.sources[rows], targets, self.fresh, lengths, self.few)
+
+    def take(self, x: Tensor) -> Tensor:
+        """What ``x`` [tokens, ...] has of these tokens, [n, count, ...]."""
+        return x.index_select(0, self.tokens.flatten()).view(*self.tokens.shape, *x.shape[1:])
+
+    def without_padding(self, x: Tensor) -> Tensor:
+        """``x`` [n, count, ...] with zeros where there is padding."""
+        if self.lengths is None:
+            return x
+        padding = torch.arange(x.shape[1], device=x.device) >= self.lengths.unsqueeze(1)
+        return x.masked_fill(padding.view(*padding.shape, *(1,) * (x.ndim - 2)), 0)
+
+    def put(self, out: Tensor, results: Tensor) -> None:
+        """Write ``results`` [n, count, ...] to the tokens' places of ``out`` [tokens, ...]."""
+        if self.lengths is not None:  # padding has its row's last place: it gets what stands there, too
+            places = torch.arange(results.shape[1], device=results.device)
+            places = torch.minimum(places, self.lengths.unsqueeze(1) - 1)
+            results = results[torch.arange(len(results), device=results.device).unsqueeze(1), places]
+        out.index_copy_(0, self.tokens.flatten(), results.flatten(0, 1).to(out.dtype))
 
 
 StateRun = Callable[[tuple[Tensor, ...], tuple[StateSegments, ...]], Tensor]
 """``(inputs, segments)`` -> results [tokens, ...]: run tokens on from their states. ``inputs`` [tokens, ...] each."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class VerifyingRows:
-    """The rows of a step that verify draft tokens, and their ``tokens`` in the step. ``runs``: what the recurrent
-    layers did with these tokens, to be done again with the accepted ones: each with the inputs of these tokens."""
+    """The rows of a step whose states wait for the accepted tokens, and their ``tokens`` in the step. ``runs``: what
+    the recurrent layers did with these tokens, to be done again with the accepted ones: each with the inputs of these
+    tokens. ``stride``: from a row's first token to the next row's, in a captured pass; 0: rows follow one another.
+    """
 
     rows: slice
     tokens: slice
     runs: list[tuple[StateRun, tuple[Tensor, ...]]] = field(default_factory=list)
+    stride: int = 0
 
     def record(self, run: StateRun, inputs: tuple[Tensor, ...]) -> None:
         """Keep the tokens' part of a layer's ``inputs``."""
         tokens = self.tokens
         alone = all(len(x) == tokens.stop - tokens.start for x in inputs)
         self.runs.append((run, inputs if alone else tuple(x[tokens].clone() for x in inputs)))
+
+    def use(self, captured: VerifyingRows, rows: int) -> None:
+        """A captured pass has run the step's ``rows`` rows: none of them has written its states."""
+        self.rows, self.stride, self.runs = slice(0, rows), captured.stride, list(captured.runs)
 
 
 @dataclass(frozen=True)
@@ -84,10 +121,12 @@ class BoundedRows:
         cache_index: Tensor | None = None,
         plan: Any = None,
         segments: tuple[StateSegments, ...] = (),
+        verifying: VerifyingRows | None = None,
     ) -> BoundedRows:
-        """Those of a captured pass: ``cache_index`` and ``plan`` of a window, ``segments`` of a state."""
-        nothing = np.zeros(0, dtype=np.int64)
-        return cls(nothing, nothing, np.zeros((0, 0), dtype=np.int32), page_tokens, cache_index, plan, segments)
+        """Those of a captured pass: ``cache_index`` and ``plan`` of a window, ``segments`` of a state, which are
+        ``verifying`` or decodes."""
+        nothing, pages = np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.int32)
+        return cls(nothing, nothing, pages, page_tokens, cache_index, plan, segments, verifying)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@
     cache.py            keys and values, page by page    group_caches.py, state_cache.py: caches of each spec
     attention.py        rotary embedding, cache writes, plans, attention    latent_attention.py: over latent vectors
     row_attention.py    attention in plain torch, row by row    sparse_attention.py: to tokens that an indexer chooses
-    delta_rule.py       layers with states: gated delta nets    state_space.py: Mamba 2
+    delta_rule.py       layers with states: gated delta nets    state_space.py: Mamba 2    convolution.py: of LFM2
     sampling.py         own kernels for choosing tokens
     capture.py          graphs and programs (graphs.py: their buffers; prepared.py: what a device returns)
     draft_kernels.py    kernels between the passes of a draft; a device may have none

@@ -34,15 +34,16 @@ class Attention(ABC, Generic[Cache, Plan]):
 
     ``signed_sines``: whether ``rotate`` takes the sines of the first half negated. ``pairs_latent``: whether
     ``place_latent`` rotates neighbors of a vector against one another, not halves. ``invariant_latent``: whether
-    results of ``attend_latent`` depend on nothing but a query and what it sees. ``plans_latent``, ``plans_caps``:
-    whether ``attend_latent``, or ``attend_capped``, reads the plan of all tokens instead of rows on the host.
+    results of ``attend_latent`` depend on nothing but a query and what it sees. ``plans_latent``: whether
+    ``attend_latent`` reads the plan of all tokens instead of rows on the host. ``plans``: of the features that
+    ``ModelConfig.attention_features`` names, those that attention has by such a plan, too.
     """
 
     signed_sines: bool = True
     pairs_latent: bool = False
     invariant_latent: bool = False
     plans_latent: bool = False
-    plans_caps: bool = False
+    plans: frozenset[str] = frozenset()
 
     def __init__(self, caches: KvCaches[Cache]) -> None:
         self.caches = caches
@@ -51,11 +52,12 @@ class Attention(ABC, Generic[Cache, Plan]):
     def plan(self, rows: AttentionRows, window: int) -> Plan:
         """The plan of a step. ``window``: tokens that a query sees, 0 for all."""
 
-    def plan_layers(self, rows: AttentionRows, window: int) -> Plan:
-        """``plan`` of layers whose ``window`` may be negative: queries see the tokens since its last multiple."""
+    def plan_layers(self, rows: AttentionRows, window: int) -> Plan | None:
+        """``plan`` of layers whose ``window`` may be negative: queries see the tokens since its last multiple. None:
+        ``attend_rows`` computes them."""
         if window >= 0:
             return self.plan(rows, window)
-        return self.plan(rows.in_chunks(-window, self.caches.page_size), 0)
+        return None if rows.verifies else self.plan(rows.in_chunks(-window, self.caches.page_size), 0)
 
     def plan_draft(
         self, starts: Tensor, pages: Tensor, tokens: int, bits: Tensor | None, roots: Tensor | None, window: int
@@ -114,10 +116,11 @@ class Attention(ABC, Generic[Cache, Plan]):
     def attend_capped(
         self, queries: Tensor, cache: Cache, batch: ForwardBatch, window: int, scale: float, extra: CapAndSinks
     ) -> Tensor:
-        """As ``attend``, with a cap of the scores or with sinks. Here by ``attend_rows`` (``plans_caps``)."""
+        """As ``attend``, with scores that are capped or grow, or with sinks. Here by ``attend_rows`` (``plans``)."""
         if batch.rows is None:
             raise ValueError("attention with caps or sinks reads rows on the host; a captured pass has none")
-        return self.attend_rows(queries, cache, batch.rows, window, scale, extra.cap, extra.sinks)
+        given = queries, cache, batch.rows, window, scale, extra.cap, extra.sinks
+        return self.attend_rows(*given, growth_length=extra.growth_length)
 
     def place_latent(
         self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Vectors, index: Tensor

@@ -16,6 +16,7 @@ from kernels.devices.attention import Attention
 from kernels.devices.cache import KvCaches
 from kernels.devices.capture import Capture
 from kernels.devices.communication import Communication
+from kernels.devices.convolution import Convolution
 from kernels.devices.delta_rule import DeltaRule
 from kernels.devices.draft_kernels import DraftKernels
 from kernels.devices.elementwise import Elementwise
@@ -23,6 +24,7 @@ from kernels.devices.experts import ExpertLayers
 from kernels.devices.linear import LinearLayers
 from kernels.devices.memory import DeviceMemory
 from kernels.devices.sampling import SamplingKernels
+from kernels.devices.state_space import StateSpace
 
 __all__ = ["Device", "DeviceTraits"]
 
@@ -68,6 +70,8 @@ class Device(ABC):
     capture: Capture
     drafting: DraftKernels | None = None
     delta: DeltaRule = DeltaRule()
+    space: StateSpace = StateSpace()
+    convolution: Convolution = Convolution()
 
     @abstractmethod
     def bind_thread(self) -> None:

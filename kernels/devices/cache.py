@@ -13,7 +13,7 @@ from kernels.contract.caches import Latent
 from kernels.devices.latent_cache import LatentCache, make_latent_cache
 from kernels.weights.quantization.cache import SCALE, LayerScales, narrow
 
-__all__ = ["KvCaches"]
+__all__ = ["KvCaches", "distinct"]
 
 Cache = TypeVar("Cache")
 
@@ -64,7 +64,7 @@ class KvCaches(ABC, Generic[Cache]):
 
     @abstractmethod
     def gather(self, cache: Cache, places: Tensor) -> Tensor:
-        """The contents of ``places`` int64 [n] of a cache that is not narrow: [n, 2, kv_heads, dim]."""
+        """The contents of ``places`` int64 [n]: [n, 2, kv_heads, dim], float32 if the cache has 8 bits."""
 
     def make_latent(
         self, spec: Latent, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
@@ -78,8 +78,9 @@ class KvCaches(ABC, Generic[Cache]):
         return self.dtype is None  # kernels read no narrow vectors
 
     def move_all(self, caches: Sequence[Cache], source: Tensor, target: Tensor, each: int) -> None:
-        """``move`` in every layer. ``each``: tokens of a row, whose places no other row reads or writes."""
-        for cache in caches:
+        """``move`` in every layer, of those that share a cache once. ``each``: tokens of a row, whose places no other
+        row reads or writes."""
+        for cache in distinct(caches):
             self.move(cache, source, target)
 
     def head_dim(self, dim: int) -> int:
@@ -96,3 +97,8 @@ class KvCaches(ABC, Generic[Cache]):
         kept = self.dtype or dtype
         scale = self.scale_dtype.itemsize if narrow(kept) and not fixed else 0
         return 2 * kv_heads * (self.head_dim(head_dim) * kept.itemsize + scale)
+
+
+def distinct(caches: Sequence[Cache]) -> list[Cache]:
+    """Each of ``caches`` once, in their order: layers may share one."""
+    return list({id(cache): cache for cache in caches}.values())

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.core.batch import StateSegments
+from kernels.core.operators import Norm
 from kernels.devices.state_cache import StateCache
 
 __all__ = ["DeltaInputs", "DeltaRule", "DeltaTokens", "delta_chunks", "delta_rule", "delta_step"]
@@ -72,6 +73,18 @@ class DeltaRule:
         kernel for it.
         """
         return False
+
+    def head_gates(self, b: Tensor, a: Tensor, factor: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        """Betas ``sigmoid(b)`` float32 [tokens, heads] and decays ``factor * softplus(a + offset)`` float32 [tokens,
+        heads, 1]. ``b``, ``a`` [tokens, heads]; ``factor``, ``offset`` float32 [heads]."""
+        return torch.sigmoid(b.float()), (factor * F.softplus(a.float() + offset)).unsqueeze(-1)
+
+    def gated_norm(self, norm: Norm, out: Tensor, gates: Tensor, sigmoid: bool) -> Tensor:
+        """The ``norm`` of each head of ``out`` [tokens, heads, v_dim], times the silu of its ``gates`` [tokens, heads *
+        v_dim], or their ``sigmoid``. -> [tokens, heads * v_dim]."""
+        normed = norm(out.view(-1, out.shape[2])).view(len(out), -1)
+        weights = torch.sigmoid(gates.float()) if sigmoid else F.silu(gates.float())
+        return (normed.float() * weights).to(out.dtype)
 
 
 def delta_rule(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,7 @@ __all__ = [
     "choose",
     "may_be_dense",
     "refusal",
+    "unbiased_refusal",
 ]
 
 _Stack = TypeVar("_Stack")
@@ -69,7 +70,7 @@ class Routing:
     alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). With several ``groups`` of experts only those of the
     ``top_groups`` best are chosen (DeepSeek-V2, arXiv 2405.04434, section 2.2.2); a group is as good as its best
     expert, or as the sum of its two best (``pair_sum``). ``on_inputs``: weights multiply what experts read, not their
-    results; only ``ExpertsInTurn`` does so.
+    results (Llama 4).
     """
 
     chosen: int
@@ -285,6 +286,15 @@ def refusal(
     return None
 
 
+def unbiased_refusal(
+    experts: Sequence[ExpertWeights], kind: Callable[[Tensor | QuantizedWeight], object]
+) -> str | None:
+    """``refusal`` of kernels that add biases, which all experts must have or none, and take any gate."""
+    if len({(expert.gate_up_bias is None, expert.down_bias is None) for expert in experts}) > 1:
+        return "some have biases"
+    return refusal([dataclasses.replace(one, gate_up_bias=None, down_bias=None) for one in experts], kind)
+
+
 def _named(weight: Tensor | QuantizedWeight) -> str:
     if isinstance(weight, Tensor):
         return f"{str(weight.dtype).removeprefix('torch.')} of {list(weight.shape)}"
@@ -318,6 +328,19 @@ class ExpertLayers:
         """
         reason = "there is no kernel for all at once"
         return self.make_in_turn(self.make_router(router, bias, routing), experts, routing, reason, gate)
+
+    def make_routed(
+        self,
+        router: Linear,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        gate: Linear | None = None,
+        *,
+        identities: int = 0,
+    ) -> Experts:
+        """``make`` of a ``router`` that is made already. ``gate``, ``identities``: as ``make_in_turn``."""
+        reason = "there is no kernel for all at once"
+        return self.make_in_turn(router, experts, routing, reason, gate, identities=identities)
 
     def make_router(self, router: Tensor, bias: Tensor | None, routing: Routing, shared: bool = False) -> Linear:
         """The logits of experts; in float32 where scores are more than a softmax, which DeepSeek-V3 is trained with.

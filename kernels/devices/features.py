@@ -11,12 +11,12 @@ __all__ = ["DeviceFeatures"]
 class DeviceFeatures:
     """``collectives``: torch.distributed's library for several ranks; "": it runs one rank alone. ``cache_dtypes``:
     what keys and values can be kept in, by the names of ``CACHE_DTYPES``. ``captures``: whether decodes are
-    captured, ``captures_states``: also where layers keep states. ``plans_latent``, ``plans_caps``: as those of
+    captured, ``captures_states``: also where layers keep states. ``plans_latent``, ``plans``: as those of
     ``Attention``."""
 
     collectives: str
     cache_dtypes: frozenset[str]
     captures: bool
     plans_latent: bool = False
-    plans_caps: bool = False
+    plans: frozenset[str] = frozenset()
     captures_states: bool = False

@@ -15,7 +15,9 @@ def select_device(config: RunnerConfig) -> Device:
         from kernels.devices.cpu.device import CpuDevice
         from kernels.devices.cpu.invariant import InvariantCpuDevice
 
-        return InvariantCpuDevice(config) if config.invariant else CpuDevice(config.threads, config.tp_size)
+        if config.invariant:
+            return InvariantCpuDevice(config)
+        return CpuDevice(config.threads, config.tp_size, host_workers=config.host_workers)
     if config.device == "npu":
         try:
             from kernels.devices.npu.device import NpuDevice

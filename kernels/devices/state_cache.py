@@ -2,7 +2,8 @@
 
 A step's tokens are cut into segments at the borders of the state's pages: each page gets the state after its last
 token, or after the row's. A full page is never written again: it is a snapshot, from which sequences with the same
-prefix go on. Segments of the same length that do not depend on one another run in one call: all decodes do.
+prefix go on. Segments that do not depend on one another run in one call, if not too much of it is padding: all decodes
+do, and prompts of similar lengths.
 
 Rows that verify draft tokens write no state, as it would be that of tokens which may be rejected. When the accepted
 tokens are known, the layers run them a second time from the state before the step, page by page (``run_accepted``).
@@ -10,7 +11,6 @@ tokens are known, the layers run them a second time from the state before the st
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -27,6 +27,7 @@ __all__ = [
     "advance_states",
     "captured_segments",
     "make_states",
+    "pages_before",
     "plan_segments",
     "run_accepted",
     "states_before",
@@ -36,13 +37,15 @@ __all__ = [
 StateCache = list[Tensor]
 """One layer's: for each of the spec's shapes a tensor [pages, *shape]."""
 
-Advance = Callable[[Tensor, list[Tensor]], list[Tensor]]
-"""``(tokens, states)`` -> the states after: run the tokens int64 [n, count] of the step, of each row ``count`` that
-follow one another, on from states [n, *shape]. It may overwrite the states."""
+Advance = Callable[[StateSegments, list[Tensor]], list[Tensor]]
+"""``(segment, states)`` -> the states after: run the segment's tokens on from states [n, *shape]. It may overwrite the
+states, and padding must leave them as they are."""
 
 Put = Callable[[npt.NDArray[np.int64]], Tensor]
 """Copies to the device."""
 
+_PADDED = 1.5
+"""Most tokens of a call, by those that are no padding: what one call saves is a chain of small operators."""
 _CALL_BYTES = 1 << 28
 """Of the states of a call: what it allocates beside them is some times as much."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,9 +64,12 @@ def plan_segments(
     page_tokens: int,
     put: Put,
     offsets: npt.NDArray[np.int64] | None = None,
+    *,
+    few: bool = False,
 ) -> tuple[StateSegments, ...]:
     """The segments of a step, in the order in which they run. Arguments as in ``BoundedRows``; ``offsets`` int64
-    [rows]: the place of each row's first token, if the rows do not follow one another."""
+    [rows]: the place of each row's first token, if the rows do not follow one another. ``few``: as in
+    ``StateSegments``; such rows run in one call, whatever their lengths."""
     rows = np.arange(len(starts))
     if offsets is None:
         offsets = np.cumsum(counts) - counts
@@ -71,25 +77,41 @@ def plan_segments(
     left, at = counts, starts  # of each row: tokens to run, the position of the next
     while len(rows):
         here = np.minimum(left, page_tokens - at % page_tokens)
-        by_length: dict[int, list[int]] = defaultdict(list)
-        for index, length in enumerate(here.tolist()):
-            by_length[length].append(index)
-        for length, chosen in by_length.items():
-            some, begin = rows[chosen], at[chosen]
+        for chosen in [np.arange(len(here))] if few else _calls(here):
+            some, begin, lengths = rows[chosen], at[chosen], here[chosen]
             first = offsets[some] + begin - starts[some]
+            last = lengths[:, None] - 1
             before = pages[some, np.maximum(begin - 1, 0) // page_tokens].astype(np.int64)
             fresh = begin == 0
             result.append(
                 StateSegments(
-                    put(first[:, None] + np.arange(length)),
+                    put(first[:, None] + np.minimum(np.arange(int(lengths.max())), last)),
                     put(np.where(fresh, 0, before)),
                     put(pages[some, begin // page_tokens].astype(np.int64)),
                     bool(fresh.any()),
+                    put(lengths) if lengths.min() < lengths.max() or (few and lengths.max() > 1) else None,
+                    few,
                 )
             )
         more = left > here
         rows, left, at = rows[more], (left - here)[more], (at + here)[more]
     return tuple(result)
+
+
+def _calls(lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """The rows of each call, for rows of these ``lengths``. Rows of one token run by themselves: a device has kernels
+    for them."""
+    result = [ones] if len(ones := np.flatnonzero(lengths == 1)) else []
+    order = np.argsort(-lengths, kind="stable")[: len(lengths) - len(ones)]
+    begin, tokens = 0, 0
+    for end, length in enumerate(lengths[order].tolist()):
+        if (end + 1 - begin) * lengths[order[begin]] > _PADDED * (tokens + length):
+            result.append(np.sort(order[begin:end]))
+            begin, tokens = end, 0
+        tokens += length
+    if begin < len(order):
+        result.append(np.sort(order[begin:]))
+    return result
 
 
 def captured_segments(pages: Tensor, positions: Tensor, page_tokens: int) -> tuple[StateSegments, ...]:
@@ -110,31 +132,37 @@ def verify_segments(
     put: Put,
     first: int,
 ) -> tuple[StateSegments, ...]:
-    """The segments of rows that verify draft tokens: whole rows, as no state is written. ``first``: the place of their
+    """The segment of rows that verify draft tokens: whole rows, as no state is written. ``first``: the place of their
     first token; other arguments as in ``plan_segments``."""
-    offsets, result = first + np.cumsum(counts) - counts, []
-    for length in np.unique(counts).tolist():
-        rows = np.flatnonzero(counts == length)
-        begin = starts[rows]
-        before = pages[rows, np.maximum(begin - 1, 0) // page_tokens].astype(np.int64)
-        fresh = begin == 0
-        tokens, sources = offsets[rows][:, None] + np.arange(length), np.where(fresh, 0, before)
-        result.append(StateSegments(put(tokens), put(sources), None, bool(fresh.any())))
-    return tuple(result)
+    offsets, fresh = first + np.cumsum(counts) - counts, bool((starts == 0).any())
+    tokens = offsets[:, None] + np.minimum(np.arange(int(counts.max())), counts[:, None] - 1)
+    sources = put(pages_before(starts, pages, page_tokens))
+    return (StateSegments(put(tokens), sources, None, fresh, put(counts), few=True),)
+
+
+def pages_before(
+    starts: npt.NDArray[np.int64], pages: npt.NDArray[np.int32], page_tokens: int
+) -> npt.NDArray[np.int64]:
+    """The pages of the states before rows that begin at ``starts`` int64 [rows], int64 [rows]; the null page of a row
+    without one. ``pages`` as in ``BoundedRows``."""
+    before = pages[np.arange(len(starts)), np.maximum(starts - 1, 0) // page_tokens].astype(np.int64)
+    return np.where(starts == 0, 0, before)
 
 
 def run_accepted(rows: BoundedRows, accepted: npt.NDArray[np.int64], put: Put) -> None:
-    """Bring the states of the rows that verified behind their accepted tokens. ``accepted`` int64 [verifying rows]: how
-    many of a row's tokens count; 0: the row has ended, and its states are left as they are."""
+    """Bring the states of the rows that verified behind their accepted tokens. ``accepted`` int64 [rows]: how many of a
+    row's tokens count; 0: the row has ended, and its states are left as they are."""
     verifying = rows.verifying
     if verifying is None:
         return
     if not verifying.runs:
         raise RuntimeError("layers with states ran draft tokens past BoundedRows.run: their states would be lost")
     part = verifying.rows
-    starts, counts, pages = rows.starts[part], rows.counts[part], rows.pages[part]
-    offsets, alive = np.cumsum(counts) - counts, np.flatnonzero(accepted)
-    segments = plan_segments(starts[alive], accepted[alive], pages[alive], rows.page_tokens, put, offsets[alive])
+    starts, counts, pages, accepted = rows.starts[part], rows.counts[part], rows.pages[part], accepted[part]
+    offsets = np.arange(len(counts)) * verifying.stride if verifying.stride else np.cumsum(counts) - counts
+    alive = np.flatnonzero(accepted)
+    given = starts[alive], accepted[alive], pages[alive], rows.page_tokens, put, offsets[alive]
+    segments = plan_segments(*given, few=True)
     for run, inputs in verifying.runs:
         run(inputs, segments)
     verifying.runs.clear()
@@ -150,13 +178,21 @@ def states_before(cache: StateCache, segment: StateSegments) -> list[Tensor]:
     return states
 
 
-def advance_states(cache: StateCache, segments: tuple[StateSegments, ...], advance: Advance) -> None:
+def advance_states(
+    cache: StateCache,
+    segments: tuple[StateSegments, ...],
+    advance: Advance,
+    step: Callable[[StateSegments], bool] | None = None,
+) -> None:
     """Run every row of a step on from its state, and write the states where the next steps, and other sequences with
-    the same prefix, find them."""
+    the same prefix, find them. ``step``: tries a kernel first, which reads and writes ``cache`` itself; False: nothing
+    has run."""
     rows = max(1, _CALL_BYTES // sum(kept[0].nbytes for kept in cache))
     for whole in segments:
+        if step is not None and step(whole):
+            continue
         for segment in _blocks(whole, rows):
-            states = advance(segment.tokens, states_before(cache, segment))
+            states = advance(segment, states_before(cache, segment))
             if segment.targets is None:
                 continue
             for kept, state in zip(cache, states, strict=True):
@@ -166,6 +202,4 @@ def advance_states(cache: StateCache, segments: tuple[StateSegments, ...], advan
 def _blocks(segment: StateSegments, rows: int) -> Iterator[StateSegments]:
     """Parts of at most ``rows`` rows. No row reads a page that another one writes."""
     for begin in range(0, len(segment.sources), rows):
-        part = slice(begin, begin + rows)
-        targets = None if segment.targets is None else segment.targets[part]
-        yield StateSegments(segment.tokens[part], segment.sources[part], targets, segment.fresh)
+        yield segment.part(begin, begin + rows)

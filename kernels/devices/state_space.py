@@ -17,7 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["SpaceTokens", "space_chunks", "space_scan", "space_step"]
+from kernels.core.batch import StateSegments
+from kernels.devices.state_cache import StateCache
+
+__all__ = ["SpaceInputs", "SpaceTokens", "StateSpace", "space_chunks", "space_scan", "space_step"]
 
 _CHUNK = 64
 """Tokens whose scores are computed at once."""
@@ -35,6 +38,37 @@ class SpaceTokens:
     steps: Tensor
     rates: Tensor
     skips: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SpaceInputs:
+    """What a layer makes of a step's tokens: inputs of the convolution ``mixed`` [tokens, channels], x of all heads, b
+    and c of all groups; ``steps`` float32 [tokens, heads]. Of all tokens: ``rates``, ``skips`` as in
+    ``SpaceTokens``."""
+
+    mixed: Tensor
+    steps: Tensor
+    rates: Tensor
+    skips: Tensor
+
+
+class StateSpace:
+    """Steps of Mamba 2. A device overrides what it has kernels for."""
+
+    def step(
+        self,
+        inputs: SpaceInputs,
+        weight: Tensor,
+        bias: Tensor | None,
+        cache: StateCache,
+        segment: StateSegments,
+        out: Tensor,
+    ) -> bool:
+        """Run a segment of one token a row: convolution by ``weight`` float32 [taps, channels] and ``bias`` [channels],
+        silu, and the state space. ``cache``: the convolution's inputs and the heads' states. ``out`` [tokens, heads *
+        dim]. -> False: nothing has run, as the device has no kernel for it.
+        """
+        return False
 
 
 def space_scan(tokens: SpaceTokens, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -61,7 +61,8 @@ class Passes:
                 drafting.move_accepted(self._caches, index, acceptance.rows, acceptance.outcome)
             return acceptance
 
-        if speculation is not None and tokens > 1 and greedy is not None and self._config.tp_size == 1:
+        alone = self._config.tp_size == 1 and not self._bounded  # states wait until the host knows what is accepted
+        if speculation is not None and tokens > 1 and greedy is not None and alone:
             forced = int(speculation.fixed_acceptance)
             known = drafting is not None and forced == speculation.fixed_acceptance and (self._moves or not tree)
             head = VerifyHead(find, accept if known else None, lambda result: model.split(result)[1])

@@ -195,7 +195,7 @@ def _open_groups(
     """The cache groups of a rank's layers. Raises ConfigError for options that only plain pages support."""
     kept = sum(min(context, abs(window) or context) for window in part.windows)
     plain_only = config.speculation is not None or cache.dtype is not None
-    eager = part.eager_with(device.attention.plans_caps)
+    eager = part.eager_with(device.attention.plans)
     share = 1.0 if eager else _WINDOW_SHARE  # of which nothing is captured anyway
     saves = kept < share * context * part.layers
     groups = caches(part, windows=config.window_pages and saves and not plain_only)
@@ -210,12 +210,7 @@ def _open_groups(
             f"{part.eager_attention} of {part.architecture} has no attention whose results are independent of the "
             "chunks of prompts; leave --enable-deterministic-inference out"
         )
-    if eager and plain_only:
-        raise ConfigError(
-            f"{eager} of {part.architecture} is neither for speculative decoding nor for a cache in "
-            "fewer bits; leave --speculative-algorithm and --kv-cache-dtype out"
-        )
-    if part.row_attention and any(layer.offsets is not None for layer in cache.scales or ()):
+    if part.row_attention and not eager and any(layer.offsets is not None for layer in cache.scales or ()):
         raise ConfigError(
             f"{part.eager_attention} of {part.architecture} is not for a cache whose static scales have offsets: leave "
             "--kv-cache-dtype out, or scale tokens dynamically"
@@ -233,11 +228,6 @@ def _open_groups(
             "--enable-deterministic-inference out"
         )
     if is_plain(groups):
-        if config.speculation is not None and len(groups) > 1:  # accepted tokens are moved in all caches alike
-            raise ConfigError(
-                f"speculative decoding needs layers that cache alike, and those of {part.architecture} have keys and "
-                "values of several sizes; leave --speculative-algorithm out"
-            )
         return groups
     kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))
     if config.speculation is not None:
@@ -497,8 +487,9 @@ def _step_memory(
             rows = min(rows, longest // drafter.max_nodes)
             verifies = captured.capture_decodes(rows, drafter.max_nodes, drafter.branches, drafter.depth)
             drafter.capture(lambda could: could, verifies.accept_outputs if verifies is not None else {})
-            target = TargetParts(device, some, part, opened.dtype, own, make_slots())
-            precompile_drafts(config, drafter, target)
+            if not has_states(opened.groups):
+                target = TargetParts(device, some, part, opened.dtype, own, make_slots())
+                precompile_drafts(config, drafter, target)
 
     # Several ranks would deadlock in passes that only some of them can run.
     if group.size == 1 and groups.is_captured and not model.reads_rows:

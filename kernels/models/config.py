@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -253,25 +253,33 @@ class ModelConfig:
     code: CodeModel | None = None
 
     @property
-    def eager_attention(self) -> str:
-        """Why attention runs outside of captured graphs: the feature that plain torch computes from rows on the host;
-        "": it does not. Devices with ``Attention.plans_caps`` capture caps and sinks (``eager_with``)."""
-        if self.attention_softcap:
-            return "attn_logit_softcapping"
-        if self.sinks or self.alibi:
-            return "the sinks of attention" if self.sinks else "ALiBi"
-        return "attention in chunks" if min(self.windows) < 0 else ""
+    def attention_features(self) -> Mapping[str, str]:
+        """What attention has that only some devices plan (``Attention.plans``), and how errors name it: caps | sinks |
+        alibi | growth (scores that grow with positions) | chunks | sizes (heads of several sizes) | wide (heads of
+        more than 256 numbers)."""
+        features = {
+            "caps": ("attn_logit_softcapping", self.attention_softcap > 0),
+            "sinks": ("the sinks of attention", self.sinks),
+            "alibi": ("ALiBi", self.alibi),
+            "growth": ("attn_temperature_len", self.growth_length > 0),
+            "chunks": ("attention in chunks", min(self.windows) < 0),
+        }
+        return {feature: name for feature, (name, there) in features.items() if there}
 
-    def eager_with(self, plans_caps: bool) -> str:
-        """``eager_attention`` on a device with or without ``Attention.plans_caps``."""
-        if not plans_caps or self.growth_length:
-            return self.eager_attention
-        return dataclasses.replace(self, attention_softcap=0.0, sinks=False).eager_attention
+    @property
+    def eager_attention(self) -> str:
+        """``eager_with`` of a device that plans none of ``attention_features``."""
+        return self.eager_with(frozenset())
+
+    def eager_with(self, plans: Collection[str]) -> str:
+        """Why attention runs outside of captured graphs: a feature that plain torch computes from rows on the host, or
+        whose rows the host cuts; "": it does not. ``plans``: as those of the device's ``Attention``."""
+        return next((name for feature, name in self.attention_features.items() if feature not in plans), "")
 
     @property
     def row_attention(self) -> bool:
-        """Whether ``Attention.attend_rows`` computes it."""
-        return self.attention_softcap > 0 or self.sinks or self.alibi or self.growth_length > 0
+        """Whether scores are more than products of queries and keys."""
+        return bool({"caps", "sinks", "alibi", "growth"} & self.attention_features.keys())
 
     @property
     def indexed(self) -> bool:

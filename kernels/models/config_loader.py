@@ -13,7 +13,7 @@ from kernels.contract.errors import ConfigError
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.gguf_description import describe
 from kernels.models.pooling import read_pooling
-from kernels.models.registry import UnknownArchitecture, find, language_architecture
+from kernels.models.registry import LANGUAGE_MODEL_SIZES, UnknownArchitecture, find, language_architecture
 from kernels.weights.config_json import merge_overrides
 from kernels.weights.config_json import read_json as read_config_json
 from kernels.weights.gguf.header import read_header
@@ -98,7 +98,9 @@ def read_json(model_path: str | Path) -> dict[str, Any]:
         return describe(read_header(model_path))
     raw = read_config_json(model_path)
     inner = language_architecture(raw)
-    return raw if inner is None else {**raw, "architectures": [inner]}
+    if inner is None:
+        return raw
+    return {**LANGUAGE_MODEL_SIZES.get(raw["model_type"], {}), **raw, "architectures": [inner]}
 
 
 def parse_config(raw: Mapping[str, Any], quantized: bool = False) -> ModelConfig:

@@ -78,7 +78,7 @@ class Decoder:
         self.device, self.rows = builder.ops, builder.rows
         self.captures = builder.captures
         self.hidden_size = config.hidden_size
-        self.reads_rows = bool(config.eager_with(builder.ops.attention.plans_caps)) or config.indexed
+        self.reads_rows = bool(config.eager_with(builder.ops.attention.plans)) or config.indexed
         self._routes = builder.routes
         self._sparse = sorted(config.experts.layers) if config.experts is not None else []
         self.embeddings, self.head = vocab

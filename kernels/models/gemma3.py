@@ -19,9 +19,7 @@ __all__ = ["build", "caches", "config", "tensors"]
 
 
 def config(raw: ConfigReader) -> ModelConfig:
-    """The sizes in config.json, from which files that also read images leave some out."""
-    heads = _HEADS if raw.raw.get("num_attention_heads") is None else {}
-    raw = ConfigReader(_SIZES | heads | dict(raw.raw), raw.architecture)
+    """The sizes in config.json."""
     bias, windows = raw.flag("attention_bias"), raw.patterned_windows(6)
     plain = raw.decoder(
         qkv_bias=bias,
@@ -69,9 +67,6 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
     layers = [_layer(config, builder, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
     return Decoder(builder, config, vocab, layers, builder.norm("model.norm", config.norm_eps, config.norm_offset))
 
-
-_SIZES = {"vocab_size": 262208, "max_position_embeddings": 131072}
-_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 
 _NORMS = {
     "input_layernorm": "attn_norm",

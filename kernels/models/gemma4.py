@@ -12,7 +12,7 @@ the cache of the last one of their kind before them. Experts may stand beside ea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +65,14 @@ class Gemma4Config(ModelConfig):
     wide: bool = False
 
     @property
-    def eager_attention(self) -> str:
-        """As ``ModelConfig``: kernels are planned for heads of one size."""
-        return super().eager_attention or ("attention with heads of two sizes" if self.mixed else "")
+    def attention_features(self) -> Mapping[str, str]:
+        """As ``ModelConfig``."""
+        features = dict(super().attention_features)
+        if self.mixed:
+            features["sizes"] = "attention with heads of two sizes"
+        if self.full_dim > 256:
+            features["wide"] = "heads of more than 256 numbers"
+        return features
 
     @property
     def mixed(self) -> bool:
@@ -275,7 +280,8 @@ def _ones_norm(config: ModelConfig, builder: ModelBuilder, *shape: int) -> Norm:
 
 def _attention(config: Gemma4Config, builder: ModelBuilder, module: str, index: int) -> AttentionLayer:
     own, window = config.layer(index), config.windows[index]
-    plain, output = config.mixed and not window, builder.row_parallel(f"{module}.o_proj")
+    output = builder.row_parallel(f"{module}.o_proj")
+    plain = config.mixed and not window and "sizes" not in builder.ops.attention.plans
     if index in config.shared_caches:
         return _SharedAttention(own, builder, module, output, window, plain=plain)
     names, counts = (f"{module}.q_norm", f"{module}.k_norm"), (own.heads, own.kv_heads)
@@ -430,7 +436,7 @@ class _ExpertsBeside:
         ]
         layers, routing = builder.ops.experts, Routing(sizes.chosen, normalized=True)
         made = layers.make_router((router.float() * scale).to(router.dtype), None, routing)
-        return layers.make_in_turn(made, experts, routing, "their gates are GELU's", gelu_and_mul)
+        return layers.make_routed(made, experts, routing, gelu_and_mul)
 
     def __call__(self, result: Tensor, residual: Tensor) -> Tensor:
         """``result`` [tokens, hidden]: the feed-forward layer's."""

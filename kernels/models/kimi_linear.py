@@ -154,5 +154,5 @@ def _mixer(builder: LayerBuilder, config: ModelConfig, index: int) -> AttentionL
         CausalConvolution(source.take([f"{module}.{part}_conv1d.weight" for part in "qkv"])),
         builder.norm(f"{module}.o_norm", config.norm_eps),
         builder.row_parallel(f"{module}.o_proj"),
-        gate=torch.sigmoid,
+        sigmoid=True,
     )

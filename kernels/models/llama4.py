@@ -196,4 +196,4 @@ def _experts(config: ModelConfig, builder: ModelBuilder, module: str) -> Experts
     routing = Routing(sizes.chosen, sizes.normalized, sizes.scores, on_inputs=True)
     layers = builder.ops.experts
     router = layers.make_router(take([f"{module}.router.weight"]), None, routing)
-    return layers.make_in_turn(router, weights, routing, "weights multiply their inputs")
+    return layers.make_routed(router, weights, routing)

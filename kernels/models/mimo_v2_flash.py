@@ -7,7 +7,7 @@ one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +41,9 @@ class MiMoV2Config(ModelConfig):
     value_scale: float = 1.0
 
     @property
-    def eager_attention(self) -> str:
-        """As ``ModelConfig``: kernels are planned for heads of one size."""
-        return super().eager_attention or "attention with heads of two sizes"
+    def attention_features(self) -> Mapping[str, str]:
+        """As ``ModelConfig``."""
+        return {**super().attention_features, "sizes": "attention with heads of two sizes"}
 
     def layer(self, index: int) -> ModelConfig:
         """The sizes of a layer, on this rank if the others are."""
@@ -179,4 +179,5 @@ def _attention(builder: LayerBuilder, config: ModelConfig, module: str, window: 
     compose = builder.ops.elementwise.compose
     sinks = builder.source.take([f"{module}.attention_sink_bias"]) if window else None
     made: Linear = compose(qkv, lambda x: x)
-    return SelfAttention(builder, own, made, compose(cut, lambda x: x), window, sinks=sinks, plain=True)
+    plain = "sizes" not in builder.ops.attention.plans
+    return SelfAttention(builder, own, made, compose(cut, lambda x: x), window, sinks=sinks, plain=plain)

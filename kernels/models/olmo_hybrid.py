@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from kernels.contract.caches import CacheGroup
@@ -20,7 +19,7 @@ from kernels.models.decoder import Decoder
 from kernels.models.layers import delta_net, gqa, mlp, recurrent, vocabulary
 from kernels.models.layers.block import Block, Norms, gated_mlp, wide_attention
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
-from kernels.models.layers.delta_net import DeltaConfig, GatedDeltaNet, HeadDecay
+from kernels.models.layers.delta_net import DeltaConfig, GatedDeltaNet, HeadGates
 from kernels.models.layers.recurrent import CausalConvolution
 from kernels.weights.tensors import Role, TensorSpec, by_inputs, by_outputs, linear, norm
 
@@ -136,11 +135,12 @@ def _delta_net(builder: LayerBuilder, config: ModelConfig, module: str) -> Gated
     delta, source = _sizes(config), builder.source
     heads = delta.value_heads
     projection = builder.linear(*(f"{module}.{part}_proj" for part in "qkvgba"))
-    decay = HeadDecay(source.take([f"{module}.A_log"]), source.take([f"{module}.dt_bias"]))
+    head_gates = HeadGates(builder, module)
 
     def inputs(x: Tensor) -> DeltaInputs:
         mixed, gates, b, a = projection(x).split((delta.channels, delta.values, heads, heads), 1)
-        return DeltaInputs(mixed, gates, torch.sigmoid(b.float()) * delta.max_beta, decay(a))
+        betas, decays = head_gates(b, a)
+        return DeltaInputs(mixed, gates, betas * delta.max_beta, decays)
 
     return GatedDeltaNet(
         builder,

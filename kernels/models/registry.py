@@ -32,6 +32,7 @@ __all__ = [
     "GROUP",
     "HEADS",
     "LANGUAGE_MODELS",
+    "LANGUAGE_MODEL_SIZES",
     "Entry",
     "Family",
     "Support",
@@ -167,6 +168,8 @@ BUILT_IN = (
     Entry("OlmoHybridForCausalLM", "kernels.models.olmo_hybrid"),
     Entry("OlmoeForCausalLM", "kernels.models.olmoe", gguf="olmoe", gguf_experts=True),
     Entry("Phi3ForCausalLM", "kernels.models.phi3", gguf="phi3"),
+    Entry("Phi4MMForCausalLM", "kernels.models.phi3"),
+    Entry("Phi4MultimodalForCausalLM", "kernels.models.phi3"),
     Entry("PhiMoEForCausalLM", "kernels.models.phimoe"),
     Entry("PhimoeForCausalLM", "kernels.models.phimoe"),
     Entry("Qwen2ForCausalLM", "kernels.models.qwen2", gguf="qwen2"),
@@ -218,6 +221,34 @@ LANGUAGE_MODELS: Mapping[str, str] = {
     "smollm3": "SmolLM3ForCausalLM",
 }
 """The family of the language model in a checkpoint that also reads images, by ``text_config.model_type``."""
+
+LANGUAGE_MODEL_SIZES: Mapping[str, Mapping[str, int]] = {
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+    },
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    },
+}
+"""Sizes that their ``text_config`` leaves out where they are transformers' defaults."""
 
 BIDIRECTIONAL = ("Gemma3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Decoders that also embed with attention in both directions (``kernels.models.bidirectional``)."""
@@ -371,10 +402,9 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder | Encoder:
 class Support:
     """What a family supports. ``gguf``: its name in GGUF files; "": none. ``experts``: layers of experts. ``windows``:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
-    ``eager``: attention that some devices, or all, run in plain torch; ``capped``: at most since scores are capped or
-    heads have sinks. ``latent``: keys and values are latent vectors; ``indexed``: of which an indexer chooses some.
-    ``states``: layers keep states of sequences. ``plain``: the layers have Llama's operators alone, which native code
-    has.
+    ``attention``: ``ModelConfig.attention_features`` of it. ``latent``: keys and values are latent vectors;
+    ``indexed``: of which an indexer chooses some. ``states``: layers keep states of sequences. ``plain``: the layers
+    have Llama's operators alone, which native code has.
     """
 
     architecture: str
@@ -383,8 +413,7 @@ class Support:
     windows: bool
     tied: bool
     quantizable: bool
-    eager: bool = False
-    capped: bool = False
+    attention: frozenset[str] = frozenset()
     latent: bool = False
     indexed: bool = False
     states: bool = False
@@ -441,8 +470,7 @@ def families() -> tuple[Support, ...]:
                 windows=any(config.windows),
                 tied=not any(spec.role is Role.OUTPUT for spec in specs),
                 quantizable=any(spec.quantizable for spec in specs),
-                eager=bool(config.eager_attention),
-                capped=not config.eager_with(True),
+                attention=frozenset(config.attention_features),
                 latent=config.latent is not None,
                 indexed=config.latent is not None and config.latent.index is not None,
                 states=config.recurrence is not None,

@@ -242,7 +242,7 @@ class Speculator:
         state.known[slots] += accepted[alive]
         state.computed[slots] += accepted[alive]
         for rows in run.states:
-            run_accepted(rows, np.where(alive, accepted, 0), self.device.memory.put)
+            run_accepted(rows, np.where(sound, counts, 0), self.device.memory.put)
         sound[step.verifying] &= outcome[:, 0] > 0
         self.drafter.record_acceptance(slots.tolist(), (accepted[alive] - 1).tolist(), depths[alive].tolist())
         return sound, counts, outcome[:, 2:]

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.contract.caches import GroupPages, PageRun
 from kernels.contract.config import RunnerConfig
 from kernels.contract.info import ModelInfo
 from kernels.contract.runner import RunningStep
@@ -85,14 +86,18 @@ class _Stage:
 
     def room(self, prompt: int) -> int:
         """The most requests with prompts of ``prompt`` tokens that fit into the cache."""
-        fits = prompt + self._behind <= self._info.context_length
-        return (self._info.num_pages - 1) // self._pages(prompt) if fits else 0
+        info, tokens = self._info, prompt + self._behind
+        if tokens > info.context_length:
+            return 0
+        bounded = ((group.num_pages - 1) // -(-tokens // group.page_tokens) for group in info.bounded_groups)
+        return min([(info.num_pages - 1) // self._pages(prompt), *bounded])
 
     @property
     def longest(self) -> int:
         """The longest prompt that fits."""
         info = self._info
-        return min(info.context_length, (info.num_pages - 1) * info.page_size) - self._behind
+        bounded = ((group.num_pages - 1) * group.page_tokens for group in info.bounded_groups)
+        return min([info.context_length, (info.num_pages - 1) * info.page_size, *bounded]) - self._behind
 
     def run_equal(self, rows: int) -> None:
         """Run steps of ``rows`` equal requests. Fewer draft tokens and levels are run for one row only."""
@@ -155,9 +160,25 @@ class _Stage:
         for slot in slots:
             pages = np.arange(self._page, self._page + self._pages(prompt), dtype=np.int32)
             self._page += len(pages)
+            bounded = tuple(self._bounded(group, slot, prompt) for group in self._info.bounded_groups)
             self._admitted.append(
-                Admission(slot, _NO_REQUEST, tokens.tobytes(), prompt, computed, pages.tobytes(), _GREEDY, _SALT)
+                Admission(
+                    slot,
+                    _NO_REQUEST,
+                    tokens.tobytes(),
+                    prompt,
+                    computed,
+                    pages.tobytes(),
+                    _GREEDY,
+                    _SALT,
+                    bounded=bounded,
+                )
             )
+
+    def _bounded(self, group: GroupPages, slot: int, prompt: int) -> PageRun:
+        """Pages of the group for a request."""
+        each = -(-(prompt + self._behind) // group.page_tokens)
+        return PageRun(0, np.arange(1 + (slot - 1) * each, 1 + slot * each, dtype=np.int32).tobytes())
 
     def _release(self, slots: Sequence[int]) -> None:
         self._wait()
@@ -242,7 +263,7 @@ class _Passes:
         ids, positions, index, pages = self._tokens(counts)
         tree = chain(torch.zeros((1, nodes), dtype=torch.int64, device=device.torch_device))
         rows = AttentionRows(np.zeros(2, np.int64), counts, pages, 0, 1, tree.bits if drafter.branches else None)
-        plans = {window: device.attention.plan(rows, window) for window in set(self._config.windows)}
+        plans = {window: device.attention.plan_layers(rows, window) for window in set(self._config.windows)}
         result = model.forward(ForwardBatch(ids, positions, index, plans), self._caches)
         logits = model.logits(model.split(result)[0])
         if device.sampling.greedy is not None and device.drafting is not None:

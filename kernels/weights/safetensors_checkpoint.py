@@ -17,7 +17,7 @@ from kernels.contract.errors import LoadError
 from kernels.contract.limits import MAX_EXPERTS
 from kernels.weights.quantization.scheme import Scheme, StoredTensor
 from kernels.weights.tensors import Part, Role, StackedExpert, Tensors
-from kernels.weights.wrapped import plain_name
+from kernels.weights.wrapped import is_adapter, plain_name
 
 __all__ = ["SafetensorsCheckpoint", "expected_tensors"]
 
@@ -81,7 +81,7 @@ class SafetensorsCheckpoint:
         self._directory = directory
         self._tensors = tensors
         self._files: dict[str, safe_open] = {}
-        files = self._read_names()
+        files = {name: file for name, file in self._read_names().items() if not is_adapter(name)}
         self._wrapped = {
             plain: name for name in files if (plain := plain_name(name)) not in files
         }  # else the same name

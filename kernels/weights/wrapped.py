@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["WRAPPER", "language_model", "plain_name"]
+__all__ = ["WRAPPER", "is_adapter", "language_model", "plain_name"]
 
 WRAPPER = "language_model_of"
 """The key of config.json's object that names the architecture around the language model."""
@@ -28,8 +28,15 @@ _MODULES = ("ignore", "ignored_layers", "modules_to_not_convert")
 
 
 def plain_name(name: str) -> str:
-    """The name of a tensor or module of the language model, without what is around it."""
+    """The name of a tensor or module of the language model, without what is around it. Adapters for images and sound
+    stand beside a ``base_layer`` in Phi-4's files."""
+    name = name.replace(".base_layer.", ".")
     return next((new + name.removeprefix(old) for old, new in _PREFIXES if name.startswith(old)), name)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor is of an adapter for images or sound, which text does not need."""
+    return name.endswith((".vision.weight", ".speech.weight")) and (".lora_A." in name or ".lora_B." in name)
 
 
 def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from kernels.contract.runner import RunningStep
     from kernels.execution.runner import ModelRunner
 
-__all__ = ["measure"]
+__all__ = ["measure", "page_run"]
 
 
-def _run(group: GroupPages, slot: int, tokens: int) -> PageRun:
+def page_run(group: GroupPages, slot: int, tokens: int) -> PageRun:
     """The pages of a slot for so many tokens, in a bounded group."""
     each = -(-tokens // group.page_tokens)
     if (slot + 1) * each >= group.num_pages:
@@ -58,7 +58,7 @@ class Requests:
                 computed=0,
                 pages=order[slot].tobytes(),
                 sampling=SlotSampling(temperature=0.0),
-                bounded=tuple(_run(group, slot, prompt + output + 2) for group in info.bounded_groups),
+                bounded=tuple(page_run(group, slot, prompt + output + 2) for group in info.bounded_groups),
             )
             for slot in range(count)
         ]

@@ -13,7 +13,8 @@ online, start; ``--model 8b,0.6b``
 (or 30b, v2-lite, gpt-oss, qwen3.5-9b);
 ``--only products`` times the products of few tokens, every way there is to make them, ``--only chain`` those of a
 layer as they follow one another, ``--only prompts`` the attention of prompts, ``--only latent`` that over latent
-vectors, and ``--only states`` decodes of gated delta nets; ``--only speculative`` says what drafting tokens ahead costs
+vectors, ``--only windows`` that of decodes with windows, sinks and caps, and ``--only states`` decodes of gated delta
+nets; ``--only speculative`` says what drafting tokens ahead costs
 and gains (``device_speculative``);
 ``--profile DIR`` writes tables of the device's time by kernel.
 ``--deterministic`` measures decode, offline and prefill with kernels whose results depend on no other rows
@@ -46,6 +47,7 @@ from tests.bench.device_products import products
 from tests.bench.device_prompts import prompts
 from tests.bench.device_speculative import speculative
 from tests.bench.device_states import states
+from tests.bench.device_windows import windows
 
 __all__ = ["main"]
 
@@ -108,6 +110,8 @@ def main(arguments: list[str]) -> None:
             prompts(given.model.split(","))
         if "latent" in points:
             latent()
+        if "windows" in points:
+            windows()
         if "states" in points:
             states()
         if "chain" in points:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kernels.devices.cuda.attention.plan import AttentionPlan
 
-__all__ = ["latent"]
+__all__ = ["latent", "random_values", "seconds_of", "step_plan"]
 
 PLAIN, RANK, ROPE = 128, 512, 64
 DECODES = (
@@ -45,7 +45,7 @@ def latent() -> None:
 
     with torch.inference_mode():
         data = torch.ones(1 << 30, dtype=torch.int8, device="cuda").view(torch.int64)
-        rate = data.nbytes / statistics.median(_seconds(data.sum, 4))
+        rate = data.nbytes / statistics.median(seconds_of(data.sum, 4))
         print(
             f"\nmemory reads {rate / 1e12:.2f} TB/s\n\n| heads | rows | time a layer | |\n|---|---|---|---|", flush=True
         )
@@ -66,8 +66,8 @@ def latent() -> None:
             print(f"| {heads} | prompt of {tokens} behind {cached} | {both} in the latent space |")
 
 
-def _step(rows: int, cached: int, tokens: int) -> tuple[AttentionPlan, int]:
-    """The plan, and pages of the cache."""
+def step_plan(rows: int, cached: int, tokens: int, window: int = 0, kv_heads: int = 1) -> tuple[AttentionPlan, int]:
+    """The plan of rows of so many tokens behind cached ones, and pages of the cache."""
     import numpy as np
 
     from kernels.core.attention_rows import AttentionRows
@@ -76,7 +76,7 @@ def _step(rows: int, cached: int, tokens: int) -> tuple[AttentionPlan, int]:
     columns = -(-(cached + tokens) // PAGE_SIZE)
     pages = 1 + np.random.default_rng(1).permutation(rows * columns).astype(np.int32).reshape(rows, columns)
     step = AttentionRows(np.full(rows, cached), np.full(rows, tokens), pages, rows if tokens == 1 else 0)
-    return plan_attention(step, 0, 1, _put), 1 + rows * columns
+    return plan_attention(step, window, kv_heads, _put), 1 + rows * columns
 
 
 def _put(array: np.ndarray) -> Tensor:
@@ -89,15 +89,19 @@ def _layer_seconds(heads: int, rows: int, cached: int, layers: int) -> list[floa
     from kernels.devices.cuda.attention.decode import DecodeScratch
     from kernels.devices.cuda.attention.latent import attend_latent
 
-    plan, pages = _step(rows, cached, 1)
-    caches = [_random(pages, PAGE_SIZE, RANK + ROPE) for _ in range(layers)]
-    queries, rotated, scratch = _random(rows, heads, RANK), _random(rows, heads, ROPE), DecodeScratch(_random(1).device)
+    plan, pages = step_plan(rows, cached, 1)
+    caches = [random_values(pages, PAGE_SIZE, RANK + ROPE) for _ in range(layers)]
+    queries, rotated, scratch = (
+        random_values(rows, heads, RANK),
+        random_values(rows, heads, ROPE),
+        DecodeScratch(random_values(1).device),
+    )
 
     def run() -> None:
         for cache in caches:
             attend_latent(queries, rotated, cache, plan, 0.1, scratch)
 
-    return [each / layers for each in _seconds(run, 1)]
+    return [each / layers for each in seconds_of(run, 1)]
 
 
 def _prompt_seconds(heads: int, cached: int, tokens: int) -> tuple[list[float], list[float]]:
@@ -106,25 +110,25 @@ def _prompt_seconds(heads: int, cached: int, tokens: int) -> tuple[list[float], 
     from kernels.devices.cuda.attention.latent_prompts import LatentPlan, attend_latent_rows, plan_latent
     from kernels.devices.latent_attention import LatentHeads
 
-    step, pages = _step(1, cached, tokens)
-    cache, queries = _random(pages, PAGE_SIZE, RANK + ROPE), _random(tokens, heads, PLAIN + ROPE)
-    made = LatentHeads(_random(heads, PLAIN, RANK) / RANK**0.5, _random(heads, RANK, PLAIN) / RANK**0.5)
+    step, pages = step_plan(1, cached, tokens)
+    cache, queries = random_values(pages, PAGE_SIZE, RANK + ROPE), random_values(tokens, heads, PLAIN + ROPE)
+    made = LatentHeads(random_values(heads, PLAIN, RANK) / RANK**0.5, random_values(heads, RANK, PLAIN) / RANK**0.5)
     plans = plan_latent(step, made, ROPE, _put), LatentPlan(step, step, tokens)
     scratch = DecodeScratch(cache.device)
 
     def seconds(plan: LatentPlan) -> list[float]:
-        return _seconds(lambda: attend_latent_rows(queries, cache, plan, made, 0.1, scratch), 2)
+        return seconds_of(lambda: attend_latent_rows(queries, cache, plan, made, 0.1, scratch), 2)
 
     return seconds(plans[0]), seconds(plans[1])
 
 
-def _random(*shape: int) -> Tensor:
+def random_values(*shape: int) -> Tensor:
     import torch
 
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def _seconds(call: Callable[[], object], repeats: int) -> list[float]:
+def seconds_of(call: Callable[[], object], repeats: int) -> list[float]:
     """Seconds of a call on the device, in each round."""
     import torch
 

@@ -1,9 +1,10 @@
 """Speculative decoding on a GPU: ``python -m tests.bench device --only speculative``.
 
-An EAGLE-3 head of the shape's own sizes (a draft vocabulary of 32000), everything on made-up weights, through a
-ModelRunner as a scheduler drives it, two steps in flight. How many tokens a step accepts is fixed, since made-up draft
+An EAGLE-3 head of the shape's own sizes (a draft vocabulary of 32000), or the model's own head for the next token but
+one where its layers keep states; everything on made-up weights, through a ModelRunner as a scheduler drives it, two
+steps in flight. How many tokens a step accepts is fixed, since made-up draft
 tokens are never right: ``SpeculativeSettings.fixed_acceptance``, which no flag sets. Printed: milliseconds of a plain
-decode step; of a step that verifies so many tokens, and its parts; tokens a second, and the ratio to plain.
+decode step; of a step that verifies so many tokens; tokens a second, and the ratio to plain.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kernels.contract.info import ModelInfo
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import Admission, SlotSampling, StepBatch
 from tests.bench._device_profile import profiled
+from tests.bench._device_runner import page_run
 from tests.bench._record import record
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ PROMPT, OUTPUT = 128, 512
 ACCEPTED = 3.0
 SHAPES = ((3, 4, 16), (3, 4, 8), (3, 1, 4), (1, 1, 2))
 """Steps, top-k, tokens of a row in a verify pass."""
+CHAINS = ((3, 1, 4), (1, 1, 2))
+"""The same where layers keep states."""
 
 
 def write_draft(config: dict[str, Any], directory: Path) -> Path:
@@ -63,6 +67,7 @@ class Decoding:
                 computed=0,
                 pages=pages[slot - 1].tobytes(),
                 sampling=SlotSampling(temperature=0.0),
+                bounded=tuple(page_run(group, slot - 1, each * info.page_size) for group in info.bounded_groups),
             )
             for slot in self.slots.tolist()
         )
@@ -109,8 +114,23 @@ def speculative(path: Path, config: dict[str, Any], directory: Path, rows: tuple
     """Measure and print each shape, in turns with plain decoding by another runner."""
     import torch
 
-    draft = write_draft(config, directory)
     plain, plain_info = _load(path, None, rows)
+    if plain_info.bounded_groups:
+        for steps, topk, nodes in CHAINS:
+            settings = SpeculativeSettings("MTP", "", steps, topk, nodes, fixed_acceptance=min(ACCEPTED, steps + 1))
+            runner, info = _load(path, settings, rows)
+            for count in rows:
+                name = f"steps {steps} top-k {topk} tokens {nodes}"
+                ratio = _compare(name, runner, info, plain, plain_info, count)
+                record(f"{path.name} {name}, {count} rows", "tokens/s, of plain", ratio)
+            print(_profile(runner, info), flush=True)
+            runner.close()
+            del runner
+            gc.collect()
+            torch.cuda.empty_cache()
+        plain.close()
+        return
+    draft = write_draft(config, directory)
     _times("plain", plain, ((1, False), (2, True), (4, True), (8, True), (16, True)))
     for steps, topk, nodes in SHAPES:
         settings = SpeculativeSettings(
@@ -120,9 +140,6 @@ def speculative(path: Path, config: dict[str, Any], directory: Path, rows: tuple
         runner, info = _load(path, settings, rows)
         name = f"steps {steps} top-k {topk} tokens {nodes}"
         print(f"{name}: loaded in {time.perf_counter() - begun:.1f} s", flush=True)
-        drafter: Any = runner._loaded.speculator.drafter if runner._loaded.speculator is not None else None
-        replay = drafter._ahead._passes[1][0]
-        print(f"{name}: observing and drafting {_milliseconds(replay):.3f} ms on the device", flush=True)
         for count in rows:
             ratio = _compare(name, runner, info, plain, plain_info, count)
             record(f"{path.name} {name}, {count} rows", "tokens/s, of plain", ratio)
@@ -180,24 +197,24 @@ def _times(name: str, runner: ModelRunner, shapes: tuple[tuple[int, bool], ...])
     from kernels.core.tree import chain_bits
     from kernels.devices.capture import CaptureRequest
 
-    platform, model = runner._platform, runner._loaded.model
+    device, model = runner._device, runner._loaded.model
 
     @torch.inference_mode()
     def forward(batch: ForwardBatch) -> torch.Tensor:
         return model.logits(model.split(model.forward(batch, runner._loaded.caches))[0])
 
     for tokens, tree in shapes:
-        graphs = platform.capture.decodes(CaptureRequest(
+        graphs = device.capture.decodes(CaptureRequest(
             forward,
             sorted(runner._loaded.windows), 1, 129, lambda could: could, tokens, tree,
         ))  # fmt: skip
         assert graphs is not None
-        starts, at = np.array([512]), platform.memory.put(512 + np.arange(tokens))
+        starts, at = np.array([512]), device.memory.put(512 + np.arange(tokens))
         pages = np.arange(1, 18, dtype=np.int32)[None]
-        bits = chain_bits(tokens, platform.torch_device)[None] if tree else None
+        bits = chain_bits(tokens, device.torch_device)[None] if tree else None
         rows = AttentionRows(starts, np.array([tokens]), pages, int(not tree), int(tree), bits)
-        plans = {window: platform.attention.plan(rows, window) for window in runner._loaded.windows}
-        batch = ForwardBatch(platform.memory.put(np.zeros(tokens, dtype=np.int64)), at, at + 64, plans)
+        plans = {window: device.attention.plan(rows, window) for window in runner._loaded.windows}
+        batch = ForwardBatch(device.memory.put(np.zeros(tokens, dtype=np.int64)), at, at + 64, plans)
         took = _milliseconds(partial(graphs.run, batch))
         print(f"{name}: {tokens} tokens of one row: {took:.3f} ms on the device", flush=True)
 

@@ -14,8 +14,8 @@ from kernels.devices.features import DeviceFeatures
 from kernels.devices.npu.features import FEATURES as NPU
 from kernels.models.registry import BUILT_IN, Support, families
 from tests.kits.device_features import features_of
-from tests.kits.driver import FAMILIES, HYBRID, LATENT, SPARSE
 from tests.kits.fallback import RUNS, TABLE
+from tests.kits.families import COMPARED, architecture
 
 __all__ = ["architectures", "code", "code_architectures", "matrix"]
 
@@ -29,10 +29,8 @@ FEATURES: Mapping[str, str] = {
     "T": "tensor parallelism",
     "G": "decode steps captured into graphs, or on a CPU into programs of native operators",
 }
-COMPARED = frozenset(
-    f"{family.removesuffix('Text')}ForCausalLM" for family, _ in (FAMILIES | HYBRID | LATENT | SPARSE).values()
-)
-"""Families whose answers tests compare with transformers' on every device."""
+_TESTED: Mapping[str, str] = {"NVIDIA GPU": "cuda", "Ascend NPU¹": "npu"}
+"""Columns whose cells are marked where no test compares a family's answers."""
 
 
 def matrix() -> str:
@@ -43,12 +41,11 @@ def matrix() -> str:
     rows = sorted(alike.items(), key=lambda row: (-len("".join(row[0]).replace("²", "")), row[1]))
     lines = [["; ".join(sorted(names)), *cells] for cells, names in rows]
     others = f"{len(code_architectures())} other architectures, by [transformers' code](.github/docs/models.md)"
-    table = _table(["families", *DEVICES, "GGUF"], [*lines, [others, "F Q T", "F Q T²", "F Q T²", "no"]])
+    table = _table(["families", *DEVICES, "GGUF"], [*lines, [others, *["F Q T"] * len(DEVICES), "no"]])
     legend = ", ".join(f"{letter} {feature}" for letter, feature in FEATURES.items())
-    return (
-        f"{table}\n\n{legend}. ¹ The NPU code has run on a simulator under the real torch_npu, never on "
-        "NPU hardware. ² No test compares this family's answers on this device."
-    )
+    npu = " ¹ The NPU code has run on a simulator under the real torch_npu, never on NPU hardware."
+    untested = " ² No test compares this family's answers on this device." if "²" in table else ""
+    return f"{table}\n\n{legend}.{npu}{untested}"
 
 
 def architectures() -> str:
@@ -71,17 +68,18 @@ def code() -> str:
 
 def _families() -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Name, architecture and cells of each family."""
-    built_in = {entry.architecture: entry for entry in BUILT_IN}
+    modules = {entry.architecture: entry.module for entry in BUILT_IN}
+    tested = {column: {modules[architecture(name)] for name in COMPARED[device]} for column, device in _TESTED.items()}
     for family in families():
-        architecture = family.architecture
-        if architecture not in built_in:
+        module = modules.get(family.architecture)
+        if module is None:
             continue
-        note = "" if architecture.replace("ForConditionalGeneration", "ForCausalLM") in COMPARED else "²"
         does = [
-            " ".join(_letters(family, features, device == "CPU")) + ("" if device == "CPU" else note)
+            " ".join(_letters(family, features, device == "CPU"))
+            + ("²" if module not in tested.get(device, {module}) else "")
             for device, features in DEVICES.items()
         ]
-        yield _name(built_in[architecture].module), architecture, (*does, "yes" if family.gguf else "no")
+        yield _name(module), family.architecture, (*does, "yes" if family.gguf else "no")
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -90,21 +88,18 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 def _letters(family: Support, features: DeviceFeatures, cpu: bool) -> Iterator[str]:
     """What a device does for a family, by the letters of ``FEATURES``. Every device has linear layers of floats, a
-    cache whose tokens can be moved, and states in plain torch: draft tokens need no more to be verified. Capped
-    attention in plain torch reads a plain cache and the host's rows; a CPU's programs have the operators of plain
+    cache whose tokens can be moved, and states in plain torch: draft tokens need no more to be verified. What a device
+    does not plan runs in plain torch, which reads rows on the host; a CPU's programs have the operators of plain
     families alone."""
-    eager = family.eager and not (family.capped and features.plans_caps)
-    paged = not (eager or family.latent or family.states)
+    eager = bool(family.attention - features.plans)
     yield "F"
     if family.quantizable:
         yield "Q"
-    narrow = paged or (family.latent and not family.states)
-    if narrow and "int8" in features.cache_dtypes:
+    if not family.states and "int8" in features.cache_dtypes:
         yield "K"
-    if narrow and any(name.startswith("fp8") for name in features.cache_dtypes):
+    if not family.states and any(name.startswith("fp8") for name in features.cache_dtypes):
         yield "E"
-    if paged or family.latent or (family.states and not eager):
-        yield "S"
+    yield "S"
     if features.collectives:
         yield "T"
     planned = not family.latent or (features.plans_latent and not family.indexed)  # an indexer reads rows on the host

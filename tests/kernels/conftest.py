@@ -26,6 +26,7 @@ from tests.kits.driver import (
     EXPERTS,
     FALCON,
     FAMILIES,
+    GEMMA4,
     GPT_OSS,
     GRANITE_HYBRID,
     HYBRID,
@@ -43,6 +44,7 @@ from tests.kits.driver import (
 from tests.kits.gguf_models import GGUF_MODELS
 from tests.kits.published import PUBLISHED, save_published
 from tests.kits.published_names import PUBLISHED_NAMES
+from tests.kits.renamed import RENAMED, save_renamed
 
 
 @pytest.fixture
@@ -116,11 +118,31 @@ WIDE_LATENT = DEEPSEEK | {  # sizes that operators for latent attention take
 }
 DIVISIBLE |= {
     "wide-deepseek-v3": ("DeepseekV3", WIDE_LATENT),
+    "gemma4-wide": (
+        "Gemma4Text",
+        GEMMA4
+        | {"num_hidden_layers": 2, "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "global_head_dim": 512}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "wide-kimi": ("DeepseekV3", WIDE_LATENT | {"rope_interleave": False, "n_group": 1, "topk_group": 1}),
     "wide-deepseek-v3.2": (
         "DeepseekV32",
         WIDE_LATENT | {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 48, "norm_topk_prob": True},
     ),
+}
+
+SIXTEENS = {
+    "hidden_size": 64,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "index_head_dim": 32,
+}
+DIVISIBLE |= {  # sizes that are multiples of 16, for weights in groups and blocks
+    f"sixteens-{name}": (family, options | {key: size for key, size in SIXTEENS.items() if key in COMMON | options})
+    for name, (family, options) in (LATENT | ROUTED | SPARSE).items()
 }
 
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {  # whose sizes the CPU's native operators take
@@ -147,6 +169,8 @@ class Reference:
         family, options = (FAMILIES | DENSE | HYBRID | LATENT | ROUTED | SPARSE | DIVISIBLE | NATIVE | GGUF_MODELS)[
             name
         ]
+        if not hasattr(transformers, f"{family}Config"):
+            pytest.skip(f"transformers {transformers.__version__} has no {family}")
         torch.manual_seed(sum(name.encode()))
         config = getattr(transformers, f"{family}Config")(**deepcopy(COMMON | options))  # which it may change
         model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
@@ -195,6 +219,13 @@ class PublishedReference(Reference):
             return self.forward(torch.tensor(tokens)).log_softmax(-1)
 
 
+class RenamedReference(Reference):
+    """A model of a family that is another one's decoder under the vendor's names."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.path, self.model = directory, save_renamed(RENAMED[name], directory, VOCAB)
+
+
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
     """A family's model by name, made once."""
@@ -202,8 +233,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 
     def get(name: str) -> Reference:
         if name not in made:
-            published = name.removeprefix("parallel-") in PUBLISHED
-            made[name] = (PublishedReference if published else Reference)(name, tmp_path_factory.mktemp(name))
+            kind = PublishedReference if name.removeprefix("parallel-") in PUBLISHED else Reference
+            made[name] = (RenamedReference if name in RENAMED else kind)(name, tmp_path_factory.mktemp(name))
         return made[name]
 
     return get

@@ -20,7 +20,7 @@ def features_of(device: Device) -> DeviceFeatures:
         cache_dtypes=frozenset(name for name, dtype in CACHE_DTYPES.items() if _keeps(device, dtype)),
         captures=type(device.capture).decodes is not Capture.decodes,
         plans_latent=device.attention.plans_latent,
-        plans_caps=device.attention.plans_caps,
+        plans=device.attention.plans,
         captures_states=device.capture.holds_states,
     )
 

@@ -26,6 +26,7 @@ __all__ = [
     "EXPERTS",
     "FALCON",
     "FAMILIES",
+    "GEMMA4",
     "GPT_OSS",
     "GRANITE_HYBRID",
     "GREEDY",

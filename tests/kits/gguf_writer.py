@@ -57,7 +57,9 @@ def write_gguf(
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
     dim = config.get("head_dim") or config["hidden_size"] // heads
-    if arch != "deepseek2":
+    if arch == "deepseek2":
+        dim = config["qk_rope_head_dim"]
+    else:
         writer.add_key_length(dim)
         writer.add_value_length(dim)
     writer.add_rope_dimension_count(dim)

@@ -187,19 +187,20 @@ class _StateLayer(_Mixer):
             (x,) = inputs
             out = x.new_empty(len(x), self.heads * self.dim)
 
-            def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
+            def advance(segment: StateSegments, states: list[Tensor]) -> list[Tensor]:
                 memory, before = states
-                mine = x[tokens]
+                tokens, mine = segment.tokens, segment.take(x)
                 shifted = torch.cat((before.unsqueeze(1), mine[:, :-1]), 1)
                 mixed = (mine + 0.5 * shifted).flatten(0, 1)
                 shape = (*tokens.shape, self.heads, self.dim)
                 q, k, v = (part(mixed).view(shape) for part in (self.queries, self.keys, self.values))
                 decay = torch.sigmoid(self.gate(mixed) + 2.0).view(*tokens.shape, self.heads, 1, 1)
+                decay, k = 1 + segment.without_padding(decay - 1), segment.without_padding(k)
                 results = []
                 for at in range(tokens.shape[1]):
                     memory = memory * decay[:, at] + torch.einsum("nhk,nhv->nhkv", k[:, at], v[:, at])
                     results.append(torch.einsum("nhk,nhkv->nhv", q[:, at], memory).flatten(1))
-                out[tokens] = torch.stack(results, 1) * self.dim**-0.5
+                segment.put(out, torch.stack(results, 1) * self.dim**-0.5)
                 return [memory, mine[:, -1]]
 
             advance_states(cache, segments, advance)

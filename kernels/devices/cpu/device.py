@@ -37,14 +37,17 @@ class CpuDevice(Device):
 
     The default cache is a compromise between the prompts that it finds again and the memory of a small host: with it a
     server of the included model stays under 700 MB.
-    ``ranks``: how many processes run the model together on this host and share its cores and its memory.
+    ``ranks``: how many processes run the model together. ``host_workers``: how many processes share the cores and the
+    memory of this host.
     ``batch_invariant``: whether a row's result must depend on no other; see ``InvariantCpuDevice``.
     """
 
     name = "cpu"
     cache: CpuCaches
 
-    def __init__(self, threads: int = 0, ranks: int = 1, batch_invariant: bool = False) -> None:
+    def __init__(
+        self, threads: int = 0, ranks: int = 1, batch_invariant: bool = False, *, host_workers: int = 1
+    ) -> None:
         try:
             isa = chosen_isa()
         except IsaError as error:
@@ -57,10 +60,10 @@ class CpuDevice(Device):
             verifies_without_prefills=True,  # beside a prompt each costs as much as a token of it
             cpu_isa=str(isa),
         )
-        self.threads = threads or max(1, (usable_cores() - 1) // ranks)
-        self.native = NativeOperators(isa, threads or max(1, usable_cores() // ranks), batch_invariant)
+        self.threads = threads or max(1, (usable_cores() - 1) // host_workers)
+        self.native = NativeOperators(isa, threads or max(1, usable_cores() // host_workers), batch_invariant)
         self.communication = Communication("gloo")
-        self.memory = CpuMemory(ranks)
+        self.memory = CpuMemory(host_workers)
         fallbacks = Fallbacks()
         self.elementwise = CpuElementwise(self.native)
         linear = CpuLinearLayers(self.elementwise, fallbacks, self.native)

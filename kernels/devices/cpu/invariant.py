@@ -47,7 +47,7 @@ class InvariantCpuDevice(CpuDevice):
 
     def __init__(self, config: RunnerConfig) -> None:
         refuse_ranks(config, "ranks", "with --tensor-parallel-size 1")
-        super().__init__(config.threads, batch_invariant=True)
+        super().__init__(config.threads, batch_invariant=True, host_workers=config.host_workers)
         self.traits = dataclasses.replace(self.traits, samples_row_by_row=True)
         fallbacks = Fallbacks()
         self.elementwise = _Elementwise(self.native)

@@ -13,15 +13,15 @@ __all__ = ["CpuMemory"]
 
 
 class CpuMemory(DeviceMemory):
-    """``ranks``: how many processes run the model together on this host and share its memory."""
+    """``sharers``: how many processes share the memory of this host."""
 
-    def __init__(self, ranks: int = 1) -> None:
+    def __init__(self, sharers: int = 1) -> None:
         super().__init__(torch.device("cpu"))
-        self._ranks = ranks
+        self._sharers = sharers
 
     def usage(self) -> MemoryUsage:
         host = host_memory()
-        return MemoryUsage(total=host.total // self._ranks, free=host.free // self._ranks)
+        return MemoryUsage(total=host.total // self._sharers, free=host.free // self._sharers)
 
     def zeros_by_slot(self, *shape: int) -> Tensor:
         return torch.from_numpy(np.zeros(shape, dtype=np.int32))

@@ -75,7 +75,8 @@ class CudaCaches(KvCaches[CudaCache]):
                 cache[pages] = 0
 
     def gather(self, cache: CudaCache, places: Tensor) -> Tensor:
-        assert isinstance(cache, Tensor)
+        if isinstance(cache, Cache8bit):
+            return cache.gather(places)
         page_size = cache.shape[3]
         return cache[torch.div(places, page_size, rounding_mode="floor"), :, :, places % page_size]
 
@@ -97,8 +98,8 @@ class CudaCaches(KvCaches[CudaCache]):
         move_caches(caches, source, target, each, self._put)
 
     def head_dim(self, dim: int) -> int:
-        if dim % 2 or dim > 256:
-            raise UnsupportedError(f"heads of {dim} are not supported on cuda: up to 256, and even; use --device cpu")
+        if dim % 2 or dim > 512:
+            raise UnsupportedError(f"heads of {dim} are not supported on cuda: up to 512, and even; use --device cpu")
         return dim
 
     def check_dtype(self, dtype: torch.dtype) -> None:

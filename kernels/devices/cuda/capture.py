@@ -46,7 +46,7 @@ class CudaCapture(Capture):
     def decodes(self, request: CaptureRequest) -> CapturedPasses | None:
         config, tokens = self._config, request.tokens
         sizes = self._sizes(tokens, request.max_rows)
-        if not sizes or (tokens > 1 and request.bounded):
+        if not sizes:
             return None
         graphs = DecodeGraphs(
             request,
@@ -60,14 +60,16 @@ class CudaCapture(Capture):
         )
         if not graphs.sizes:
             return None
-        if tokens > 1 and request.states is None:  # so that no step waits for its kernel; it writes to the null page
+        if (
+            tokens > 1 and request.states is None and not request.bounded
+        ):  # so that no step waits for its kernel; it writes to the null page
             nothing = chain(torch.zeros((1, tokens), dtype=torch.int64, device=self._device))
             null_pages = np.zeros((1, -(-tokens // config.page_size)), dtype=np.int32)
             graphs.verify(np.zeros(1, dtype=np.int64), null_pages, nothing)
         return CapturedPasses(
             tuple(graphs.sizes),
             lambda batch: None if (plan := _any_plan(batch)) is None else graphs.run(batch, plan),
-            verify=graphs.verify,
+            verify=None if request.bounded else graphs.verify,  # rows of bounded groups come with a batch
             accept_outputs=graphs.accept_outputs,
         )
 

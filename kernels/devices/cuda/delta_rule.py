@@ -1,5 +1,5 @@
-"""Decodes of gated delta nets: the convolution of a token, and its step of the delta rule, in two kernels. States are
-read from their pages and written to them in place."""
+"""Decodes and draft tokens of gated delta nets: the convolution of a few tokens of each row, and the delta rule, in two
+kernels. States are read from their pages and written to them in place."""
 
 from __future__ import annotations
 
@@ -8,49 +8,16 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.core.batch import StateSegments
+from kernels.core.operators import Norm
+from kernels.devices.cuda.convolution import convolve_tokens, fits
+from kernels.devices.cuda.elementwise.norms import CudaNorm
 from kernels.devices.delta_rule import DeltaInputs, DeltaRule
 from kernels.devices.state_cache import StateCache
 
-__all__ = ["CudaDeltaRule", "convolve_token", "delta_token"]
+__all__ = ["CudaDeltaRule", "delta_tokens"]
 
-_CHANNELS = 512  # that a program convolves
 _VALUES = 32  # numbers of a value head that a program updates
 _LARGEST_KEY = 256  # numbers of a key head whose state's part fits in registers
-
-
-@triton.jit
-def _convolve(
-    mixed,
-    weight,
-    states,
-    tokens,
-    sources,
-    targets,
-    out,
-    channels,
-    stride,
-    taps: tl.constexpr,
-    block: tl.constexpr,
-):
-    """Program (row, block of channels): the state's last ``taps - 1`` inputs and the token's own."""
-    row = tl.program_id(0)
-    channel = tl.program_id(1) * block + tl.arange(0, block)
-    inside = channel < channels
-    width = (taps - 1) * channels
-    token = tl.load(tokens + row)
-    source = tl.load(sources + row)
-    before = states + source * width + channel
-    after = states + tl.load(targets + row) * width + channel
-    known = inside & (source != 0)
-    own = tl.load(mixed + token * stride + channel, mask=inside, other=0.0).to(tl.float32)
-    total = own * tl.load(weight + (taps - 1) * channels + channel, mask=inside, other=0.0)
-    for tap in tl.static_range(taps - 1):
-        value = tl.load(before + tap * channels, mask=known, other=0.0)
-        total += value * tl.load(weight + tap * channels + channel, mask=inside, other=0.0)
-        if tap > 0:
-            tl.store(after + (tap - 1) * channels, value, mask=inside)
-    tl.store(after + (taps - 2) * channels, own, mask=inside)
-    tl.store(out + row.to(tl.int64) * channels + channel, total * tl.sigmoid(total), mask=inside)
 
 
 @triton.jit
@@ -62,9 +29,11 @@ def _step(
     tokens,
     sources,
     targets,
+    lengths,
     out,
     scale,
     channels,
+    count,
     heads: tl.constexpr,
     share: tl.constexpr,
     k_dim: tl.constexpr,
@@ -72,6 +41,8 @@ def _step(
     k_block: tl.constexpr,
     v_block: tl.constexpr,
     by_channel: tl.constexpr,
+    writes: tl.constexpr,
+    ragged: tl.constexpr,
 ):
     """Program (row, value head, block of its numbers)."""
     row = tl.program_id(0)
@@ -81,64 +52,92 @@ def _step(
     of_key = key < k_dim
     of_value = value < v_dim
     both = of_key[:, None] & of_value[None, :]
-    token = tl.load(tokens + row)
-    own = convolved + row.to(tl.int64) * channels
     keys = (heads // share) * k_dim
     at = (head // share) * k_dim + key
-    q = tl.load(own + at, mask=of_key, other=0.0)
-    k = tl.load(own + keys + at, mask=of_key, other=0.0)
-    v = tl.load(own + 2 * keys + head * v_dim + value, mask=of_value, other=0.0)
-    q = q * (tl.rsqrt(tl.sum(q * q) + 1e-6) * scale)
-    k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
-    beta = tl.load(betas + token * heads + head)
     place = head * k_dim * v_dim + key[:, None] * v_dim + value[None, :]
     size = heads * k_dim * v_dim
     source = tl.load(sources + row)
     state = tl.load(states + source * size + place, mask=both & (source != 0), other=0.0)
-    if by_channel:
-        kept = tl.exp(tl.load(decays + (token * heads + head) * k_dim + key, mask=of_key, other=0.0))
-        state = state * kept[:, None]
-    else:
-        state = state * tl.exp(tl.load(decays + token * heads + head))
-    change = (v - tl.sum(k[:, None] * state, 0)) * beta
-    state += k[:, None] * change[None, :]
-    tl.store(states + tl.load(targets + row) * size + place, state, mask=both)
-    found = tl.sum(q[:, None] * state, 0)
-    tl.store(out + (token * heads + head) * v_dim + value, found.to(out.dtype.element_ty), mask=of_value)
+    length = count
+    if ragged:
+        length = tl.load(lengths + row).to(tl.int32)
+    for step in range(length):
+        token = tl.load(tokens + row * count + step)
+        own = convolved + (row.to(tl.int64) * count + step) * channels
+        q = tl.load(own + at, mask=of_key, other=0.0)
+        k = tl.load(own + keys + at, mask=of_key, other=0.0)
+        v = tl.load(own + 2 * keys + head * v_dim + value, mask=of_value, other=0.0)
+        q = q * (tl.rsqrt(tl.sum(q * q) + 1e-6) * scale)
+        k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
+        beta = tl.load(betas + token * heads + head)
+        if by_channel:
+            kept = tl.exp(tl.load(decays + (token * heads + head) * k_dim + key, mask=of_key, other=0.0))
+            state = state * kept[:, None]
+        else:
+            state = state * tl.exp(tl.load(decays + token * heads + head))
+        change = (v - tl.sum(k[:, None] * state, 0)) * beta
+        state += k[:, None] * change[None, :]
+        answers = tl.sum(q[:, None] * state, 0)
+        tl.store(out + (token * heads + head) * v_dim + value, answers.to(out.dtype.element_ty), mask=of_value)
+    if writes:
+        tl.store(states + tl.load(targets + row) * size + place, state, mask=both)
 
 
-def convolve_token(mixed: Tensor, weight: Tensor, states: Tensor, segment: StateSegments) -> Tensor:
-    """One token of each row after the inputs in ``states`` float32 [pages, taps - 1, channels], in which it is written
-    -> silu of the sums, float32 [n, channels]. ``mixed`` [tokens, channels], channels side by side; ``weight`` float32
-    [taps, channels]."""
-    taps, channels = weight.shape
-    rows = len(segment.sources)
-    out = states.new_empty(rows, channels)
-    _convolve[(rows, triton.cdiv(channels, _CHANNELS))](
-        mixed,
-        weight,
-        states,
-        segment.tokens,
-        segment.sources,
-        segment.targets,
-        out,
-        channels,
-        mixed.stride(0),
-        taps,
-        _CHANNELS,
-        num_warps=4,
-    )
-    return out
+@triton.jit
+def _head_gates(b, a, factor, offset, betas, decays, b_stride, a_stride, heads: tl.constexpr, block: tl.constexpr):
+    """Program (row): all of its heads."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, block)
+    inside = head < heads
+    beta = tl.sigmoid(tl.load(b + row * b_stride + head, mask=inside, other=0.0).to(tl.float32))
+    x = tl.load(a + row * a_stride + head, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(offset + head, mask=inside, other=0.0)
+    grown = tl.exp(tl.minimum(x, 20.0))
+    total = 1.0 + grown  # log(1 + grown) would lose what is small beside 1
+    soft = tl.where(total == 1.0, grown, tl.log(total) * grown / tl.where(total == 1.0, 1.0, total - 1.0))
+    soft = tl.where(x > 20.0, x, soft)
+    tl.store(betas + row * heads + head, beta, mask=inside)
+    tl.store(decays + row * heads + head, soft * tl.load(factor + head, mask=inside, other=0.0), mask=inside)
 
 
-def delta_token(
+@triton.jit
+def _gated_norm(
+    x,
+    weight,
+    gates,
+    out,
+    eps,
+    gates_stride,
+    heads: tl.constexpr,
+    dim: tl.constexpr,
+    block: tl.constexpr,
+    sigmoid: tl.constexpr,
+):
+    """Program (row, head)."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    at = tl.arange(0, block)
+    inside = at < dim
+    place = (row * heads + head) * dim + at
+    value = tl.load(x + place, mask=inside, other=0.0)
+    wide = value.to(tl.float32)
+    gamma = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide) / dim + eps) * gamma).to(value.dtype).to(tl.float32)
+    gate = tl.load(gates + row * gates_stride + head * dim + at, mask=inside, other=0.0).to(tl.float32)
+    by = tl.sigmoid(gate)
+    if not sigmoid:
+        by = by * gate
+    tl.store(out + place, (normed * by).to(value.dtype), mask=inside)
+
+
+def delta_tokens(
     convolved: Tensor, inputs: DeltaInputs, states: Tensor, segment: StateSegments, out: Tensor, share: int
 ) -> None:
-    """One token of each row: queries, keys and values in ``convolved`` float32 [n, channels] change ``states`` float32
-    [pages, heads, k_dim, v_dim], and the answers go to ``out`` [tokens, heads, v_dim]. ``share``: value heads of a key
-    head."""
+    """A few tokens of each row: queries, keys and values in ``convolved`` float32 [n * count, channels] change
+    ``states`` float32 [pages, heads, k_dim, v_dim], and the answers go to ``out`` [tokens, heads, v_dim]. ``share``:
+    value heads of a key head."""
     _, heads, k_dim, v_dim = states.shape
-    rows = len(segment.sources)
+    rows, count = segment.tokens.shape
     _step[(rows, heads, triton.cdiv(v_dim, _VALUES))](
         convolved,
         inputs.betas,
@@ -146,10 +145,12 @@ def delta_token(
         states,
         segment.tokens,
         segment.sources,
-        segment.targets,
+        segment.sources if segment.targets is None else segment.targets,
+        segment.sources if segment.lengths is None else segment.lengths,
         out,
         k_dim**-0.5,
         convolved.shape[1],
+        count,
         heads,
         share,
         k_dim,
@@ -157,20 +158,64 @@ def delta_token(
         triton.next_power_of_2(k_dim),
         _VALUES,
         inputs.decays.shape[-1] > 1,
+        segment.targets is not None,
+        segment.lengths is not None,
         num_warps=4,
     )
 
 
 class CudaDeltaRule(DeltaRule):
-    """The kernels for decodes; other tokens run in plain torch."""
+    """The kernels for decodes and draft tokens; prompts run in plain torch."""
 
     def step(
         self, inputs: DeltaInputs, weight: Tensor, cache: StateCache, segment: StateSegments, out: Tensor, share: int
     ) -> bool:
         """As ``DeltaRule.step``."""
-        several = segment.tokens.shape[1] > 1 or segment.targets is None
-        if several or len(weight) < 2 or cache[1].shape[2] > _LARGEST_KEY:
+        if not fits(segment) or len(weight) < 2 or cache[1].shape[2] > _LARGEST_KEY:
             return False
-        convolved = convolve_token(inputs.mixed, weight, cache[0], segment)
-        delta_token(convolved, inputs, cache[1], segment, out, share)
+        convolved = convolve_tokens(inputs.mixed, weight, cache[0], segment)
+        delta_tokens(convolved, inputs, cache[1], segment, out, share)
         return True
+
+    def head_gates(self, b: Tensor, a: Tensor, factor: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``DeltaRule.head_gates``."""
+        rows, heads = b.shape
+        if not rows:
+            return super().head_gates(b, a, factor, offset)
+        betas, decays = factor.new_empty(rows, heads), factor.new_empty(rows, heads, 1)
+        _head_gates[(rows,)](
+            b,
+            a,
+            factor,
+            offset,
+            betas,
+            decays,
+            b.stride(0),
+            a.stride(0),
+            heads,
+            triton.next_power_of_2(heads),
+            num_warps=1,
+        )
+        return betas, decays
+
+    def gated_norm(self, norm: Norm, out: Tensor, gates: Tensor, sigmoid: bool) -> Tensor:
+        """As ``DeltaRule.gated_norm``."""
+        rows, heads, dim = out.shape
+        if not rows or not isinstance(norm, CudaNorm) or norm.weight.ndim > 1:
+            return super().gated_norm(norm, out, gates, sigmoid)
+        result = out.new_empty(rows, heads * dim)
+        block = triton.next_power_of_2(dim)
+        _gated_norm[(rows, heads)](
+            out,
+            norm.weight,
+            gates,
+            result,
+            norm.eps,
+            gates.stride(0),
+            heads,
+            dim,
+            block,
+            sigmoid,
+            num_warps=max(1, min(4, block // 128)),
+        )
+        return result

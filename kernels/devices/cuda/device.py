@@ -11,6 +11,7 @@ from kernels.devices.communication import Communication
 from kernels.devices.cuda.attention.attention import CudaAttention
 from kernels.devices.cuda.cache import CudaCaches
 from kernels.devices.cuda.capture import CudaCapture
+from kernels.devices.cuda.convolution import CudaConvolution
 from kernels.devices.cuda.delta_rule import CudaDeltaRule
 from kernels.devices.cuda.drafting.draft_kernels import CudaDraftKernels
 from kernels.devices.cuda.elementwise.elementwise import CudaElementwise
@@ -20,6 +21,7 @@ from kernels.devices.cuda.features import FEATURES
 from kernels.devices.cuda.linear import CudaLinearLayers
 from kernels.devices.cuda.matmul.autotune import Choices
 from kernels.devices.cuda.moe.experts import CudaExpertLayers
+from kernels.devices.cuda.state_space import CudaStateSpace
 from kernels.devices.device_error import visible_index
 from kernels.devices.dtypes import accelerator_dtype
 from kernels.devices.fallbacks import Fallbacks
@@ -85,6 +87,8 @@ class CudaDevice(Device):
         self.sampling = SamplingKernels(greedy=greedy_tokens, mask=mask_logits)
         self.drafting = CudaDraftKernels(memory)
         self.delta = CudaDeltaRule()
+        self.space = CudaStateSpace()
+        self.convolution = CudaConvolution()
         self.capture = CudaCapture(config, memory, self.cache, self.experts)
 
     def bind_thread(self) -> None:

@@ -12,6 +12,6 @@ FEATURES = DeviceFeatures(
     cache_dtypes=frozenset(CACHE_DTYPES),  # fp8 from compute capability 8.9 on
     captures=True,
     plans_latent=True,
-    plans_caps=True,
+    plans=frozenset({"caps", "sinks", "chunks", "growth", "sizes", "wide"}),
     captures_states=True,
 )

@@ -19,7 +19,8 @@ from kernels.devices.linear import NormThenLinear
 from kernels.devices.memory import DeviceMemory
 from kernels.devices.npu.backends import ASCEND, NATIVE, TREES, AttentionBackends
 from kernels.devices.npu.cache import NpuCache, NpuCaches
-from kernels.devices.npu.fused_attention import FusedPart, LayerCache, fused_attention, padded_dim, plan_part
+from kernels.devices.npu.features import FEATURES
+from kernels.devices.npu.fused_attention import DIMS, FusedPart, LayerCache, fused_attention, padded_dim, plan_part
 from kernels.devices.npu.int8_cache import DequantizedPart, Int8Layer, attend_int8, compact
 from kernels.devices.npu.latent_attention import (
     LatentPlan,
@@ -38,6 +39,7 @@ from kernels.devices.npu.native_attention import NativePart, native_attention, p
 from kernels.devices.npu.operators import NpuNorm, rotate, write_cache
 from kernels.devices.npu.soc import Soc
 from kernels.devices.npu.tree_attention import TreePart, plan_trees, tree_attention
+from kernels.devices.row_attention import CapAndSinks
 
 __all__ = ["AttentionPlan", "NpuAttention"]
 
@@ -128,10 +130,11 @@ def _norms_apart(norm: Norm, heads: int) -> tuple[NpuNorm, NpuNorm] | None:
 @dataclass(frozen=True)
 class AttentionPlan:
     """The kernel calls of a step's attention, in the order of their tokens. ``rows``: the step's rows, unless in a
-    graph."""
+    graph, and the ``window`` of their layers."""
 
     parts: tuple[FusedPart | TreePart | NativePart | DequantizedPart, ...]
     rows: AttentionRows | None = None
+    window: int = 0
 
 
 class NpuAttention(Attention[NpuCache, AttentionPlan]):
@@ -155,6 +158,7 @@ class NpuAttention(Attention[NpuCache, AttentionPlan]):
         self._backends = backends
         self.soc = soc
         self._latent_plan: LatentPlan | None = None
+        self.plans = FEATURES.plans
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         out.copy_(rotate(x, cos, sin))
@@ -185,9 +189,23 @@ class NpuAttention(Attention[NpuCache, AttentionPlan]):
             if calls and calls[-1][2] == kind and not apart:
                 low = calls.pop()[0]
             calls.append((low, high, kind))
-        return AttentionPlan(tuple(self._part(rows, *call, window) for call in calls), rows)
+        return AttentionPlan(tuple(self._part(rows, *call, window) for call in calls), rows, window)
 
     def attend(self, queries: Tensor, cache: NpuCache, plan: AttentionPlan, scale: float) -> Tensor:
+        return self._attend(queries, cache, plan, scale, None)
+
+    def attend_capped(
+        self, queries: Tensor, cache: NpuCache, batch: ForwardBatch, window: int, scale: float, extra: CapAndSinks
+    ) -> Tensor:
+        if extra.cap or extra.growth_length:
+            return super().attend_capped(queries, cache, batch, window, scale, extra)
+        return self._attend(queries, cache, batch.plans[window], scale, extra.sinks)
+
+    def _attend(
+        self, queries: Tensor, cache: NpuCache, plan: AttentionPlan, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        if queries.shape[2] > DIMS[-1] and plan.rows is not None:  # no operator takes them
+            return self.attend_rows(queries, cache, plan.rows, plan.window, scale, 0.0, sinks)
         result = []
         for part in plan.parts:
             held: NpuCache = cache
@@ -201,40 +219,14 @@ class NpuAttention(Attention[NpuCache, AttentionPlan]):
             part_queries = queries[part.begin : part.end]
             if isinstance(held, Int8Layer):
                 assert isinstance(part, FusedPart)
-                result.append(attend_int8(part_queries, held, part, scale))
+                result.append(attend_int8(part_queries, held, part, scale, sinks))
             elif isinstance(part, TreePart):
-                result.append(tree_attention(part_queries, held, part, scale))
+                result.append(tree_attention(part_queries, held, part, scale, sinks))
             elif isinstance(part, FusedPart):
-                result.append(fused_attention(part_queries, held, part, scale))
+                result.append(fused_attention(part_queries, held, part, scale, sinks))
             else:
-                result.append(native_attention(part_queries, held, part, scale))
+                result.append(native_attention(part_queries, held, part, scale, sinks))
         return (result[0] if len(result) == 1 else torch.cat(result)).reshape(len(queries), -1)
-
-    def attend_rows(
-        self,
-        queries: Tensor,
-        cache: NpuCache,
-        rows: AttentionRows,
-        window: int,
-        scale: float,
-        cap: float,
-        sinks: Tensor | None = None,
-        *,
-        slopes: Tensor | None = None,
-        growth_length: int = 0,
-    ) -> Tensor:
-        plain = not cap and slopes is None and not growth_length and isinstance(cache, LayerCache)
-        plan = self.plan(rows, window) if sinks is not None and plain else None
-        if plan is None or sinks is None or not all(isinstance(part, FusedPart) for part in plan.parts):
-            given = queries, cache, rows, window, scale, cap, sinks
-            return super().attend_rows(*given, slopes=slopes, growth_length=growth_length)
-        assert isinstance(cache, LayerCache)
-        result = [
-            fused_attention(queries[part.begin : part.end], cache, part, scale, sinks)
-            for part in plan.parts
-            if isinstance(part, FusedPart)
-        ]
-        return torch.cat(result).flatten(1)
 
     def place_latent(
         self, queries: Tensor, vectors: Tensor, norm: Norm, cos: Tensor, sin: Tensor, cache: Vectors, index: Tensor

@@ -16,7 +16,7 @@ from kernels.devices.latent_cache import IndexedLatent, LatentCache, SplitLatent
 from kernels.devices.memory import DeviceMemory
 from kernels.devices.npu.backends import AttentionBackends
 from kernels.devices.npu.features import FEATURES
-from kernels.devices.npu.fused_attention import LayerCache, causal_mask, check_cache, padded_dim
+from kernels.devices.npu.fused_attention import DIMS, LayerCache, causal_mask, check_cache, padded_dim
 from kernels.devices.npu.int8_cache import ALIGNMENT, Int8Layer, make_int8_layer
 from kernels.devices.npu.latent_attention import PAGE, RANK, ROPE
 from kernels.devices.npu.operators import write_cache
@@ -111,8 +111,9 @@ class NpuCaches(KvCaches[NpuCache]):
             tokens.index_copy_(0, target, tokens.index_select(0, source))
 
     def gather(self, cache: NpuCache, places: Tensor) -> Tensor:
-        """The contents of ``places`` int64 [n] of a cache that is not int8: [n, 2, kv_heads, dim]."""
-        assert isinstance(cache, LayerCache)
+        """The contents of ``places`` int64 [n]: [n, 2, kv_heads, dim], float32 if the cache is int8."""
+        if isinstance(cache, Int8Layer):
+            return cache.gather(places)
         parts = (part.view(-1, *part.shape[2:]).index_select(0, places) for part in (cache.keys, cache.values))
         return torch.stack(tuple(parts), 1)
 
@@ -121,7 +122,7 @@ class NpuCaches(KvCaches[NpuCache]):
         return cache.keys.shape[2]
 
     def head_dim(self, dim: int) -> int:
-        wide = padded_dim(dim) if self._backends.fused else dim
+        wide = padded_dim(dim) if self._backends.fused and dim <= DIMS[-1] else dim
         return -(-dim // ALIGNMENT) * ALIGNMENT if self.dtype == torch.int8 else wide
 
     def check_dtype(self, dtype: torch.dtype) -> None:

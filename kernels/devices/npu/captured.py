@@ -69,7 +69,8 @@ class CapturedGraphs(Generic[_Result]):
         graph.replay()
         if self._attends:
             graph.graph_dispatch_mode.update_stream.wait_event(self._replayed)
-            graph.update(cpu_update_input=[{"actual_seq_lengths_kv": lengths}])  # one entry for all calls
+            names = "actual_seq_lengths_kv", "actual_seq_kvlen"  # of the operator's two versions
+            graph.update(cpu_update_input=[dict.fromkeys(names, lengths)])  # one entry for all calls
             self._replayed.record()
         return result
 

@@ -12,6 +12,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from kernels.core.operators import Linear
 from kernels.devices.experts import (
     EPSILON,
     ClampedGate,
@@ -22,7 +23,7 @@ from kernels.devices.experts import (
     Routing,
     StackedExperts,
     choose,
-    refusal,
+    unbiased_refusal,
 )
 from kernels.devices.fallbacks import Fallbacks
 from kernels.devices.linear import LinearLayers
@@ -82,13 +83,21 @@ class NpuExperts(StackedExperts[_Stack]):
         experts: Sequence[ExpertWeights],
         routing: Routing,
         soc: Soc,
+        gate: Linear | None = None,
     ) -> None:
+        self._gate = gate
+        self._biases = (
+            _stacked([expert.gate_up_bias for expert in experts]),
+            _stacked([expert.down_bias for expert in experts]),
+        )
         self._soc = soc
         self._bias = routing.correction if _is_biased_sigmoid(routing, len(experts)) else None
         super().__init__(router, experts, routing)
         gate_up = self.gate_up
         self._fused = (
             soc.fuses_experts
+            and gate is None
+            and self._biases == (None, None)
             and gate_up.scales is not None
             and self.down.scales is not None
             and self.down.before is None
@@ -177,19 +186,24 @@ class NpuExperts(StackedExperts[_Stack]):
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, experts = self._choose(self.router(x))
+        pairs, chosen = len(x), self.routing.chosen
+        if self.routing.on_inputs:  # each pair is a token of its own
+            x = (x.unsqueeze(1) * weights.unsqueeze(2).to(x.dtype)).flatten(0, 1)
+            weights, experts = torch.ones_like(weights).view(-1, 1), experts.view(-1, 1)
         rounds = self.gate_up.scales is not None and self.gate_up.before is None
         rows, index, counts, scales = torch_npu.npu_moe_init_routing_v2(
             x.contiguous(),
             experts,
-            active_num=len(x) * self.routing.chosen,
+            active_num=pairs * chosen,
             expert_num=self.count,
             expert_tokens_num_type=1,  # counts
             expert_tokens_num_flag=True,
             quant_mode=1 if rounds else -1,
             active_expert_range=[0, self.count],
         )
-        owners = experts.flatten()
-        if self.gate_up.before is not None or self.down.before is not None:
+        owners, (first_bias, last_bias) = experts.flatten(), self._biases
+        biased = first_bias is not None or last_bias is not None
+        if biased or self.gate_up.before is not None or self.down.before is not None:
             owners = torch.empty_like(owners).index_copy_(0, index.long(), owners)
         if self.gate_up.before is not None:
             rows = self.gate_up.before(rows, owners)
@@ -200,15 +214,24 @@ class NpuExperts(StackedExperts[_Stack]):
                 rows, [self.gate_up.values], [self.gate_up.scales], scales, counts, group_list_type=1
             )
         else:
-            inner = torch_npu.npu_swiglu(_multiply(rows, scales, self.gate_up, counts, x.dtype))
+            both = _multiply(rows, scales, self.gate_up, counts, x.dtype)
+            both = both if first_bias is None else both + first_bias.index_select(0, owners)
+            inner = torch_npu.npu_swiglu(both) if self._gate is None else self._gate(both)
             if self.down.before is not None:
                 inner = self.down.before(inner, owners)
             inner, scales = _rounded(inner, self.down)
         out = _multiply(inner, scales, self.down, counts, x.dtype)
+        out = out if last_bias is None else out + last_bias.index_select(0, owners)
         result: Tensor = torch_npu.npu_moe_finalize_routing(
             out, None, None, None, weights.to(x.dtype), index, experts, drop_pad_mode=2
         )
-        return result
+        return result.unflatten(0, (pairs, chosen)).sum(1) if self.routing.on_inputs else result
+
+
+def _stacked(biases: Sequence[Tensor | None]) -> Tensor | None:
+    """[experts, outputs]; None if there are none."""
+    some = [bias for bias in biases if bias is not None]
+    return torch.stack(some) if some else None
 
 
 def _is_biased_sigmoid(routing: Routing, count: int) -> bool:
@@ -275,9 +298,20 @@ class NpuExpertLayers(ExpertLayers):
         routing: Routing,
         gate: ClampedGate | None = None,
     ) -> Experts:
+        return self.make_routed(self.make_router(router, bias, routing, shared=True), experts, routing, gate)
+
+    def make_routed(
+        self,
+        router: Linear,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        gate: Linear | None = None,
+        *,
+        identities: int = 0,
+    ) -> Experts:
         kind = partial(NpuExperts.kind, soc=self.soc)
         experts = self.stackable(experts, kind)
-        reason = refusal(experts, kind, gate)
+        reason = "some return their input" if identities else unbiased_refusal(experts, kind)
         if reason is not None:
-            return self.make_in_turn(self.make_router(router, bias, routing), experts, routing, reason, gate)
-        return NpuExperts(self.make_router(router, bias, routing, shared=True), experts, routing, self.soc)
+            return self.make_in_turn(router, experts, routing, reason, gate, identities=identities)
+        return NpuExperts(router, experts, routing, self.soc, gate)

@@ -7,5 +7,9 @@ from kernels.devices.features import DeviceFeatures
 __all__ = ["FEATURES"]
 
 FEATURES = DeviceFeatures(
-    collectives="hccl", cache_dtypes=frozenset({"bfloat16", "int8"}), captures=True, plans_latent=True
+    collectives="hccl",
+    cache_dtypes=frozenset({"bfloat16", "int8"}),
+    captures=True,
+    plans_latent=True,
+    plans=frozenset({"sinks", "sizes"}),
 )

@@ -36,6 +36,7 @@ __all__ = [
     "fused_attention",
     "padded_dim",
     "plan_part",
+    "with_sinks",
 ]
 
 DIMS = (128, 192, 256)
@@ -48,6 +49,8 @@ MAX_TOKENS = 65536
 _INT32 = (1 << 31) - 1
 _KEY_ELEMENTS = 65535
 
+_SUNK = 128
+"""The largest heads with sinks of the operator's own."""
 _CAUSAL, _BAND = 3, 4  # sparse_mode, aligned to the last query and the last key
 
 
@@ -138,7 +141,7 @@ def fused_attention(
     queries: Tensor, cache: LayerCache, part: FusedPart, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
     """``queries`` [part's tokens, heads, dim] -> [part's tokens, heads, dim], in the queries' dtype. ``sinks`` [heads]:
-    scores of one more token, whose value is 0, which the second version of the operator takes.
+    as ``with_sinks``; the second version of the operator takes them for heads of up to 128.
 
     float16 is converted to bfloat16, the only documented dtype of the TND layout.
     """
@@ -151,8 +154,8 @@ def fused_attention(
         if part.window
         else {"sparse_mode": _CAUSAL}
     )
-    if sinks is not None:
-        found, _ = torch_npu.npu_fused_infer_attention_score_v2(
+    if sinks is not None and wide <= _SUNK:
+        sunk, _ = torch_npu.npu_fused_infer_attention_score_v2(
             given,
             cache.keys.view(pages, page_size, kv_heads * wide),
             cache.values.view(pages, page_size, kv_heads * wide),
@@ -168,11 +171,11 @@ def fused_attention(
             block_size=page_size,
             **masking,
         )
-        kept: Tensor = found[..., :dim]
-        return kept.to(queries.dtype)
+        result: Tensor = sunk[..., :dim]
+        return result.to(queries.dtype)
     # Lengths are keyword arguments and lists: otherwise captured calls cannot be updated (see
     # kernels.devices.npu.graphs).
-    out, _ = torch_npu.npu_fused_infer_attention_score(
+    out, sums = torch_npu.npu_fused_infer_attention_score(
         given,
         cache.keys.view(pages, page_size, kv_heads * wide),
         cache.values.view(pages, page_size, kv_heads * wide),
@@ -185,7 +188,15 @@ def fused_attention(
         scale=scale,
         input_layout="TND",
         block_size=page_size,
+        softmax_lse_flag=sinks is not None,
         **masking,
     )
-    result: Tensor = out[..., :dim]
+    result = out[..., :dim] if sinks is None else with_sinks(out, sums, sinks)[..., :dim]
     return result.to(queries.dtype)
+
+
+def with_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
+    """The result [tokens, heads, dim] of attention where each head sees one more token, whose score is that of
+    ``sinks`` float32 [heads] and whose value is 0. ``sums`` float32 [tokens, heads, 1]: the logarithms of the sums that
+    ``out`` was divided by."""
+    return out * torch.sigmoid(sums - sinks.view(-1, 1)).to(out.dtype)

@@ -19,7 +19,7 @@ import torch_npu
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
-from kernels.devices.npu.fused_attention import FusedPart, LayerCache
+from kernels.devices.npu.fused_attention import FusedPart, LayerCache, with_sinks
 from kernels.devices.npu.native_attention import NativePart
 from kernels.devices.npu.tree_attention import TreePart
 from kernels.weights.quantization.cache import LayerScales, round_fixed, widen
@@ -76,6 +76,18 @@ class Int8Layer:
             if scales is not None:
                 moved = scales[source // page_size, :, source % page_size]
                 scales[target // page_size, :, target % page_size] = moved
+
+    def gather(self, places: Tensor) -> Tensor:
+        """As ``KvCaches.gather``, in float32."""
+        page_size = self.keys.shape[1]
+        values = torch.stack(
+            [part.view(-1, *part.shape[2:]).index_select(0, places) for part in (self.keys, self.values)], 1
+        )
+        scales = None
+        if self.key_scales is not None and self.value_scales is not None:
+            page, at = torch.div(places, page_size, rounding_mode="floor"), places % page_size
+            scales = torch.stack([part[page, :, at] for part in (self.key_scales, self.value_scales)], 1)
+        return widen(values, scales, self.fixed, torch.float32)
 
     def clear(self, index: Tensor) -> None:
         """As ``KvCaches.clear``."""
@@ -136,8 +148,11 @@ def compact(rows: AttentionRows, first: int, last: int, page_size: int, put: Put
     return replace(rows, pages=table), put(pages.astype(np.int64))
 
 
-def attend_int8(queries: Tensor, cache: Int8Layer, part: FusedPart, scale: float) -> Tensor:
-    """Attention of decodes: ``queries`` [rows, heads, dim], one per row -> the same shape and dtype."""
+def attend_int8(
+    queries: Tensor, cache: Int8Layer, part: FusedPart, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention of decodes: ``queries`` [rows, heads, dim], one per row -> the same shape and dtype. ``sinks``: as
+    ``with_sinks``."""
     rows, heads, dim = queries.shape
     pages, page_size, kv_heads, wide = cache.keys.shape
     given = queries.to(torch.bfloat16)
@@ -148,7 +163,7 @@ def attend_int8(queries: Tensor, cache: Int8Layer, part: FusedPart, scale: float
         key_scales, value_scales = (part.unsqueeze(0) for part in fixed.scales.to(torch.bfloat16).unbind(0))
     # Lengths are a keyword argument and a list: otherwise captured calls cannot be updated (see
     # kernels.devices.npu.graphs).
-    out, _ = torch_npu.npu_fused_infer_attention_score(
+    out, sums = torch_npu.npu_fused_infer_attention_score(
         given.reshape(rows, 1, heads * wide),
         cache.keys.view(pages, page_size, kv_heads * wide),
         cache.values.view(pages, page_size, kv_heads * wide),
@@ -164,9 +179,12 @@ def attend_int8(queries: Tensor, cache: Int8Layer, part: FusedPart, scale: float
         inner_precise=1,
         key_antiquant_mode=mode,
         value_antiquant_mode=mode,
+        softmax_lse_flag=sinks is not None,
     )
     result: Tensor = out.view(rows, heads, wide)
     if fixed is not None and fixed.offsets is not None:  # key offsets shift all scores of a query equally
         shift = (fixed.offsets[1] * fixed.scales[1]).repeat_interleave(heads // kv_heads, 0)
         result = result.float() - shift
+    if sinks is not None:
+        result = with_sinks(result, sums.view(rows, heads, 1), sinks)
     return result[..., :dim].to(queries.dtype)

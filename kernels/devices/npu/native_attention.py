@@ -88,8 +88,11 @@ def _rows(rows: AttentionRows, low: int, high: int, begin: int, window: int, put
     )
 
 
-def native_attention(queries: Tensor, cache: LayerCache, part: NativePart, scale: float) -> Tensor:
-    """``queries`` [part's tokens, heads, dim] -> the same shape and dtype; sums in float32."""
+def native_attention(
+    queries: Tensor, cache: LayerCache, part: NativePart, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """``queries`` [part's tokens, heads, dim] -> the same shape and dtype; sums in float32. ``sinks`` float32 [heads]:
+    scores of one more token, whose value is 0."""
     _, heads, dim = queries.shape
     kv_heads = cache.keys.shape[2]
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
@@ -104,7 +107,11 @@ def native_attention(queries: Tensor, cache: LayerCache, part: NativePart, scale
         end = group.begin + group.rows * group.queries
         grouped = queries[group.begin : end].view(group.rows, group.queries, kv_heads, heads // kv_heads, dim)
         scores = grouped.permute(0, 2, 3, 1, 4).float() @ gather(cache.keys).transpose(-1, -2) * scale
-        weights = scores.masked_fill(group.hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(group.hidden, -torch.inf)
+        if sinks is not None:
+            beside = sinks.view(1, kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, beside), -1)
+        weights = scores.softmax(-1)[..., :length]
         values = gather(cache.values)
         result = (weights @ values).permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
         out[group.begin : end] = result.to(out.dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.tree import MAX_NODES, unpack_bits, within_window
-from kernels.devices.npu.fused_attention import LayerCache
+from kernels.devices.npu.fused_attention import LayerCache, with_sinks
 
 __all__ = ["TreePart", "hidden_keys", "mask_keys", "plan_trees", "tree_attention"]
 
@@ -90,8 +90,11 @@ def hidden_keys(rows: AttentionRows, queries: int, keys: int, window: int, put: 
     return hidden.unsqueeze(1)
 
 
-def tree_attention(queries: Tensor, cache: LayerCache, part: TreePart, scale: float) -> Tensor:
-    """``queries`` [part's tokens, heads, dim] -> [part's tokens, heads, dim], in the queries' dtype."""
+def tree_attention(
+    queries: Tensor, cache: LayerCache, part: TreePart, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """``queries`` [part's tokens, heads, dim] -> [part's tokens, heads, dim], in the queries' dtype. ``sinks``: as
+    ``with_sinks``."""
     heads, dim = queries.shape[1:]
     pages, page_size, kv_heads, wide = cache.keys.shape
     given = queries.to(cache.keys.dtype)
@@ -101,7 +104,7 @@ def tree_attention(queries: Tensor, cache: LayerCache, part: TreePart, scale: fl
         given = padded.index_copy_(0, part.places, given)
     # Lengths are keyword arguments and lists, as in kernels.devices.npu.fused_attention. Inner precision 2: padding
     # rows may have all keys masked.
-    out, _ = torch_npu.npu_fused_infer_attention_score(
+    out, sums = torch_npu.npu_fused_infer_attention_score(
         given.view(len(part.lengths), part.queries, heads, wide),
         cache.keys.view(pages, page_size, kv_heads * wide),
         cache.values.view(pages, page_size, kv_heads * wide),
@@ -115,8 +118,12 @@ def tree_attention(queries: Tensor, cache: LayerCache, part: TreePart, scale: fl
         block_size=page_size,
         sparse_mode=0,
         inner_precise=2,
+        softmax_lse_flag=sinks is not None,
     )
-    result: Tensor = out.view(-1, heads, wide)[..., :dim]
+    result: Tensor = out.view(-1, heads, wide)
+    if sinks is not None:
+        result = with_sinks(result, sums.transpose(1, 2).reshape(-1, heads, 1), sinks)
+    result = result[..., :dim]
     if part.places is not None:
         result = result.index_select(0, part.places)
     return result.to(queries.dtype)

@@ -33,4 +33,4 @@ class CapturedPass:
         if result is None:
             return None
         step.prepare().graph_rows = len(rows.slots)
-        return step.complete_pass(PassResult(result, batch.cache_index))
+        return step.complete_pass(PassResult(result, batch.cache_index, states=batch.verifying))

@@ -83,17 +83,17 @@ class SelfAttention:
         self.window, self.norm = window, norm
         self.scale = config.attention_scale or config.head_dim**-0.5
         without_program = builder.ops.elementwise.without_program()
-        self.extra = CapAndSinks(config.attention_softcap, sinks)
+        self.extra = CapAndSinks(config.attention_softcap, sinks, config.growth_length)
         self.weights, self.growth = weights, growth
-        self.slopes, self.growth_length = None, config.growth_length
+        self.slopes = None
         if config.alibi:
             slopes = alibi_slopes(config.heads * builder.mesh.size)[builder.mesh.rank * config.heads :][: config.heads]
             self.slopes = torch.tensor(slopes, device=builder.ops.torch_device)
         self._unrecorded = None if weights is None and growth is None else without_program  # programs scale no queries
+        self._capped, self._in_chunks = not self.extra.is_plain or config.alibi, window < 0
         # What reads the host's rows is not captured.
-        eager = plain or (config.row_attention and config.eager_with(self.attention.plans_caps))
+        eager = plain or (self._capped and config.eager_with(self.attention.plans))
         self._uncaptured = without_program if eager else None
-        self._capped = config.row_attention
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
@@ -103,8 +103,9 @@ class SelfAttention:
         queries = self.attention.norm_rope_cache(heads, self.heads, self.norm, cos, sin, cache, batch.cache_index)
         if self._unrecorded is not None:
             queries = self._scaled(self._unrecorded(queries), batch.positions)
-        if self._uncaptured is not None:
-            queries, rows, extra = self._uncaptured(queries), batch.rows, self.extra
+        if self._uncaptured is not None or (self._in_chunks and batch.plans[self.window] is None):
+            queries = queries if self._uncaptured is None else self._uncaptured(queries)
+            rows, extra = batch.rows, self.extra
             assert rows is not None, "such attention is part of no captured pass"
             result = self.attention.attend_rows(
                 queries,
@@ -115,7 +116,7 @@ class SelfAttention:
                 extra.cap,
                 extra.sinks,
                 slopes=self.slopes,
-                growth_length=self.growth_length,
+                growth_length=extra.growth_length,
             )
         elif not self._capped:
             result = self.attention.attend(queries, cache, batch.plans[self.window], self.scale)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.contract.caches import State
@@ -28,7 +27,7 @@ from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.recurrent import CausalConvolution
 from kernels.weights.tensors import GgufOrder, GgufPlace, Role, TensorSpec, by_inputs, by_outputs, linear, norm
 
-__all__ = ["DeltaConfig", "GatedDeltaNet", "HeadDecay", "layer", "read", "run_segments", "sizes", "tensors"]
+__all__ = ["DeltaConfig", "GatedDeltaNet", "HeadGates", "layer", "read", "run_segments", "sizes", "tensors"]
 
 
 @dataclass(frozen=True)
@@ -162,11 +161,11 @@ def layer(builder: LayerBuilder, config: ModelConfig, module: str) -> GatedDelta
     else:
         projection = builder.linear(*(f"{module}.in_proj_{part}" for part in ("qkv", "z", "b", "a")))
     heads = delta.value_heads
-    decay = HeadDecay(source.take([f"{module}.A_log"]), source.take([f"{module}.dt_bias"]))
+    head_gates = HeadGates(builder, module)
 
     def inputs(x: Tensor) -> DeltaInputs:
         mixed, gates, b, a = projection(x).split((delta.channels, delta.values, heads, heads), 1)
-        return DeltaInputs(mixed, gates, torch.sigmoid(b.float()), decay(a))
+        return DeltaInputs(mixed, gates, *head_gates(b, a))
 
     return GatedDeltaNet(
         builder,
@@ -198,15 +197,17 @@ def _l2_norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-class HeadDecay:
-    """``-exp(rate) * softplus(x + offset)`` of each head, both [heads]."""
+class HeadGates:
+    """Betas and decays of each head, by the tensors ``A_log`` and ``dt_bias`` [heads] of ``module``."""
 
-    def __init__(self, rate: Tensor, offset: Tensor) -> None:
-        self._factor, self._offset = -rate.exp(), offset
+    def __init__(self, builder: LayerBuilder, module: str) -> None:
+        take = builder.source.take
+        self._rule, self._offset = builder.ops.delta, take([f"{module}.dt_bias"]).float()
+        self._factor = -take([f"{module}.A_log"]).float().exp()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """``x`` [tokens, heads] -> float32 [tokens, heads, 1]"""
-        return (self._factor * F.softplus(x.float() + self._offset)).unsqueeze(-1)
+    def __call__(self, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        """``b``, ``a`` [tokens, heads]: see ``DeltaRule.head_gates``."""
+        return self._rule.head_gates(b, a, self._factor, self._offset)
 
 
 def run_segments(
@@ -223,33 +224,34 @@ def run_segments(
     value_dim]."""
     heads, share = delta.value_heads, delta.value_heads // delta.key_heads
 
-    def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
-        shape, at = tokens.shape, tokens.flatten()
-        some, before = convolution(inputs.mixed.index_select(0, at).view(*shape, -1), states[0])
+    def advance(segment: StateSegments, states: list[Tensor]) -> list[Tensor]:
+        some, before = convolution(segment.take(inputs.mixed), states[0], segment.lengths)
         q, k, v = some.split((delta.keys, delta.keys, delta.values), 2)
         q, k = (_l2_norm(part.unflatten(2, (delta.key_heads, -1))) for part in (q, k))
         if share > 1:
             q, k = (part.repeat_interleave(share, 2) for part in (q, k))
-        found, memory = delta_rule(
+        results, memory = delta_rule(
             DeltaTokens(
                 q * delta.key_dim**-0.5,
                 k,
                 v.unflatten(2, (heads, -1)),
-                inputs.decays.index_select(0, at).view(*shape, heads, -1),
-                inputs.betas.index_select(0, at).view(*shape, heads),
+                segment.without_padding(segment.take(inputs.decays)),
+                segment.without_padding(segment.take(inputs.betas)),
             ),
             states[1],
         )
-        out.index_copy_(0, at, found.flatten(0, 1).to(out.dtype))
+        segment.put(out, results)
         return [before, memory]
 
-    for segment in segments:
-        if not rule.step(inputs, convolution.weight, cache, segment, out, share):
-            advance_states(cache, (segment,), advance)
+    def step(segment: StateSegments) -> bool:
+        return rule.step(inputs, convolution.weight, cache, segment, out, share)
+
+    advance_states(cache, segments, advance, step)
 
 
 class GatedDeltaNet:
-    """A gated delta net of any family, made of its parts. ``gate``: the activation of the gates."""
+    """A gated delta net of any family, made of its parts. ``sigmoid``: the activation of the gates, in place
+    of silu."""
 
     def __init__(
         self,
@@ -260,10 +262,10 @@ class GatedDeltaNet:
         norm: Norm,
         output: Linear,
         *,
-        gate: Callable[[Tensor], Tensor] = F.silu,
+        sigmoid: bool = False,
     ) -> None:
         self.sizes, self.spec, self.rows, self.rule = delta, delta.state(), builder.rows, builder.ops.delta
-        self.inputs, self.convolution, self.norm, self.output, self.gate = inputs, convolution, norm, output, gate
+        self.inputs, self.convolution, self.norm, self.output, self.sigmoid = inputs, convolution, norm, output, sigmoid
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: StateCache, batch: ForwardBatch, wanted: Tensor | None
@@ -282,5 +284,4 @@ class GatedDeltaNet:
             out, gates = out.index_select(0, wanted), gates.index_select(0, wanted)
             if self.rows is not None:
                 self.rows.select(wanted)
-        normed = self.norm(out.view(-1, dim)).view(len(out), -1)
-        return self.output((normed.float() * self.gate(gates.float())).to(x.dtype))
+        return self.output(self.rule.gated_norm(self.norm, out, gates, self.sigmoid))

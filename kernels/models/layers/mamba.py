@@ -21,7 +21,7 @@ from kernels.contract.caches import State
 from kernels.contract.errors import ConfigError
 from kernels.core.batch import ForwardBatch, StateSegments
 from kernels.devices.state_cache import StateCache, advance_states
-from kernels.devices.state_space import SpaceTokens, space_scan
+from kernels.devices.state_space import SpaceInputs, SpaceTokens, space_scan
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.recurrent import CausalConvolution
@@ -176,7 +176,7 @@ class Mamba:
     def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str, scales: tuple[float, ...] = ()) -> None:
         self.sizes = mamba = sizes(config)
         self.spec, self.rows, self.mesh, self.eps = mamba.state(), builder.rows, builder.mesh, config.norm_eps
-        take = builder.source.take
+        take, self.space = builder.source.take, builder.ops.space
         self.inputs = builder.linear(f"{module}.in_proj")
         bias = take([f"{module}.conv1d.bias"]) if mamba.taps_bias else None
         self.convolution = CausalConvolution(take([f"{module}.conv1d.weight"]), bias)
@@ -200,27 +200,31 @@ class Mamba:
         gates, mixed, steps = given.split((mamba.inner, mamba.channels, mamba.heads), 1)
         steps = F.softplus(steps.float() + self.offsets).clamp(*mamba.steps)
 
-        def run(inputs: tuple[Tensor, ...], segments: tuple[StateSegments, ...]) -> Tensor:
-            mixed, steps = inputs
+        def run(parts: tuple[Tensor, ...], segments: tuple[StateSegments, ...]) -> Tensor:
+            mixed, steps = parts
+            inputs = SpaceInputs(mixed, steps, self.rates, self.skips)
             out = mixed.new_empty(len(mixed), mamba.inner, dtype=torch.float32)
 
-            def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
-                shape, at = tokens.shape, tokens.flatten()
-                some, before = self.convolution(mixed.index_select(0, at).view(*shape, -1), states[0])
+            def advance(segment: StateSegments, states: list[Tensor]) -> list[Tensor]:
+                some, before = self.convolution(segment.take(mixed), states[0], segment.lengths)
                 inner, b, c = some.split((mamba.inner, mamba.shared, mamba.shared), 2)
                 space = SpaceTokens(
                     inner.unflatten(2, (mamba.heads, -1)),
                     b.unflatten(2, (mamba.groups, -1)),
                     c.unflatten(2, (mamba.groups, -1)),
-                    steps.index_select(0, at).view(*shape, -1),
+                    segment.without_padding(segment.take(steps)),
                     self.rates,
                     self.skips,
                 )
                 results, memory = space_scan(space, states[1])
-                out.index_copy_(0, at, results.reshape(len(at), -1))
+                segment.put(out, results.flatten(2))
                 return [before, memory]
 
-            advance_states(cache, segments, advance)
+            def step(segment: StateSegments) -> bool:
+                weight, bias = self.convolution.weight, self.convolution.bias
+                return self.space.step(inputs, weight, bias, cache, segment, out)
+
+            advance_states(cache, segments, advance, step)
             return out
 
         out = batch.bounded[self.spec].run(run, mixed, steps)

@@ -202,7 +202,6 @@ def _experts(
     *,
     correction: Tensor | None,
 ) -> Experts:
-    """A device's kernels know SwiGLU's gates, and routers without caps, alone."""
     layers, routing, cap = builder.ops.experts, _routing(config, correction), config.router_softcap
     if config.activation == "silu" and not cap and not config.identities:
         return layers.make(router, bias, experts, routing)
@@ -210,11 +209,10 @@ def _experts(
     capped = (
         builder.ops.elementwise.compose(lambda x: torch.tanh(linear(x) / cap) * cap, lambda x: x) if cap else linear
     )
-    return layers.make_in_turn(
+    return layers.make_routed(
         capped,
         experts,
         routing,
-        "they have other gates, routers or neighbors than kernels know",
         None if config.activation == "silu" else gelu_and_mul,
         identities=config.identities if builder.mesh.rank == 0 else -config.identities,
     )

@@ -25,20 +25,25 @@ class CausalConvolution:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, activate: bool = True) -> None:
         self.taps = weight.shape[-1]
         self.weight = weight.squeeze(1).t().float().contiguous()
-        self._bias = None if bias is None else bias.float()
+        self.bias = None if bias is None else bias.float()
         self._activate = activate
 
-    def __call__(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, state: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``x`` [n, count, channels] after ``state`` [n, taps - 1, channels] -> results float32 [n, count, channels],
-        the state after."""
+        the state after. ``lengths`` int64 [n]: tokens of each row before its padding; None: all are."""
         count = x.shape[1]
         wide = torch.cat((state, x.to(state.dtype)), 1)
         result = wide[:, :count].float() * self.weight[0]
         for tap in range(1, self.taps):
             result.addcmul_(wide[:, tap : tap + count].float(), self.weight[tap])
-        if self._bias is not None:
-            result += self._bias
-        return F.silu(result) if self._activate else result, wide[:, count:]
+        if self.bias is not None:
+            result += self.bias
+        if lengths is None:
+            after = wide[:, count:]
+        else:
+            rows = torch.arange(len(x), device=x.device).unsqueeze(1)
+            after = wide[rows, lengths.unsqueeze(1) + torch.arange(self.taps - 1, device=x.device)]
+        return F.silu(result) if self._activate else result, after
 
 
 def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:

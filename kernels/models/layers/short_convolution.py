@@ -67,7 +67,7 @@ class ShortConvolution:
 
     def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str) -> None:
         own, take = sizes(config), builder.source.take
-        self.spec, self.rows = own.state(), builder.rows
+        self.spec, self.rows, self.kernels = own.state(), builder.rows, builder.ops.convolution
         self.inputs, self.output = builder.linear(f"{module}.in_proj"), builder.row_parallel(f"{module}.out_proj")
         bias = take([f"{module}.conv.bias"]) if own.bias else None
         self.convolution = CausalConvolution(take([f"{module}.conv.weight"]), bias, activate=False)
@@ -82,13 +82,16 @@ class ShortConvolution:
             (mixed,) = inputs
             out = torch.empty_like(mixed)
 
-            def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
-                at = tokens.flatten()
-                results, state = self.convolution(mixed.index_select(0, at).view(*tokens.shape, -1), states[0])
-                out.index_copy_(0, at, results.flatten(0, 1).to(out.dtype))
+            def advance(segment: StateSegments, states: list[Tensor]) -> list[Tensor]:
+                results, state = self.convolution(segment.take(mixed), states[0], segment.lengths)
+                segment.put(out, results)
                 return [state]
 
-            advance_states(cache, segments, advance)
+            def step(segment: StateSegments) -> bool:
+                weight, bias = self.convolution.weight, self.convolution.bias
+                return self.kernels.step(mixed, weight, bias, cache[0], segment, out)
+
+            advance_states(cache, segments, advance, step)
             return out
 
         out = batch.bounded[self.spec].run(run, before * values)

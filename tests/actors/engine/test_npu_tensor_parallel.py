@@ -14,6 +14,7 @@ import pytest
 from actors.boards.stream_buffer import merge
 from actors.protocol.requests import EngineFailed, SamplingParams
 from tests.kits.npu_engine import CLOSE, GREEDY, PROMPTS, SAMPLED, all_tokens, serving, tokens_of
+from tests.kits.waiting import until
 
 pytestmark = [
     pytest.mark.long,
@@ -72,6 +73,19 @@ async def test_a_hung_collective_is_a_death_and_the_request_goes_on(
     assert "failed with error 507048" in caplog.text
     assert "Notify wait" in caplog.text
     assert "HCCL_EXEC_TIMEOUT" in caplog.text
+
+
+async def test_replicas_on_two_npus_take_over_from_each_other() -> None:
+    async with serving(npu_simulator="A2", dtype="float32", tp=1) as engine:
+        expected = await all_tokens(engine)
+    async with serving(npu_simulator="A2", dtype="float32", dp=2, cuda_graph_bs=(1, 2, 8)) as engine:
+        reader = asyncio.create_task(all_tokens(engine))
+        assert engine.intake is not None
+        journals = [route.journal for route in engine.intake._router.routes]
+        await until(lambda: all(len(journal) for journal in journals), "one replica got all requests")
+        os.kill(engine.describe()["workers"][0]["pid"], signal.SIGKILL)
+        assert await reader == expected
+        assert [worker["restarts"] for worker in engine.describe()["workers"]][1] == 0
 
 
 async def test_more_ranks_than_devices_are_refused() -> None:

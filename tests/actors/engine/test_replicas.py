@@ -9,50 +9,79 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from actors.boards.journal import Journal
 from actors.engine.engine import Engine
+from actors.engine.replica import Replica
+from actors.faults import Fault, FaultPlan
 from actors.options import ArgumentError
-from actors.protocol.requests import Delta, SamplingParams
-from actors.requests.router import Route, Router
+from actors.protocol.requests import Grammar, RequestAborted, RequestFailed, SamplingParams
+from actors.requests.router import METHODS, Route, Router
+from actors.runtime import ChildCrash
+from app.understudy import MODEL_DIR
 from kernels.contract.topology import Rank
-from tests.kits.engines import small_engine
+from tests.kits.engines import rest, small_engine
 from tests.kits.waiting import until
 
 PARAMS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+PROMPTS = [f"The lazy dog {i}" for i in range(8)]
 
 
-async def tokens_of(engine: Engine, prompt: str) -> tuple[int, ...]:
-    deltas: list[Delta] = [delta async for delta in engine.generate(prompt, PARAMS)]
-    return tuple(token for delta in deltas for token in delta.token_ids)
+async def tokens_of(engine: Engine, prompt: Any, params: SamplingParams = PARAMS) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {}
+    async for delta in engine.generate(prompt, params):
+        tokens.setdefault(delta.index, []).extend(delta.token_ids)
+    return tokens
 
 
-def _decodes(journal: Journal) -> bool:
-    return all(len(entry.output) > 5 for entry in journal.live())
+async def alone(model: Path, prompts: list[Any], params: SamplingParams = PARAMS) -> list[dict[int, list[int]]]:
+    """The tokens of an engine with one replica."""
+    async with small_engine(model) as engine:
+        return [await tokens_of(engine, prompt, params) for prompt in prompts]
 
 
-async def test_a_death_in_one_replica_loses_no_request_of_either(tiny_model: Path) -> None:
-    prompts = [f"The lazy dog {i}" for i in range(8)]
-    async with small_engine(tiny_model) as engine:
-        expected = [await tokens_of(engine, prompt) for prompt in prompts]
-    async with small_engine(tiny_model, replicas=2, standby_worker=True) as engine:
+def replicas(engine: Engine) -> list[Replica]:
+    assert engine._actor_tree is not None
+    return engine._actor_tree.replicas
+
+
+def kill(engine: Engine, replica: int) -> None:
+    os.kill(engine.describe()["workers"][replica]["pid"], signal.SIGKILL)
+
+
+async def all_decode(engine: Engine, count: int = 8) -> None:
+    journals = [replica.journal for replica in replicas(engine)]
+    await until(
+        lambda: sum(map(len, journals)) == count and all(len(e.output) > 5 for j in journals for e in j.live()),
+        "not all decode",
+    )
+
+
+async def test_requests_of_a_dead_replica_go_on_in_the_other(tiny_model: Path) -> None:
+    expected = await alone(tiny_model, PROMPTS)
+    async with small_engine(tiny_model, dp=2) as engine:
         assert [worker["name"] for worker in engine.describe()["workers"]] == ["worker-0", "worker-1"]
         assert [worker["rank"]["dp"] for worker in engine.describe()["workers"]] == [0, 1]
         assert {worker["role"] for worker in engine.describe()["workers"]} == {"both"}
         assert [worker.rank for worker in engine.worker_ids.values()] == [Rank(dp=0), Rank(dp=1)]
         names = [actor.name for actor in engine.actors()]
         assert {"scheduler", "cache", "detokenizer", "scheduler-1", "cache-1", "detokenizer-1"} <= set(names)
-        assert engine._actor_tree is not None
-        first, second = engine._actor_tree.replicas
-        readers = [asyncio.create_task(tokens_of(engine, prompt)) for prompt in prompts]
-        live = [first.journal, second.journal]
-        await until(lambda: sum(map(len, live)) == 8 and all(_decodes(journal) for journal in live), "not all decode")
+        first, second = replicas(engine)
+        readers = [asyncio.create_task(tokens_of(engine, prompt)) for prompt in PROMPTS]
+        await all_decode(engine)
         assert (len(first.journal), len(second.journal)) == (4, 4)
         assert engine.describe()["scheduler"]["running"] == 8
-        os.kill(engine.describe()["workers"][1]["pid"], signal.SIGKILL)
+        timelines = [entry.timeline for entry in second.journal.live()]
+        kill(engine, 1)
+        await until(lambda: len(first.journal) == 8, "they did not move")
+        assert second.board.worker is None  # nothing waits for its restart
         async with asyncio.timeout(120):
             assert await asyncio.gather(*readers) == expected
+        for timeline in timelines:
+            assert [mark.name for mark in timeline.marks] == ["first_token", "worker_died", "handed_over", "resumed"]
+        await until(lambda: second.board.worker is not None, "it did not come back")
         assert [worker["restarts"] for worker in engine.describe()["workers"]] == [0, 1]
         assert engine.health().ok
         usage = engine.board.cache()
@@ -61,28 +90,191 @@ async def test_a_death_in_one_replica_loses_no_request_of_either(tiny_model: Pat
         assert await engine.flush_cache()
 
 
+async def test_deaths_of_all_replicas_lose_no_request(tiny_model: Path) -> None:
+    expected = await alone(tiny_model, PROMPTS)
+    async with small_engine(tiny_model, dp=2) as engine:
+        readers = [asyncio.create_task(tokens_of(engine, prompt)) for prompt in PROMPTS]
+        await all_decode(engine)
+        kill(engine, 0)
+        kill(engine, 1)
+        async with asyncio.timeout(120):
+            assert await asyncio.gather(*readers) == expected
+        await rest(engine)
+
+
+async def test_a_hanging_replica_is_left(tiny_model: Path) -> None:
+    expected = await alone(tiny_model, PROMPTS)
+    async with small_engine(tiny_model, dp=2, watchdog_timeout=3.0) as engine:
+        readers = [asyncio.create_task(tokens_of(engine, prompt)) for prompt in PROMPTS]
+        await all_decode(engine)
+        os.kill(engine.describe()["workers"][0]["pid"], signal.SIGSTOP)
+        async with asyncio.timeout(120):
+            assert await asyncio.gather(*readers) == expected
+        await rest(engine)
+
+
+async def test_a_harmful_request_is_found_across_replicas(tiny_model: Path) -> None:
+    others: list[Any] = [*PROMPTS[:4], [1, 2, 3, 4], list(range(10, 60))]
+    expected = await alone(tiny_model, others)
+    with FaultPlan(Fault("decode", "kill", mark=7)) as plan:
+        async with small_engine(tiny_model, dp=2, faults=plan) as engine:
+            readers = [asyncio.create_task(tokens_of(engine, prompt)) for prompt in [*others, [7] * 20]]
+            async with asyncio.timeout(240):
+                *answers, harmful = await asyncio.gather(*readers, return_exceptions=True)
+            assert isinstance(harmful, RequestFailed)
+            assert answers == expected
+            await rest(engine)
+            assert not any(len(each.journal.suspects) + len(each.journal.arriving) for each in replicas(engine))
+
+
+async def test_choices_and_grammars_move(tiny_model: Path) -> None:
+    params = SamplingParams(max_tokens=200, n=3, seed=5, temperature=1.0, grammar=Grammar("regex", "(ab|cd){60}"))
+    expected = await alone(MODEL_DIR, ["Once upon a time"], params)
+    async with small_engine(MODEL_DIR, dp=2) as engine:
+        first, second = replicas(engine)
+        reader = asyncio.create_task(tokens_of(engine, "Once upon a time", params))
+        await all_decode(engine, 3)
+        old, new = (0, 1) if len(first.journal) else (1, 0)
+        kill(engine, old)
+        await until(lambda: len(replicas(engine)[new].journal) == 3, "they did not move")
+        async with asyncio.timeout(120):
+            assert [await reader] == expected
+        assert len(first.journal) == len(second.journal) == 0
+
+
+async def test_a_request_that_moved_can_be_aborted_and_outlives_a_scheduler(tiny_model: Path) -> None:
+    expected = await alone(tiny_model, PROMPTS)
+    async with small_engine(tiny_model, dp=2) as engine:
+        readers = [asyncio.create_task(tokens_of(engine, prompt)) for prompt in PROMPTS]
+        aborted = asyncio.create_task(tokens_of(engine, "to be aborted"))
+        await all_decode(engine, 9)
+        [moving] = [request for request in engine.intake._requests.values() if request.prompt == "to be aborted"]  # type: ignore[union-attr]
+        assert moving.route is not None
+        replica = next(each for each in replicas(engine) if each.route is moving.route)
+        kill(engine, replica.number)
+        await until(lambda: moving.route is not replica.route, "it did not move")
+        assert engine._system is not None
+        other = next(each for each in replicas(engine) if each is not replica)
+        engine._system.crash_actor(other.scheduler, ChildCrash("a test"))
+        assert await engine.abort(moving.buffer.request_id) == 1
+        with pytest.raises(RequestAborted):
+            await aborted
+        async with asyncio.timeout(120):
+            assert await asyncio.gather(*readers) == expected
+        await rest(engine)
+
+
+@pytest.mark.long
+async def test_replicas_of_two_ranks(tiny_model: Path) -> None:
+    expected = await alone(tiny_model, PROMPTS)
+    async with small_engine(tiny_model, dp=2, tp=2) as engine:
+        assert [worker.rank for worker in engine.worker_ids.values()] == [
+            *(Rank(dp=0, tp=0), Rank(dp=0, tp=1), Rank(dp=1, tp=0), Rank(dp=1, tp=1))
+        ]
+        first, second = replicas(engine)
+        readers = [asyncio.create_task(tokens_of(engine, prompt)) for prompt in PROMPTS]
+        await all_decode(engine)
+        kill(engine, 3)  # rank 1 of the second replica
+        await until(lambda: len(first.journal) == 8, "they did not move")
+        assert second.board.worker is None
+        async with asyncio.timeout(120):
+            assert await asyncio.gather(*readers) == expected
+        await until(lambda: second.board.worker is not None, "it did not come back")
+        await rest(engine)
+
+
 def test_several_replicas_cannot_meet_at_one_address(tiny_model: Path) -> None:
     with pytest.raises(ArgumentError, match="dist_init_addr"):
-        Engine(model=str(tiny_model), device="cpu", replicas=2, dist_init_addr="127.0.0.1:29500")
-    with pytest.raises(ArgumentError, match="replicas"):
-        Engine(model=str(tiny_model), replicas=0)
+        Engine(model=str(tiny_model), device="cpu", dp=2, tp=2, dist_init_addr="127.0.0.1:29500")
+    with pytest.raises(ArgumentError, match="dp: must be"):
+        Engine(model=str(tiny_model), dp=0)
+    with pytest.raises(ArgumentError, match="prefill_round_robin_balance"):
+        Engine(model=str(tiny_model), dp=2, load_balance_method="total_tokens", prefill_round_robin_balance=True)
 
 
-def route(live: int, *, ready: bool) -> Route:
+# -- the router
+
+
+def route(live: int, *, ready: bool = True, tokens: int = 1, number: int = 0) -> Route:
     board: Any = SimpleNamespace(worker=(None, 0) if ready else None)
     journal = Journal()
-    for number in range(live):
-        entry: Any = SimpleNamespace(sequence=number)
-        journal.open(entry)
+    for index in range(live):
+        add(journal, tokens, index)
     scheduler: Any = None
-    return Route(scheduler, journal, board)
+    return Route(scheduler, journal, board, number=number)
+
+
+def add(journal: Journal, tokens: int, sequence: int) -> None:
+    entry: Any = SimpleNamespace(sequence=sequence, prompt_ids=[0] * tokens, output=[])
+    journal.open(entry)
+
+
+def prompt(*parts: tuple[int, int]) -> bytes:
+    """Token ids: (value, count) each."""
+    return np.concatenate([np.full(count, value, dtype=np.int32) for value, count in parts]).tobytes()
 
 
 def test_a_router_takes_the_replica_with_the_fewest_live_sequences() -> None:
-    busy, idle, loading = route(3, ready=True), route(1, ready=True), route(0, ready=False)
-    assert Router([busy, idle, loading]).choose() is idle
-    assert Router([busy, loading]).choose() is busy
-    assert Router([loading]).choose() is loading
-    assert Router([route(2, ready=False), loading]).choose() is loading
+    busy, idle, loading = route(3), route(1), route(0, ready=False)
+    method = "total_requests"
+    assert Router([busy, idle, loading], method).choose() is idle
+    assert Router([busy, loading], method).choose() is busy
+    assert Router([loading], method).choose() is loading
+    assert Router([route(2, ready=False), loading], method).choose() is loading
     with pytest.raises(ValueError, match="at least one"):
         Router([])
+    with pytest.raises(ValueError, match="no method"):
+        Router([busy], "random")
+
+
+def test_a_router_takes_the_replica_with_the_fewest_live_tokens() -> None:
+    few, many = route(3, tokens=10), route(1, tokens=100)
+    assert Router([many, few], "total_tokens").choose() is few
+    assert few.journal.tokens == 30
+    few.journal._close(0)
+    assert few.journal.tokens == 20
+
+
+def test_a_router_takes_replicas_in_turn() -> None:
+    routes = [route(5), route(0), route(0, ready=False)]
+    router = Router(routes, "round_robin")
+    assert {id(router.choose()) for _ in range(2)} == {id(each) for each in routes[:2]}
+
+
+def test_a_router_follows_the_longest_cached_prefix() -> None:
+    routes = [route(0, number=number) for number in range(3)]
+    router = Router(routes, "cache_aware")
+    system, other = (7, 256), (8, 256)
+    first = router.choose(prompt(system, (1, 100)))
+    add(first.journal, 356, 1)
+    assert router.choose(prompt(other, (1, 100))) is not first
+    assert router.choose(prompt(system, (2, 100))) is first
+    assert router.choose(prompt(system, (2, 100)), salt=b"another tenant") is not first
+    # A longer prefix that another replica has seen comes before the system prompt.
+    second = next(each for each in routes if each is not first)
+    for each in routes:
+        each.board.worker = (None, 0) if each is second else None  # type: ignore[assignment]
+    assert router.choose(prompt(system, (3, 128))) is second
+    for each in routes:
+        each.board.worker = (None, 0)  # type: ignore[assignment]
+    assert router.choose(prompt(system, (3, 128), (4, 10))) is second
+    # An overloaded replica gets no more of them, and one with a new worker has an empty cache.
+    add(first.journal, 100_000, 2)
+    assert router.choose(prompt(system, (2, 100))) is not first
+    second.board.worker = (None, 1)  # type: ignore[assignment]
+    add(second.journal, 1, 3)
+    assert router.choose(prompt(system, (3, 128), (4, 10))) is not second
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_each_method_serves(tiny_model: Path, method: str) -> None:
+    async with small_engine(tiny_model, dp=2, load_balance_method=method) as engine:
+        assert engine.intake is not None
+        assert engine.intake._router._method == method
+        assert len(await tokens_of(engine, "Once")) == 1
+
+
+async def test_prompts_in_turn_are_round_robin(tiny_model: Path) -> None:
+    async with small_engine(tiny_model, dp=2, prefill_round_robin_balance=True) as engine:
+        assert engine.intake is not None
+        assert engine.intake._router._method == "round_robin"

@@ -32,6 +32,22 @@ def settings(
     return found
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen3_next"},
+        {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1},
+        {"model_type": "qwen3_5", "text_config": {"vocab_size": 100, "mtp_num_hidden_layers": 1}},
+    ],
+)
+def test_qwens_own_head_is_the_draft(tmp_path: Path, config: dict[str, Any]) -> None:
+    settings_of = settings(tmp_path, QWEN | config, None, speculative_algorithm="NEXTN")
+    assert (settings_of.algorithm, settings_of.num_draft_tokens) == ("MTP", 4)
+    without = config | {"model_type": "qwen3_5", "mtp_num_hidden_layers": 0}
+    with pytest.raises(ArgumentError, match="no draft of its own"):
+        settings(tmp_path, QWEN | without, None, speculative_algorithm="NEXTN")
+
+
 def test_without_an_algorithm_there_is_nothing(tmp_path: Path) -> None:
     assert speculation(Arguments(), ModelFiles(directory(tmp_path, QWEN))) is None
 

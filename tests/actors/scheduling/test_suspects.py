@@ -237,3 +237,21 @@ def test_a_suspect_that_ends_by_its_rerun_is_cleared():
     stage.play(limit=2000)
     assert [number for number in range(1, 61) if not stage.tokens(number)] == list(range(10, 60, 10))
     assert stage.counted == 5
+
+
+def test_suspects_that_move_to_another_replica_are_halved_there():
+    first, second = Suspects(), Suspects()
+    first.died(dict.fromkeys(range(1, 9), PREFILL))
+    first.died(dict.fromkeys(range(1, 5), PREFILL))  # 1 to 4 ran without 5 to 8
+    second.died({20: PREFILL, 21: PREFILL})
+    second.adopt(first.release({1, 2, 3, 4, 5}))
+    assert [number for number in range(1, 22) if number in first] == [6, 7, 8]
+    assert len(second) == 7
+    second.retain({1, 2, 3, 4, 5})
+    suspects, others = second.cohorts({})
+    assert [suspects.takes(number) for number in (1, 2, 3, 5, 30)] == [True, True, False, False, False]
+    assert [others.takes(number) for number in (1, 30)] == [False, True]
+    assert second.died(dict.fromkeys((1, 2), PREFILL)).counts is False
+    assert second.died({1: PREFILL}).quarantined == ()
+    second.adopt(second.release({1}))  # alone in a lost step, wherever that was
+    assert second.died({1: PREFILL}).quarantined == (1,)

@@ -52,8 +52,8 @@ def test_states_are_kept_at_the_end_of_every_column() -> None:
     cache = make_states(State(((2,),)), 8, CPU)
     values = torch.arange(1.0, 12.0)
 
-    def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
-        return [states[0] + values[tokens].sum(1, keepdim=True)]
+    def advance(segment: StateSegments, states: list[Tensor]) -> list[Tensor]:
+        return [states[0] + segment.without_padding(values[segment.tokens]).sum(1, keepdim=True)]
 
     def bounded(starts: list[int], counts: list[int], pages: list[list[int]]) -> tuple[StateSegments, ...]:
         return plan_segments(
@@ -83,13 +83,33 @@ def test_rows_of_equal_length_run_in_one_call() -> None:
     assert (prompt.tokens.tolist(), prompt.fresh) == ([[2, 3]], False)
 
 
+def test_rows_of_similar_length_run_in_one_call() -> None:
+    """Padded to the longest, unless half as much again would be padding; the results of padding go nowhere."""
+    counts, pages = np.array([5, 1, 60, 50, 8]), 1 + np.arange(5, dtype=np.int32)[:, None]
+    one, long, short = plan_segments(np.zeros(5, dtype=np.int64), counts, pages, 64, torch.from_numpy)
+    assert (one.tokens.tolist(), one.lengths) == ([[5]], None)
+    assert [segment.targets.tolist() for segment in (long, short) if segment.targets is not None] == [[3, 4], [1, 5]]
+    assert short.lengths is not None
+    assert short.lengths.tolist() == [5, 8]
+    assert short.tokens.tolist() == [[0, 1, 2, 3, 4, 4, 4, 4], list(range(116, 124))]
+    x = torch.arange(124.0)
+    assert short.without_padding(short.take(x))[0].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+    out = torch.full((124, 1), -1.0)
+    short.put(out, torch.arange(16.0).view(2, 8, 1))
+    assert out[:6, 0].tolist() == [0, 1, 2, 3, 4, -1]
+    assert out[116:, 0].tolist() == list(range(8, 16))
+    part = short.part(1, 2)
+    assert part.lengths is not None
+    assert (part.tokens.shape, part.lengths.tolist(), part.sources.tolist()) == ((1, 8), [8], [0])
+
+
 def test_the_states_of_a_call_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_cache, "_CALL_BYTES", 16)  # two rows of two numbers
     cache, calls = make_states(State(((2,),)), 6, CPU), []
 
-    def advance(tokens: Tensor, states: list[Tensor]) -> list[Tensor]:
-        calls.append(tokens.flatten().tolist())
-        return [states[0] + tokens + 1]
+    def advance(segment: StateSegments, states: list[Tensor]) -> list[Tensor]:
+        calls.append(segment.tokens.flatten().tolist())
+        return [states[0] + segment.tokens + 1]
 
     cache[0][1:] = 7.0
     pages = np.arange(1, 6, dtype=np.int32)[:, None]
@@ -103,7 +123,7 @@ def test_a_fresh_row_ignores_what_its_page_held() -> None:
     cache = make_states(State(((2,),)), 4, CPU)
     cache[0].fill_(torch.nan)
     segments = plan_segments(np.array([0]), np.array([2]), np.array([[3]], dtype=np.int32), 4, torch.from_numpy)
-    advance_states(cache, segments, lambda tokens, states: [states[0] + tokens.shape[1]])
+    advance_states(cache, segments, lambda segment, states: [states[0] + segment.tokens.shape[1]])
     assert cache[0][3].tolist() == [2, 2]
 
 

@@ -11,6 +11,7 @@ from kernels.contract.speculation import SpeculativeSettings
 from tests.kernels.distributed.ranks import run, run_ranks
 from tests.kits.speculation.dflash import DFLASH, SHAPES
 from tests.kits.speculation.drafting import make_target, seeded, write
+from tests.kits.speculation.gated_heads import with_head
 from tests.kits.speculation.layouts import make_layout
 from tests.kits.speculation.runner_drafts import PROMPTS
 
@@ -53,3 +54,20 @@ def test_two_ranks_draft_what_one_drafts(jobs):
         assert first["accepted"] == second["accepted"] == whole["accepted"], job["model"]
         assert first["weight_bytes"] < whole["weight_bytes"]
     assert any(count > 1 for whole in alone for counts in whole["accepted"] for count in counts)
+
+
+@pytest.mark.parametrize("algorithm", ["MTP", "NGRAM"])
+def test_two_ranks_take_states_back_alike(algorithm, reference, prompts, tmp_path):
+    model, texts = reference("parallel-qwen3.5"), prompts(23, 9)
+    with_head(model, "qwen3.5", tmp_path / "model")
+    settings = SpeculativeSettings(algorithm, num_steps=3, num_draft_tokens=4)
+    job = {
+        "model": str(tmp_path / "model"),
+        "prompts": texts,
+        "length": 60,
+        "speculation": msgspec.to_builtins(settings),
+    }
+    first, second = run_ranks([job])
+    assert first[0]["tokens"] == second[0]["tokens"]
+    for text, tokens in zip(texts, first[0]["tokens"], strict=True):
+        assert tokens == model.greedy(text, len(tokens))

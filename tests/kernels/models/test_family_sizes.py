@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from kernels.contract.caches import CacheGroup, Paged, Window
 from kernels.contract.errors import ConfigError
-from kernels.contract.speculation import SpeculativeSettings
 from kernels.models.config import ModelConfig, QueryGrowth
 from kernels.models.config_loader import parse_config
 from kernels.models.layers import vocabulary
@@ -153,7 +152,7 @@ def test_published_names_of_mimo_v2_are_read() -> None:
         CacheGroup(Window(Paged(4, 24, 24), 21), (1, 2)),
     )
     assert list(read("MiMoV2Flash", num_hidden_layers=7, **SPARSE).windows) == [0, 129, 129, 129, 129, 0, 129]
-    assert config.eager_with(plans_caps=True) == "attention with heads of two sizes"
+    assert config.eager_with({"caps", "sinks"}) == "attention with heads of two sizes"
     with pytest.raises(ConfigError, match="v_head_dim 30 is more than head_dim 24"):
         read("MiMoV2Flash", **SPARSE | sizes | {"v_head_dim": 30})
 
@@ -214,11 +213,6 @@ def test_keys_that_gemma_4_holds_and_does_not_use_are_left_out(reference: Any, d
     assert drive(tmp_path).info.architecture == "Gemma4ForCausalLM"
 
 
-def test_heads_of_two_sizes_refuse_drafts(reference: Any, drive: Any) -> None:
-    with pytest.raises(ConfigError, match="heads of two sizes of Gemma4ForCausalLM is neither for speculative"):
-        drive(reference("gemma4").path, speculation=SpeculativeSettings("NGRAM"))
-
-
 @pytest.mark.parametrize(
     ("more", "windows", "still", "sparse"),
     [
@@ -242,7 +236,6 @@ def test_layers_of_llama_4_follow_config_json(
 def test_chunks_refuse_what_they_are_not_for(reference: Any, drive: Any) -> None:
     path = reference("llama4").path
     for options, says in (
-        ({"speculation": SpeculativeSettings("NGRAM")}, "attention in chunks of Llama4ForCausalLM is neither"),
         ({"invariant": True}, "attention in chunks of Llama4ForCausalLM has no attention whose"),
         ({"page_size": 64}, "attention_chunk_size 32 of Llama4ForCausalLM is not a multiple of --page-size 64"),
     ):

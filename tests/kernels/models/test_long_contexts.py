@@ -37,7 +37,7 @@ ROPES = {
 def save(family: str, path: Path, **more: Any) -> Any:
     torch.manual_seed(5)
     config = getattr(transformers, f"{family}Config")(**SIZES | more)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     for parameter in model.parameters():
         parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
     model.save_pretrained(path)
@@ -65,6 +65,23 @@ def test_prompts_of_130_000_tokens_rotate_as_in_transformers(
     positions = torch.arange(LENGTH - 2 * WINDOW, LENGTH).unsqueeze(0)
     with torch.inference_mode():
         logits = model(torch.tensor([prompt[-2 * WINDOW :]]), position_ids=positions).logits[0, -1]
+    np.testing.assert_allclose(found, logits.log_softmax(-1).numpy(), atol=2e-3, rtol=1e-3)
+
+
+def test_attention_in_chunks_begins_anew_behind_130_000_tokens(drive: Any, prompts: Any, tmp_path: Path) -> None:
+    """A query sees the tokens since the last multiple of the chunk, at their own positions."""
+    chunk, length = 64, LENGTH + 40
+    experts = {"num_local_experts": 2, "moe_layers": [], "intermediate_size_mlp": 80, "no_rope_layers": [1]}
+    rope = {"rope_theta": 10000.0} | ROPES["llama3"]
+    model = save("Llama4Text", tmp_path, attention_chunk_size=chunk, rope_parameters=rope, **experts)
+    (prompt,) = prompts(length)
+    driver = drive(tmp_path, max_total_tokens=length + 64, max_step_tokens=8192, max_slots=2)
+    found = last_logprobs(driver, prompt, 8192)
+    first = length // chunk * chunk
+    assert 0 < length - first < chunk
+    with torch.inference_mode():
+        positions = torch.arange(first, length).unsqueeze(0)
+        logits = model(torch.tensor([prompt[first:]]), position_ids=positions).logits[0, -1]
     np.testing.assert_allclose(found, logits.log_softmax(-1).numpy(), atol=2e-3, rtol=1e-3)
 
 

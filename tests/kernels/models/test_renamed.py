@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from kernels.contract.config import RunnerConfig
@@ -16,67 +14,17 @@ from kernels.contract.runner import open_runner
 from kernels.contract.step import Admission, SlotSampling, StepBatch
 from kernels.contract.tasks import Classify
 from tests.kernels.distributed.ranks import run_ranks
-from tests.kits.driver import COMMON, pack
+from tests.kits.driver import pack
 from tests.kits.gguf_checkpoints import greedy as greedy_of
 from tests.kits.gguf_families import write_family
-
-RENAMED = {
-    "InternLM2ForCausalLM": [
-        (r"^model\.embed_tokens", "model.tok_embeddings"),
-        (r"^lm_head", "output"),
-        (r"input_layernorm", "attention_norm"),
-        (r"post_attention_layernorm", "ffn_norm"),
-        (r"self_attn\.o_proj", "attention.wo"),
-        (r"self_attn", "attention"),
-        (r"mlp\.gate_proj", "feed_forward.w1"),
-        (r"mlp\.up_proj", "feed_forward.w3"),
-        (r"mlp\.down_proj", "feed_forward.w2"),
-    ],
-    "ExaoneForCausalLM": [
-        (r"^model\.embed_tokens", "transformer.wte"),
-        (r"^model\.norm", "transformer.ln_f"),
-        (r"^model\.layers", "transformer.h"),
-        (r"input_layernorm", "ln_1"),
-        (r"post_attention_layernorm", "ln_2"),
-        (r"self_attn\.o_proj", "attn.attention.out_proj"),
-        (r"self_attn", "attn.attention"),
-        (r"mlp\.gate_proj", "mlp.c_fc_0"),
-        (r"mlp\.up_proj", "mlp.c_fc_1"),
-        (r"mlp\.down_proj", "mlp.c_proj"),
-    ],
-}
-KEYS = {"num_hidden_layers": "num_layers", "rms_norm_eps": "layer_norm_epsilon", "hidden_act": "activation_function"}
+from tests.kits.renamed import save_renamed
 
 
-@pytest.fixture(scope="module", params=RENAMED)
+@pytest.fixture(scope="module", params=["InternLM2ForCausalLM", "ExaoneForCausalLM"])
 def renamed(request, tmp_path_factory):
     """Llama's model, and a directory of the vendor's."""
-    torch.manual_seed(6)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON | {"vocab_size": 212})).eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
     path = tmp_path_factory.mktemp(request.param)
-    model.save_pretrained(path)
-    weights = {}
-    for name, weight in load_file(path / "model.safetensors").items():
-        for pattern, new in RENAMED[request.param]:
-            name = re.sub(pattern, new, name)
-        weights[name] = weight
-    raw = json.loads((path / "config.json").read_text())
-    if request.param == "InternLM2ForCausalLM":
-        for layer in range(3):
-            join_groups(weights, f"model.layers.{layer}.attention", kv_heads=2)
-    else:
-        raw = {KEYS.get(key, key): value for key, value in raw.items()}
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-    (path / "config.json").write_text(json.dumps(raw | {"architectures": [request.param], "model_type": "own"}))
-    return model, path
-
-
-def join_groups(weights, module, kv_heads):
-    """Each key head's queries, its key and its value, one after the other."""
-    parts = [weights.pop(f"{module}.{part}_proj.weight").chunk(kv_heads) for part in "qkv"]
-    weights[f"{module}.wqkv.weight"] = torch.cat([part for group in zip(*parts, strict=True) for part in group])
+    return save_renamed(request.param, path, vocab_size=212), path
 
 
 def greedy(model, prompt, length):

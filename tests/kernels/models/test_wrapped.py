@@ -102,6 +102,26 @@ def test_vendors_names_are_read(prefix, reference, drive, prompts, tmp_path):
     assert driver.generate(1, 40) == model.greedy(prompt, 40)
 
 
+@pytest.mark.parametrize("architecture", ["Phi4MMForCausalLM", "Phi4MultimodalForCausalLM"])
+def test_phi_4_reads_text_without_its_adapters(architecture, reference, drive, prompts, tmp_path):
+    model, (prompt,) = reference("phi3-full"), prompts(20)
+    raw = json.loads((model.path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"architectures": [architecture]}))
+    weights = load_file(model.path / "model.safetensors")
+    if architecture == "Phi4MMForCausalLM":  # as the vendor stores it
+        adapters = {}
+        for name in [name for name in weights if "_proj.weight" in name]:
+            module = name.removesuffix(".weight")
+            weights[f"{module}.base_layer.weight"] = weights.pop(name)
+            for part in ("lora_A.vision", "lora_B.vision", "lora_A.speech", "lora_B.speech"):
+                adapters[f"{module}.{part}.weight"] = torch.ones(2)
+        weights |= adapters
+    save_file(weights | {"model.embed_tokens_extend.image_embed.x": torch.ones(2)}, tmp_path / "model.safetensors")
+    driver = drive(tmp_path)
+    driver.admit(1, prompt)
+    assert driver.generate(1, 40) == model.greedy(prompt, 40)
+
+
 def test_sizes_that_gemma_3_leaves_out_are_those_of_the_family(tmp_path):
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     text |= {"sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
@@ -111,6 +131,16 @@ def test_sizes_that_gemma_3_leaves_out_are_those_of_the_family(tmp_path):
     config = read_config(tmp_path)
     assert (config.vocab_size, config.heads, config.kv_heads, config.head_dim) == (262208, 8, 4, 256)
     assert (config.max_positions, config.rope.factor, config.windows[:6]) == (131072, 8.0, (*5 * [1024], 0))
+
+
+def test_sizes_that_llava_leaves_out_are_those_of_llama_2(tmp_path):
+    text = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32064}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["LlavaNextForConditionalGeneration"], "text_config": text})
+    )
+    config = read_config(tmp_path)
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (32064, 4096, 11008)
+    assert (config.layers, config.heads, config.kv_heads, config.max_positions) == (32, 32, 32, 4096)
 
 
 def test_every_language_model_has_a_family():

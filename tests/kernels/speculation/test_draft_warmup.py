@@ -55,6 +55,16 @@ def test_warm_up_drafts_leave_nothing_behind(algorithm, drive, tmp_path):
     assert run_mixed(driver, PROMPTS, SAMPLINGS, expected, LENGTH)[0] == expected
 
 
+def test_warm_up_drafts_have_pages_for_states(drive, reference, prompts):
+    settings = SpeculativeSettings("NGRAM", num_draft_tokens=4)
+    driver, model = drive(reference("qwen3.5").path, speculation=settings), reference("qwen3.5")
+    seen = warm_up(driver, 17, 256)
+    assert {len(drafted) for _, drafted in seen if drafted and min(drafted) == 3} >= {1, 2, 4, 8}
+    (text,) = prompts(20)
+    driver.admit(1, text)
+    assert driver.generate(1, 40) == model.greedy(text, 40)
+
+
 @pytest.mark.parametrize(("slots", "tokens", "rows"), [(2, 2048, {0, 1}), (17, 64, {0, 1, 2, 3, 4}), (17, 2, {0})])
 def test_there_is_room_for_them(slots, tokens, rows, drive, tmp_path):
     _, _, target, draft, _, _ = make_layout("eagle3", tmp_path)

@@ -35,10 +35,10 @@ CONFIG = {
 def drive(monkeypatch, tmp_path, drive):
     """A runner of made-up weights, and what it captured."""
 
-    def make(**options):
+    def make(config=CONFIG, **options):
         path = tmp_path / "model"
         path.mkdir()
-        (path / "config.json").write_text(json.dumps(CONFIG))
+        (path / "config.json").write_text(json.dumps(config))
         reported = install(monkeypatch)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         given = {"load_format": "dummy", "dtype": "bfloat16", "max_total_tokens": 1 << 15, "page_size": 64}

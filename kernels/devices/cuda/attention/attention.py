@@ -17,6 +17,7 @@ from kernels.devices.cuda.elementwise.angles import angles
 from kernels.devices.cuda.elementwise.latent_heads import place_latent
 from kernels.devices.cuda.elementwise.norm_rope_cache import norm_rope_cache
 from kernels.devices.cuda.elementwise.norms import CudaNorm
+from kernels.devices.cuda.features import FEATURES
 from kernels.devices.cuda.matmul.qkv_projection import CudaQkvProjection
 from kernels.devices.latent_attention import LatentHeads
 from kernels.devices.latent_cache import Vectors
@@ -38,12 +39,16 @@ class CudaAttention(Attention[CudaCache, AttentionPlan]):
         self._put = memory.put
         self._page_size = page_size
         self._invariant = invariant
-        self.plans_caps = not invariant
+        self.plans = frozenset() if invariant else FEATURES.plans
         self._latent_plan: LatentPlan | None = None
         self._scratch = None if invariant else DecodeScratch(memory.torch_device)
 
     def plan(self, rows: AttentionRows, window: int) -> AttentionPlan:
         return plan_attention(rows, window, self._caches.kv_heads, self._put)
+
+    def plan_layers(self, rows: AttentionRows, window: int) -> AttentionPlan | None:
+        """The kernels know chunks, but those whose results are invariant."""
+        return super().plan_layers(rows, window) if self._invariant else self.plan(rows, window)
 
     def plan_draft(
         self, starts: Tensor, pages: Tensor, tokens: int, bits: Tensor | None, roots: Tensor | None, window: int

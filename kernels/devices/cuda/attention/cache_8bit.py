@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.weights.quantization.cache import LayerScales, round_fixed, round_tokens
+from kernels.weights.quantization.cache import LayerScales, round_fixed, round_tokens, widen
 
 __all__ = ["Cache8bit", "bits", "scale_found", "scale_queries"]
 
@@ -36,6 +36,14 @@ class Cache8bit:
         else:
             both = both.to(kept) if self.fixed is None else round_fixed(both, self.fixed, kept)
         bits(self.values)[page, :, :, offset] = bits(both)
+
+    def gather(self, places: Tensor) -> Tensor:
+        """As ``KvCaches.gather``, in float32."""
+        page_size = self.values.shape[3]
+        page, offset = torch.div(places, page_size, rounding_mode="floor"), places % page_size
+        values = bits(self.values)[page, :, :, offset].view(self.values.dtype)
+        scales = None if self.scales is None else self.scales[page, :, :, offset]
+        return widen(values, scales, self.fixed, torch.float32)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """As ``KvCaches.move``."""

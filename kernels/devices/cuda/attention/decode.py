@@ -14,13 +14,25 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.devices.cuda.launch import multiprocessors, overlapping
+from kernels.devices.cuda.launch import has_large_shared_memory, multiprocessors, overlapping
 from kernels.devices.row_attention import CapAndSinks
 
-__all__ = ["LAUNCHED", "PLAIN", "DecodeScratch", "attend_decodes", "capped_score", "score_factors", "split_count"]
+__all__ = [
+    "LAUNCHED",
+    "PLAIN",
+    "DecodeScratch",
+    "attend_decodes",
+    "capped_score",
+    "first_seen",
+    "growth_at",
+    "key_block",
+    "reach",
+    "score_factors",
+    "split_count",
+]
 
 PLAIN = CapAndSinks()
-"""Neither a cap nor sinks."""
+"""Scores as they are."""
 _LOG2_E = 1.4426950408889634
 _PROGRAMS = 1056  # programs that fill the device: 8 on each of 132 multiprocessors
 _MAX_SPLITS = 64
@@ -122,6 +134,40 @@ def capped_score(score, cap):
 
 
 @triton.jit
+def reach(position, window: tl.constexpr):
+    """Tokens that queries at ``position`` attend to, themselves included: ``window``, or if that is negative those
+    since its last multiple."""
+    if window > 0:
+        seen = position * 0 + window
+    else:
+        seen = position % -window + 1
+    return seen
+
+
+@triton.jit
+def first_seen(position, window: tl.constexpr):
+    """The first token that a query at ``position`` attends to."""
+    first = position * 0
+    if window != 0:
+        first = tl.maximum(position + 1 - reach(position, window), 0)
+    return first
+
+
+@triton.jit
+def growth_at(position, growth: tl.constexpr):
+    """What multiplies scores of queries at ``position``: logarithms grow beyond ``growth`` tokens."""
+    length = tl.full([], growth, tl.float32)
+    return tl.log2(tl.maximum(position.to(tl.float32), length)) / tl.log2(length)
+
+
+def key_block(dim_block: int, wide: bool, device: torch.device) -> tuple[int, int]:
+    """Keys of a block, and how many blocks are on their way. ``wide``: whether numbers have 32 bits."""
+    if dim_block <= 256:
+        return (32, 2) if wide else (64, 3)
+    return (16, 1) if wide else (32, 2) if has_large_shared_memory(device) else (16, 1)
+
+
+@triton.jit
 def _attend(
     q,
     k,
@@ -135,6 +181,7 @@ def _attend(
     total,
     scale,
     cap,
+    grown,
     precision: tl.constexpr,
     scaled: tl.constexpr,
     capped: tl.constexpr,
@@ -145,6 +192,7 @@ def _attend(
         score = score * tl.load(scales + line).to(tl.float32)[None, :]
     if capped:
         score = capped_score(score, cap)
+    score = score * grown
     score = tl.where(seen[None, :], score, -float("inf"))
     above = tl.maximum(top, tl.max(score, 1))
     weight = tl.exp2(score - above[:, None])
@@ -192,6 +240,7 @@ def decode_attention_kernel(
     scaled: tl.constexpr,
     capped: tl.constexpr,
     sunk: tl.constexpr,
+    growth: tl.constexpr,
     early: tl.constexpr,
     few: tl.constexpr,
     pdl: tl.constexpr,
@@ -213,9 +262,10 @@ def decode_attention_kernel(
         if not early:
             gdc_wait()
     length = tl.load(lengths + row * length_stride)
-    first = 0
-    if window > 0:
-        first = tl.maximum(length - window, 0)
+    first = first_seen(length - 1, window)
+    grown = 1.0
+    if growth > 0:
+        grown = growth_at(length - 1, growth)
     first_block = first // block
     blocks = (length + block - 1) // block - first_block
     share = (blocks + splits - 1) // splits
@@ -225,8 +275,7 @@ def decode_attention_kernel(
             of = tl.arange(0, few)
             theirs = tl.load(lengths + of * length_stride, mask=of < tl.num_programs(0), other=0)
             every = (theirs + block - 1) // block
-            if window > 0:
-                every -= tl.maximum(theirs - window, 0) // block
+            every -= first_seen(tl.maximum(theirs - 1, 0), window) // block
             every = tl.sum(every, 0)
         share = tl.maximum(share, (every * kv_heads + held - 1) // held)
     used = (blocks + share - 1) // share
@@ -265,7 +314,7 @@ def decode_attention_kernel(
             v = tl.where(here, new_v[None, :], v)
             seen = (position < length) & (position >= first)
             top, norm, total = _attend(
-                q, k, v, scales, line, kv_heads * page_size, seen, top, norm, total, scale, cap,
+                q, k, v, scales, line, kv_heads * page_size, seen, top, norm, total, scale, cap, grown,
                 precision, scaled, capped,
             )  # fmt: skip
             begin += 1
@@ -283,7 +332,7 @@ def decode_attention_kernel(
                 v = tl.load(place + kv_heads * page_size * dim, mask=(at < dim)[None, :], other=0.0).to(q.dtype)
             seen = (position < length) & (position >= first)
             top, norm, total = _attend(
-                q, k, v, scales, line, kv_heads * page_size, seen, top, norm, total, scale, cap,
+                q, k, v, scales, line, kv_heads * page_size, seen, top, norm, total, scale, cap, grown,
                 precision, scaled, capped,
             )  # fmt: skip
         result = out + row * heads * dim + head[:, None] * dim + at[None, :]
@@ -346,8 +395,8 @@ def attend_decodes(
     """Attend with ``queries`` [rows, heads, dim], one per row, to ``lengths`` int32 [rows] cached tokens, at least 1.
 
     Results go to ``out``, of the same shape and contiguous. ``cache`` [pages, 2, kv_heads, page_size, dim]; ``scales``
-    [pages, 2, kv_heads, page_size]: dynamic scales of tokens, if any; ``pages`` int32 [rows, columns]; ``window``:
-    tokens that a query attends to, 0 for all.
+    [pages, 2, kv_heads, page_size]: dynamic scales of tokens, if any; ``pages`` int32 [rows, columns]; ``window``: as
+    ``ModelConfig.windows``.
     """
     rows, heads, dim = queries.shape
     _, _, kv_heads, page_size, _ = cache.shape
@@ -356,6 +405,7 @@ def attend_decodes(
     partial, stats, arrived = scratch.room(rows, heads, kv_heads, dim, splits)
     pdl = overlapping(queries.device)
     factor, cap = score_factors(scale, extra)
+    block, stages = key_block(dim_block, wide, queries.device)
     decode_attention_kernel[(rows, kv_heads, splits)](
         queries,
         cache,
@@ -381,13 +431,14 @@ def attend_decodes(
         dim_block,
         max(16, group),
         page_size,
-        32 if wide else 64,
+        block,
         "ieee" if wide else "tf32",
-        2 if wide else 3,
+        stages,
         max(1, _TOGETHER // (group * dim_block)),
         scales is not None,
         bool(extra.cap),
         extra.sinks is not None,
+        extra.growth_length,
         # If a sector contains parts of two tokens, an early read would cache stale data of the newest.
         rows == 1 and dim * cache.element_size() % _SECTOR == 0,
         1 if rows == 1 else _FEW if rows <= _FEW else 0,

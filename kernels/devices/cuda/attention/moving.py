@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.devices.cache import distinct
 from kernels.devices.cuda.attention.cache_8bit import Cache8bit, bits
 from kernels.devices.cuda.launch import overlapping
 
@@ -91,7 +93,7 @@ def move_caches(
     each: int,
     put: Callable[[npt.NDArray[np.int64]], Tensor],
 ) -> None:
-    """``caches`` [pages, 2, kv_heads, page_size, dim] of one shape; ``source``, ``target`` int64 [rows * each]."""
+    """``caches`` [pages, 2, kv_heads, page_size, dim]; ``source``, ``target`` int64 [rows * each]."""
     for parts in _kinds(caches):
         _move_parts(parts, source, target, each, put)
 
@@ -129,10 +131,14 @@ def move_accepted(
 
 def _kinds(caches: Sequence[Tensor | Cache8bit]) -> list[list[Tensor]]:
     """The tensors of ``caches``, by dtype and shape: those of a list are moved in one launch."""
-    whole = [cache for cache in caches if isinstance(cache, Tensor)]
-    narrow = [cache for cache in caches if isinstance(cache, Cache8bit)]
-    scales = [cache.scales.unsqueeze(-1) for cache in narrow if cache.scales is not None]
-    return [parts for parts in (whole, [bits(cache.values) for cache in narrow], scales) if parts]
+    result: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}
+    for cache in distinct(caches):
+        parts = [cache] if isinstance(cache, Tensor) else [bits(cache.values)]
+        if isinstance(cache, Cache8bit) and cache.scales is not None:
+            parts.append(cache.scales.unsqueeze(-1))
+        for part in parts:
+            result.setdefault((part.dtype, part.shape), []).append(part)
+    return list(result.values())
 
 
 def _move_parts(

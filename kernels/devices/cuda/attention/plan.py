@@ -74,7 +74,7 @@ class DraftRows:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Rows by kind; None if there are none. ``window``: tokens that a query attends to, 0 for all. ``rows``: the
+    """Rows by kind; None if there are none. ``window``: as ``ModelConfig.windows``. ``rows``: the
     planned rows, None in a graph.
     """
 
@@ -240,7 +240,7 @@ def _attention(
 ) -> Tensor:
     tokens, heads, dim = queries.shape
     out = queries.new_empty((tokens, heads, dim))
-    plain = not extra.cap and extra.sinks is None  # which kernels for compute capability 9.0 are for
+    plain = extra.is_plain and plan.window >= 0  # which kernels for compute capability 9.0 are for
     if scratch is None:
         return _attend_alone(queries, cache, scales, plan, scale, out)
     some = plan.decodes
@@ -288,7 +288,7 @@ def _attend_drafts(
 ) -> None:
     queries = queries[: drafts.end or None]  # scratch holds sums of each
     given = queries, cache, drafts.state, drafts.bits, drafts.tokens, window, scale
-    few = not extra.cap and extra.sinks is None and _is_few(queries, cache, scales, drafts)
+    few = extra.is_plain and window >= 0 and _is_few(queries, cache, scales, drafts)
     if few and attempted(_few(), *given, scratch, out, drafts.early) is not None:
         return
     heads, kv_heads = queries.shape[1], cache.shape[2]

@@ -18,7 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
-from kernels.devices.cuda.attention.decode import PLAIN, capped_score, score_factors
+from kernels.devices.cuda.attention.decode import (
+    PLAIN,
+    capped_score,
+    first_seen,
+    growth_at,
+    key_block,
+    reach,
+    score_factors,
+)
 from kernels.devices.cuda.launch import has_large_shared_memory
 from kernels.devices.row_attention import CapAndSinks
 
@@ -98,6 +106,7 @@ def _stretch(
     stages: tl.constexpr,
     scaled: tl.constexpr,
     capped: tl.constexpr,
+    growth: tl.constexpr,
 ):
     """Attend to key blocks ``begin .. end``."""
     at = tl.arange(0, dim_block)
@@ -123,10 +132,12 @@ def _stretch(
         by = scale
         if capped:
             score, by = capped_score(score * scale, cap), 1.0
+        if growth > 0:
+            score = score * growth_at(query_position, growth)[:, None]
         if masked:
             seen = position[None, :] <= query_position[:, None]
-            if window > 0:
-                seen = seen & (position[None, :] > query_position[:, None] - window)
+            if window != 0:
+                seen = seen & (position[None, :] > (query_position - reach(query_position, window))[:, None])
             score = tl.where(seen, score, -float("inf"))
         above = tl.maximum(top, tl.max(score, 1) * by)
         if masked:
@@ -168,6 +179,7 @@ def prefill_attention_kernel(
     scaled: tl.constexpr,
     capped: tl.constexpr,
     sunk: tl.constexpr,
+    growth: tl.constexpr,
 ):
     head = tl.program_id(0)
     which = tl.program_id(1) // parts
@@ -196,17 +208,17 @@ def prefill_attention_kernel(
         norm = tl.full([query_block], 1.0, tl.float32)
     first = 0
     whole = (start + 1) // block  # every query attends to all blocks before this one
-    if window > 0:
-        first = tl.maximum(start + 1 - window, 0) // block
+    if window != 0:
+        first = first_seen(start, window) // block
         whole = first
     last = (length + block - 1) // block
     total, top, norm = _stretch(
         total, top, norm, q, cache, scales, table, query_position, kv_head, first, whole, length, scale, cap, window,
-        kv_heads, dim, dim_block, page_size, block, False, precision, stages, scaled, capped,
+        kv_heads, dim, dim_block, page_size, block, False, precision, stages, scaled, capped, growth,
     )  # fmt: skip
     total, top, norm = _stretch(
         total, top, norm, q, cache, scales, table, query_position, kv_head, whole, last, length, scale, cap, window,
-        kv_heads, dim, dim_block, page_size, block, True, precision, stages, scaled, capped,
+        kv_heads, dim, dim_block, page_size, block, True, precision, stages, scaled, capped, growth,
     )  # fmt: skip
     result = out + token[:, None] * heads * dim + head * dim + at[None, :]
     tl.store(result, (total / norm[:, None]).to(out.dtype.element_ty), mask=mask)
@@ -225,12 +237,19 @@ def attend_prefills(
     """Attend with the ``queries`` [tokens, heads, dim] of the plan's blocks; results go to ``out``, of the same shape
     and contiguous.
 
-    ``cache`` and ``scales``: as in ``attend_decodes``. ``window``: tokens that a query attends to, 0 for all.
+    ``cache`` and ``scales``: as in ``attend_decodes``. ``window``: as ``ModelConfig.windows``.
     """
     _, heads, dim = queries.shape
     _, _, kv_heads, page_size, _ = cache.shape
     wide = queries.element_size() == 4
-    parts = TILE // plan.query_block
+    dim_block = max(16, triton.next_power_of_2(dim))
+    block, stages = key_block(dim_block, wide, queries.device)
+    query_block, warps = plan.query_block, 8 if wide else 4
+    if dim_block > 256:  # a tile's sums fill the registers
+        query_block, warps = 32 if wide or not has_large_shared_memory(queries.device) else 64, 8
+    elif not wide:
+        block = plan.query_block // 2
+    parts = TILE // query_block
     factor, cap = score_factors(scale, extra)
     prefill_attention_kernel[(heads, parts * len(plan.blocks))](
         queries,
@@ -248,15 +267,16 @@ def attend_prefills(
         heads,
         kv_heads,
         dim,
-        max(16, triton.next_power_of_2(dim)),
+        dim_block,
         page_size,
-        plan.query_block,
+        query_block,
         parts,
-        32 if wide else plan.query_block // 2,
+        block,
         "ieee" if wide else "tf32",
-        2 if wide else 3,
+        stages,
         scales is not None,
         bool(extra.cap),
         extra.sinks is not None,
-        num_warps=8 if wide else 4,
+        extra.growth_length,
+        num_warps=warps,
     )

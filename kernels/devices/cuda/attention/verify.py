@@ -13,7 +13,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.devices.cuda.attention.decode import PLAIN, DecodeScratch, capped_score, score_factors
+from kernels.devices.cuda.attention.decode import (
+    PLAIN,
+    DecodeScratch,
+    capped_score,
+    first_seen,
+    growth_at,
+    key_block,
+    reach,
+    score_factors,
+)
 from kernels.devices.cuda.launch import overlapping
 from kernels.devices.row_attention import CapAndSinks
 
@@ -120,10 +129,12 @@ def _stretch(
     stages: tl.constexpr,
     scaled: tl.constexpr,
     capped: tl.constexpr,
+    growth: tl.constexpr,
 ):
     """Attend to key blocks ``begin .. end``."""
     at = tl.arange(0, dim_block)
     offset = tl.arange(0, block)
+    path = root + ones(bits) - 1  # the queries' positions
     for index in tl.range(begin, end, num_stages=stages):
         position = index * block + offset
         if page_size % block == 0:
@@ -144,14 +155,17 @@ def _stretch(
             score = score * tl.load(scales + line).to(tl.float32)[None, :]
         if capped:
             score = capped_score(score, cap)
+        if growth > 0:
+            score = score * growth_at(path, growth)[:, None]
         if masked:
             node = position - root
             left = bits[:, None] >> tl.minimum(tl.maximum(node, 0), 63).to(tl.uint64)[None, :]
             own = ((left & 1) != 0) & ((node >= 0) & (node < 64))[None, :]
             seen = (node < 0)[None, :]
-            if window > 0:
-                own = own & (ones(left) <= window)
-                seen = seen & (node[None, :] >= (ones(bits) - window)[:, None])
+            if window != 0:
+                near = reach(path, window)
+                own = own & (ones(left) <= near[:, None])
+                seen = seen & (position[None, :] > (path - near)[:, None])
             score = tl.where(seen | own, score, -float("inf"))
         above = tl.maximum(top, tl.max(score, 1))
         if masked:
@@ -201,6 +215,7 @@ def verify_attention_kernel(
     scaled: tl.constexpr,
     capped: tl.constexpr,
     sunk: tl.constexpr,
+    growth: tl.constexpr,
     early: tl.constexpr,
     pdl: tl.constexpr,
 ):
@@ -232,9 +247,7 @@ def verify_attention_kernel(
     else:
         everything = tl.full([lines], -1, tl.int64).to(tl.uint64, bitcast=True)
         seen = everything >> (63 - tl.minimum(query, 63)).to(tl.uint64)
-    first = 0
-    if window > 0:
-        first = tl.maximum(root + 1 - window, 0)
+    first = first_seen(root, window)
     first_block = first // block
     every = (length + block - 1) // block - first_block
     share = (every + parts - 1) // parts
@@ -261,14 +274,15 @@ def verify_attention_kernel(
             whole = tl.minimum(tl.maximum(root // block, begin), end)
         total, top, norm = _stretch(
             total, top, norm, q, cache, scales, table, seen, root, kv_head, begin, whole, length, scale, cap, window,
-            kv_heads, dim, dim_block, page_size, block, False, precision, stages, scaled, capped,
+            kv_heads, dim, dim_block, page_size, block, False, precision, stages, scaled, capped, growth,
         )  # fmt: skip
         total, top, norm = _stretch(
             total, top, norm, q, cache, scales, table, seen, root, kv_head, whole, end, length, scale, cap, window,
-            kv_heads, dim, dim_block, page_size, block, True, precision, stages, scaled, capped,
+            kv_heads, dim, dim_block, page_size, block, True, precision, stages, scaled, capped, growth,
         )  # fmt: skip
         result = out + place[:, None] * heads * dim + head[:, None] * dim + at[None, :]
         if used == 1:
+            norm = tl.where(norm > 0.0, norm, 1.0)  # queries behind a row's tokens, as graphs have them, may see none
             tl.store(result, (total / norm[:, None]).to(out.dtype.element_ty), mask=mask)
         else:
             part = (place * heads + head) * parts
@@ -308,9 +322,7 @@ def verify_attention_combine_kernel(
     count = tl.load(own + 1)
     root = tl.load(own + 2)
     length = tl.load(own + 3)
-    first = 0
-    if window > 0:
-        first = tl.maximum(root + 1 - window, 0)
+    first = first_seen(root, window)
     every = (length + block - 1) // block - first // block
     share = (every + splits - 1) // splits
     used = (every + share - 1) // share
@@ -324,7 +336,8 @@ def verify_attention_combine_kernel(
         mask = there[:, None] & (at < dim)[None, :]
         total = tl.load(partial + (line * splits + part)[:, None] * dim + at[None, :], mask=mask, other=0.0)
         grow = tl.exp2(top - tl.max(top, 0))
-        whole = tl.sum(total * grow[:, None], 0) / tl.sum(norm * grow, 0)
+        norms = tl.sum(norm * grow, 0)
+        whole = tl.sum(total * grow[:, None], 0) / tl.where(norms > 0.0, norms, 1.0)
         tl.store(out + line * dim + at, whole.to(out.dtype.element_ty), mask=at < dim)
 
 
@@ -348,9 +361,9 @@ def attend_drafts(
 
     ``state`` int32 [rows, HEADER + columns]: each row's header and pages. ``tokens``: the most of a row. ``bits`` int64
     [rows, at least ``tokens``]: the mask of each query from the row's root on (``DraftTree.bits``); None: causal, with
-    the root as the first token of a row. ``cache`` and ``scales``: as in ``attend_decodes``. ``window``: tokens that a
-    query attends to along its path, 0 for all. ``early``: whether ``state`` and ``bits`` are written before the step's
-    first kernel. ``varies``: whether the next step may have other ``splits``.
+    the root as the first token of a row. ``cache`` and ``scales``: as in ``attend_decodes``. ``window``: as
+    ``ModelConfig.windows``, along a query's path. ``early``: whether ``state`` and ``bits`` are written before the
+    step's first kernel. ``varies``: whether the next step may have other ``splits``.
     """
     rows = len(state)
     total, heads, dim = queries.shape
@@ -362,7 +375,8 @@ def attend_drafts(
     partial, stats, _ = scratch.room(total, heads, kv_heads, dim, splits)
     pdl = overlapping(queries.device)
     factor, cap = score_factors(scale, extra)
-    block, dim_block = 32 if wide else 64, max(16, triton.next_power_of_2(dim))
+    dim_block = max(16, triton.next_power_of_2(dim))
+    block, stages = key_block(dim_block, wide, queries.device)
     verify_attention_kernel[(rows * blocks, kv_heads, splits)](
         queries,
         cache,
@@ -393,13 +407,14 @@ def attend_drafts(
         splits,
         bits is not None,
         "ieee" if wide else "tf32",
-        2 if wide else 3,
+        stages,
         scales is not None,
         bool(extra.cap),
         extra.sinks is not None,
+        extra.growth_length,
         early,
         pdl,
-        num_warps=4,
+        num_warps=4 if dim_block <= 256 else 8,
         launch_pdl=pdl,
     )
     if splits > 1:
@@ -418,6 +433,8 @@ def attend_drafts(
             splits,
             early,
             pdl,
-            num_warps=min(4, max(1, splits * dim_block // 4096)),  # more are slower on an H200
+            num_warps=min(
+                4 if dim_block <= 256 else 8, max(1, splits * dim_block // 4096)
+            ),  # more are slower on an H200
             launch_pdl=pdl,
         )

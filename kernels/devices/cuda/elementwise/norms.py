@@ -166,7 +166,8 @@ class CudaNorm:
             wide = x.float()
             scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
             return (wide * scale * self.weight.float()).to(x.dtype)
-        return self._launch(x, x, adds=False)
+        rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        return self._launch(rows, rows, adds=False).view(x.shape)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return self._launch(x, residual, adds=True), residual

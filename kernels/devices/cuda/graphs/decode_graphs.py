@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.contract.caches import CacheSpec, Window
+from kernels.contract.caches import CacheSpec, State, Window
 from kernels.core.attention_rows import AttentionRows
-from kernels.core.batch import BoundedRows, ForwardBatch, StateSegments
+from kernels.core.batch import BoundedRows, ForwardBatch, StateSegments, VerifyingRows
 from kernels.core.tree import DraftTree, chain_bits
 from kernels.devices.capture import CaptureRequest
 from kernels.devices.cuda.attention.decode import split_count
@@ -31,6 +31,7 @@ from kernels.devices.cuda.launch import is_precompiling
 from kernels.devices.cuda.precompile import of_each_kind
 from kernels.devices.graphs import GraphBuffers, Put, cause_of, first_error
 from kernels.devices.prepared import PassResult, VerifyOutputs
+from kernels.devices.state_cache import pages_before
 
 __all__ = ["DecodeGraphs", "Kind", "capture_draft", "capture_each", "launches_last"]
 
@@ -84,7 +85,8 @@ class DecodeGraphs:
         self._windows, self._kv_heads, self._page_size = request.windows, kv_heads, page_size
         self._device, self._padded, self._put, self._put_pinned = device, padded, put, put_pinned or put
         self._tokens, self._tree, self._header = tokens, tree, header
-        self._bounded = request.bounded  # of decodes alone
+        self._bounded = request.bounded  # of drafts states alone
+        self._verifying: dict[tuple[int, CacheSpec], VerifyingRows] = {}  # what the last pass of a size recorded
         # Of windows the places of tokens, of states the pages after them; and the pages of states before them.
         self._index, self._sources = torch.zeros((2, len(self._bounded), rows), dtype=torch.int64, device=device)
         self._rows = torch.arange(rows, device=device)
@@ -161,6 +163,10 @@ class DecodeGraphs:
         self._state[:count, : given.shape[1]].copy_(given)
         for group, index, sources, pages in zip(self._bounded, self._index, self._sources, self._pages, strict=True):
             own = batch.bounded[group.group.spec]
+            if self._header == HEADER:
+                sources[:count].copy_(self._put(pages_before(own.starts, own.pages, own.page_tokens)))
+                sources[count:size] = 0
+                continue
             if own.segments:
                 (decoded,) = own.segments
                 for held, new in ((index, decoded.targets), (sources, decoded.sources)):
@@ -180,6 +186,9 @@ class DecodeGraphs:
             self._fill_bits(rows, size)
         replay, hidden = self._graphs[size]
         replay()
+        for spec, own in batch.bounded.items():
+            if own.verifying is not None:
+                own.verifying.use(self._verifying[size, spec], count)
         return hidden[:whole] if places is None else hidden.index_select(0, places)
 
     def verify(
@@ -269,10 +278,17 @@ class DecodeGraphs:
         batch = self._buffers.batch(size, plans)
         if not self._bounded:
             return batch
-        assert decodes is not None, "speculation is without bounded groups"
         bounded: dict[CacheSpec, BoundedRows] = {}
         for group, index, sources, pages in zip(self._bounded, self._index, self._sources, self._pages, strict=True):
-            spec = group.group.spec
+            spec, tokens = group.group.spec, self._tokens
+            if decodes is None:
+                assert isinstance(spec, State), "drafts keep windows in pages of all tokens"
+                places = torch.arange(size * tokens, device=self._device).view(size, tokens)
+                rows = StateSegments(places, sources[:size], None, fresh=True, few=True)
+                verifying = VerifyingRows(slice(0, size), slice(0, size * tokens), stride=tokens)
+                self._verifying[size, spec] = verifying
+                bounded[spec] = BoundedRows.captured(group.page_tokens, segments=(rows,), verifying=verifying)
+                continue
             if not isinstance(spec, Window):
                 rows = StateSegments(self._rows[:size, None], sources[:size], index[:size], fresh=True)
                 bounded[spec] = BoundedRows.captured(group.page_tokens, segments=(rows,))

@@ -14,7 +14,7 @@ of two that MXFP4 has for 32 inputs multiply weights, as all products are exact.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.core.operators import Linear
 from kernels.devices.cuda.elementwise.activation import clamped_swiglu, swiglu
 from kernels.devices.cuda.launch import attempted, has_gluon, has_large_shared_memory
 from kernels.devices.cuda.moe.routing import RoutedPairs, choose_experts, route, sum_experts
@@ -33,7 +34,7 @@ from kernels.devices.experts import (
     ExpertWeights,
     Routing,
     StackedExperts,
-    refusal,
+    unbiased_refusal,
 )
 from kernels.weights.quantization.mxfp4 import Mxfp4Weight
 from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
@@ -207,17 +208,18 @@ class _Stack:
 
 class CudaExperts(StackedExperts[_Stack]):
     """MoE layers in floats, int8, fp8 (with a scale an output, or in blocks), MXFP4, or 4 and 8 bits in groups.
-    ``gate``: in place of SwiGLU's."""
+    ``gate``, ``identities``: as ``ExpertLayers.make_in_turn``."""
 
     def __init__(
         self,
         router: Callable[[Tensor], Tensor],
         experts: Sequence[ExpertWeights],
         routing: Routing,
-        gate: ClampedGate | None = None,
+        gate: Linear | None = None,
+        identities: int = 0,
     ) -> None:
         super().__init__(router, experts, routing)
-        self._gate = gate
+        self._gate, self._identities = gate, identities
         self._gate_up_bias = _stacked([expert.gate_up_bias for expert in experts])
         self._down_bias = _stacked([expert.down_bias for expert in experts])
 
@@ -239,14 +241,6 @@ class CudaExperts(StackedExperts[_Stack]):
         if isinstance(weight, Mxfp4Weight):
             return (Mxfp4Weight, *prepared)
         return None
-
-    @staticmethod
-    def refusal(experts: Sequence[ExpertWeights], kind: Callable[[Tensor | QuantizedWeight], object]) -> str | None:
-        """As ``kernels.devices.experts.refusal``, where all experts may have biases, and clamped gates."""
-        if len({(expert.gate_up_bias is None, expert.down_bias is None) for expert in experts}) > 1:
-            return "some have biases"
-        plain = [replace(expert, gate_up_bias=None, down_bias=None) for expert in experts]
-        return refusal(plain, kind)
 
     def stack(self, weights: Sequence[Projection]) -> _Stack:
         floats = [weight for weight in weights if isinstance(weight, Tensor)]
@@ -281,21 +275,37 @@ class CudaExperts(StackedExperts[_Stack]):
             if result is not None:
                 return result
         routed, chosen = route(self.router(x), self.routing), self.routing.chosen
-        rows, each = x.contiguous(), chosen
+        rows, each, weights = x.contiguous(), chosen, routed.weights
+        if self.gate_up.before is not None or self.routing.on_inputs:
+            rows, each = x.repeat_interleave(chosen, 0), 1
+        if self.routing.on_inputs:
+            rows, weights = rows * weights.view(-1, 1).to(x.dtype), torch.ones_like(weights)
         if self.gate_up.before is not None:
-            rows, each = self.gate_up.before(x.repeat_interleave(chosen, 0), routed.experts.flatten()), 1
+            rows = self.gate_up.before(rows, routed.experts.flatten())
         both = self._product(rows, self.gate_up, self._gate_up_bias, routed, each)
-        inner = swiglu(both) if self._gate is None else clamped_swiglu(both, self._gate)
+        inner = self._activated(both)
         if self.down.before is not None:
             inner = self.down.before(inner, routed.experts.flatten())
-        return sum_experts(self._product(inner, self.down, self._down_bias, routed, 1), routed.weights)
+        results = self._product(inner, self.down, self._down_bias, routed, 1)
+        if not self._identities:
+            return sum_experts(results, weights)
+        identical = routed.experts >= self.count  # no product wrote their results
+        total = sum_experts(results.masked_fill_(identical.view(-1, 1), 0.0), weights)
+        return total if self._identities < 0 else total + x * (weights * identical).sum(1, keepdim=True).to(x.dtype)
+
+    def _activated(self, both: Tensor) -> Tensor:
+        if self._gate is None:
+            return swiglu(both)
+        return clamped_swiglu(both, self._gate) if isinstance(self._gate, ClampedGate) else self._gate(both)
 
     def _is_few(self, x: Tensor) -> bool:
         """Whether ``kernels.devices.cuda.moe.gemv_mxfp4`` supports the layer and is faster."""
         return (
             len(x) <= _FEW_TOKENS
             and self.gate_up.micro
-            and self._gate is not None
+            and isinstance(self._gate, ClampedGate)
+            and not self._identities
+            and not self.routing.on_inputs
             and self.gate_up.before is self.down.before is None
             and x.element_size() == 2
             and x.device.type == "cuda"
@@ -306,12 +316,11 @@ class CudaExperts(StackedExperts[_Stack]):
         from kernels.devices.cuda.moe.gemv_mxfp4 import multiply
 
         weights, chosen = choose_experts(self.router(x), self.routing)
-        experts, up, down = chosen.flatten(), self.gate_up, self.down
+        experts, up, down, gate = chosen.flatten(), self.gate_up, self.down, self._gate
+        assert isinstance(gate, ClampedGate), "_is_few asks for it"
         assert up.scales is not None, "MXFP4 has scales"
         assert down.scales is not None, "MXFP4 has scales"
-        inner = multiply(
-            x.contiguous(), up.values, up.scales, self._gate_up_bias, experts, self._gate, self.routing.chosen
-        )
+        inner = multiply(x.contiguous(), up.values, up.scales, self._gate_up_bias, experts, gate, self.routing.chosen)
         return sum_experts(multiply(inner, down.values, down.scales, self._down_bias, experts, None, 1), weights)
 
     def _product(self, x: Tensor, weight: _Stack, bias: Tensor | None, routed: RoutedPairs, each: int) -> Tensor:
@@ -371,10 +380,21 @@ class CudaExpertLayers(ExpertLayers):
         routing: Routing,
         gate: ClampedGate | None = None,
     ) -> Experts:
+        return self.make_routed(self.make_router(router, bias, routing), experts, routing, gate)
+
+    def make_routed(
+        self,
+        router: Linear,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        gate: Linear | None = None,
+        *,
+        identities: int = 0,
+    ) -> Experts:
         device = self.linear.elementwise.torch_device
         kind = partial(CudaExperts.kind, capability=torch.cuda.get_device_capability(device))
         experts = self.stackable(experts, kind)
-        made, reason = self.make_router(router, bias, routing), CudaExperts.refusal(experts, kind)
+        reason = unbiased_refusal(experts, kind)
         if reason is not None:
-            return self.make_in_turn(made, experts, routing, reason, gate)
-        return CudaExperts(made, experts, routing, gate)
+            return self.make_in_turn(router, experts, routing, reason, gate, identities=identities)
+        return CudaExperts(router, experts, routing, gate, identities)

@@ -109,3 +109,4 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.devices.cuda.graphs.prompt_graphs, "launches_last", lambda run, device: False)
     monkeypatch.setattr(kernels.devices.cuda.capture, "capture_draft", capture_draft)
     monkeypatch.setattr(kernels.devices.cuda.device, "CudaDevice", _Interpreted)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))

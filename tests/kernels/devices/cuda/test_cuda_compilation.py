@@ -257,6 +257,13 @@ def capped(dtype):
     attend(dtype, *GEMMA_2, 64, (0,), extra=CapAndSinks(50.0))
 
 
+def wide(dtype):
+    """The heads of Gemma 4's full attention, Llama 4's chunks, and Grok 2's scores."""
+    attend(dtype, 8, 1, 512, 64)
+    attend(dtype, *LLAMA, 64, (-8192,))
+    attend(dtype, *LLAMA, 64, extra=CapAndSinks(30.0, None, 1024))
+
+
 SHORT = {
     "smalls": smalls,
     "draft_tokens": draft_tokens,
@@ -271,6 +278,7 @@ LONG = {
     "eight bits": eight_bits,
     "groups": groups,
     "capped": capped,
+    "wide": wide,
     "small": lambda dtype: attend(dtype, *SMALL, 16, (100,)),
 }
 SPILLED = {

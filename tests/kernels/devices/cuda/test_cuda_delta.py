@@ -9,9 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.core.batch import StateSegments
-from kernels.devices.cuda.delta_rule import CudaDeltaRule, convolve_token, delta_token
-from kernels.devices.delta_rule import DeltaInputs, DeltaTokens, delta_step
+from kernels.devices.cuda.convolution import CudaConvolution, convolve_tokens
+from kernels.devices.cuda.delta_rule import CudaDeltaRule, delta_tokens
+from kernels.devices.cuda.elementwise.norms import CudaNorm
+from kernels.devices.delta_rule import DeltaInputs, DeltaRule, DeltaTokens, delta_step
 from kernels.devices.state_cache import states_before
+from kernels.models.layers.delta_net import DeltaConfig, run_segments
 from kernels.models.layers.recurrent import CausalConvolution
 from tests.kits.driver import HYBRID
 from tests.kits.parity import scored, traffic
@@ -30,6 +33,32 @@ def segment(device: torch.device, fresh: bool) -> StateSegments:
     return StateSegments(tokens, sources, targets, fresh)
 
 
+def draft_tokens(device: torch.device, writes: bool) -> StateSegments:
+    """One, three and two tokens of three rows of a step of seven. The first row begins."""
+    tokens = torch.tensor([[6, 6, 6], [0, 1, 2], [3, 4, 4]], device=device)
+    sources, targets, lengths = (torch.tensor(x, device=device) for x in ([0, 5, 3], [6, 1, 3], [1, 3, 2]))
+    return StateSegments(tokens, sources, targets if writes else None, True, lengths, few=True)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize(("taps", "by_channel"), [(2, False), (4, False), (4, True)])
+def test_a_few_tokens_in_kernels_are_torchs(taps: int, by_channel: bool, writes: bool, device: torch.device) -> None:
+    torch.manual_seed(taps)
+    delta, rows = DeltaConfig(2, 4, 12, 10, taps), draft_tokens(device, writes)
+    cache = [torch.randn(PAGES, *shape, device=device) for shape in delta.state().shapes]
+    mixed, decays = torch.randn(7, delta.channels, device=device), -torch.rand(7, 4, 12 if by_channel else 1).to(device)
+    inputs = DeltaInputs(mixed, mixed, torch.rand(7, 4, device=device), decays)
+    convolution = CausalConvolution(torch.randn(delta.channels, 1, taps, device=device))
+    expected, kept = torch.full((7, 4, 10), 7.0, device=device), [states.clone() for states in cache]
+    run_segments(delta, DeltaRule(), convolution, inputs, kept, (rows,), out=expected)
+    out = torch.full_like(expected, 7.0)
+    assert CudaDeltaRule().step(inputs, convolution.weight, cache, rows, out, 2)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+    assert (out[5] == 7.0).all()
+    for states, each in zip(cache, kept, strict=True):
+        torch.testing.assert_close(states, each, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("taps", [2, 4])
 @pytest.mark.parametrize("channels", [5, 600])
@@ -44,9 +73,25 @@ def test_a_convolved_token_and_its_state_are_torchs(
     expected, after = convolution(mixed[rows.tokens], before)
     kept = states.clone()
     kept[rows.targets] = after
-    found = convolve_token(mixed, convolution.weight, states, rows)
+    found = convolve_tokens(mixed, convolution.weight, states, rows)
     torch.testing.assert_close(found, expected[:, 0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(states, kept, atol=0, rtol=0)
+
+
+def test_a_convolution_alone_is_torchs(device: torch.device) -> None:
+    torch.manual_seed(3)
+    mixed, states = torch.randn(5, 600, device=device), torch.randn(PAGES, 3, 600, device=device)
+    rows, bias = segment(device, True), torch.randn(600, device=device)
+    convolution = CausalConvolution(torch.randn(600, 1, 4, device=device), bias, activate=False)
+    expected, after = convolution(mixed[rows.tokens], states_before([states], rows)[0])
+    kept, out = states.clone(), torch.full((5, 600), 7.0, device=device)
+    kept[rows.targets] = after
+    assert CudaConvolution().step(mixed, convolution.weight, bias, states, rows, out)
+    torch.testing.assert_close(out[rows.tokens], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(states, kept, atol=0, rtol=0)
+    assert (out[[1, 3]] == 7.0).all()
+    chunk = StateSegments(rows.tokens.view(1, 3), rows.sources[:1], rows.targets[:1])
+    assert not CudaConvolution().step(mixed, convolution.weight, bias, states, chunk, out)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -78,7 +123,7 @@ def test_a_step_of_the_rule_and_its_state_are_torchs(
     expected, after = delta_step(given, states_before([states], rows)[0])
     kept, out = states.clone(), torch.full((5, heads, v_dim), 7.0, device=device)
     kept[rows.targets] = after
-    delta_token(convolved, inputs, states, rows, out, share)
+    delta_tokens(convolved, inputs, states, rows, out, share)
     torch.testing.assert_close(out[tokens], expected[:, 0], atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(states, kept, atol=2e-5, rtol=2e-5)
     assert (out[[1, 3]] == 7.0).all()
@@ -92,6 +137,33 @@ def test_chunks_and_large_keys_are_left_to_torch(device: torch.device) -> None:
     states = [torch.zeros(PAGES, 3, 6, device=device), torch.zeros(PAGES, 1, 300, 4, device=device)]
     assert not CudaDeltaRule().step(inputs, weight, [states[0], states[1][:, :, :8]], chunk, nothing, 1)
     assert not CudaDeltaRule().step(inputs, weight, states, rows, nothing, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_of_heads_are_torchs(dtype: torch.dtype, device: torch.device) -> None:
+    """From where a softplus vanishes to where it is its input; betas and decays stand in wider rows."""
+    wide = (
+        torch.randn(6, 20, device=device) * torch.tensor([[1e-3], [1.0], [5.0], [20.0], [40.0], [80.0]], device=device)
+    ).to(dtype)
+    b, a = wide[:, 1:4], wide[:, 12:15]
+    factor, offset = -torch.rand(3, device=device), torch.randn(3, device=device)
+    mine, expected = (rule.head_gates(b, a, factor, offset) for rule in (CudaDeltaRule(), DeltaRule()))
+    for part, plain in zip(mine, expected, strict=True):
+        torch.testing.assert_close(part, plain, atol=0, rtol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sigmoid", [False, True], ids=["silu", "sigmoid"])
+@pytest.mark.parametrize("dim", [10, 128])
+def test_norms_and_gates_in_a_kernel_are_those_apart(
+    dim: int, sigmoid: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(dim)
+    out, wide = torch.randn(5, 3, dim, device=device).to(dtype), torch.randn(5, 3 * dim + 7, device=device).to(dtype)
+    norm, gates = CudaNorm(torch.rand(dim, device=device).to(dtype), 1e-6), wide[:, 7:]
+    mine = CudaDeltaRule().gated_norm(norm, out, gates, sigmoid)
+    expected = DeltaRule().gated_norm(norm, out, gates, sigmoid)
+    torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 8e-3)
 
 
 @on_a_gpu

@@ -3,6 +3,8 @@ shapes are those of Qwen3-Next and of Kimi Linear."""
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import triton
@@ -15,10 +17,12 @@ from tests.kernels.devices.cuda.compiled import SHARED, compiling, empty
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
 
 
-def step(by_channel: bool) -> None:
+def step(by_channel: bool, few: bool) -> None:
     numbers, channels = (empty(3, dtype=torch.int64) for _ in range(3)), 2 * 16 * 128 + 32 * 128
     tokens, sources, targets = numbers
     rows = StateSegments(tokens.view(3, 1), sources, targets)
+    if few:
+        rows = StateSegments(empty(3, 4, dtype=torch.int64), sources, None, lengths=targets, few=True)
     decays = empty(5, 32, 128 if by_channel else 1, dtype=torch.float32)
     mixed = empty(5, channels, dtype=torch.bfloat16)
     inputs = DeltaInputs(mixed, mixed, empty(5, 32, dtype=torch.float32), decays)
@@ -30,8 +34,8 @@ def step(by_channel: bool) -> None:
 @pytest.mark.parametrize("capability", SHARED)
 def test_steps_of_delta_nets_compile(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with compiling(monkeypatch, capability) as kernels:
-        for by_channel in (False, True):
-            step(by_channel)
+        for by_channel, few in product((False, True), (False, True)):
+            step(by_channel, few)
     for each in kernels:
         assert each.shared <= SHARED[capability], each
         assert not each.spilled, each

@@ -11,7 +11,7 @@ import triton
 
 from kernels.devices.cuda.moe import experts
 from kernels.devices.cuda.moe.experts import CudaExperts
-from kernels.devices.experts import ClampedGate, ExpertsInTurn, ExpertWeights, Routing
+from kernels.devices.experts import ClampedGate, ExpertsInTurn, ExpertWeights, Routing, unbiased_refusal
 from kernels.weights.quantization.mxfp4 import Mxfp4Weight
 from kernels.weights.quantization.tokens import clip_tokens, fake_quantize_tokens
 from kernels.weights.quantization.weights import (
@@ -115,7 +115,7 @@ def layers(kind, dtype, device, count=5, hidden=HIDDEN, inner=INNER):
 
 
 def refused(experts, capability=(9, 0)):
-    return CudaExperts.refusal(experts, partial(CudaExperts.kind, capability=capability))
+    return unbiased_refusal(experts, partial(CudaExperts.kind, capability=capability))
 
 
 @pytest.mark.parametrize("kind", KINDS)

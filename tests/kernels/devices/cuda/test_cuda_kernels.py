@@ -14,7 +14,7 @@ from torch import Tensor
 import kernels.devices.cuda
 from kernels.core.attention_rows import AttentionRows
 from kernels.devices.cuda.attention.decode import DecodeScratch, split_count
-from kernels.devices.cuda.attention.plan import attention, plan_attention
+from kernels.devices.cuda.attention.plan import AttentionPlan, DraftRows, attention, plan_attention
 from kernels.devices.cuda.elementwise.activation import swiglu
 from kernels.devices.cuda.elementwise.angles import angles
 from kernels.devices.cuda.elementwise.norm_rope_cache import norm_rope_cache
@@ -335,6 +335,7 @@ def reference(
     scale: float,
     cap: float = 0.0,
     sinks: Tensor | None = None,
+    growth: int = 0,
 ) -> Tensor:
     _, heads, dim = queries.shape
     kv_heads = cache.shape[2]
@@ -346,9 +347,13 @@ def reference(
         score = torch.einsum("qhgd,hkd->hgqk", q, keys) * scale
         at, key = torch.arange(start, start + count)[:, None], torch.arange(start + count)
         hidden = key > at
-        if window:
+        if window > 0:
             hidden |= key <= at - window
+        elif window:
+            hidden |= key < at // -window * -window
         score = cap * torch.tanh(score / cap) if cap else score
+        if growth:
+            score = score * (torch.log2(at.clamp(min=growth).double()) / math.log2(growth)).to(score.device)
         score = score.masked_fill(hidden.to(score.device), -torch.inf)
         if sinks is not None:
             beside = sinks.double().view(*score.shape[:2], 1, 1).expand(*score.shape[:3], 1)
@@ -406,6 +411,42 @@ def test_attention_with_caps_and_sinks(device, dtype, cap, sunk, window, heads, 
     plan = plan_attention(rows, window, kv_heads, lambda array: torch.from_numpy(array.copy()).to(device))
     found = attention(queries, cache, plan, dim**-0.5, DecodeScratch(device), CapAndSinks(cap, sinks))
     near(found, reference(queries, cache, rows, window, dim**-0.5, cap, sinks))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("window", "growth"), [(-32, 0), (0, 16), (-48, 16)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "page_size"), [(6, 2, 24, 64), (8, 1, 512, 16)])
+@pytest.mark.parametrize("shape", ["decodes", "alone", "prefills", "chains", "trees"])
+def test_attention_in_chunks_and_that_grows(device, dtype, window, growth, heads, kv_heads, dim, page_size, shape):
+    if device.type == "cpu" and (dtype == torch.bfloat16 or (dim == 512 and shape in ("alone", "prefills"))):
+        pytest.skip("the interpreter is slow, and knows no products of bfloat16")
+    counts, starts = {
+        "decodes": ([1, 1, 1, 1], [0, 5, 200, 63]),
+        "alone": ([1], [300]),
+        "prefills": ([1, 150, 3], [70, 0, 70]),
+        "chains": ([4, 2, 1], [300, 31, 64]),
+        "trees": ([4, 4], [300, 29]),
+    }[shape]
+    lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+    cache, pages = filled(device, dtype, lengths, kv_heads, dim, page_size)
+    drafts, decodes = len(counts) if shape in ("chains", "trees") else 0, sum(count == 1 for count in counts)
+    chain = torch.tensor([[1, 3, 7, 15]] * 2, device=device) if shape == "trees" else None  # bits of a path
+    rows = AttentionRows(np.array(starts), np.array(counts), pages, 0 if drafts else decodes, drafts, chain)
+    queries = torch.randn(sum(counts), heads, dim, device=device).to(dtype)
+    plan = plan_attention(rows, window, kv_heads, lambda array: torch.from_numpy(array.copy()).to(device))
+    extra = CapAndSinks(3.0 if growth else 0.0, None, growth)
+    result = attention(queries, cache, plan, dim**-0.5, DecodeScratch(device), extra)
+    near(result, reference(queries, cache, rows, window, dim**-0.5, extra.cap, None, growth))
+
+
+@pytest.mark.parametrize("start", [30, 300])
+def test_queries_behind_a_rows_tokens_that_see_none_are_finite(device, start):
+    """As a graph pads rows: their numbers go to the null page, of which masked blocks are read."""
+    cache, pages = filled(device, torch.float16, [start + 1], 2, 24, 16)
+    state = torch.tensor([[0, 8, start, start + 1, *pages[0].tolist()]], dtype=torch.int32, device=device)
+    queries = torch.randn(8, 4, 24, device=device).half()
+    plan = AttentionPlan(None, None, -32, DraftRows(state, None, 8, start + 1))
+    assert attention(queries, cache, plan, 0.2, DecodeScratch(device)).isfinite().all()
 
 
 def test_sequences_are_split_until_the_device_is_full():

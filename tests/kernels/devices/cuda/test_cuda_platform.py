@@ -34,11 +34,14 @@ from kernels.devices.staged_memory import StagedMemory
 from kernels.weights.quantization.weights import GroupedWeight, Int8Weight, quantize_int8
 from tests.kernels.devices.cuda.interpreted import install
 from tests.kits.device_features import features_of
-from tests.kits.driver import DENSE, FAMILIES, ROUTED, SPARSE
+from tests.kits.driver import FAMILIES, HYBRID, LATENT
 from tests.kits.executors import find_executor
+from tests.kits.families import COMPARED
 from tests.kits.parity import half_precision, scored, traffic
 
 OPTIONS = {"device": "cuda", "page_size": 16, "max_step_tokens": 256}
+KEYS_AND_VALUES = [name for name in COMPARED["cuda"] if name not in {*HYBRID, *LATENT}]
+"""The others are compared in test_cuda_delta.py and test_cuda_latent.py."""
 
 
 def layers(device):
@@ -123,7 +126,7 @@ def test_which_steps_with_prompts_are_captured(options, sizes, paying, monkeypat
 
 
 @on_a_gpu
-@pytest.mark.parametrize("name", [*FAMILIES, *SPARSE, *DENSE, *ROUTED])
+@pytest.mark.parametrize("name", KEYS_AND_VALUES)
 @pytest.mark.parametrize("chunks", [[181], [7, 140, 1, 1, 12, 20]], ids=["whole", "chunked"])
 def test_float32_logits_match_at_every_position(name, chunks, reference, drive, prompts):
     model = reference(name)
@@ -147,12 +150,15 @@ def test_bfloat16_logits_are_as_close_as_those_of_transformers(name, reference, 
 
 @on_a_gpu
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("name", [*FAMILIES, *SPARSE, *DENSE, *ROUTED])
+@pytest.mark.parametrize("name", KEYS_AND_VALUES)
 def test_float32_greedy_tokens_match_in_mixed_traffic(name, graphs, reference, drive, prompts):
     model = reference(name)
     rows = (1, 4, 8) if graphs else ()
     driver = drive(model.path, disable_graphs=not graphs, graph_rows=rows, all_prompt_graphs=True, **OPTIONS)
-    captured = graphs and not driver.runner._loaded.model.reads_rows
+    loaded = driver.runner._loaded
+    captured = graphs and not loaded.model.reads_rows
+    assert not loaded.device.experts.reads_back
+    assert loaded.model.reads_rows == (name == "baichuan-alibi")
     assert driver.info.graph_rows == (rows if captured else ())
     whole = find_executor(driver.runner, "WholeStep")
     assert (whole is not None and whole._steps.prompts is not None) == captured

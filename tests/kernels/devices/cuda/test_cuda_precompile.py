@@ -181,6 +181,34 @@ def test_steps_launch_only_precompiled_kernels(ahead, made, drive):
     assert len({key for name, _, key in made if name == "decode_attention_kernel"}) == 2  # of one row, and of more
 
 
+STATES = {
+    "Qwen3_5ForCausalLM": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+    "FalconH1ForCausalLM": {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_ssm": 512, "mamba_d_state": 128},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", STATES)
+def test_kernels_of_states_are_precompiled(architecture, ahead, made, drive):
+    """Those of decodes that begin, and of others; in graphs, and beside chunks of prompts."""
+    config = CONFIG | STATES[architecture] | {"architectures": [architecture], "num_hidden_layers": 4}
+    driver, reported = drive({key: value for key, value in config.items() if key != "model_type"}, max_slots=5)
+    driver.admit(1, range(1, 40))
+    driver.admit(2, [7])
+    driver.step([(1, 39), (2, 1)])
+    driver.step([(1, 1), (2, 1)])
+    driver.admit(3, range(1, 40))
+    driver.step([(1, 1), (2, 1), (3, 39)])
+    assert reported  # graphs
+    assert {("_convolve", True), ("_step", True)} <= {(name, early) for name, early, _ in made}
+    assert not [name for name, early, _ in made if not early and name in ("_convolve", "_step")]
+
+
 @pytest.mark.long
 def test_kernels_that_verify_drafts_are_precompiled(ahead, made, tmp_path, drive):
     draft = write_draft(CONFIG | {"num_key_value_heads": 4}, tmp_path)

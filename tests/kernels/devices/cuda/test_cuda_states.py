@@ -11,6 +11,7 @@ import torch
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.devices.cuda.capture import CudaCapture
 from kernels.devices.state_cache import captured_segments, plan_segments
+from kernels.state import group_sizes
 from tests.kernels.devices.cuda.interpreted import install
 from tests.kits.driver import HYBRID
 from tests.kits.executors import find_executor
@@ -18,21 +19,20 @@ from tests.kits.planned_runner import Line
 from tests.kits.speculation.oracles import Oracle, draft_with
 
 OPTIONS = {"device": "cuda", "page_size": 16, "max_slots": 5, "graph_rows": (1, 4)}
-INTERPRETED = ("falcon-h1", "qwen3.5")
+INTERPRETED = ("falcon-h1", "lfm2", "qwen3.5")
 CPU = torch.device("cpu")
 
 
 def make_line(path: Path, **options: Any) -> Line:
-    given = OPTIONS | {"max_total_tokens": 1024, "max_step_tokens": 64} | options
-    return Line(path, given, max_running=3, step_tokens=64, priority_scheduling=True)
+    settings = OPTIONS | {"max_total_tokens": 1024, "max_step_tokens": 64} | options
+    return Line(path, settings, max_running=3, step_tokens=64, priority_scheduling=True)
 
 
-def texts_of(line: Line, device: torch.device) -> tuple[list[list[int]], int]:
-    """Prompts, of which the first two share a snapshot, and the tokens that each gets."""
+def texts_of(line: Line) -> list[list[int]]:
+    """Prompts, of which the first two share a snapshot, and the third ends shortly before one."""
     snapshot = line.info.bounded_groups[0].page_tokens
-    given = [[(7 * at + 3 * at * at) % 211 for at in range(snapshot)], [5, 9, 2], [1] * 7, [8, 6, 4, 3, 2]]
-    shared, first, second, third = given
-    return [shared + first, shared + second, third, first], 5 if device.type == "cpu" else 24
+    shared = [(7 * at + 3 * at * at) % 211 for at in range(snapshot)]
+    return [[*shared, 5, 9, 2], [*shared, 1, 1], shared[:1:-1], [5, 9]]
 
 
 def play(line: Line, texts: list[list[int]], count: int) -> None:
@@ -58,6 +58,7 @@ def test_captured_decodes_of_states_give_the_same_tokens(
         if name not in INTERPRETED:
             pytest.skip("the interpreter is slow")
         install(monkeypatch)
+        monkeypatch.setattr(group_sizes, "_MAX_SNAPSHOT_PAGES", 1)
     if not whole:
         monkeypatch.setattr(CudaCapture, "steps", lambda self, request: None)
     model = reference(name)
@@ -66,7 +67,7 @@ def test_captured_decodes_of_states_give_the_same_tokens(
     if not loaded.model.reads_rows and not loaded.device.experts.reads_back:
         assert line.info.graph_rows == (1, 4)
         assert find_executor(line.runner, "WholeStep" if whole else "CapturedPass") is not None
-    texts, count = texts_of(line, device)
+    texts, count = texts_of(line), 5 if device.type == "cpu" else 24
     play(line, texts, count)
     assert line.cached[1] == line.info.bounded_groups[0].page_tokens
     for number, text in enumerate(texts):
@@ -78,15 +79,16 @@ def test_captured_decodes_of_states_give_the_same_tokens(
 def test_draft_tokens_change_no_token(
     name: str, device: torch.device, reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decodes are captured passes, rows that verify are not; right and wrong drafts end on both sides of snapshots."""
+    """Passes of decodes and of rows that verify are captured; right and wrong drafts end on both sides of snapshots."""
     if device.type == "cpu":
         if name != "qwen3.5":
             pytest.skip("the interpreter is slow")
         install(monkeypatch)
+        monkeypatch.setattr(group_sizes, "_MAX_SNAPSHOT_PAGES", 1)
     model, oracle = reference(name), Oracle(3, 1, lambda position: position % 5 > 0, 211)
     draft_with(monkeypatch, oracle)
     line = make_line(model.path, speculation=SpeculativeSettings("STANDALONE", num_draft_tokens=4))
-    texts, count = texts_of(line, device)
+    texts, count = texts_of(line), 5 if device.type == "cpu" else 24
     oracle.truths = [model.greedy(text, len(text) + count + 6) for text in texts]
     play(line, texts, count)
     for number, text in enumerate(texts):
@@ -98,9 +100,9 @@ def test_pages_of_states_are_looked_up_on_the_device() -> None:
     """As the host does it: at a border, within a page, and where a row begins; padding writes to the null page."""
     pages = torch.tensor([[5, 7, 0], [0, 6, 9], [3, 0, 0], [0, 0, 0]], dtype=torch.int32)
     starts = torch.tensor([4, 9, 0, 0])
-    (found,) = captured_segments(pages, starts, 4)
+    (looked_up,) = captured_segments(pages, starts, 4)
     (expected,) = plan_segments(starts.numpy(), torch.ones_like(starts).numpy(), pages.numpy(), 4, torch.from_numpy)
-    assert torch.equal(found.tokens, expected.tokens)
-    assert found.sources.tolist() == expected.sources.tolist() == [5, 9, 0, 0]
-    assert found.targets.tolist() == expected.targets.tolist() == [7, 9, 3, 0]
-    assert found.fresh
+    assert torch.equal(looked_up.tokens, expected.tokens)
+    assert looked_up.sources.tolist() == expected.sources.tolist() == [5, 9, 0, 0]
+    assert looked_up.targets.tolist() == expected.targets.tolist() == [7, 9, 3, 0]
+    assert looked_up.fresh

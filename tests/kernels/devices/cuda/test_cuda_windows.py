@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from kernels.contract.speculation import SpeculativeSettings
 from tests.kernels.devices.cuda.interpreted import install
 from tests.kits.executors import find_executor
 from tests.kits.planned_runner import Line
@@ -37,20 +36,3 @@ def test_models_with_windows_run_in_graphs(name, window_pages, device, reference
     for number, text in enumerate((*texts, texts[0][:32] + texts[1])):
         length = count if number < 3 else 3
         assert list(text) + line.outputs[number] == model.greedy(text, len(text) + length)
-
-
-@pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
-def test_drafts_are_verified_with_caps_and_sinks(name, device, reference, drive, prompts):
-    if device.type == "cpu":
-        pytest.skip("the interpreter is slow")
-    model, texts = reference(name), prompts(20, 90)
-    settings = SpeculativeSettings("NGRAM", num_draft_tokens=8)
-    driver = drive(model.path, device="cuda", page_size=16, max_step_tokens=256, speculation=settings)
-    for slot, text in enumerate((*texts, model.greedy(texts[0], 60)), start=1):  # whose suffixes were seen
-        driver.admit(slot, text)
-        driver.step([(slot, len(text))])
-    for _ in range(12):
-        driver.step([(slot, 1) for slot in (1, 2)], drafts={1: 7, 2: 7})
-    assert len(driver.tokens[1]) > 33
-    for slot, text in enumerate(texts, start=1):
-        assert driver.tokens[slot] == model.greedy(text, len(driver.tokens[slot]))

@@ -12,11 +12,12 @@ import torch
 import torch_npu
 
 from kernels.contract.step import SlotSampling
-from kernels.devices.experts import ExpertsInTurn, ExpertWeights, Routing, choose, refusal
+from kernels.devices.experts import ClampedGate, ExpertsInTurn, ExpertWeights, Routing, choose, unbiased_refusal
 from kernels.devices.npu.experts import NpuExperts
 from kernels.devices.npu.operators import FRACTAL_NZ
 from kernels.devices.npu.soc import Soc
 from kernels.devices.npu_simulator.constraints import ConstraintError
+from kernels.models.layers.moe import gelu_and_mul
 from kernels.weights.quantization.int8 import Int8Linear
 from kernels.weights.quantization.packed import grouped
 from kernels.weights.quantization.tokens import clip_tokens, fake_quantize_tokens
@@ -35,7 +36,7 @@ OPTIONS = {"device": "npu", "page_size": PAGE, "max_step_tokens": 256, "max_tota
 
 
 def refused(experts):
-    return refusal(experts, partial(NpuExperts.kind, soc=A3))
+    return unbiased_refusal(experts, partial(NpuExperts.kind, soc=A3))
 
 
 def weights(count, hidden, inner):
@@ -77,10 +78,54 @@ def test_grouped_products_are_those_of_experts_one_by_one(whole, normalized, tok
     torch.testing.assert_close(found.cpu(), expected, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("chosen", [1, 2])
+@pytest.mark.parametrize("gate", [None, gelu_and_mul], ids=["SwiGLU", "GELU"])
+def test_weights_may_multiply_inputs_and_gates_be_others(chosen, gate):
+    """Llama 4's experts, and those of Gemma 4 and Grok 2."""
+    router, experts = weights(6, 64, 32)
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(3)).to(BF16)
+    routing = Routing(chosen, gate is not None, "softmax" if gate else "sigmoid", on_inputs=gate is None)
+    given = [ExpertWeights(gate_up.npu(), None, down.npu(), None) for gate_up, down in experts]
+    onto = router.npu()
+    result = NpuExperts(lambda x: x @ onto.t(), given, routing, A3, gate)(x.npu())
+    linears = [
+        (
+            gated(lambda x, w=first: x @ w.t()) if gate is None else lambda x, w=first: gate(x @ w.t()),
+            lambda x, w=last: x @ w.t(),
+        )
+        for first, last in experts
+    ]
+    expected = ExpertsInTurn(lambda x: x @ router.t(), linears, routing)(x)
+    torch.testing.assert_close(result.cpu(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["first rank", "other ranks"])
+def test_experts_may_have_biases_and_clamped_gates(last):
+    """gpt-oss's; the bias of the second product is one rank's."""
+    router, experts = weights(6, 64, 32)
+    gate, generator = ClampedGate(1.702, 1.5), torch.Generator().manual_seed(3)
+    x, onto = 2 * torch.randn(9, 64, generator=generator).to(BF16), router.npu()
+    given, linears = [], []
+    for gate_up, down in experts:
+        first, second = torch.randn(64, generator=generator).to(BF16), torch.randn(64, generator=generator).to(BF16)
+        given.append(ExpertWeights(gate_up.npu(), first.npu(), down.npu(), second.npu() if last else None))
+        linears.append(
+            (
+                lambda x, w=gate_up, b=first: gate((x @ w.t() + b).float()).to(BF16),
+                lambda x, w=down, b=second: x @ w.t() + (b if last else 0),
+            )
+        )
+    assert refused(given) is None
+    result = NpuExperts(lambda x: x @ onto.t(), given, Routing(2, True), A3, gate)(x.npu())
+    expected = ExpertsInTurn(lambda x: x @ router.t(), linears, Routing(2, True))(x)
+    torch.testing.assert_close(result.cpu(), expected, atol=4e-2, rtol=3e-2)
+
+
 def test_what_the_operators_do_not_take_is_run_one_by_one():
     _, [(gate_up, down), *_] = weights(2, 64, 32)
     bias = torch.zeros(64)
-    assert refused([ExpertWeights(gate_up, bias, down, None)]) == "they have biases"
+    biased = [ExpertWeights(gate_up, bias, down, None), ExpertWeights(gate_up, None, down, None)]
+    assert refused(biased) == "some have biases"
     assert "no kernel takes float32" in refused([ExpertWeights(gate_up.float(), None, down.float(), None)])
     whole = quantize_int8(gate_up)
     mixed = [ExpertWeights(whole, None, down, None), ExpertWeights(gate_up, None, down, None)]

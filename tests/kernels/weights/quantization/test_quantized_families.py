@@ -1,0 +1,118 @@
+"""Quantized checkpoints of families with latent attention, and with experts of their own: each format stands for the
+floats that it was made from, and a tensor that is missing, extra or misshapen is named."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kernels.contract.errors import LoadError
+from kernels.contract.step import SlotSampling
+from tests.kits.modelslim import write
+from tests.kits.quantized import fp8_blocks, rewrite
+from tests.kits.quantized_words import awq, dequantized, gptq, packed
+
+WORDS = {"bits": 4, "group_size": 16}
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16},
+        }
+    },
+}
+LAYOUTS = {
+    "awq": (awq(4, 16), {"quant_method": "awq", "zero_point": True, "version": "gemm", **WORDS}, dequantized(4, 16)),
+    "gptq": (gptq(4, 16), {"quant_method": "gptq", "desc_act": False, "sym": False, **WORDS}, dequantized(4, 16)),
+    "compressed-tensors": (packed(4, 16), PACKED, dequantized(4, 16, True)),
+}
+FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+LATENT = ["deepseek-v2", "deepseek-v3", "deepseek-v3.2", "longcat-flash", "minicpm3"]
+SPARSE = ["glm4-moe", "minimax-m2", "olmoe", "qwen3-moe"]
+FAMILIES = [f"sixteens-{name}" for name in (*LATENT, *SPARSE)]
+"""Whose sizes are multiples of 16."""
+PROMPT = list(range(3, 40))
+
+
+def scores(driver):
+    driver.admit(1, PROMPT, sampling=SlotSampling(temperature=0.0, prompt_logprobs=0))
+    return np.frombuffer(driver.step([(1, len(PROMPT))]).prompt_logprobs, np.float32)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_of_four_bits_stand_for_their_floats(name, layout, reference, drive, tmp_path):
+    change, settings, floats = LAYOUTS[layout]
+    source = reference(name).path
+    result = scores(drive(rewrite(source, tmp_path / "words", change, settings)))
+    expected = scores(drive(rewrite(source, tmp_path / "floats", floats)))
+    assert np.abs(result - expected).mean() < 5e-3  # where two experts are equally good, another one is chosen
+    assert np.abs(expected - scores(drive(source))).max() > 5e-3  # it was rounded
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fp8_in_blocks_stands_for_its_floats(name, reference, drive, tmp_path):
+    source = reference(name).path
+
+    def floats(module, weight):
+        made = fp8_blocks(16, 16)(module, weight)
+        wide = made[f"{module}.weight_scale_inv"].repeat_interleave(16, 0).repeat_interleave(16, 1)
+        rows, columns = weight.shape
+        return {f"{module}.weight": made[f"{module}.weight"].float() * wide[:rows, :columns]}
+
+    result = scores(drive(rewrite(source, tmp_path / "words", fp8_blocks(16, 16), FP8)))
+    expected = scores(drive(rewrite(source, tmp_path / "floats", floats)))
+    assert np.abs(result - expected).mean() < 5e-3
+    assert np.abs(expected - scores(drive(source))).max() > 5e-3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("experts", ["W8A8_DYNAMIC", "W4A8_DYNAMIC"])
+def test_modelslim_is_near_its_floats(name, experts, reference, drive, tmp_path):
+    """All in 8 bits, or experts in 4."""
+    source = reference(name).path
+    result, expected = (
+        scores(drive(path))
+        for path in write(source, tmp_path, lambda module: experts if ".experts." in module else "W8A8_DYNAMIC")
+    )
+    spread = np.abs(expected - expected.mean()).mean()
+    assert 0 < np.abs(result - expected).mean() < 0.35 * spread
+
+
+BROKEN = {
+    "missing": (lambda tensors, name: tensors.pop(name), "is missing|lacks|has no"),
+    "extra": (lambda tensors, name: tensors.update({f"{name}_more": torch.zeros(2)}), "not in the model"),
+    "misshapen": (lambda tensors, name: tensors.update({name: tensors[name][:-1].clone()}), r"\[.*\]"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("gemma4", "layers.0.self_attn.q_norm.weight"),
+        ("gpt-oss", "layers.1.mlp.experts.down_proj"),
+        ("kimi-linear", "A_log"),
+        ("llama4", "feed_forward.experts.gate_up_proj"),
+        ("mimo-v2-flash", "layers.1.self_attn.attention_sink_bias"),
+        ("deepseek-v3", "layers.1.self_attn.kv_b_proj.weight"),
+        ("qwen3-next", "conv1d"),
+    ],
+)
+def test_a_tensor_that_is_wrong_is_named_with_what_was_expected(kind, name, part, reference, drive, tmp_path):
+    source = reference(name).path
+    shutil.copy(source / "config.json", tmp_path)
+    tensors = load_file(source / "model.safetensors")
+    wrong = next(tensor for tensor in sorted(tensors) if part in tensor)
+    change, says = BROKEN[kind]
+    change(tensors, wrong)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LoadError, match=says) as error:
+        drive(tmp_path)
+    assert wrong in str(error.value)
