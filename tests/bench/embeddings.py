@@ -131,11 +131,20 @@ def _server(options: argparse.Namespace, folder: Path) -> OwnServer:
     return OwnServer(str(path), ["--load-format", "dummy", "--is-embedding", *options.server_args])
 
 
+def _device(options: argparse.Namespace) -> str:
+    if options.costless:
+        return cpu_name()
+    import torch  # so that rows name the GPU, too
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else cpu_name()
+
+
 def _measure(options: argparse.Namespace, server: OwnServer) -> None:
     size = VECTOR_SIZE if options.costless else SHAPES[options.shape]["hidden_size"]
     model = "costless" if options.costless else options.shape
     form = f"{options.tokens} {'tokens as text' if options.texts else 'tokens'}{', floats' if options.floats else ''}"
-    print(f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores, {psutil.cpu_percent(0.2):.0f} % busy; {model}, {form}")
+    cores = len(os.sched_getaffinity(0))
+    print(f"{_device(options)}, {cores} cores, {psutil.cpu_percent(0.2):.0f} % busy; {model}, {form}")
     print(
         "| streams:inputs | inputs/s | request p50 ms | main us an input | others us an input |\n|---|---|---|---|---|"
     )

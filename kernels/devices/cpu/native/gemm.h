@@ -27,9 +27,6 @@ constexpr int64_t L1_SLICE_LINES = 12;   // lines of a block's weights, 24 kB, t
 constexpr int64_t L1_LONG_SLICE_LINES = 16;
 constexpr int64_t LONG_SLICE_MIN_BLOCKS = 12;
 constexpr int64_t REGISTER_LINES = 8;    // lines that few rows are multiplied with while their sums are in registers, without AMX
-// Without AMX up to PAIRED_MAX_ROWS rows are multiplied with two blocks at a time, if the product's weights have at most
-// PAIRED_MAX_BYTES: then they are likely to be in a cache, while memory is faster read in one stream.
-constexpr int64_t PAIRED_MAX_ROWS = LARGE ? 2 : 1, PAIRED_MAX_BYTES = 2 << 20;
 constexpr int64_t PREFETCH_BYTES = (AMX ? 4 : LARGE ? 8 : 2) << 10;  // bytes by which weights of few rows are prefetched (AMX: of few bits)
 constexpr int64_t L2_BYTES = (AMX ? 2048 : 1024) << 10;  // bytes of a core's second cache
 constexpr int64_t PANEL_TOKEN_BYTES = L2_BYTES / 16 * 9;            // bytes of a panel's tokens that it holds beside weights
@@ -184,44 +181,11 @@ void multiply_block(const P& p, const char* weight, int64_t row, int64_t rows, t
     tiles.end();
 }
 
-#ifndef __AMX_TILE__
-// A chunk of a product of up to two rows: two blocks at a time, of a gated product gates with others. A row's sums are the same bits as
-// those of multiply_block.
-template <class P>
-void multiply_pairs(const P& p, int64_t first, int64_t end) {
-    using Sum = typename P::Sum;
-    alignas(64) Sum sums[2][PAIRED_MAX_ROWS * WIDE];
-    for (int64_t block = first; block < end; block++) {
-        const int64_t output = block * WIDE, other = p.gated ? output + p.wide() : output + WIDE;
-        if (!p.gated && block + 1 == end) {
-            TileSums<Sum> tiles(p.rows, sums[0]);
-            tiles.begin();
-            tiles.add(p.x, p.stride_x, LINE, p.block(output), p.lines, PREFETCH_BYTES);
-            tiles.end();
-            return finish(p, {sums[0], nullptr, 0, p.rows, output}, 0, p.rows);
-        }
-        const Lines of = {p.x, p.stride_x, LINE, p.block(output), p.lines, PREFETCH_BYTES};
-        if (p.rows == 1) multiply_pair<1>(of, p.block(other), sums[0], sums[1]);
-        else multiply_pair<PAIRED_MAX_ROWS>(of, p.block(other), sums[0], sums[1]);
-        if (p.gated) {
-            finish(p, {sums[1], sums[0], 0, p.rows, output}, 0, p.rows);
-        } else {
-            finish(p, {sums[0], nullptr, 0, p.rows, output}, 0, p.rows);
-            finish(p, {sums[1], nullptr, 0, p.rows, other}, 0, p.rows);
-            block++;
-        }
-    }
-}
-#endif
-
 template <class P>
 void multiply_few(void* context, int64_t chunk, int) {
     const P& p = *static_cast<const P*>(context);
     const int64_t threads = static_cast<int64_t>(p.panels->size());
     const int64_t all = blocks(p.wide()), first = chunk * p.chunk, end = std::min(first + p.chunk, all);
-#ifndef __AMX_TILE__
-    if (p.rows <= PAIRED_MAX_ROWS && p.outputs * p.lines * LINE <= PAIRED_MAX_BYTES) return multiply_pairs(p, first, end);
-#endif
     const int64_t each = (WIDE + blocks(p.rows) - 1) / blocks(p.rows);
     alignas(64) typename P::Sum sums[2][2][WIDE * WIDE];
     Pending<typename P::Sum> pending;

@@ -214,31 +214,6 @@ template <int ROWS, int HALVES, class Sum>
     each([&](auto row, auto half, Sum* to) { store_sums(to, sums[row][half]); });
 }
 
-// Sums of ROWS rows and two blocks from zero, the second with its weights at `other`: twice the independent products of a block, whose
-// latency bounds one or two rows.
-template <int ROWS, class Sum>
-[[gnu::noinline]] void multiply_pair(const Lines& of, const char* other, Sum* sums, Sum* others) {
-    using Vector = decltype(load_sums(sums));
-    Vector result[ROWS][4] = {};
-    const char* tokens = of.x;
-    const int64_t apart = other - of.weight;
-    for (const char *weight = of.weight, *end = weight + of.lines * BLOCK_LINE_BYTES; weight < end; weight += TILE * LINE, tokens += of.next)
-#pragma GCC unroll 4
-        for (int64_t i = 0; i < LINE; i += 4, weight += LINE) {
-            const char* second = weight + apart;
-            unrolled<4>([&](auto part) {
-                const char* from = (part < 2 ? weight : second) + part % 2 * TILE * LINE;
-                const Ints line = load_line(from);
-                prefetch(from + of.ahead);
-                unrolled<ROWS>([&](auto row) { result[row][part] = dot(result[row][part], splat_at(tokens + row * of.stride + i), line); });
-            });
-        }
-    unrolled<ROWS>([&](auto row) {
-        store_sums(sums + row * WIDE, result[row][0]), store_sums(sums + row * WIDE + TILE, result[row][1]);
-        store_sums(others + row * WIDE, result[row][2]), store_sums(others + row * WIDE + TILE, result[row][3]);
-    });
-}
-
 // call<ROWS>() for 1 to GROUP_ROWS rows.
 template <class Call>
 inline void with_group(int64_t rows, const Call& call) {

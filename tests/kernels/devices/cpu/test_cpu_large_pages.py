@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from pathlib import Path
 
@@ -39,14 +40,29 @@ def test_caches_of_large_pages_ask_for_large_pages(heads, large):
     assert cache[3].all()
 
 
-def test_what_fills_no_large_page_comes_from_the_allocator():
-    small = empty_large(100, torch.bfloat16)
-    assert small.shape == (100,)
-    assert small.dtype == torch.bfloat16
-    large = empty_large(LARGE_PAGE + 3, torch.int8)
+def test_tiny_weights_come_from_the_allocator_and_large_ones_alone():
+    tiny = empty_large(100, torch.bfloat16)
+    assert tiny.shape == (100,)
+    assert tiny.dtype == torch.bfloat16
+    large = empty_large(3 * LARGE_PAGE + 3, torch.int8)
     large[-1] = 7
     assert large.data_ptr() % LARGE_PAGE == 0
-    assert large.nbytes == LARGE_PAGE + 3
+    assert large.nbytes == 3 * LARGE_PAGE + 3
+
+
+def test_weights_smaller_than_a_large_page_share_large_pages():
+    """Experts have many of these. Each starts a cache line, and none overlaps another."""
+    first = empty_large(1 << 16, torch.int8)  # that begins a mapping, or leaves room in one
+    weights = [empty_large(size, torch.uint8) for size in [(1 << 19) + 7] * 140]
+    for number, weight in enumerate(weights):
+        weight.fill_(number)
+    assert all(
+        weight.shape == ((1 << 19) + 7,) and bool((weight == number).all()) for number, weight in enumerate(weights)
+    )
+    addresses = [weight.data_ptr() for weight in weights]
+    assert all(address % 64 == 0 and asks(address) for address in (first.data_ptr(), *addresses))
+    apart = [second - first for first, second in itertools.pairwise(addresses)]
+    assert apart.count((1 << 19) + 64) >= len(apart) - 3  # mappings of 32 MiB
 
 
 @needs_native

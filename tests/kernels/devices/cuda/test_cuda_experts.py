@@ -133,6 +133,11 @@ def test_two_products_are_those_of_experts_one_by_one(kind, dtype, tokens, devic
     assert (found - expected).float().norm() <= limit * expected.float().norm()
 
 
+def test_scales_of_128_inputs_have_blocks_of_as_many():
+    assert experts._choose_tile(500, 128, 8, large=True).block == 128
+    assert {experts._choose_tile(500, *kind, large=True).block for kind in ((64, 8), (128, 4), (0, 8))} == {64}
+
+
 @pytest.mark.parametrize("kind", ["floats", "mxfp4", "4 bits, zeros"])
 @pytest.mark.parametrize(("biases", "tokens"), [((True, True), 1), ((True, True), 40), ((True, False), 7)])
 def test_experts_with_biases_and_clamped_gates(kind, biases, tokens, device):
