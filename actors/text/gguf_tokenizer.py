@@ -1,8 +1,8 @@
 """Builds the tokenizer of a GGUF file from its vocabulary and the settings that its names imply.
 
-Two kinds are supported. ``gpt2`` is byte-level BPE. ``tokenizer.ggml.pre`` names its pre-tokenization pattern; the
+Three kinds are supported. ``gpt2`` is byte-level BPE. ``tokenizer.ggml.pre`` names its pre-tokenization pattern; the
 patterns are those of the models' own tokenizer.json files. ``llama`` is SentencePiece's BPE: every pair of tokens that
-forms another token merges, the best score first.
+forms another token merges, the best score first. ``gemma4`` is the same with merges that the file lists.
 """
 
 from __future__ import annotations
@@ -113,8 +113,13 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
             tokenizer, starts = _byte_level(metadata, tokens)
         elif model == "llama":
             tokenizer, starts = _sentence_pieces(metadata, tokens), True
+        elif model == "gemma4":
+            merges = [tuple(merge.split(" ", 1)) for merge in _list(metadata, "merges", str)]
+            tokenizer, starts = _with_visible_spaces(metadata, tokens, merges, prefix=False), True
         else:
-            raise GgufTokenizerError(f"the GGUF file's tokenizer is {model!r}; supported are gpt2 and llama: {_REMEDY}")
+            raise GgufTokenizerError(
+                f"the GGUF file's tokenizer is {model!r}; supported are gpt2, llama and gemma4: {_REMEDY}"
+            )
     except GgufTokenizerError:
         raise
     except Exception as error:  # the library raises bare Exception
@@ -203,11 +208,17 @@ def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenize
                 f"usual are two or three: {_REMEDY}"
             )
     result.sort()
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    return _with_visible_spaces(metadata, tokens, [pair for _, _, pair in result], prefix)
+
+
+def _with_visible_spaces(metadata: Mapping[str, Any], tokens: list[str], merges: list[Any], prefix: bool) -> Tokenizer:
+    """BPE of a whole text whose spaces are visible characters. ``prefix``: whether it begins with one."""
+    index = {token: place for place, token in enumerate(tokens)}
+    kinds = _kinds(metadata, tokens)
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
-    merges = [pair for _, _, pair in result]
     tokenizer = Tokenizer(BPE(vocab=index, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     mark = "\u2581"  # SentencePiece's visible space
-    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     replace = normalizers.Replace(" ", mark)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(mark), replace]) if prefix else replace
     steps: list[Any] = [decoders.Replace(mark, " "), decoders.ByteFallback(), decoders.Fuse()]

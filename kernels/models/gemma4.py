@@ -12,7 +12,7 @@ the cache of the last one of their kind before them. Experts may stand beside ea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,22 +28,22 @@ from kernels.devices.experts import Experts, ExpertWeights, Routing
 from kernels.devices.linear import norm_of_sum
 from kernels.models.config import ConfigReader, ExpertsConfig, ModelConfig, RopeConfig
 from kernels.models.decoder import Decoder
-from kernels.models.layers import gqa, mlp, vocabulary
+from kernels.models.layers import gqa, mlp, moe, vocabulary
 from kernels.models.layers.block import AttentionLayer, SelfAttention, gated_mlp
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
 from kernels.models.layers.moe import gelu_and_mul
 from kernels.models.layers.vocabulary import VocabularyEmbedding
-from kernels.weights.tensors import Role, Split, TensorSpec, embedding, linear, norm
+from kernels.weights.tensors import GgufPlace, Role, Split, TensorSpec, embedding, linear, norm
 
 __all__ = ["build", "caches", "config", "tensors"]
 
-_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-"""Before and after attention, before and after the feed-forward layer."""
+_NORMS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+"""Before and after attention, before and after the feed-forward layer, and their names in GGUF files."""
 _EXPERT_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
 """After the feed-forward layer, before and after the experts beside it."""
 
@@ -197,7 +197,8 @@ def _experts_config(raw: ConfigReader) -> ExpertsConfig | None:
     given = {"num_experts_per_tok": raw.raw.get("top_k_experts")}
     count, chosen = ConfigReader({**raw.raw, **given}, raw.architecture).expert_counts()
     inner = raw.size("moe_intermediate_size")
-    return ExpertsConfig(frozenset(range(raw.layers)), count, chosen, inner, normalized=True)
+    layers, apart = frozenset(range(raw.layers)), raw.flag("experts_apart")
+    return ExpertsConfig(layers, count, chosen, inner, normalized=True, apart=apart)
 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
@@ -206,23 +207,25 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     hidden, size = config.hidden_size, config.input_size
     yield from vocabulary.tensors(config)
     if size:
-        yield embedding("model.embed_tokens_per_layer", config.input_vocab, config.layers * size)
-        yield from linear("model.per_layer_model_projection", (config.layers * size, hidden))
-        yield norm("model.per_layer_projection_norm", size)
+        table, width = "model.embed_tokens_per_layer", config.layers * size
+        yield embedding(table, config.input_vocab, width, "per_layer_token_embd")
+        yield from linear("model.per_layer_model_projection", (width, hidden), gguf="per_layer_model_proj")
+        yield norm("model.per_layer_projection_norm", size, "per_layer_proj_norm")
     for index in range(config.layers):
-        layer, own = f"model.layers.{index}", config.layer(index)
+        layer, gguf, own = f"model.layers.{index}", f"blk.{index}", config.layer(index)
         yield from _attention_tensors(config, own, f"{layer}.self_attn", index)
-        yield from mlp.tensors(own, f"{layer}.mlp", "")
-        for name in _NORMS:
-            yield norm(f"{layer}.{name}", hidden)
-        yield TensorSpec(f"{layer}.layer_scalar", (1,), Role.WIDE)
+        yield from mlp.tensors(own, f"{layer}.mlp", f"{gguf}.ffn")
+        for name, place in _NORMS.items():
+            yield norm(f"{layer}.{name}", hidden, f"{gguf}.{place}")
+        scalar = GgufPlace(f"{gguf}.layer_output_scale.weight")
+        yield TensorSpec(f"{layer}.layer_scalar", (1,), Role.WIDE, None, scalar)
         if size:
-            yield from linear(f"{layer}.per_layer_input_gate", (size, hidden))
-            yield from linear(f"{layer}.per_layer_projection", (hidden, size))
-            yield norm(f"{layer}.post_per_layer_input_norm", hidden)
+            yield from linear(f"{layer}.per_layer_input_gate", (size, hidden), gguf=f"{gguf}.inp_gate")
+            yield from linear(f"{layer}.per_layer_projection", (hidden, size), gguf=f"{gguf}.proj")
+            yield norm(f"{layer}.post_per_layer_input_norm", hidden, f"{gguf}.post_norm")
         if config.experts is not None:
-            yield from _expert_tensors(config.experts, hidden, layer)
-    yield norm("model.norm", hidden)
+            yield from _expert_tensors(config.experts, hidden, layer, gguf)
+    yield norm("model.norm", hidden, "output_norm")
 
 
 def _attention_tensors(config: Gemma4Config, own: ModelConfig, module: str, index: int) -> Iterator[TensorSpec]:
@@ -231,20 +234,26 @@ def _attention_tensors(config: Gemma4Config, own: ModelConfig, module: str, inde
         left = {"k_proj", "v_proj", "k_norm"}
     elif config.equal and not config.windows[index]:
         left = {"v_proj"}
-    specs = list(gqa.tensors(own, module, ""))
+    specs = list(gqa.tensors(own, module, f"blk.{index}.attn"))
     unread = [spec.name for spec in specs if spec.module.removeprefix(f"{module}.") in left]
     for spec in specs:  # checkpoints may hold what they do not use
         if spec.name not in unread:
             yield dataclasses.replace(spec, unread=tuple(unread)) if "q_proj" in spec.name else spec
 
 
-def _expert_tensors(experts: ExpertsConfig, hidden: int, layer: str) -> Iterator[TensorSpec]:
+def _expert_tensors(experts: ExpertsConfig, hidden: int, layer: str, gguf: str) -> Iterator[TensorSpec]:
     count, inner = experts.count, experts.inner
     for name in _EXPERT_NORMS:
-        yield norm(f"{layer}.{name}", hidden)
-    yield from linear(f"{layer}.router.proj", (count, hidden), role=Role.ROUTER)
-    yield TensorSpec(f"{layer}.router.scale", (hidden,), Role.WIDE)
-    yield TensorSpec(f"{layer}.router.per_expert_scale", (count,), Role.WIDE)
+        place = name.replace("feedforward_layernorm", "ffw_norm")
+        yield norm(f"{layer}.{name}", hidden, f"{gguf}.{place}")
+    yield from linear(f"{layer}.router.proj", (count, hidden), gguf=f"{gguf}.ffn_gate_inp", role=Role.ROUTER)
+    scale = GgufPlace(f"{gguf}.ffn_gate_inp.scale")
+    yield TensorSpec(f"{layer}.router.scale", (hidden,), Role.WIDE, None, scale)
+    scale = GgufPlace(f"{gguf}.ffn_down_exps.scale")
+    yield TensorSpec(f"{layer}.router.per_expert_scale", (count,), Role.WIDE, None, scale)
+    if experts.apart:
+        yield from moe.expert_tensors(experts, hidden, f"{layer}.experts", gguf)
+        return
     halves = Split(1, ((inner, inner), (inner, inner)))
     yield TensorSpec(f"{layer}.experts.gate_up_proj", (count, 2 * inner, hidden), Role.EXPERTS, halves)
     yield TensorSpec(f"{layer}.experts.down_proj", (count, hidden, inner), Role.EXPERTS, Split(2, ((inner, inner),)))
@@ -428,10 +437,18 @@ class _ExpertsBeside:
         builder.refuse_adapters((both, down))
         weights, router = take([f"{name}.{_EXPERT_NORMS[1]}.weight"]).float(), take([f"{name}.router.proj.weight"])
         scale = take([f"{name}.router.scale"]).float() * config.hidden_size**-0.5
+        firsts: Iterable[Tensor]
+        lasts: Iterable[Tensor]
+        if sizes.apart:
+            names = [f"{name}.experts.{expert}" for expert in range(sizes.count)]
+            firsts = (take([f"{own}.gate_proj.weight", f"{own}.up_proj.weight"]) for own in names)
+            lasts = (take([f"{own}.down_proj.weight"]) for own in names)
+        else:
+            firsts, lasts = take([both]), take([down])
         experts = [
             ExpertWeights((first.float() * weights).to(first.dtype), None, (last.float() * factor).to(last.dtype), None)
             for first, last, factor in zip(
-                take([both]), take([down]), take([f"{name}.router.per_expert_scale"]).tolist(), strict=True
+                firsts, lasts, take([f"{name}.router.per_expert_scale"]).tolist(), strict=True
             )
         ]
         layers, routing = builder.ops.experts, Routing(sizes.chosen, normalized=True)

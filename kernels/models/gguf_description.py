@@ -6,7 +6,6 @@ Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. No PyTorch: the
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,10 +79,12 @@ def describe(header: GgufHeader) -> dict[str, Any]:
         "model_type": name,
         "vocab_size": embeddings.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": meta.size(f"{name}.feed_forward_length", experts.get("moe_intermediate_size")),
+        "intermediate_size": experts.get("intermediate_size")
+        or meta.size(f"{name}.feed_forward_length", experts.get("moe_intermediate_size")),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.size(f"{name}.attention.head_count_kv", heads),
+        "num_key_value_heads": experts.get("num_key_value_heads")
+        or meta.size(f"{name}.attention.head_count_kv", heads),
         "head_dim": dim,
         "rms_norm_eps": norm_eps,
         "layer_norm_eps": norm_eps,
@@ -201,9 +202,9 @@ def _rope(header: GgufHeader, meta: Metadata, name: str, dim: int) -> dict[str, 
     factor = meta.number(f"{name}.rope.scaling.factor", meta.number(f"{name}.rope.scale_linear", 1.0))
     result: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
     if "rope_freqs.weight" in header.tensors:  # what Llama 3.1's way of stretching comes to
-        return result | {"rope_type": "factors", "factors": _factors(header, dim, "rope_freqs.weight")}
+        return result | {"rope_type": "factors", "factors": list(meta.floats("rope_freqs.weight", dim // 2))}
     if "rope_factors_long.weight" in header.tensors:  # of Phi
-        stretched = {part: _factors(header, dim, f"rope_factors_{part}.weight") for part in ("short", "long")}
+        stretched = {part: list(meta.floats(f"rope_factors_{part}.weight", dim // 2)) for part in ("short", "long")}
         result |= {f"{part}_factor": factors for part, factors in stretched.items()}
         original = meta.size(f"{name}.rope.scaling.original_context_length", meta.size(f"{name}.context_length"))
         result |= {"rope_type": "longrope", "original_max_position_embeddings": original}
@@ -235,21 +236,6 @@ def _rope(header: GgufHeader, meta: Metadata, name: str, dim: int) -> dict[str, 
     elif factor != 1.0:
         result |= {"rope_type": "linear", "factor": factor}
     return result
-
-
-def _factors(header: GgufHeader, dim: int, name: str) -> list[float]:
-    """A factor for each pair of rotated dimensions."""
-    stored, bytes_ = header.tensors.get(name), 4 * (dim // 2)
-    if stored is None:
-        raise GgufError(f"{header.path} has no tensor {name}; download it again")
-    if stored.kind != 0 or stored.shape != (dim // 2,) or stored.offset + bytes_ > header.size:
-        raise GgufError(
-            f"{header.path}: {name} must be {dim // 2} float32 inside the file, and is of type "
-            f"{stored.kind} and shape {list(stored.shape)}; download it again"
-        )
-    with header.path.open("rb") as file:
-        file.seek(stored.offset)
-        return list(struct.unpack(f"<{dim // 2}f", file.read(bytes_)))
 
 
 def _dtype(header: GgufHeader) -> str:

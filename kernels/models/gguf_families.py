@@ -138,6 +138,55 @@ def _gemma3(meta: Metadata) -> dict[str, Any]:
     }
 
 
+def _gemma4(meta: Metadata) -> dict[str, Any]:
+    """Heads of layers with a window are of another size, and so may be numbers of key heads and feed-forward layers."""
+    windows = _windows(meta, 6, 512)
+    kinds = windows.get("layer_types") or []
+    if "full_attention" not in kinds or "sliding_attention" not in kinds:
+        raise meta.wrong(f"{_WINDOW}_pattern", "true for some layers and false for others")
+    full, local = kinds.index("full_attention"), kinds.index("sliding_attention")
+    dim, small = meta.size(".attention.key_length"), meta.size(".attention.key_length_swa")
+    if meta.size(".rope.dimension_count_swa", small) != small:
+        raise meta.wrong(".rope.dimension_count_swa", f"the {small} numbers of a head")
+    inner, heads = meta.layers(".feed_forward_length"), meta.layers(".attention.head_count_kv")
+    equal = f"blk.{full}.attn_v.weight" not in meta.header.tensors
+    if heads is not None and heads[full] != heads[local] and not equal:
+        raise meta.refused("other key heads in layers with full attention, whose values are not keys")
+    rotated = sum(factor < 1e9 for factor in meta.floats("rope_freqs.weight", dim // 2))
+    inputs = meta.count(".embedding_length_per_layer_input")
+    table = meta.header.tensors.get("per_layer_token_embd.weight")
+    result = windows | {
+        "head_dim": small,
+        "global_head_dim": dim,
+        "attention_k_eq_v": equal,
+        "num_kv_shared_layers": meta.count(".attention.shared_kv_layers"),
+        "hidden_size_per_layer_input": inputs,
+        "final_logit_softcapping": meta.number(".final_logit_softcapping", 0.0) or None,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": meta.number(".rope.freq_base_swa", 10000.0)},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": meta.number(".rope.freq_base", 1000000.0),
+                "partial_rotary_factor": 2.0 * rotated / dim,
+            },
+        },
+    }
+    if table is not None:
+        result["vocab_size_per_layer_input"] = table.shape[0]
+    if inner is not None:
+        result |= {"intermediate_size": inner[0], "use_double_wide_mlp": inner[-1] == 2 * inner[0]}
+    if heads is not None:
+        result |= {"num_key_value_heads": heads[local], "num_global_key_value_heads": heads[full]}
+    if meta.count(".expert_count"):
+        experts = _experts(meta)
+        result |= experts | {
+            "enable_moe_block": True,
+            "top_k_experts": experts["num_experts_per_tok"],
+            "experts_apart": True,
+        }
+    return result
+
+
 def _query_scalar(meta: Metadata, layers: int) -> int:
     """One over the square of what queries times keys are multiplied with: the size of a head; of the largest model,
     which has so many ``layers``, the width of the residual stream over its heads."""
@@ -380,6 +429,7 @@ FAMILIES: Mapping[str, Callable[[Metadata], dict[str, Any]]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "glm4": _glm4,
     "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,

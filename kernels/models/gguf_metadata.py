@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any
 
 from kernels.contract.errors import GgufError
@@ -75,6 +76,20 @@ class Metadata:
     def has(self, ending: str) -> bool:
         """Whether a tensor's name ends so."""
         return any(name.endswith(ending) for name in self.header.tensors)
+
+    def floats(self, name: str, count: int) -> tuple[float, ...]:
+        """A small tensor, which must be so many numbers in float32."""
+        stored, path = self.header.tensors.get(name), self.header.path
+        if stored is None:
+            raise GgufError(f"{path} has no tensor {name}; download it again")
+        if stored.kind != 0 or stored.shape != (count,) or stored.offset + 4 * count > self.header.size:
+            raise GgufError(
+                f"{path}: {name} must be {count} float32 inside the file, and is of type {stored.kind} and shape "
+                f"{list(stored.shape)}; download it again"
+            )
+        with path.open("rb") as file:
+            file.seek(stored.offset)
+            return struct.unpack(f"<{count}f", file.read(4 * count))
 
     def refused(self, what: str) -> GgufError:
         """The error of a file that has ``what``."""

@@ -131,7 +131,7 @@ BUILT_IN = (
     Entry("FalconH1ForCausalLM", "kernels.models.falcon_h1", gguf="falcon-h1"),
     Entry("Gemma2ForCausalLM", "kernels.models.gemma2", gguf="gemma2"),
     Entry("Gemma3ForCausalLM", "kernels.models.gemma3", gguf="gemma3"),
-    Entry("Gemma4ForCausalLM", "kernels.models.gemma4"),
+    Entry("Gemma4ForCausalLM", "kernels.models.gemma4", gguf="gemma4"),
     Entry("GemmaForCausalLM", "kernels.models.gemma", gguf="gemma"),
     Entry("Glm4ForCausalLM", "kernels.models.glm4", gguf="glm4"),
     Entry("Glm4MoeForCausalLM", "kernels.models.glm4_moe", gguf="glm4moe", gguf_experts=True),

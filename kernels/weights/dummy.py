@@ -56,13 +56,13 @@ class DummyWeights:
             target.fill_(1.0)
         elif spec.role is Role.BIAS:
             target.zero_()
-        elif spec.role in (Role.NIBBLES, Role.EXPONENTS):
-            whole = self.read(name)
-            target.copy_(whole if part is None else part.narrow(whole))
         else:
             seed = zlib.crc32(f"{self._seed} {name}".encode())  # the CPU's generator uses 32 bits of a seed
             generator = torch.Generator(target.device).manual_seed(seed)
             whole = target if part is None else target.new_empty(spec.shape)
-            whole.normal_(0.0, 0.02, generator=generator)
+            if spec.role in (Role.NIBBLES, Role.EXPONENTS):
+                whole.random_(0, 112, generator=generator)  # on the device: there are billions of them
+            else:
+                whole.normal_(0.0, 0.02, generator=generator)
             if part is not None:
                 target.copy_(part.narrow(whole))

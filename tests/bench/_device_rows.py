@@ -210,6 +210,8 @@ PEER: dict[tuple[str, str], tuple[float, float, str]] = {
     ("v2-lite", "offline 64"): (9880, 10900, "tokens/s"),
     ("v2-lite", "offline 256"): (18580, 20000, "tokens/s"),
     ("v2-lite", "prefill"): (87150, 92000, "tokens/s"),
+    ("8b fp8", "offline 64"): (8960, 9200, "tokens/s"),
+    ("8b fp8", "offline 256"): (13120, 0.0, "tokens/s"),
     ("8b", "start again"): (0.0, 0.0, "s"),
     ("0.6b", "start again"): (0.0, 0.0, "s"),
 }

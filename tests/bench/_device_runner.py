@@ -188,9 +188,11 @@ def measure(
     done: Callable[[list[Row]], None],
     invariant: bool = False,
     zipf: float = 0.0,
+    quantization: str = "",
 ) -> None:
     """Measure a model; ``done`` gets each row as soon as it exists. ``invariant`` is RunnerConfig's. ``zipf``: the
-    exponent of the law that tokens are routed to experts by, 0: by their routers."""
+    exponent of the law that tokens are routed to experts by, 0: by their routers. ``quantization`` is RunnerConfig's
+    and follows the model's name."""
     path = write_model(name, directory)
     from tests.bench._device_memory import read_rate  # with Triton, which only a GPU's machine has
 
@@ -199,7 +201,8 @@ def measure(
         _launch_in_turn()
     begun = time.perf_counter()
     with skewed_routing(zipf, STEP_TOKENS) if zipf else nullcontext():
-        runner, info = load(path, invariant=invariant)
+        runner, info = load(path, invariant=invariant, quantization=quantization)
+    name = f"{name} {quantization}".strip()
     Requests(runner, info, 1, 128, 1).run()
     took = time.perf_counter() - begun
     print(f"{name}: {rate / 1e12:.2f} TB/s of memory are read here at most")
@@ -225,7 +228,9 @@ def measure(
     if profiles is not None:
         text = [profile(runner, info, *shape) for shape in ((1, 128, 32), (64, 512, 32), (512, 512, 32), (8, 4096, 1))]
         profiles.mkdir(parents=True, exist_ok=True)
-        (profiles / f"profile-{name}{f'-zipf-{zipf:g}' if zipf else ''}.txt").write_text("\n\n".join(text))
+        (profiles / f"profile-{name.replace(' ', '-')}{f'-zipf-{zipf:g}' if zipf else ''}.txt").write_text(
+            "\n\n".join(text)
+        )
     runner.close()
     del runner
     gc.collect()

@@ -18,10 +18,10 @@ nets; ``--only speculative`` says what drafting tokens ahead costs
 and gains (``device_speculative``);
 ``--profile DIR`` writes tables of the device's time by kernel.
 ``--deterministic`` measures decode, offline and prefill with kernels whose results depend on no other rows
-(``--enable-deterministic-inference``). ``--zipf S`` measures models of experts a second time, with tokens routed to
-them by Zipf's law of the exponent S, as made-up routers choose evenly. In parts: ``--tests WORD`` checks only files and
-tests with the word in their names, and ``--keep FILE`` adds rows to those that an earlier part left there, so that the
-table holds all.
+(``--enable-deterministic-inference``), ``--quantization fp8`` with such weights. ``--zipf S`` measures models of
+experts a second time, with tokens routed to them by Zipf's law of the exponent S, as made-up routers choose evenly. In
+parts: ``--tests WORD`` checks only files and tests with the word in their names, and ``--keep FILE`` adds rows to those
+that an earlier part left there, so that the table holds all.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--profile", type=Path, help="directory for tables of the device's time by kernel")
     parser.add_argument("--deterministic", action="store_true", help="with --enable-deterministic-inference")
     parser.add_argument("--zipf", type=float, default=0.0, help="exponent of a skewed routing to experts")
+    parser.add_argument("--quantization", default="", help="of decode, offline and prefill: fp8 or int8")
     parser.add_argument("--keep", type=Path, help="file of rows: those there are printed, too")
     given = parser.parse_args(arguments)
     need_gpu()
@@ -120,7 +121,7 @@ def main(arguments: list[str]) -> None:
             if {"decode", "steps", "offline", "prefill"} & set(points) or given.profile is not None:
                 has_experts = "moe_intermediate_size" in SHAPES[name] or "num_local_experts" in SHAPES[name]
                 for zipf in (0.0, given.zipf) if given.zipf and has_experts else (0.0,):
-                    measure(name, directory, points, given.profile, done, given.deterministic, zipf)
+                    measure(name, directory, points, given.profile, done, given.deterministic, zipf, given.quantization)
             if "speculative" in points:
                 speculative(write_model(name, directory), SHAPES[name], directory)
             if "engine" in points:

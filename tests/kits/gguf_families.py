@@ -75,6 +75,7 @@ _ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "FalconH1ForCausalLM": gguf.MODEL_ARCH.FALCON_H1,
     "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
+    "Gemma4ForCausalLM": gguf.MODEL_ARCH.GEMMA4,
     "GemmaForCausalLM": gguf.MODEL_ARCH.GEMMA,
     "Glm4ForCausalLM": gguf.MODEL_ARCH.GLM4,
     "Glm4MoeForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
@@ -274,6 +275,47 @@ def _gemma(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) ->
         if config.get(key):
             add(config[key])
     return {name: tensor + 1.0 if name.endswith("norm.weight") else tensor for name, tensor in tensors.items()}
+
+
+def _gemma4(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    kinds, shared, count = config["layer_types"], config["num_kv_shared_layers"], config["num_hidden_layers"]
+    own = config.get("per_layer_config") or {}
+    full = next(iter(own.values())) if own else {"head_dim": config["global_head_dim"]}
+    dim, metadata = full["head_dim"], writer.kv_data[0]
+    for key in ("key_length", "value_length", "head_count_kv"):
+        metadata.pop(f"gemma4.attention.{key}", None)
+    metadata.pop("gemma4.feed_forward_length")
+    inner = config["intermediate_size"]
+    wide = 2 if config["use_double_wide_mlp"] else 1
+    writer.add_feed_forward_length([inner if layer < count - shared else wide * inner for layer in range(count)])
+    heads = config["num_key_value_heads"], full.get("num_key_value_heads") or config["num_key_value_heads"]
+    writer.add_head_count_kv([heads[kind == "full_attention"] for kind in kinds])
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    metadata.pop("gemma4.rope.dimension_count", None)
+    writer.add_rope_dimension_count(dim)
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"] or 0)
+    _windows(writer, config)
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config.get("top_k_experts"):
+        writer.add_expert_used_count(config["top_k_experts"])
+    rotated = int(dim * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * rotated + [1e30] * (dim // 2 - rotated), np.float32))
+    result = {}
+    for name, held in tensors.items():
+        layer = f"blk.{name.split('.')[2]}"
+        if name.endswith("router.scale"):
+            result[f"{layer}.ffn_gate_inp.scale"] = held
+        elif name.endswith("per_expert_scale"):
+            result[f"{layer}.ffn_down_exps.scale"] = held
+        else:
+            result[f"{name}.weight" if name.endswith(("layer_scalar", "_proj")) else name] = held
+    return result
 
 
 def _glm4_moe(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
@@ -560,6 +602,7 @@ _FAMILIES: Mapping[gguf.MODEL_ARCH, Own] = {
     gguf.MODEL_ARCH.FALCON_H1: _falcon_h1,
     gguf.MODEL_ARCH.GEMMA2: _gemma,
     gguf.MODEL_ARCH.GEMMA3: _gemma,
+    gguf.MODEL_ARCH.GEMMA4: _gemma4,
     gguf.MODEL_ARCH.GEMMA: _gemma,
     gguf.MODEL_ARCH.GLM4_MOE: _glm4_moe,
     gguf.MODEL_ARCH.GPT_OSS: _gpt_oss,

@@ -66,6 +66,7 @@ class GgufCheckpoint:
         self._header = header
         self._declared = declared
         placed = [spec for spec in declared.values() if spec.gguf is not None]
+        self._own = {spec.gguf.name for spec in placed if spec.gguf is not None}
         self._apart = any(spec.stacked is not None and spec.gguf.name in header.tensors for spec in placed if spec.gguf)
         shapes = {spec.gguf.name: spec.gguf.stored(spec.shape) for spec in placed if spec.gguf is not None}
         self._tensors = {
@@ -179,7 +180,7 @@ class GgufCheckpoint:
     def _factor_problem(self, foreign: str, info: TensorInfo) -> str | None:
         """The problem of a tensor's factor; None: it is right, or there is none."""
         factor = self._tensors.get(factor_of(foreign))
-        if factor is None:
+        if factor is None or factor_of(foreign) in self._own:
             return None
         count = info.shape[0] if len(info.shape) == 3 else 1
         if factor.kind not in self._kinds or self._kinds[factor.kind].name != "F32" or factor.shape != (count,):
@@ -195,7 +196,7 @@ class GgufCheckpoint:
         """The factor that a checked tensor's values are multiplied with."""
         spec = self._declared[name]
         factor = self._tensors.get(factor_of(self._foreign(spec)))
-        if factor is None:
+        if factor is None or factor_of(self._foreign(spec)) in self._own:
             return 1.0
         return float(self._floats32(factor)[spec.stacked.expert if spec.stacked and self._stacked(spec) else 0])
 

@@ -36,7 +36,10 @@ class GgufScheme(Scheme):
     name = "gguf"
 
     def __init__(self, header: GgufHeader) -> None:
-        self._tensors = {**header.tensors, **cut(header.tensors)}
+        tensors = header.tensors
+        if header.metadata.get("general.architecture") == "gemma4":  # whose tensors of this name are no factors
+            tensors = {name: info for name, info in tensors.items() if not name.endswith(".scale")}
+        self._tensors = {**tensors, **cut(tensors)}
 
     def _kind(self, weight: TensorSpec) -> int:
         """The type of the weight's blocks; -1: the weight is dequantized, because blocks have no place for a factor."""

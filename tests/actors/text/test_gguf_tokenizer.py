@@ -88,6 +88,14 @@ def test_a_text_is_cut_as_the_file_names_it(pre, pieces):
     assert [text[begin:end] for _, (begin, end) in cut] == pieces
 
 
+def test_gemma_4_merges_what_the_file_lists():
+    """Unlike SentencePiece, whose merges follow from the tokens."""
+    metadata = SENTENCE_PIECE | {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": [f"{MARK} a"]}
+    tokenizer = build_tokenizer(metadata)
+    assert texts(tokenizer, "ab ab") == ["<s>", "a", "b", f"{MARK}a", "b"]
+    assert tokenizer.decode(tokenizer.encode("ab ab").ids) == "ab ab"
+
+
 @pytest.mark.parametrize(
     ("tokens", "reason"),
     [
@@ -149,7 +157,7 @@ def test_sentence_pieces_merge_by_score():
     ("metadata", "says"),
     [
         (byte_level(**{"tokenizer.ggml.pre": "hopscotch"}), "pre-tokenizer is 'hopscotch'.*llama-bpe"),
-        (byte_level(**{"tokenizer.ggml.model": "rwkv"}), "is 'rwkv'; supported are gpt2 and llama"),
+        (byte_level(**{"tokenizer.ggml.model": "rwkv"}), "is 'rwkv'; supported are gpt2, llama and gemma4"),
         (byte_level(**{"tokenizer.ggml.merges": None}), r"no list tokenizer\.ggml\.merges"),
         (byte_level(**{"tokenizer.ggml.merges": ["1 9999"]}), "cannot be built"),
         (byte_level(**{"tokenizer.ggml.token_type": [1]}), "types of them"),

@@ -8,6 +8,7 @@ scores and for the sum, and its first numbers are its value. Rows are split over
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import triton
 import triton.language as tl
@@ -20,10 +21,12 @@ from kernels.devices.cuda.attention.prefill import TILE
 from kernels.devices.cuda.attention.verify import HEADER
 from kernels.devices.cuda.launch import has_large_shared_memory, multiprocessors, overlapping
 
-__all__ = ["attend_latent"]
+__all__ = ["LINES", "attend_latent"]
 
 _DECODES, _DRAFTS, _PROMPTS = 0, 1, 2
-_FEW_LINES, _MANY_LINES = 16, 64
+LINES: Final = 64
+"""Lines of a program, each one head of one query, of prompts."""
+_FEW_LINES, _MANY_LINES = 16, LINES
 _FEW_BLOCK, _MANY_BLOCK, _SMALL_BLOCK = 64, 64, 32
 _FEW_STAGES, _MANY_STAGES = 3, 2
 _FEW_WARPS, _MANY_WARPS = 4, 8

@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.devices.cuda.attention.decode import DecodeScratch
-from kernels.devices.cuda.attention.latent import attend_latent
+from kernels.devices.cuda.attention.latent import LINES, attend_latent
 from kernels.devices.cuda.attention.plan import AttentionPlan
 from kernels.devices.cuda.attention.prefill import TILE, order_blocks
-from kernels.devices.cuda.launch import attempted, copying, has_gluon
+from kernels.devices.cuda.launch import attempted, copying, has_gluon, multiprocessors
 from kernels.devices.latent_attention import LatentHeads
 
 __all__ = ["LatentPlan", "MadeRows", "attend_latent_rows", "gather", "makes_keys", "plan_latent"]
@@ -30,8 +30,9 @@ __all__ = ["LatentPlan", "MadeRows", "attend_latent_rows", "gather", "makes_keys
 _BLOCK = 128  # tokens of the attention kernel's product
 _GATHERED = 32  # tokens of a program
 _MAX_NUMBERS = 1 << 27  # of keys and values that are made at a time
-_FASTER = 2.0
-"""How many times the products a second attention to keys and values takes, of those in the latent space."""
+_FASTER, _MAKING = 2.0, 1.5
+"""How many times the products a second attention to keys and values takes, and making them, of those of attention in
+the latent space (H100)."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +61,25 @@ class LatentPlan:
 def plan_latent(
     step: AttentionPlan, heads: LatentHeads, rope: int, put: Callable[[npt.NDArray[np.int32]], Tensor]
 ) -> LatentPlan:
-    """``rope``: numbers of the rotated part of a key. ``put``: copies an array to the device."""
+    """``rope``: numbers of the rotated part of a key. ``put``: copies an array to the device.
+
+    A row is attended to in the form that should take less time, by the products of each and by the share of the
+    multiprocessors that the queries of all rows fill. In the latent space a program has all tokens of some queries.
+    """
     rows, prefills = step.rows, step.prefills
     whole = LatentPlan(step, step, 1 << 62)
     if rows is None or prefills is None:
         return whole
     first = rows.decodes + rows.verifies
     counts, ends = rows.counts[first:], rows.starts[first:] + rows.counts[first:]
-    (_, plain, rank), value = heads.keys.shape, heads.values.shape[2]
-    seen = ends - counts / 2
-    padded = -(-ends // _BLOCK) * _BLOCK
-    in_space = counts * (seen * (2 * rank + rope) + rank * (plain + value))
-    tiles = -(-counts // TILE) * TILE
-    made = tiles * seen * ((plain + rope + value) / _FASTER) + padded * rank * (plain + value)
+    (count, plain, rank), value = heads.keys.shape, heads.values.shape[2]
+    seen, making = ends - counts / 2, rank * (plain + value) / _MAKING
+    padded, tiles = -(-ends // _BLOCK) * _BLOCK, -(-counts // TILE)
+    programs = multiprocessors(prefills.blocks.device)
+    filled = min(1.0, float((-(-counts * count // LINES)).sum()) / programs)
+    in_space = counts * (seen * (2 * rank + rope) / filled + making)
+    filled = min(1.0, float(tiles.sum()) * count / programs)
+    made = tiles * TILE * seen * (plain + rope + value) / (_FASTER * filled) + padded * making
     many = made < in_space
     if not many.any():
         return whole

@@ -1,12 +1,14 @@
 """Linear layers with 8-bit weights: custom kernels for a few tokens, PyTorch's 8-bit products for more.
 
-A product of a few tokens is bound by reading the weight. The weight is dequantized in registers and the tokens are not
-quantized. With more tokens, each is quantized by its own scale.
+A product of a few tokens is bound by reading the weight. For one token the weight is dequantized in registers, and the
+token is not quantized; for 2 to 64 a trial chooses between that and tokens in 8 bits. More tokens are quantized, each
+by its own scale.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -16,8 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.devices.cuda.elementwise.activation import swiglu
 from kernels.devices.cuda.elementwise.norms import Before
-from kernels.devices.cuda.launch import overlapping
-from kernels.devices.cuda.matmul import gemm_small_quantized
+from kernels.devices.cuda.launch import copying, has_gluon, overlapping
+from kernels.devices.cuda.matmul import gemm_small, gemm_small_quantized
 from kernels.devices.cuda.matmul.autotune import Choices, Shape, Way, in_a_row, spare
 from kernels.devices.cuda.matmul.gemm_small_quantized import Form, Tiles, single_suits
 from kernels.devices.cuda.matmul.norm_then_linear import Fused
@@ -183,6 +185,8 @@ class EightBitLinear:
         if inputs % (2 * _WORDS) == 0 and inputs >= _MIN_INPUTS:
             self._form = Form(self._kind, weight.values.view(torch.int16), weight.scales)
         self._arrived = gemm_small_quantized.counters(outputs, weight.values.device)
+        self._counters = gemm_small.counters(weight.values)
+        self._described: Any = None  # for the copy engine
 
     @staticmethod
     def fits(weight: Int8Weight | Fp8Weight, device: torch.device) -> bool:
@@ -221,6 +225,8 @@ class EightBitLinear:
             ways["skinny"] = lambda: gemm_small_quantized.multiply(
                 x, form, self.bias, self._arrived, self._gated, tiles
             )
+        if tokens > 1 and not self._whole and copying(x.device) and has_gluon("matmul.gemm_small_tma"):
+            ways["rounded, by TMA"] = lambda: self._by_tma(x)
         return ways
 
     def _trial(self, x: Tensor) -> dict[str, Way]:
@@ -299,6 +305,15 @@ class EightBitLinear:
             launch_pdl=pdl,
         )
         return whole, scales
+
+    def _by_tma(self, x: Tensor) -> Tensor:
+        from kernels.devices.cuda.matmul import gemm_small_tma
+
+        if self._described is None:
+            self._described = gemm_small_tma.described(self.weight.values)
+        whole, scales = self._rounded(x)
+        both = gemm_small_tma.EightBitScales(scales, self.weight.scales, x.dtype)
+        return gemm_small_tma.multiply(whole, self._described, self.bias, self._counters, self._gated, scales=both)
 
     def _vector(self, x: Tensor) -> Tensor:
         outputs, inputs = self.weight.shape

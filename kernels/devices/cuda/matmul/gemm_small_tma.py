@@ -14,6 +14,9 @@ weight is then read again from the L2 cache, and there is less to add up.
 A norm between two products needs no kernel. The product before applies its gain to the tokens when it adds to the
 residual stream. The product after divides its sums by the root mean square, one number a token. So the normed token is
 not rounded; instead the sum times the gain is.
+
+Tokens and weights of 8 bits (e4m3) are multiplied as they are, and the sums by the scales of both. The matrix unit adds
+such products with fewer bits than float32 has, so each stage is summed by itself.
 """
 
 from __future__ import annotations
@@ -38,10 +41,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.devices.cuda.launch import copying
 from kernels.devices.cuda.matmul.scaled_residual import ROWS, Joining, Scaled
 
-__all__ = ["TmaSplit", "choose_split", "described", "multiply"]
+__all__ = ["EightBitScales", "TmaSplit", "choose_split", "described", "multiply"]
 
 _ROWS: Final = ROWS  # of the weight: what wgmma takes
-_BLOCK: Final = 128  # inputs of a stage
+_BLOCK_BYTES: Final = 256  # of a row, in a stage
+_BLOCK: Final = 128  # inputs of 16 bits
 _WARPS: Final = 4  # what wgmma takes
 _MIN_BLOCK: Final = 16  # tokens
 _MAX_BLOCK: Final = 64
@@ -61,6 +65,14 @@ _DEEP = 12  # stages of a program for which a whole multiprocessor pays
 _EVEN: Final = {1: (120, range(16, 1 << 20), 11), 3: (360, range(8, 17), 3)}
 """Up to 16 tokens, not gated: one or three programs a multiprocessor, by the total number of programs and of their
 stages, with the stages in flight; measured."""
+
+
+class EightBitScales(NamedTuple):
+    """Of tokens and of the weight's rows, float32; ``dtype`` of the product."""
+
+    tokens: Tensor
+    rows: Tensor
+    dtype: torch.dtype
 
 
 class TmaSplit(NamedTuple):
@@ -105,11 +117,14 @@ def gemm_small_tma_kernel(
     gain,
     scaled,
     squares,
+    token_scales,
+    row_scales,
     eps,
     tokens,
     outputs,
     inputs,
     splits,
+    bits: gl.constexpr,
     token_block: gl.constexpr,
     rows: gl.constexpr,
     block: gl.constexpr,
@@ -129,13 +144,15 @@ def gemm_small_tma_kernel(
     rows ``outputs`` further. Elements outside of ``x`` and ``weight`` are read as zeros. ``left``: parts are stored
     separately, float32 [splits, tokens, outputs]. ``tiles``, if not 0: ``x`` must be divided by its root mean square,
     from sums of squares ``before`` [tokens, tiles]. ``adds``: the product is added to ``out`` in place. ``begins``: the
-    sum times ``gain`` is stored in ``scaled``, its sums of squares in ``squares``.
+    sum times ``gain`` is stored in ``scaled``, its sums of squares in ``squares``. ``bits``: of a number of ``x`` and
+    of the ``weight``; with 8 ``token_scales`` [tokens] and ``row_scales`` [outputs], or twice as many, multiply sums.
     """
     like: gl.constexpr = out.dtype.element_ty
     halves: gl.constexpr = 2 if gated else 1
     size: gl.constexpr = rows * token_block
-    read: gl.constexpr = (halves * rows + token_block) * block * 2  # bytes of a stage
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, token_block, 16])
+    kind: gl.constexpr = gl.float8e4nv if bits == 8 else like
+    read: gl.constexpr = (halves * rows + token_block) * block * (bits // 8)  # bytes of a stage
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, token_block, 256 // bits])
     beside: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, warps], [0, 1])
     split, tile = gl.program_id(0), gl.program_id(1)
     row = tile * rows
@@ -144,8 +161,8 @@ def gemm_small_tma_kernel(
     share = (steps + splits - 1) // splits
     begin = split * share
     count = gl.minimum(share, steps - begin)
-    held = gl.allocate_shared_memory(like, [stages * halves, rows, block], weight.layout)
-    values = gl.allocate_shared_memory(like, [stages, token_block, block], x.layout)
+    held = gl.allocate_shared_memory(kind, [stages * halves, rows, block], weight.layout)
+    values = gl.allocate_shared_memory(kind, [stages, token_block, block], x.layout)
     bars = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(stages):
         mbarrier.init(bars.index(stage), count=1)
@@ -175,13 +192,24 @@ def gemm_small_tma_kernel(
         factor = gl.convert_layout(found, gl.SliceLayout(0, mma))
     total = gl.zeros([rows, token_block], gl.float32, mma)
     other = gl.zeros([rows, token_block], gl.float32, mma)
+    nothing = gl.zeros([rows, token_block], gl.float32, mma)
     slot = 0
     turn = 0
     for step in range(count):
         bar = bars.index(slot)
         mbarrier.wait(bar, turn)
         value = values.index(slot).permute((1, 0))
-        if gated:
+        if bits == 8:
+            if gated:
+                part = warpgroup_mma(held.index(2 * slot), value, nothing, is_async=True)
+                other_part = warpgroup_mma(held.index(2 * slot + 1), value, nothing, is_async=True)
+                part, other_part = warpgroup_mma_wait(0, deps=[part, other_part])
+                other += other_part
+            else:
+                part = warpgroup_mma(held.index(slot), value, nothing, is_async=True)
+                part = warpgroup_mma_wait(0, deps=[part])
+            total += part
+        elif gated:
             total = warpgroup_mma(held.index(2 * slot), value, total, is_async=True)
             other = warpgroup_mma(held.index(2 * slot + 1), value, other, is_async=True)
             total, other = warpgroup_mma_wait(0, deps=[total, other])
@@ -231,8 +259,13 @@ def gemm_small_tma_kernel(
             total = total * factor[None, :]
             if gated:
                 other = other * factor[None, :]
+        near = gl.minimum(row + of, outputs - 1)
+        if bits == 8:
+            of_tokens = gl.load(token_scales + gl.minimum(first + at, tokens - 1))[None, :]
+            total *= of_tokens * gl.load(row_scales + near)[:, None]
+            if gated:
+                other *= of_tokens * gl.load(row_scales + outputs + near)[:, None]
         if biased:
-            near = gl.minimum(row + of, outputs - 1)
             total += gl.load(bias + near).to(gl.float32)[:, None]
             if gated:
                 other += gl.load(bias + outputs + near).to(gl.float32)[:, None]
@@ -252,13 +285,15 @@ def gemm_small_tma_kernel(
 
 
 def described(weight: Tensor) -> TensorDescriptor:
-    """The copy engine's descriptor of a dense 16-bit weight [outputs, inputs], inputs a multiple of 8."""
+    """The copy engine's descriptor of a dense weight [outputs, inputs] of 16 or 8 bits; a row is a multiple of 16
+    bytes."""
     return _describe(weight, _ROWS)
 
 
 def _describe(dense: Tensor, rows: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
-    return TensorDescriptor(dense, list(dense.shape), [dense.stride(0), 1], [rows, _BLOCK], layout)
+    size = dense.element_size()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size)
+    return TensorDescriptor(dense, list(dense.shape), [dense.stride(0), 1], [rows, _BLOCK_BYTES // size], layout)
 
 
 def _evenly(tiles: int, steps: int) -> TmaSplit | None:
@@ -299,12 +334,14 @@ def multiply(
     gated: bool,
     left: bool = False,
     joining: Joining | None = None,
+    scales: EightBitScales | None = None,
 ) -> Tensor:
     """``x`` [tokens, inputs], its rows dense -> [tokens, outputs], or half as many. ``weight``: as ``described``.
     ``arrived``: of ``kernels.devices.cuda.matmul.gemm_small.counters``.
 
     ``left``, without a bias and not gated: returns the parts if there are several: float32 [parts, tokens, outputs], to
     be summed in order and rounded. ``joining``: the residual stream that the product is added to and that is returned.
+    ``scales``: of ``x`` and ``weight`` in e4m3.
     """
     begun = x if isinstance(x, Scaled) else None
     if isinstance(x, Scaled):
@@ -312,16 +349,18 @@ def multiply(
     every, inputs = weight.shape
     outputs, halves = (every // 2, 2) if gated else (every, 1)
     tiles = triton.cdiv(outputs, _ROWS)
-    token_block, splits, stages = choose_split(len(x), outputs, inputs, gated)
+    bits = 16 if scales is None else 8
+    token_block, splits, stages = choose_split(len(x), outputs, inputs * bits // 16, gated)
     parts = triton.cdiv(len(x), token_block)
     left = left and splits > 1
     assert not left or not (gated or bias is not None or joining), "what follows the sum is left, too"
     if joining is not None:
         out = joining.residual
     else:
-        out = x if left else x.new_empty((len(x), outputs))
+        dtype = x.dtype if scales is None else scales.dtype
+        out = x if left else torch.empty((len(x), outputs), dtype=dtype, device=x.device)
     size = len(x) * outputs * splits if left else parts * tiles * splits * halves * _ROWS * token_block
-    partial = out if splits == 1 else x.new_empty(size, dtype=torch.float32)
+    partial = out if splits == 1 else torch.empty(size, dtype=torch.float32, device=x.device)
     following = None if joining is None else joining.following
     pdl = copying(x.device)
     gemm_small_tma_kernel[(splits, tiles, parts)](
@@ -335,14 +374,17 @@ def multiply(
         out if following is None else following.norm.weight,
         out if following is None else following.rows,
         out if following is None else following.squares,
+        out if scales is None else scales.tokens,
+        out if scales is None else scales.rows,
         0.0 if begun is None else begun.norm.eps,
         len(x),
         outputs,
         inputs,
         splits,
+        bits,
         token_block,
         _ROWS,
-        _BLOCK,
+        _BLOCK_BYTES * 8 // bits,
         stages,
         _WARPS,
         splits > 1,

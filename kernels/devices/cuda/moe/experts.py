@@ -62,12 +62,16 @@ class _Tile:
 _SMALL_TILES = ((32, _Tile(64)), (0, _Tile(16)))
 _FEW_PAIRS = ((32, _Tile(64)), (16, _Tile(32, block=128)), (0, _Tile(16, block=128, stages=4)))
 _TILES = ((192, _Tile(256, rows=128, warps=8, stages=4)), (96, _Tile(128, rows=128, warps=8)), *_FEW_PAIRS)
-_GROUPED_TILES = ((192, _Tile(128, block=128)), *_FEW_PAIRS)  # each block of inputs is scaled by itself, in registers
+# Each block of inputs is scaled by itself, in registers.
+_GROUPED_TILES = ((192, _Tile(128)), *_FEW_PAIRS)
+_BLOCK_TILES = ((192, _Tile(128, block=128)), *_FEW_PAIRS)
 
 
-def _choose_tile(mean_pairs: float, grouped: bool, large: bool) -> _Tile:
-    """``grouped``: the weights have several scales an output. ``large``: large tiles fit shared memory."""
-    tiles = _SMALL_TILES if not large else _GROUPED_TILES if grouped else _TILES
+def _choose_tile(mean_pairs: float, group: int, bits: int, large: bool) -> _Tile:
+    """``group``: inputs that share a scale, 0 for all. ``bits``: of a weight. ``large``: large tiles fit shared
+    memory."""
+    grouped = _BLOCK_TILES if bits == 8 and group % 128 == 0 else _GROUPED_TILES
+    tiles = _SMALL_TILES if not large else grouped if group else _TILES
     return next(tile for least, tile in tiles if mean_pairs >= least)
 
 
@@ -327,7 +331,7 @@ class CudaExperts(StackedExperts[_Stack]):
         values, scales, order, counts = weight.values, weight.scales, routed.order, routed.counts
         pairs, outputs, inputs = len(order), values.shape[1], x.shape[1]
         large = x.element_size() <= 2 and has_large_shared_memory(x.device)
-        tile = _choose_tile(pairs / self.count, weight.group > 0, large)
+        tile = _choose_tile(pairs / self.count, weight.group, weight.bits, large)
         out = x.new_empty((pairs, outputs))
         max_blocks = min(pairs, pairs // tile.pairs + min(self.count, pairs))  # for any routing
         moe_gemm_kernel[(triton.cdiv(outputs, tile.rows), max_blocks)](

@@ -31,15 +31,10 @@ _WORDS: Final = 4  # of 32 bits, of a block
 
 @dataclass(frozen=True)
 class MicroTiling:
-    """A program has ``groups`` times ``rows`` outputs of one pair; while it multiplies a group, the next one's weights
-    arrive. ``warps`` divide the rows of a group."""
+    """A program has ``rows`` outputs of one pair, each warp some of them."""
 
     rows: int
-    groups: int
     warps: int
-
-
-_TILING = MicroTiling(8, 2, 2)
 
 
 @gluon.jit
@@ -63,34 +58,6 @@ def _prepared(x, at, there, flat: gl.constexpr, beside: gl.constexpr):
 
 
 @gluon.jit
-def _numbers(words, scales, line, word, block, blocks: gl.constexpr):
-    """The words and exponents of rows, of each 32 blocks."""
-    first = words + gl.expand_dims(gl.expand_dims(line, 1), 2) * (4 * blocks) + word
-    powers = scales + line[:, None] * blocks + block[None, :]
-    result = ()
-    for begin in gl.static_range(0, blocks, 32):
-        there = word + begin * 4 < 4 * blocks
-        now = gl.load(first + begin * 4, mask=there, other=0, eviction_policy="evict_first")
-        power = gl.load(powers + begin, mask=(block + begin < blocks)[None, :], other=0)
-        result = result + ((now, power),)  # noqa: RUF005 - Triton has no starred items
-    return result
-
-
-@gluon.jit
-def _place(of, group, outputs, rows: gl.constexpr, groups: gl.constexpr, gated: gl.constexpr):
-    """The places of a group's outputs, and the rows of the weight. ``gated``: a gate and the number that it multiplies
-    are neighbours."""
-    begin = (gl.program_id(0) * groups + group) * rows
-    if gated:
-        there = begin // 2 + of // 2
-        row = of % 2 * outputs + gl.minimum(there, outputs - 1)
-    else:
-        there = begin + of
-        row = gl.minimum(there, outputs - 1)
-    return there, row
-
-
-@gluon.jit
 def moe_gemv_mxfp4_kernel(
     x,
     words,
@@ -104,7 +71,6 @@ def moe_gemv_mxfp4_kernel(
     each: gl.constexpr,
     blocks: gl.constexpr,
     rows: gl.constexpr,
-    groups: gl.constexpr,
     warps: gl.constexpr,
     biased: gl.constexpr,
     gated: gl.constexpr,
@@ -124,6 +90,11 @@ def moe_gemv_mxfp4_kernel(
     turns: gl.constexpr = (blocks + 31) // 32
 
     of = gl.arange(0, rows, layout=gl.SliceLayout(1, sums))
+    if gated:  # a gate and the number that it multiplies are neighbours
+        place = gl.minimum(gl.program_id(0) * (rows // 2) + of // 2, outputs - 1)
+        row, every = of % 2 * outputs + place, 2 * outputs
+    else:
+        row, every = gl.minimum(gl.program_id(0) * rows + of, outputs - 1), outputs
     block = gl.arange(0, 32, layout=beside)
     word = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(1, flat)), 1) * 4
     word = gl.expand_dims(word + gl.arange(0, 4, layout=gl.SliceLayout(0, flat))[None, :], 0)
@@ -137,34 +108,41 @@ def moe_gemv_mxfp4_kernel(
         gdc_launch_dependents()
         gdc_wait()
     pair = gl.program_id(1)
-    first = gl.load(experts + pair).to(gl.int64) * (2 * outputs if gated else outputs)
-    there, row = _place(of, 0, outputs, rows, groups, gated)
-    ahead = _numbers(words, scales, first + row, word, block, blocks)
-    prepared = ()
+    line = gl.load(experts + pair).to(gl.int64) * every + row
+    first = words + gl.expand_dims(gl.expand_dims(line, 1), 2) * (4 * blocks) + word
+    powers = scales + line[:, None] * blocks + block[None, :]
+    own = x + (pair // each).to(gl.int64) * (32 * blocks)
+    now = gl.load(first, mask=word < 4 * blocks, other=0, eviction_policy="evict_first")
+    power = gl.load(powers, mask=(block < blocks)[None, :], other=0)
+    if turns > 1:
+        next_now = gl.load(first + 128, mask=word + 128 < 4 * blocks, other=0, eviction_policy="evict_first")
+        next_power = gl.load(powers + 32, mask=(block + 32 < blocks)[None, :], other=0)
+    total = gl.zeros([rows, 32], gl.float32, sums)
     for turn in gl.static_range(turns):
-        own = x + (pair // each).to(gl.int64) * (32 * blocks) + turn * 1024
-        prepared = prepared + (_prepared(own, at, chunk + turn * 32 < blocks, flat, beside),)  # noqa: RUF005
-    for group in gl.static_range(groups):
-        now, here, line = ahead, there, first + row
-        if group + 1 < groups:
-            there, row = _place(of, group + 1, outputs, rows, groups, gated)
-            ahead = _numbers(words, scales, first + row, word, block, blocks)
-        total = gl.zeros([rows, 32], gl.float32, sums)
-        for turn in gl.static_range(turns):
-            a, b, c, d, factor = prepared[turn]
-            product = by_e2m1(now[turn][0], a[None, :, :], b[None, :, :], c[None, :, :], d[None, :, :])
-            total += product * (_power(now[turn][1]) * factor)
-        result = gl.sum(total, 1)
-        if biased:
-            result += gl.load(biases + line).to(gl.float32)
-        if gated:
-            # Rounded as the product is where the activation is an operator of its own.
-            gate, up = gl.split(result.to(like).to(gl.float32).reshape(rows // 2, 2))
-            here, _ = gl.split(here.reshape(rows // 2, 2))
-            gate = gl.minimum(gate, limit)
-            up = gl.minimum(gl.maximum(up, -limit), limit) + 1.0
-            result = gate / (1.0 + gl.exp(-alpha * gate)) * up
-        gl.store(out + pair.to(gl.int64) * outputs + here, result.to(like), mask=here < outputs)
+        if turn + 2 < turns:
+            there = word + (turn + 2) * 128 < 4 * blocks
+            last = gl.load(first + (turn + 2) * 128, mask=there, other=0, eviction_policy="evict_first")
+            there = (block + (turn + 2) * 32 < blocks)[None, :]
+            last_power = gl.load(powers + (turn + 2) * 32, mask=there, other=0)
+        a, b, c, d, factor = _prepared(own, at + turn * 1024, chunk + turn * 32 < blocks, flat, beside)
+        total += by_e2m1(now, a[None, :, :], b[None, :, :], c[None, :, :], d[None, :, :]) * (_power(power) * factor)
+        if turn + 1 < turns:
+            now, power = next_now, next_power
+        if turn + 2 < turns:
+            next_now, next_power = last, last_power
+    result = gl.sum(total, 1)
+    if biased:
+        result += gl.load(biases + line).to(gl.float32)
+    if gated:
+        # Rounded as the product is where the activation is an operator of its own.
+        gate, up = gl.split(result.to(like).to(gl.float32).reshape(rows // 2, 2))
+        gate = gl.minimum(gate, limit)
+        up = gl.minimum(gl.maximum(up, -limit), limit) + 1.0
+        result = gate / (1.0 + gl.exp(-alpha * gate)) * up
+        there = gl.program_id(0) * (rows // 2) + gl.arange(0, rows // 2, layout=result.type.layout)
+    else:
+        there = gl.program_id(0) * rows + of
+    gl.store(out + pair.to(gl.int64) * outputs + there, result.to(like), mask=there < outputs)
 
 
 def multiply(
@@ -175,7 +153,7 @@ def multiply(
     experts: Tensor,
     gate: ClampedGate | None,
     each: int,
-    tiling: MicroTiling = _TILING,
+    tiling: MicroTiling = MicroTiling(16, 2),
 ) -> Tensor:
     """``x`` [pairs / each, inputs] times the weight of each pair's expert -> [pairs, outputs], or the ``gate`` of half
     as many. ``values`` uint8 [experts, outputs, inputs / 2] and ``scales`` uint8 [experts, outputs, inputs / 32]: e2m1
@@ -184,7 +162,7 @@ def multiply(
     outputs = every if gate is None else every // 2
     out = x.new_empty((pairs, outputs))
     pdl = overlapping(x.device)
-    moe_gemv_mxfp4_kernel[(triton.cdiv(every, tiling.rows * tiling.groups), pairs)](
+    moe_gemv_mxfp4_kernel[(triton.cdiv(every, tiling.rows), pairs)](
         x,
         values.view(torch.int32),
         scales,
@@ -197,7 +175,6 @@ def multiply(
         each,
         blocks,
         tiling.rows,
-        tiling.groups,
         tiling.warps,
         biases is not None,
         gate is not None,

@@ -206,7 +206,7 @@ class tma:
     def async_copy_global_to_shared(described, place, bar, to, pred):
         if pred:
             to.value[...] = described.read(place)
-            bar.value.arrive(2 * to.value.size)
+            bar.value.arrive(described.base.element_size() * to.value.size)
 
 
 def warpgroup_mma(a, b, total, is_async):

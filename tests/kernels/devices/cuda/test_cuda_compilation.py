@@ -154,6 +154,10 @@ def few_tokens(dtype):
             if torch.cuda.get_device_capability()[0] == 9:
                 described, x = gemm_small_tma.described(weight), empty(tokens, inputs, dtype=dtype)
                 gemm_small_tma.multiply(x, described, empty(outputs, dtype=dtype), gemm_small.counters(weight), gated)
+                eight, x = (empty(*given.shape, dtype=torch.float8_e4m3fn) for given in (weight, x))
+                scales = (empty(count, dtype=torch.float32) for count in (tokens, outputs))
+                both, described = gemm_small_tma.EightBitScales(*scales, dtype), gemm_small_tma.described(eight)
+                gemm_small_tma.multiply(x, described, None, gemm_small.counters(eight), gated, scales=both)
 
 
 def skinny_products(dtype):

@@ -224,6 +224,28 @@ def test_products_of_a_few_tokens_by_the_copy_engine(device, tokens, outputs, in
         assert waited == ended  # nothing is on its way when a program has ended
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(2, 96, 528), (17, 200, 4096), (64, 64, 9088)])
+def test_products_of_a_few_tokens_in_eight_bits(device, tokens, outputs, inputs, gated, bulks):
+    if device.type == "cuda" and not copying(device):
+        pytest.skip("the device has no such engine, or another one")
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    weight = torch.randn(2 * outputs, inputs, device=device).to(torch.float8_e4m3fn)
+    x = torch.randn(tokens, inputs, device=device).to(torch.float8_e4m3fn)
+    bias = torch.randn(2 * outputs, device=device).to(dtype)
+    scales = torch.rand(tokens, device=device) + 0.5, torch.rand(2 * outputs, device=device) / math.sqrt(inputs)
+    expected = (x.double() @ weight.double().t()) * scales[0][:, None] * scales[1] + bias.double()
+    if gated:
+        expected = torch.nn.functional.silu(expected[:, :outputs]) * expected[:, outputs:]
+    arrived = gemm_small.counters(weight)
+    for _ in range(2):  # the counters of parts must be back at zero
+        both = bulks.EightBitScales(*scales, dtype)
+        found = bulks.multiply(x, bulks.described(weight), bias, arrived, gated, scales=both)
+        near(found, expected.float())
+    assert found.dtype == dtype
+    assert not arrived.any()
+
+
 @pytest.mark.parametrize(
     ("tokens", "outputs", "inputs", "gated", "parts"),
     [

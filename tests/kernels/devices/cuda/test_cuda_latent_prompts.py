@@ -96,15 +96,14 @@ def test_rows_with_keys_of_their_own_equal_torch(
     assert (found.double() - right).norm() <= 4e-3 * right.norm()
 
 
-def test_long_chunks_make_keys_and_short_ones_do_not():
+@pytest.mark.parametrize(
+    ("rows", "start", "count", "made"),
+    [(1, 0, 1024, True), (1, 30000, 2048, True), (1, 4096, 16, True), (64, 4096, 16, False), (64, 0, 8, False)],
+)
+def test_the_form_of_a_row_depends_on_what_fills_the_device(rows, start, count, made):
     heads = LatentHeads(torch.empty(16, 128, 512, device="meta"), torch.empty(16, 512, 128, device="meta"))
-
-    def made(start, count):
-        rows = AttentionRows(np.array([start]), np.array([count]), np.zeros((1, 600), dtype=np.int32), 0)
-        put = torch.from_numpy
-        return plan_latent(plan_attention(rows, 0, 1, put), heads, 64, put).made is not None
-
-    assert made(0, 1024)
-    assert made(30000, 2048)
-    assert not made(0, 16)
-    assert not made(30000, 16)
+    starts, counts = np.full(rows, start), np.full(rows, count)
+    step = plan_attention(
+        AttentionRows(starts, counts, np.zeros((rows, 600), dtype=np.int32), 0), 0, 1, torch.from_numpy
+    )
+    assert (plan_latent(step, heads, 64, torch.from_numpy).made is not None) == made

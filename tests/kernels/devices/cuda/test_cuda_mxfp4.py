@@ -23,7 +23,7 @@ def product(tmp_path_factory):
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize(
     ("tokens", "each", "outputs", "blocks", "tiling"),
-    [(1, 2, 24, 3, MicroTiling(8, 1, 4)), (3, 1, 22, 40, MicroTiling(8, 4, 2)), (1, 1, 8, 70, MicroTiling(4, 2, 2))],
+    [(1, 2, 24, 3, MicroTiling(8, 4)), (3, 1, 22, 40, MicroTiling(16, 4)), (1, 1, 8, 70, MicroTiling(8, 2))],
 )
 def test_tokens_times_their_experts(device, product, gated, tokens, each, outputs, blocks, tiling):
     torch.manual_seed(1)
@@ -74,5 +74,5 @@ def test_the_product_of_gpt_oss_compiles_without_spills(monkeypatch, tmp_path):
     with compiling(monkeypatch, 90) as kernels:
         values, scales = empty(32, 5760, 1440, dtype=torch.uint8), empty(32, 5760, 90, dtype=torch.uint8)
         gate, chosen = ClampedGate(1.7, 7.0), empty(4, dtype=torch.int32)
-        gemv_mxfp4.multiply(empty(1, 2880), values, scales, empty(32, 5760), chosen, gate, 4, MicroTiling(8, 4, 2))
+        gemv_mxfp4.multiply(empty(1, 2880), values, scales, empty(32, 5760), chosen, gate, 4, MicroTiling(16, 4))
     assert not kernels[0].spilled

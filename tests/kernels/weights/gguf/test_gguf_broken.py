@@ -208,7 +208,7 @@ def test_unknown_architectures_are_named(tmp_path):
     writer.close()
     with pytest.raises(
         GgufError,
-        match=r"architecture .mamba. .*; those that are read from GGUF are arcee, .*, deepseek2, .*, llama, ",
+        match=r"architecture .mamba. .*; those that are read from GGUF are afmoe, .*, deepseek2, .*, llama, ",
     ):
         load(tmp_path / "broken.gguf")
 

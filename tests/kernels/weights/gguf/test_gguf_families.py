@@ -22,6 +22,7 @@ FAMILIES = (
     *("granite", "granite-moe", "hunyuan-moe", "minimax-m2", "ministral3", "olmo", "olmo3", "olmoe", "gguf-phi3-long"),
     *("falcon-h1", "gguf-falcon-h1", "granite-4", "gguf-granite-4-dense", "lfm2", "gguf-lfm2-moe", "nemotron-3"),
     *("gguf-nemotron-dense", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
+    *("gemma4", "gemma4-equal", "gemma4-moe"),
     *("gpt-oss", "gguf-afmoe", "gguf-llama4", "ling-v2"),
     *("seed-oss", "smollm3", "stablelm", "gguf-starcoder2", "xverse"),
 )
