@@ -11,6 +11,7 @@ system (section 3.2 of the former).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from kernels.core.batch import StateSegments
 from kernels.core.operators import Norm
 from kernels.devices.state_cache import StateCache
 
-__all__ = ["DeltaInputs", "DeltaRule", "DeltaTokens", "delta_chunks", "delta_rule", "delta_step"]
+__all__ = ["DeltaChunks", "DeltaInputs", "DeltaRule", "DeltaTokens", "delta_chunks", "delta_rule", "delta_step"]
 
 _CHUNK = 64
 """Tokens that are computed in parallel."""
@@ -61,6 +62,24 @@ class DeltaInputs:
     decays: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class DeltaChunks:
+    """Chunks of ``size`` tokens, float32, with all of each that does not depend on the state before it: what its tokens
+    ``changes`` [n, heads, chunks, size, v_dim] if that were zero, and the rows below [..., size, k_dim] by which they
+    read it (``reads``), answer from it (``asks``) and write (``writes``); ``scores`` [..., size, size] of queries and
+    changes. ``forgets`` [n, heads, chunks, 1 or k_dim]: the factors of a state over the chunk."""
+
+    changes: Tensor
+    reads: Tensor
+    asks: Tensor
+    scores: Tensor
+    writes: Tensor
+    forgets: Tensor
+
+
+Scan = Callable[[DeltaChunks, Tensor], tuple[Tensor, Tensor]]
+
+
 class DeltaRule:
     """Steps of gated delta nets. A device overrides what it has kernels for."""
 
@@ -73,6 +92,11 @@ class DeltaRule:
         kernel for it.
         """
         return False
+
+    def scan(self, chunks: DeltaChunks, state: Tensor) -> tuple[Tensor, Tensor]:
+        """``chunks`` one after the other on from ``state`` float32 [n, heads, k_dim, v_dim] -> results [n, heads,
+        chunks, size, v_dim], the state after."""
+        return scan_chunks(chunks, state)
 
     def head_gates(self, b: Tensor, a: Tensor, factor: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
         """Betas ``sigmoid(b)`` float32 [tokens, heads] and decays ``factor * softplus(a + offset)`` float32 [tokens,
@@ -87,10 +111,10 @@ class DeltaRule:
         return (normed.float() * weights).to(out.dtype)
 
 
-def delta_rule(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
+def delta_rule(tokens: DeltaTokens, state: Tensor, scan: Scan | None = None) -> tuple[Tensor, Tensor]:
     """``tokens`` on from ``state`` float32 [n, heads, k_dim, v_dim] -> results [n, count, heads, v_dim], the state
-    after. May overwrite the state."""
-    return delta_step(tokens, state) if tokens.q.shape[1] == 1 else delta_chunks(tokens, state)
+    after. May overwrite the state. ``scan``: in place of ``scan_chunks``."""
+    return delta_step(tokens, state) if tokens.q.shape[1] == 1 else delta_chunks(tokens, state, scan or scan_chunks)
 
 
 def delta_step(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,21 +127,32 @@ def delta_step(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     return torch.matmul(q.unsqueeze(-2), state).transpose(1, 2), state
 
 
-def delta_chunks(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
+def scan_chunks(chunks: DeltaChunks, state: Tensor) -> tuple[Tensor, Tensor]:
+    """``DeltaRule.scan`` in plain torch."""
+    results = []
+    for chunk in range(chunks.reads.shape[2]):
+        change = chunks.changes[:, :, chunk] - chunks.reads[:, :, chunk] @ state
+        results.append(chunks.asks[:, :, chunk] @ state + chunks.scores[:, :, chunk] @ change)
+        forgets, writes = chunks.forgets[:, :, chunk], chunks.writes[:, :, chunk]
+        state = state * forgets.unsqueeze(-1) + writes.transpose(2, 3) @ change
+    return torch.stack(results, 2), state
+
+
+def delta_chunks(tokens: DeltaTokens, state: Tensor, scan: Scan = scan_chunks) -> tuple[Tensor, Tensor]:
     """``delta_rule`` in chunks."""
     rows, count, heads, dim = tokens.q.shape
     if tokens.decay.shape[-1] == 1:
-        return _chunks(tokens, state, min(_CHUNK, count))
+        return _chunks(tokens, state, min(_CHUNK, count), scan)
     size = min(_CHANNEL_CHUNK, count)
     span = max(1, _NUMBERS // (rows * heads * dim * size * size)) * size
     results = []
     for begin in range(0, count, span):
-        found, state = _chunks(tokens.part(begin, begin + span), state, size)
+        found, state = _chunks(tokens.part(begin, begin + span), state, size, scan)
         results.append(found)
     return torch.cat(results, 1), state
 
 
-def _chunks(tokens: DeltaTokens, state: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _chunks(tokens: DeltaTokens, state: Tensor, size: int, scan: Scan) -> tuple[Tensor, Tensor]:
     """``delta_rule`` in chunks of ``size`` tokens."""
     count, by_channel = tokens.q.shape[1], tokens.decay.shape[-1] > 1
 
@@ -141,11 +176,6 @@ def _chunks(tokens: DeltaTokens, state: Tensor, size: int) -> tuple[Tensor, Tens
     given = torch.cat((v * beta, k * kept * beta), -1)
     solved = torch.linalg.solve_triangular(overlap * beta, given, upper=False, unitriangular=True)
     changes, reads = solved.split((v.shape[-1], k.shape[-1]), -1)
-    asks, writes = q * kept, (k * (total[..., -1:, :] - total).exp()).transpose(3, 4)
-    forgets = kept[..., -1, :].unsqueeze(-1)
-    results = []
-    for chunk in range(q.shape[2]):
-        change = changes[:, :, chunk] - reads[:, :, chunk] @ state
-        results.append(asks[:, :, chunk] @ state + scores[:, :, chunk] @ change)
-        state = state * forgets[:, :, chunk] + writes[:, :, chunk] @ change
-    return torch.cat(results, 2)[:, :, :count].transpose(1, 2), state
+    writes = k * (total[..., -1:, :] - total).exp()
+    results, state = scan(DeltaChunks(changes, reads, q * kept, scores, writes, kept[..., -1, :]), state)
+    return results.flatten(2, 3)[:, :, :count].transpose(1, 2), state

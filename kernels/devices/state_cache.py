@@ -45,7 +45,9 @@ Put = Callable[[npt.NDArray[np.int64]], Tensor]
 """Copies to the device."""
 
 _PADDED = 1.5
-"""Most tokens of a call, by those that are no padding: what one call saves is a chain of small operators."""
+"""Most tokens of a call of several rows, by those that are no padding."""
+_CALL_TOKENS = 2048
+"""The same in all: operators of longer ones are no longer small, so that calls cost nothing."""
 _CALL_BYTES = 1 << 28
 """Of the states of a call: what it allocates beside them is some times as much."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -103,9 +105,10 @@ def _calls(lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
     for them."""
     result = [ones] if len(ones := np.flatnonzero(lengths == 1)) else []
     order = np.argsort(-lengths, kind="stable")[: len(lengths) - len(ones)]
-    begin, tokens = 0, 0
+    begin, tokens = 0, 0  # of the call that is being filled, with its longest row first
     for end, length in enumerate(lengths[order].tolist()):
-        if (end + 1 - begin) * lengths[order[begin]] > _PADDED * (tokens + length):
+        padded = (end + 1 - begin) * int(lengths[order[begin]])
+        if end > begin and padded > min(_CALL_TOKENS, _PADDED * (tokens + length)):
             result.append(np.sort(order[begin:end]))
             begin, tokens = end, 0
         tokens += length

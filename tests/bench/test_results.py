@@ -16,8 +16,8 @@ from tests.bench.results import PAGE, main, number, page, verdict
 XEON = Machine("Xeon", "amx", 2)
 RECORDED = {
     "chaos", "clients", "cpu", "crowd", "device", "embeddings", "engine", "grammar", "hop", "latent", "neighbours",
-    "observability", "online", "peers", "planner", "products", "quantization", "recording", "sampling", "serving",
-    "soak", "speculative", "understudy",
+    "npu_host", "observability", "online", "peers", "planner", "products", "quantization", "recording", "sampling",
+    "scale", "serving", "soak", "speculative", "understudy",
 }  # fmt: skip
 
 

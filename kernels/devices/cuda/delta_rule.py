@@ -11,12 +11,16 @@ from kernels.core.batch import StateSegments
 from kernels.core.operators import Norm
 from kernels.devices.cuda.convolution import convolve_tokens, fits
 from kernels.devices.cuda.elementwise.norms import CudaNorm
-from kernels.devices.delta_rule import DeltaInputs, DeltaRule
+from kernels.devices.cuda.launch import copying
+from kernels.devices.delta_rule import DeltaChunks, DeltaInputs, DeltaRule
 from kernels.devices.state_cache import StateCache
 
-__all__ = ["CudaDeltaRule", "delta_tokens"]
+__all__ = ["CudaDeltaRule", "delta_tokens", "scan"]
 
 _VALUES = 32  # numbers of a value head that a program updates
+_SCANNED = (16, 32)  # numbers of a value head that a program scans, and with matrix instructions of a warp group
+_KEYS = 64  # numbers of a key head whose products a scan makes at once; it has up to two such halves
+_PRECISION = "tf32x3"  # of the products of a scan: about that of float32
 _LARGEST_KEY = 256  # numbers of a key head whose state's part fits in registers
 
 
@@ -130,6 +134,106 @@ def _gated_norm(
     tl.store(out + place, (normed * by).to(value.dtype), mask=inside)
 
 
+@triton.jit
+def _scan(
+    changes,
+    reads,
+    asks,
+    scores,
+    writes,
+    forgets,
+    states,
+    out,
+    chunks,
+    chunk_stride,
+    token_stride,
+    number_stride,
+    size: tl.constexpr,
+    k_dim: tl.constexpr,
+    v_dim: tl.constexpr,
+    k_block: tl.constexpr,
+    v_block: tl.constexpr,
+    by_channel: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """Program (row and head, block of its values). ``changes`` and ``reads`` are parts of one result."""
+    head = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, size)
+    key = tl.arange(0, k_block)
+    value = tl.program_id(1) * v_block + tl.arange(0, v_block)
+    place = states + head * k_dim * v_dim + key[:, None] * v_dim + value[None, :]
+    halves: tl.constexpr = k_dim > k_block  # products of all keys at once would need too many registers
+    state = tl.load(place)
+    if halves:
+        other = tl.load(place + k_block * v_dim)
+    for chunk in range(chunks):
+        token = (head * chunks + chunk) * size + at
+        solved = (head * chunks + chunk) * chunk_stride + at[:, None] * token_stride
+        change = tl.load(changes + solved + value[None, :] * number_stride)
+        read = reads + solved + key[None, :] * number_stride
+        change -= tl.dot(tl.load(read), state, input_precision=precision)
+        if halves:
+            change -= tl.dot(tl.load(read + k_block * number_stride), other, input_precision=precision)
+        ask = asks + token[:, None] * k_dim + key[None, :]
+        answer = tl.dot(tl.load(ask), state, input_precision=precision)
+        if halves:
+            answer = tl.dot(tl.load(ask + k_block), other, answer, input_precision=precision)
+        score = tl.load(scores + token[:, None] * size + at[None, :])
+        answer = tl.dot(score, change, answer, input_precision=precision)
+        tl.store(out + token[:, None] * v_dim + value[None, :], answer)
+        write = writes + token[None, :] * k_dim + key[:, None]
+        forget = forgets + head * chunks + chunk
+        if by_channel:
+            forget = forgets + (head * chunks + chunk) * k_dim + key
+            state = state * tl.load(forget)[:, None]
+            if halves:
+                other = other * tl.load(forget + k_block)[:, None]
+        else:
+            state = state * tl.load(forget)
+            if halves:
+                other = other * tl.load(forget)
+        state = tl.dot(tl.load(write), change, state, input_precision=precision)
+        if halves:
+            other = tl.dot(tl.load(write + k_block), change, other, input_precision=precision)
+    tl.store(place, state)
+    if halves:
+        tl.store(place + k_block * v_dim, other)
+
+
+def scan(chunks: DeltaChunks, state: Tensor) -> tuple[Tensor, Tensor]:
+    """``DeltaRule.scan`` of sizes that are powers of two, from 16 on, and parts of one result. Overwrites the
+    state."""
+    rows, heads, count, size, v_dim = chunks.changes.shape
+    k_dim, state = chunks.reads.shape[-1], state.contiguous()
+    out = state.new_empty(rows, heads, count, size, v_dim)
+    _scan[(rows * heads, v_dim // (block := min(_SCANNED[copying(state.device)], v_dim)))](
+        chunks.changes,
+        chunks.reads,
+        chunks.asks.contiguous(),
+        chunks.scores.contiguous(),
+        chunks.writes.contiguous(),
+        chunks.forgets.contiguous(),
+        state,
+        out,
+        count,
+        *chunks.changes.stride()[2:],
+        size,
+        k_dim,
+        v_dim,
+        min(_KEYS, k_dim),
+        block,
+        chunks.forgets.shape[-1] > 1,
+        _PRECISION,
+        num_warps=4,
+        num_stages=1,
+    )
+    return out, state
+
+
+def _is_tiled(number: int) -> bool:
+    return number >= 16 and number & (number - 1) == 0
+
+
 def delta_tokens(
     convolved: Tensor, inputs: DeltaInputs, states: Tensor, segment: StateSegments, out: Tensor, share: int
 ) -> None:
@@ -176,6 +280,14 @@ class CudaDeltaRule(DeltaRule):
         convolved = convolve_tokens(inputs.mixed, weight, cache[0], segment)
         delta_tokens(convolved, inputs, cache[1], segment, out, share)
         return True
+
+    def scan(self, chunks: DeltaChunks, state: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``DeltaRule.scan``."""
+        _, heads, count, size, v_dim = chunks.changes.shape
+        strides, keys = chunks.changes.stride(), chunks.reads.shape[-1]
+        solved = strides == chunks.reads.stride() and strides[:2] == (heads * count * strides[2], count * strides[2])
+        tiled = all(map(_is_tiled, (size, v_dim, keys))) and keys <= 2 * _KEYS
+        return scan(chunks, state) if solved and tiled else super().scan(chunks, state)
 
     def head_gates(self, b: Tensor, a: Tensor, factor: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
         """As ``DeltaRule.head_gates``."""

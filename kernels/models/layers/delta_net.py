@@ -239,6 +239,7 @@ def run_segments(
                 segment.without_padding(segment.take(inputs.betas)),
             ),
             states[1],
+            rule.scan,
         )
         segment.put(out, results)
         return [before, memory]

@@ -21,13 +21,13 @@ from kernels.contract.caches import State
 from kernels.contract.errors import ConfigError
 from kernels.core.batch import ForwardBatch, StateSegments
 from kernels.devices.state_cache import StateCache, advance_states
-from kernels.devices.state_space import SpaceInputs, SpaceTokens, space_scan
+from kernels.devices.state_space import SpaceInputs, SpaceTokens, StateSpace, space_scan
 from kernels.models.config import ConfigReader, ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.recurrent import CausalConvolution
 from kernels.weights.tensors import GgufPlace, Role, TensorSpec, by_inputs, by_outputs, linear, norm
 
-__all__ = ["Mamba", "MambaConfig", "MambaKeys", "read", "sizes", "tensors"]
+__all__ = ["Mamba", "MambaConfig", "MambaKeys", "read", "run_segments", "sizes", "tensors"]
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,39 @@ def tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]
     yield from linear(f"{module}.out_proj", (hidden, mamba.inner), outputs, f"{gguf}.ssm_out", bias=mamba.output_bias)
 
 
+def run_segments(
+    mamba: MambaConfig,
+    space: StateSpace,
+    convolution: CausalConvolution,
+    inputs: SpaceInputs,
+    cache: StateCache,
+    segments: tuple[StateSegments, ...],
+    *,
+    out: Tensor,
+) -> None:
+    """Run the tokens of ``inputs`` on from their states in ``cache``; results go to ``out`` [tokens, inner]."""
+
+    def advance(segment: StateSegments, states: list[Tensor]) -> list[Tensor]:
+        some, before = convolution(segment.take(inputs.mixed), states[0], segment.lengths)
+        x, b, c = some.split((mamba.inner, mamba.shared, mamba.shared), 2)
+        tokens = SpaceTokens(
+            x.unflatten(2, (mamba.heads, -1)),
+            b.unflatten(2, (mamba.groups, -1)),
+            c.unflatten(2, (mamba.groups, -1)),
+            segment.without_padding(segment.take(inputs.steps)),
+            inputs.rates,
+            inputs.skips,
+        )
+        results, memory = space_scan(tokens, states[1])
+        segment.put(out, results.flatten(2))
+        return [before, memory]
+
+    def step(segment: StateSegments) -> bool:
+        return space.step(inputs, convolution.weight, convolution.bias, cache, segment, out)
+
+    advance_states(cache, segments, advance, step)
+
+
 class Mamba:
     """The layer of ``tensors``. ``scales``: of what ``in_proj`` returns as gates, x, b, c and steps; empty: none."""
 
@@ -204,27 +237,7 @@ class Mamba:
             mixed, steps = parts
             inputs = SpaceInputs(mixed, steps, self.rates, self.skips)
             out = mixed.new_empty(len(mixed), mamba.inner, dtype=torch.float32)
-
-            def advance(segment: StateSegments, states: list[Tensor]) -> list[Tensor]:
-                some, before = self.convolution(segment.take(mixed), states[0], segment.lengths)
-                inner, b, c = some.split((mamba.inner, mamba.shared, mamba.shared), 2)
-                space = SpaceTokens(
-                    inner.unflatten(2, (mamba.heads, -1)),
-                    b.unflatten(2, (mamba.groups, -1)),
-                    c.unflatten(2, (mamba.groups, -1)),
-                    segment.without_padding(segment.take(steps)),
-                    self.rates,
-                    self.skips,
-                )
-                results, memory = space_scan(space, states[1])
-                segment.put(out, results.flatten(2))
-                return [before, memory]
-
-            def step(segment: StateSegments) -> bool:
-                weight, bias = self.convolution.weight, self.convolution.bias
-                return self.space.step(inputs, weight, bias, cache, segment, out)
-
-            advance_states(cache, segments, advance, step)
+            run_segments(mamba, self.space, self.convolution, inputs, cache, segments, out=out)
             return out
 
         out = batch.bounded[self.spec].run(run, mixed, steps)

@@ -98,6 +98,8 @@ def test_rows_of_similar_length_run_in_one_call() -> None:
     short.put(out, torch.arange(16.0).view(2, 8, 1))
     assert out[:6, 0].tolist() == [0, 1, 2, 3, 4, -1]
     assert out[116:, 0].tolist() == list(range(8, 16))
+    apart = plan_segments(starts := np.zeros(3, dtype=np.int64), starts + 700, pages[:3], 700, torch.from_numpy)
+    assert [len(segment.tokens) for segment in apart] == [2, 1]  # 2048 tokens
     part = short.part(1, 2)
     assert part.lengths is not None
     assert (part.tokens.shape, part.lengths.tolist(), part.sources.tolist()) == ((1, 8), [8], [0])

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.core.batch import StateSegments
+from kernels.devices.cuda import delta_rule
 from kernels.devices.cuda.convolution import CudaConvolution, convolve_tokens
-from kernels.devices.cuda.delta_rule import CudaDeltaRule, delta_tokens
+from kernels.devices.cuda.delta_rule import CudaDeltaRule, delta_tokens, scan
 from kernels.devices.cuda.elementwise.norms import CudaNorm
-from kernels.devices.delta_rule import DeltaInputs, DeltaRule, DeltaTokens, delta_step
+from kernels.devices.delta_rule import DeltaChunks, DeltaInputs, DeltaRule, DeltaTokens, delta_chunks, delta_step
 from kernels.devices.state_cache import states_before
 from kernels.models.layers.delta_net import DeltaConfig, run_segments
 from kernels.models.layers.recurrent import CausalConvolution
@@ -164,6 +165,55 @@ def test_norms_and_gates_in_a_kernel_are_those_apart(
     mine = CudaDeltaRule().gated_norm(norm, out, gates, sigmoid)
     expected = DeltaRule().gated_norm(norm, out, gates, sigmoid)
     torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 8e-3)
+
+
+@pytest.mark.parametrize("by_channel", [False, True], ids=["head", "channel"])
+@pytest.mark.parametrize(("heads", "k_dim", "v_dim", "count"), [(2, 32, 64, 100), (1, 16, 16, 64), (1, 128, 128, 129)])
+def test_chunks_in_a_kernel_are_those_of_torch(
+    heads: int,
+    k_dim: int,
+    v_dim: int,
+    count: int,
+    by_channel: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(count)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(2, count, heads, *shape, device=device)
+
+    decay = -torch.rand(2, count, heads, k_dim if by_channel else 1, device=device)
+    q, k = (F.normalize(normal(k_dim), dim=-1) for _ in range(2))
+    tokens = DeltaTokens(q, k, normal(v_dim), decay, torch.rand(2, count, heads, device=device))
+    state, scanned = torch.randn(2, heads, k_dim, v_dim, device=device), []
+
+    def scan_in_a_kernel(chunks: DeltaChunks, before: Tensor) -> tuple[Tensor, Tensor]:
+        scanned.append(chunks)
+        return scan(chunks, before)
+
+    mine, after = delta_chunks(tokens, state.clone(), scan_in_a_kernel)
+    expected, left = delta_chunks(tokens, state.clone())
+    assert scanned
+    monkeypatch.setattr(delta_rule, "scan", lambda *_: scanned.clear())
+    CudaDeltaRule().scan(scanned[0], state)
+    assert not scanned  # by the kernel, as torch orders what it solves
+    torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(after, left, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("size", "k_dim", "v_dim"), [(9, 16, 16), (16, 12, 16), (16, 16, 10), (16, 256, 16)])
+def test_chunks_of_odd_sizes_are_scanned_by_torch(
+    size: int, k_dim: int, v_dim: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(1, 1, 2, *shape, device=device)
+
+    changes, reads = zeros(size, v_dim + k_dim).split((v_dim, k_dim), -1)
+    chunks = DeltaChunks(changes, reads, zeros(size, k_dim), zeros(size, size), zeros(size, k_dim), zeros(1))
+    monkeypatch.setattr(delta_rule, "scan", None)
+    results, _ = CudaDeltaRule().scan(chunks, torch.zeros(1, 1, k_dim, v_dim, device=device))
+    assert results.shape == (1, 1, 2, size, v_dim)
 
 
 @on_a_gpu

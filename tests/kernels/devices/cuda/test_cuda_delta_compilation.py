@@ -4,6 +4,7 @@ shapes are those of Qwen3-Next and of Kimi Linear."""
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import triton
 
 from kernels.core.batch import StateSegments
 from kernels.devices.cuda.delta_rule import CudaDeltaRule
-from kernels.devices.delta_rule import DeltaInputs
+from kernels.devices.delta_rule import DeltaChunks, DeltaInputs
 from tests.kernels.devices.cuda.compiled import SHARED, compiling, empty
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
@@ -29,6 +30,32 @@ def step(by_channel: bool, few: bool) -> None:
     cache = [empty(9, 3, channels, dtype=torch.float32), empty(9, 32, 128, 128, dtype=torch.float32)]
     weight, out = empty(4, channels, dtype=torch.float32), empty(5, 32, 128, dtype=torch.bfloat16)
     assert CudaDeltaRule().step(inputs, weight, cache, rows, out, 2)
+
+
+def scan_prompt(by_channel: bool) -> None:
+    def rows(width: int) -> torch.Tensor:
+        return empty(2, 32, 9, 64, width, dtype=torch.float32)
+
+    solved = empty(2, 32, 9, 256, 64, dtype=torch.float32).transpose(3, 4)  # as torch returns it
+    changes, reads = solved.split((128, 128), -1)
+    forgets = empty(2, 32, 9, 128 if by_channel else 1, dtype=torch.float32)
+    chunks = DeltaChunks(changes, reads, rows(128), rows(64), rows(128), forgets)
+    CudaDeltaRule().scan(chunks, empty(2, 32, 128, 128, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("by_channel", [False, True], ids=["head", "channel"])
+def test_scans_of_delta_nets_compile(
+    by_channel: bool, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And spill next to nothing."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with compiling(monkeypatch, capability) as kernels:
+        scan_prompt(by_channel)
+    (kernel,) = kernels
+    assert kernel.kernel == "_scan"
+    assert kernel.shared <= SHARED[capability], kernel
+    assert kernel.spilled <= 400, kernel
 
 
 @pytest.mark.parametrize("capability", SHARED)

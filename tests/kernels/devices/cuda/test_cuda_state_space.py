@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,8 +109,11 @@ def test_chunks_and_large_states_are_left_to_torch(device: torch.device) -> None
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
 @pytest.mark.parametrize("capability", SHARED)
-def test_steps_of_mamba_compile_without_spills(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_mamba_compile_without_spills(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of Nemotron-H's and of Falcon-H1's heads."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with compiling(monkeypatch, capability) as kernels:
         for heads, groups, dim, state in ((128, 8, 80, 128), (24, 1, 64, 256)):
             channels = heads * dim + 2 * groups * state
