@@ -43,10 +43,10 @@ class CaptureRequest:
 @dataclass(frozen=True)
 class StepCaptureRequest:
     """Whole steps of decodes of up to ``max_rows`` rows, from the tokens that the device knows to those that it
-    chooses, for a model that one rank runs.
+    chooses.
 
     ``table`` int32 [slots, positions]: tokens by slot; row 0 belongs to no request. ``windows``, ``columns``,
-    ``bounded``: as in ``CaptureRequest``.
+    ``bounded``, ``agree``: as in ``CaptureRequest``.
     """
 
     forward: StepForward
@@ -55,6 +55,7 @@ class StepCaptureRequest:
     max_rows: int
     columns: int
     bounded: Sequence[GroupPages] = ()
+    agree: Callable[[bool], bool] = bool
 
 
 class Capture:
@@ -62,11 +63,13 @@ class Capture:
     class always does.
 
     ``holds_windows``: whether passes of decodes are captured if layers keep only windows, in page tables of their own.
-    ``holds_states``: the same if layers keep states.
+    ``holds_states``: the same if layers keep states. ``spans_ranks``: whether whole steps are captured of a model that
+    several ranks run.
     """
 
     holds_windows: bool = False
     holds_states: bool = False
+    spans_ranks: bool = False
 
     def decodes(self, request: CaptureRequest) -> CapturedPasses | None:
         """Passes of decodes and drafts."""

@@ -90,5 +90,5 @@ class Passes:
 
         columns = self._slots.pages.shape[1]
         return self._device.capture.steps(
-            StepCaptureRequest(forward, self._slots.tokens, self._windows, rows, columns, self._bounded)
+            StepCaptureRequest(forward, self._slots.tokens, self._windows, rows, columns, self._bounded, self._agree)
         )

@@ -48,7 +48,8 @@ def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[in
         bounded=loaded.groups.bounded,
         moves=not loaded.groups.has_latent,
     )
-    steps = passes.capture_steps(max_rows) if loaded.speculator is None and loaded.group.size == 1 else None
+    whole = loaded.speculator is None and (loaded.group.size == 1 or loaded.device.capture.spans_ranks)
+    steps = passes.capture_steps(max_rows) if whole else None
     decodes = passes.capture_decodes(max_rows) if steps is None else None
     held = steps or decodes
     if loaded.speculator is None:

@@ -6,7 +6,8 @@ It goes on after what fails, and names each thing that the device refuses or com
 - every operator of torch_npu that the engine calls, with the arguments of that very call, held against the reference
   on the CPU; where the device refuses a call, its error is kept and the reference's answer taken in its place;
 - our own kernels, where Triton-Ascend is installed, against torch;
-- steps: greedy answers without graphs, in graphs, with a cache of int8, and with draft tokens in trees;
+- steps: greedy answers without graphs, in graphs, with a cache of int8, and with draft tokens in trees; and whether
+  tokens that are drawn in graphs are those that are drawn without;
 - on the CPU the same model, for how likely it finds those answers.
 
 On simulated NPUs (TROUPE_NPU_SIMULATOR=A2) the references are held against themselves.
@@ -36,6 +37,8 @@ __all__ = ["main"]
 
 PROMPTS = ("What is the capital of France?", "Write a short story about a lighthouse.")
 LENGTH = 24
+DRAWN = 6
+"""Steps whose tokens are drawn."""
 CLOSE = 0.02
 """Tolerance of floats, as a share of the result's largest number."""
 STEP = 0.125
@@ -89,6 +92,7 @@ def _all(scratch: Path) -> Iterator[tuple[str, str, bool]]:
     for name, row in _operators(configs).items():
         yield name, f"{row.calls} calls, {row.wrong or f'off by {row.off:.2g} at most'}", not row.wrong
     yield from _steps(plain)
+    yield from _drawn(plain)
 
 
 def _versions(device: str) -> str:
@@ -279,6 +283,25 @@ def _steps(plain: RunnerConfig) -> Iterator[tuple[str, str, bool]]:
         captured = bool(graphs) != config.disable_graphs
         found = f"{less:.3f} less likely a token than what the CPU says, graphs of {graphs or 'no'} rows"
         yield name, found, less < LIKELY and captured
+
+
+def _drawn(plain: RunnerConfig) -> Iterator[tuple[str, str, bool]]:
+    """Tokens are drawn by torch's operators in a graph of each form, and one by one without graphs."""
+    samplings = {
+        "a temperature": SlotSampling(temperature=0.8, seed=3),
+        "top-p": SlotSampling(temperature=0.8, top_p=0.9, seed=3),
+        "top-k and top-p": SlotSampling(temperature=0.8, top_k=20, top_p=0.9, seed=3),
+    }
+    for name, sampling in samplings.items():
+        what = f"tokens drawn in graphs, {name}"
+        try:
+            alone, _ = _generate(msgspec.structs.replace(plain, disable_graphs=True), DRAWN, sampling)
+            generated, graphs = _generate(plain, DRAWN, sampling)
+        except Exception as error:
+            yield what, f"refused: {_line(error)}", False
+            continue
+        found = "the same as without graphs" if generated == alone else "others than without graphs"
+        yield what, f"{found}, graphs of {graphs or 'no'} rows", generated == alone and bool(graphs)
 
 
 def _tokens() -> list[list[int]]:

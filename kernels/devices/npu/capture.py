@@ -26,6 +26,8 @@ _GIB = 1 << 30
 
 
 class NpuCapture(Capture):
+    spans_ranks = True
+
     def __init__(
         self,
         config: RunnerConfig,

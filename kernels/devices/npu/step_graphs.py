@@ -88,12 +88,16 @@ class StepGraphs:
         self._inputs = _Inputs(rows, request.columns, device)
         self._none = torch.tensor(-1, dtype=torch.int32, device=device)
         sizes = [size for size in sizes if size <= page_size or not padded]
-        self._steps = CapturedGraphs(sizes, self._prepare)
+        self._steps = CapturedGraphs(sizes, self._prepare, request.agree)
         self.sizes = self._steps.sizes
         whole = len(self.sizes) == len(sizes)  # else more graphs will fail alike
         self._draws = {
             form: CapturedGraphs(
-                self.sizes if whole else [], partial(self._prepare_draw, form), attends=False, what="sampling"
+                self.sizes if whole else [],
+                partial(self._prepare_draw, form),
+                request.agree,
+                attends=False,
+                what="sampling",
             )
             for form in draw.forms
         }

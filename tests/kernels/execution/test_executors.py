@@ -44,8 +44,8 @@ def whole(drive, monkeypatch, tmp_path, reference, **more):
 def captured(drive, monkeypatch, tmp_path, reference, **more):
     make = CpuDevice.__init__
 
-    def init(self, *given):
-        make(self, *given)
+    def init(self, *given, **options):
+        make(self, *given, **options)
         self.capture = CapturedDecodes()
 
     monkeypatch.setattr(CpuDevice, "__init__", init)

@@ -45,7 +45,7 @@ class Oracle(Drafter):
         ends = np.cumsum(seen.counts)
         assert seen.features is not None
         assert len(seen.features) == len(seen.token_ids) == len(seen.next_tokens) == ends[-1]
-        assert (seen.last.numpy() == ends - 1).all()
+        assert seen.last.tolist() == (ends - 1).tolist()
         for slot, start, count, end in zip(seen.slots.tolist(), seen.starts.tolist(), seen.counts, ends, strict=True):
             part = slice(end - count, end)
             assert self.seen[slot] == start
@@ -78,7 +78,7 @@ class Oracle(Drafter):
             max_drafts = min(int(rows.limits[row]), self.max_nodes - 1)
             nodes[row] = 1 + (root * 5 + slot) % (max_drafts + 1) if self.ragged else 1 + max_drafts
         self.drafted += int((nodes - 1).sum())
-        both = torch.tensor(trees)
+        both = torch.tensor(trees, device=rows.root_tokens.device)
         tree = tree_of(both[:, 0], both[:, 1])
         if self.fan == 1:
             from kernels.core.tree import chain

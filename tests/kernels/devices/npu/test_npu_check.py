@@ -145,3 +145,19 @@ def test_kinds_of_steps_that_fail_are_named_and_the_others_go_on(monkeypatch):
     assert found["cache of int8"][0] == "refused: no such cache"
     monkeypatch.setattr(npu_check, "_less_likely", lambda config, generated: LIKELY)
     assert not any(fine for _, _, fine in npu_check._steps(PLAIN))
+
+
+def test_tokens_drawn_in_graphs_are_held_against_those_without(monkeypatch):
+    def generated(config, steps, sampling):
+        drawn = [sampling.top_k, sampling.top_p]
+        if sampling.top_k:
+            raise RuntimeError("\nno such operator\n")
+        return [drawn if config.disable_graphs or sampling.top_p == 1 else drawn[::-1]], (1,)
+
+    monkeypatch.setattr(npu_check, "_generate", generated)
+    found = [(words.partition(",")[0], fine) for _, words, fine in npu_check._drawn(PLAIN)]
+    assert found == [
+        ("the same as without graphs", True),
+        ("others than without graphs", False),
+        ("refused: no such operator", False),
+    ]
