@@ -14,7 +14,7 @@ from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm, PendingResidual
 from kernels.devices.cache import KvCaches
-from kernels.devices.latent_attention import LatentHeads, attend_latent_heads
+from kernels.devices.latent_attention import LatentHeads, LatentPrologue, LatentWeights, attend_latent_heads
 from kernels.devices.latent_cache import Vectors, write_latent
 from kernels.devices.linear import NormThenLinear
 from kernels.devices.row_attention import CapAndSinks, attend_rows
@@ -138,6 +138,15 @@ class Attention(ABC, Generic[Cache, Plan]):
         self.rotate(heads, cos, sin, out=turned)
         write_latent(cache, index, torch.cat((norm(latent.contiguous()), turned[:, -1]), 1))
         return torch.cat((plain, turned[:, :-1]), 2)
+
+    def fits_prologue(self, hidden: int, query_rank: int, heads: int, dims: tuple[int, int, int, int]) -> bool:
+        """Whether ``make_latent_prologue`` may take a layer of such sizes. ``dims``: a head's plain, rotated and value
+        numbers, and the rank."""
+        return False
+
+    def make_latent_prologue(self, weights: LatentWeights) -> LatentPrologue | None:
+        """The device's own way from tokens to latent attention, if it has one for such weights."""
+        return None
 
     def attend_latent(
         self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float

@@ -73,6 +73,10 @@ class KvCaches(ABC, Generic[Cache]):
         ``self.dtype``."""
         return make_latent_cache(spec, pages, page_size, dtype, device, self.dtype, self.scale_dtype)
 
+    def plans_latent(self, spec: Latent, page_size: int, dtype: torch.dtype) -> bool:
+        """Whether kernels read such a cache by the plan of a step (``Attention.plans_latent``)."""
+        return self.dtype is None  # kernels read no narrow vectors
+
     def move_all(self, caches: Sequence[Cache], source: Tensor, target: Tensor, each: int) -> None:
         """``move`` in every layer, of those that share a cache once. ``each``: tokens of a row, whose places no other
         row reads or writes."""

@@ -7,16 +7,21 @@ its first numbers are what ``LatentHeads`` makes them from, its last ones are th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kernels.core.attention_rows import AttentionRows
+from kernels.core.operators import Norm
 from kernels.devices.latent_cache import Vectors, page_size_of, read_latent
+from kernels.weights.quantization.weights import Projection
 
 __all__ = [
     "LatentHeads",
+    "LatentPrologue",
+    "LatentWeights",
     "attend_latent",
     "attend_latent_heads",
     "attend_row",
@@ -55,6 +60,38 @@ class LatentHeads:
     def expand(self, found: Tensor) -> Tensor:
         """Sums of latent vectors ``found`` [tokens, heads, rank] -> of values, [tokens, heads, value_dim]."""
         return torch.bmm(found.transpose(0, 1), self.values).transpose(0, 1)
+
+
+class LatentPrologue(Protocol):
+    """A device's own way from tokens to latent attention, in place of projections, ``Attention.place_latent`` and
+    ``Attention.attend_latent``."""
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: Any, scale: float) -> Tensor | None:
+        """Attention of normed tokens ``x`` [tokens, hidden] -> [tokens, heads, value_dim]; their vectors are written to
+        ``cache``. None: not of such a step, nothing is written."""
+        ...
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries before their norm [tokens, query_rank], and latent vectors [tokens, rank + rope_dim]."""
+        ...
+
+    def queries(self, compressed: Tensor) -> Tensor:
+        """Queries [tokens, heads * (plain_dim + rope_dim)] of normed ones; halves of the last numbers rotate."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class LatentWeights:
+    """What a layer projects tokens with: ``down`` [query_rank, hidden], ``up`` [heads * (plain_dim + rope_dim),
+    query_rank], ``vectors`` [rank + rope_dim, hidden]; neighbors of the numbers to rotate are pairs. ``query_norm`` and
+    ``norm`` follow ``down`` and ``vectors``."""
+
+    down: Projection
+    up: Projection
+    vectors: Projection
+    query_norm: Norm
+    norm: Norm
+    heads: LatentHeads
 
 
 def attend_latent_heads(

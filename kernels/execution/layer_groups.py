@@ -58,7 +58,11 @@ class LayerGroups:
         self._device, self._page_size = device, page_size
         self.groups = groups
         self.bounded = tuple(group for group in groups if group.bounded)
-        planned = device.attention.plans_latent and device.cache.dtype is None  # kernels read no narrow vectors
+        planned = device.attention.plans_latent and all(
+            device.cache.plans_latent(group.group.spec, page_size, dtype)
+            for group in groups
+            if isinstance(group.group.spec, Latent)
+        )
         self._planned = (Paged, Latent) if planned else (Paged,)
         self.is_plain = all(isinstance(group.group.spec, self._planned) for group in groups)
         self.has_latent = any(isinstance(group.group.spec, Latent) for group in groups)

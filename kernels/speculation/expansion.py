@@ -263,8 +263,9 @@ class Expansion:
     @property
     def _reads_rows(self) -> bool:
         """Whether attention reads rows on the host."""
-        config = self._model.config
-        return config.latent is not None and (config.indexed or not self._device.attention.plans_latent)
+        config, device = self._model.config, self._device
+        planned = device.attention.plans_latent and device.cache.dtype is None
+        return config.latent is not None and (config.indexed or not planned)
 
 
 def observed_rows(

@@ -123,7 +123,7 @@ def by_inputs(length: int, units: int) -> Split:
 
 @dataclass(frozen=True, slots=True)
 class GgufOrder:
-    """Where a file has the rows (or columns) of a tensor: the first ``kept`` where they are, then, for ``counts`` (n,
+    """Where a file has the rows (or columns) of a tensor: the first ``fixed`` where they are, then, for ``counts`` (n,
     m, ...) and ``strides`` (s, t, ...), at ``begin + i * s + j * t + ...``, the last of i, j, ... running fastest.
     ``stored``: rows of the file's tensor."""
 
@@ -131,7 +131,7 @@ class GgufOrder:
     counts: tuple[int, ...]
     strides: tuple[int, ...]
     begin: int = 0
-    kept: int = 0
+    fixed: int = 0
 
     @property
     def run(self) -> int:
@@ -143,7 +143,7 @@ class GgufOrder:
         result = [self.begin]
         for count, stride in zip(self.counts, self.strides, strict=True):
             result = [index + step * stride for index in result for step in range(count)]
-        return [index // unit for index in (*range(self.kept), *result)[::unit]]
+        return [index // unit for index in (*range(self.fixed), *result)[::unit]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,22 +58,50 @@ _EXPERTS = _DENSE | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+_DEEPSEEK = _DENSE | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 6144,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 0,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
 KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen3, bf16": (_DENSE, ""),
     "Qwen3, W8A8 dynamic": (_DENSE, "int8"),
     "Qwen3-MoE, bf16": (_EXPERTS, ""),
     "Qwen3-MoE, W8A8 dynamic": (_EXPERTS, "int8"),
+    "DeepSeek V3, bf16": (_DEEPSEEK, ""),
+    "DeepSeek V3, W8A8 dynamic": (_DEEPSEEK, "int8"),
 }
 """The configuration of a small model, and how it is quantized."""
+_LATENT_GOALS = {"DeepSeek V3, bf16": 19, "DeepSeek V3, W8A8 dynamic": 22}
 GOALS = {"Qwen3, bf16": 15, "Qwen3, W8A8 dynamic": 16, "Qwen3-MoE, bf16": 19, "Qwen3-MoE, W8A8 dynamic": 19}
+GOALS |= _LATENT_GOALS
 """By torch_npu alone."""
 OWN_GOALS = {"Qwen3, bf16": 9, "Qwen3, W8A8 dynamic": 10, "Qwen3-MoE, bf16": 13, "Qwen3-MoE, W8A8 dynamic": 13}
+OWN_GOALS |= _LATENT_GOALS
 """With our own kernels in Triton-Ascend."""
 OTHERS = {
     "Qwen3, bf16": (10, 10),
     "Qwen3, W8A8 dynamic": (14, 12),
     "Qwen3-MoE, bf16": (16, 15),
     "Qwen3-MoE, W8A8 dynamic": (18, 16),
+    "DeepSeek V3, bf16": (24, 24),
+    "DeepSeek V3, W8A8 dynamic": (29, 27),
 }
 """SGLang 0.5.23's and vLLM-Ascend 0.23.0's, read from their code: both have kernels of their own in Triton-Ascend."""
 SAMPLINGS = {

@@ -43,6 +43,18 @@ _LATENT = {
 }
 LATENT = json.dumps(_LATENT | {"architectures": ["DeepseekV3ForCausalLM"]})
 """The same with latent attention."""
+WIDE = json.dumps(
+    _LATENT
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "hidden_size": 6144,
+        "q_lora_rank": 1536,
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 1,
+        "intermediate_size": 64,
+    }
+)
+"""The same in sizes of which one operator makes queries and latent vectors."""
 SPARSE = json.dumps(
     _LATENT
     | {
@@ -99,6 +111,7 @@ def models(scratch: Path) -> dict[str, RunnerConfig]:
         "experts": {"config_overrides": EXPERTS, "load_format": "dummy"},
         "experts in int8": {"config_overrides": EXPERTS, "load_format": "dummy", "quantization": "int8"},
         "latent": {"config_overrides": LATENT, "load_format": "dummy"},
+        "wide": {"config_overrides": WIDE, "load_format": "dummy"},
         "sparse": {"config_overrides": SPARSE, "load_format": "dummy"},
         "sinks": {"config_overrides": SINKS, "load_format": "dummy"},
         "plain": {},

@@ -32,6 +32,8 @@ USES = {
     "_npu_fused_infer_attention_score_infer_output": "its output, when a graph is captured",
     "npu_fused_infer_attention_score_v2": "attention with sinks",
     "npu_kv_rmsnorm_rope_cache": "norm and rotation of latent vectors, into the pages of the cache",
+    "npu_mla_prolog_v3": "projections to latent attention, with norms, rotations and the write to the cache; sizes of "
+    "DeepSeek V3",
     "npu_transpose_batchmatmul": "queries into the latent space, and results out of it",
     "npu_lightning_indexer": "the tokens that sparse attention reads",
     "npu_sparse_flash_attention": "attention over these tokens",

@@ -5,6 +5,7 @@ operators.py           norms, rotation, activation, linear layers    norm_quant.
 attention.py           splits the rows of a step; backends.py: which kernels take which rows
     fused_attention.py     npu_fused_infer_attention_score; tree_attention.py: draft trees
     native_attention.py    plain torch for the rest
+latent_attention.py    latent vectors; latent_prologue.py: from tokens to them in one operator
 linear.py              linear layers; quantized.py, weight_only.py, microscaling.py: quantized weights
 experts.py             layers of experts    cache.py, int8_cache.py: keys and values
 capture.py, graphs.py  NPU graphs           invariant.py: batch-invariant results    errors.py: CANN's errors for users

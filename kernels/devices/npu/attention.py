@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Norm, PendingResidual
 from kernels.devices.attention import Attention, QkvProjection
-from kernels.devices.latent_attention import LatentHeads
+from kernels.devices.latent_attention import LatentHeads, LatentPrologue, LatentWeights, attend_latent_heads
 from kernels.devices.latent_cache import SplitLatent, Vectors
 from kernels.devices.linear import NormThenLinear
 from kernels.devices.memory import DeviceMemory
@@ -24,14 +24,17 @@ from kernels.devices.npu.fused_attention import DIMS, FusedPart, LayerCache, fus
 from kernels.devices.npu.int8_cache import DequantizedPart, Int8Layer, attend_int8, compact
 from kernels.devices.npu.latent_attention import (
     LatentPlan,
-    attend_latent,
+    attend_absorbed,
+    attend_expanded,
     attend_sparse,
     choose_tokens,
+    fits_expanded,
     fits_heads,
     fits_latent,
     place_latent,
     plan_latent,
 )
+from kernels.devices.npu.latent_prologue import NpuLatentPrologue, fits_prolog
 from kernels.devices.npu.native_attention import NativePart, native_attention, plan_native
 from kernels.devices.npu.operators import NpuNorm, rotate, write_cache
 from kernels.devices.npu.soc import Soc
@@ -137,6 +140,7 @@ class AttentionPlan:
 class NpuAttention(Attention[NpuCache, AttentionPlan]):
     signed_sines = False
     pairs_latent = True
+    plans_latent = True
 
     def __init__(
         self,
@@ -237,11 +241,46 @@ class NpuAttention(Attention[NpuCache, AttentionPlan]):
     def attend_latent(
         self, queries: Tensor, cache: Vectors, batch: ForwardBatch, heads: LatentHeads, scale: float
     ) -> Tensor:
-        plan, mask = self._plan_latent(cache, batch, heads), self._caches.mask
-        if plan is None or mask is None:
-            return super().attend_latent(queries, cache, batch, heads, scale)
+        rows, mask = self._host_rows(batch), self._caches.mask
+        if rows is None:
+            part = batch.plans[0].parts[0]
+            if not isinstance(part, FusedPart) or not isinstance(cache, SplitLatent):
+                raise RuntimeError("trees of draft tokens over latent vectors are not captured")
+            return attend_absorbed(queries, cache, part, heads, scale, self.soc)
+        if mask is None or rows.tree is not None or not fits_latent(cache, heads):
+            return super().attend_latent(queries, cache, replace(batch, rows=rows), heads, scale)
         assert isinstance(cache, SplitLatent)
-        return attend_latent(queries, cache, plan, heads, scale, mask, self.soc)
+        plan, result = self._latent_rows(rows), []
+        if plan.tokens:
+            part = plan.first_part(mask)
+            result.append(attend_absorbed(queries[: plan.tokens], cache, part, heads, scale, self.soc))
+        if plan.tokens < len(queries):
+            later = queries[plan.tokens :]
+            if fits_expanded(heads):
+                result.append(attend_expanded(later, cache, plan, heads, scale, mask))
+            else:
+                result.append(attend_latent_heads(later, cache, plan.later_rows(), heads, scale))
+        return result[0] if len(result) == 1 else torch.cat(result)
+
+    def fits_prologue(self, hidden: int, query_rank: int, heads: int, dims: tuple[int, int, int, int]) -> bool:
+        fused = self._backends.decode == ASCEND and self._caches.dtype is None
+        return fused and self.soc.projects_latent and fits_prolog(hidden, query_rank, heads, dims)
+
+    def make_latent_prologue(self, weights: LatentWeights) -> LatentPrologue | None:
+        if not NpuLatentPrologue.fits(weights):
+            return None
+        return NpuLatentPrologue(weights, self.latent_part, self.soc)
+
+    def latent_part(self, batch: ForwardBatch) -> FusedPart | None:
+        """The call that attends to latent vectors in the whole of a step, or of a pass that is captured."""
+        rows, mask = self._host_rows(batch), self._caches.mask
+        if rows is None:
+            part = batch.plans[0].parts[0]
+            return part if isinstance(part, FusedPart) else None
+        if rows.tree is not None or mask is None:
+            return None
+        plan = self._latent_rows(rows)
+        return plan.first_part(mask) if plan.tokens == int(rows.counts.sum()) else None
 
     def choose_tokens(self, queries: Tensor, weights: Tensor, keys: Vectors, batch: ForwardBatch, top_k: int) -> Any:
         chosen = None
@@ -260,12 +299,12 @@ class NpuAttention(Attention[NpuCache, AttentionPlan]):
         by_row = list(chosen.squeeze(1).long().split(rows.counts.tolist()))
         return super().attend_chosen(queries, cache, batch, heads, scale, by_row)
 
-    def _plan_latent(self, cache: Vectors, batch: ForwardBatch, heads: LatentHeads) -> LatentPlan | None:
-        """None if the operators do not take the step."""
-        rows = batch.rows
-        if rows is None or rows.tree is not None or not fits_latent(cache, heads):
-            return None
-        return self._latent_rows(rows)
+    def _host_rows(self, batch: ForwardBatch) -> AttentionRows | None:
+        """The rows of a step; None in a pass that is captured."""
+        if batch.rows is not None or 0 not in batch.plans:
+            return batch.rows
+        rows: AttentionRows | None = batch.plans[0].rows
+        return rows
 
     def _latent_rows(self, rows: AttentionRows) -> LatentPlan:
         """One plan for all layers of a step."""

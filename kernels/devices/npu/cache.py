@@ -75,15 +75,18 @@ class NpuCaches(KvCaches[NpuCache]):
         self, spec: Latent, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> LatentCache:
         """Where the fused attention reads latent vectors, in two tensors."""
-        sizes = (spec.dim, spec.rope_dim, page_size) == (RANK, ROPE, PAGE)
-        if self.dtype is not None or not self._backends.fused or not sizes or dtype != torch.bfloat16:
-            return super().make_latent(spec, pages, page_size, dtype, device)
-        if self.mask is None:
+        if self._backends.fused and self.mask is None:
             self.mask = causal_mask(self._device)
+        if not self.plans_latent(spec, page_size, dtype):
+            return super().make_latent(spec, pages, page_size, dtype, device)
         parts = (make_latent(pages, page_size, size, dtype, device) for size in (RANK, ROPE))
         vectors = SplitLatent(*parts)
         keys = spec.index_dim and make_latent(pages, page_size, spec.index_dim, dtype, device)
         return IndexedLatent(vectors, keys) if isinstance(keys, Tensor) else vectors
+
+    def plans_latent(self, spec: Latent, page_size: int, dtype: torch.dtype) -> bool:
+        sizes = (spec.dim, spec.rope_dim, page_size) == (RANK, ROPE, PAGE)
+        return self.dtype is None and self._backends.fused and sizes and dtype == torch.bfloat16
 
     def clear(self, caches: Sequence[NpuCache], pages: list[int]) -> None:
         index = self._memory.put(np.array(pages))

@@ -10,5 +10,6 @@ FEATURES = DeviceFeatures(
     collectives="hccl",
     cache_dtypes=frozenset({"bfloat16", "int8"}),
     captures=True,
+    plans_latent=True,
     plans=frozenset({"sinks", "sizes"}),
 )

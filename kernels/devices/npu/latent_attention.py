@@ -3,24 +3,25 @@
 Rows of few tokens are attended to in the latent space, all in one call of npu_fused_infer_attention_score, whose keys
 and values are the pages of latent vectors. Longer rows are attended to with keys and values that are made for them, so
 many heads at a time as fit in memory. Limits of the operators: latent vectors of 512 numbers and 64 that are rotated,
-pages of 128 tokens, a power of two of query heads up to 128, at most 16 queries a row in the latent space, and heads of
-128 outside of it.
+pages of 128 tokens, a power of two of query heads up to 128 (others are padded), at most 16 queries a row in the latent
+space, and heads of 128 outside of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
 from kernels.core.attention_rows import AttentionRows
 from kernels.devices.latent_attention import LatentHeads
 from kernels.devices.latent_cache import SplitLatent, read_latent
-from kernels.devices.npu.fused_attention import MAX_ROWS
+from kernels.devices.npu.fused_attention import MAX_ROWS, FusedPart
 from kernels.devices.npu.operators import NpuNorm, rotate
 from kernels.devices.npu.soc import Soc
 
@@ -29,9 +30,12 @@ __all__ = [
     "RANK",
     "ROPE",
     "LatentPlan",
-    "attend_latent",
+    "attend_absorbed",
+    "attend_expanded",
+    "attend_rotated",
     "attend_sparse",
     "choose_tokens",
+    "fits_expanded",
     "fits_heads",
     "fits_latent",
     "place_latent",
@@ -69,6 +73,15 @@ class LatentPlan:
     device_ends: Tensor
     device_lengths: Tensor
 
+    def first_part(self, mask: Tensor) -> FusedPart:
+        """The call of the rows of few tokens."""
+        return FusedPart(0, self.tokens, self.ends, self.lengths, self.pages[: self.few], mask, 0)
+
+    def later_rows(self) -> AttentionRows:
+        """The rows of many tokens."""
+        rows, few = self.rows, self.few
+        return replace(rows, starts=rows.starts[few:], counts=rows.counts[few:], pages=rows.pages[few:], decodes=0)
+
 
 def fits_heads(heads: LatentHeads) -> bool:
     """Whether operators in the latent space take so many heads."""
@@ -77,9 +90,13 @@ def fits_heads(heads: LatentHeads) -> bool:
 
 
 def fits_latent(cache: object, heads: LatentHeads) -> bool:
-    """Whether operators take such heads, also those for long rows."""
-    dims = heads.keys.shape[1], heads.values.shape[2]
-    return isinstance(cache, SplitLatent) and fits_heads(heads) and dims == (DIM, DIM)
+    """Whether the operator takes such heads in the latent space, maybe padded."""
+    return isinstance(cache, SplitLatent) and len(heads.keys) <= _HEADS
+
+
+def fits_expanded(heads: LatentHeads) -> bool:
+    """Whether operators take such heads outside of the latent space, for long rows."""
+    return fits_heads(heads) and (heads.keys.shape[1], heads.values.shape[2]) == (DIM, DIM)
 
 
 def plan_latent(rows: AttentionRows, put: Put) -> LatentPlan:
@@ -125,18 +142,6 @@ def place_latent(
         cache_mode="PA",
     )
     return queries
-
-
-def attend_latent(
-    queries: Tensor, cache: SplitLatent, plan: LatentPlan, heads: LatentHeads, scale: float, mask: Tensor, soc: Soc
-) -> Tensor:
-    """As ``Attention.attend_latent``."""
-    if plan.tokens == len(queries):
-        return _attend_absorbed(queries, cache, plan, heads, scale, mask, soc)
-    later = _attend_expanded(queries[plan.tokens :], cache, plan, heads, scale, mask)
-    if not plan.tokens:
-        return later
-    return torch.cat((_attend_absorbed(queries[: plan.tokens], cache, plan, heads, scale, mask, soc), later))
 
 
 def choose_tokens(queries: Tensor, weights: Tensor, keys: Tensor, plan: LatentPlan, top_k: int) -> Tensor | None:
@@ -202,35 +207,51 @@ def _product(x: Tensor, weight: Tensor, turned: bool) -> Tensor:
     return result
 
 
-def _attend_absorbed(
-    queries: Tensor, cache: SplitLatent, plan: LatentPlan, heads: LatentHeads, scale: float, mask: Tensor, soc: Soc
+def attend_absorbed(
+    queries: Tensor, cache: SplitLatent, part: FusedPart, heads: LatentHeads, scale: float, soc: Soc
 ) -> Tensor:
+    """As ``Attention.attend_latent`` for the rows of ``part``, of at most 16 tokens each."""
     plain, rotated = _absorb(queries, heads, soc)
-    masking = {"sparse_mode": _CAUSAL, "atten_mask": mask} if plan.tokens > plan.few else {"sparse_mode": 0}
-    found, _ = torch_npu.npu_fused_infer_attention_score(
+    return attend_rotated(plain, rotated, cache, part, heads, scale, soc)
+
+
+def attend_rotated(
+    plain: Tensor, rotated: Tensor, cache: SplitLatent, part: FusedPart, heads: LatentHeads, scale: float, soc: Soc
+) -> Tensor:
+    """``attend_absorbed`` of queries in the latent space [tokens, heads, 512] and their rotated parts."""
+    count = plain.shape[1]
+    padded = 1 << (count - 1).bit_length()
+    if padded > count:
+        plain, rotated = (F.pad(each, (0, 0, 0, padded - count)) for each in (plain, rotated))
+    several = len(plain) > len(part.lengths)
+    masking = {"sparse_mode": _CAUSAL, "atten_mask": part.mask} if several else {"sparse_mode": 0}
+    # Lengths are keyword arguments and lists, so that a graph's call can be updated.
+    result, _ = torch_npu.npu_fused_infer_attention_score(
         plain,
         cache.latent,
         cache.latent,
         query_rope=rotated,
         key_rope=cache.rotated,
-        actual_seq_lengths=plan.ends,
-        actual_seq_lengths_kv=plan.lengths,
-        block_table=plan.pages[: plan.few],
-        num_heads=plain.shape[1],
+        actual_seq_lengths=part.query_ends,
+        actual_seq_lengths_kv=part.lengths,
+        block_table=part.pages,
+        num_heads=padded,
         num_key_value_heads=1,
         scale=scale,
         input_layout="TND_NTD",
         block_size=PAGE,
         **masking,
     )
+    result = result[:count]
     if soc.generation == "A5":
-        return torch.bmm(found, heads.values).transpose(0, 1)
-    return _product(found, heads.values, turned=False)
+        return torch.bmm(result, heads.values).transpose(0, 1)
+    return _product(result, heads.values, turned=False)
 
 
-def _attend_expanded(
+def attend_expanded(
     queries: Tensor, cache: SplitLatent, plan: LatentPlan, heads: LatentHeads, scale: float, mask: Tensor
 ) -> Tensor:
+    """As ``Attention.attend_latent`` for the rows of ``plan`` that have many tokens."""
     assert plan.places is not None
     vectors = read_latent(cache, plan.places)
     latent, rotated = vectors[:, :RANK].contiguous(), vectors[:, RANK:].unsqueeze(1)

@@ -44,6 +44,11 @@ class Soc:
         return self.generation != "A5"
 
     @property
+    def projects_latent(self) -> bool:
+        """Whether one operator makes latent queries and vectors of tokens; its documentation names A2 and A3 only."""
+        return self.generation != "A5"
+
+    @property
     def splits_mixed_steps(self) -> bool:
         """Whether decodes and prefills of a step use separate attention calls."""
         return self.generation == "A5"

@@ -212,6 +212,8 @@ class Graphs:
             ) from error
         result = shapes.result(shaped)
         call.release()
+        if shapes.views and not task.results:
+            return result  # a view needs no device
         capture.tasks.append(task)
         if capture.group is not None:
             capture.group.tasks.append(task)

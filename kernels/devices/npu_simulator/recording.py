@@ -82,6 +82,8 @@ class Shapes:
         self._aliases, self._task = aliases, task
         self._metas: dict[int, Tensor] = {}
         self._count = itertools.count()
+        self.views = 0
+        """Results that are views of arguments."""
 
     def meta(self, value: Any) -> Any:
         """``value`` without memory; the same tensor becomes the same meta tensor."""
@@ -106,8 +108,10 @@ class Shapes:
             given = self._metas.get(id(alias))
             if value is given:
                 return tensor
-            if given is not None and value._is_view() and value._base is given:
-                return tensor.as_strided(value.size(), value.stride(), value.storage_offset())
+            if given is not None and value.untyped_storage()._cdata == given.untyped_storage()._cdata:
+                self.views += 1  # inference mode has no ``_base``
+                offset = tensor.storage_offset() + value.storage_offset()
+                return tensor.as_strided(value.size(), value.stride(), offset)
         made = new_like(value, self._task.call.target())
         self._task.results.append((number, self._aliases.of(made)))
         return made

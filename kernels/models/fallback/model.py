@@ -140,6 +140,8 @@ class CodeDecoder(Decoder):
         self.pooling = self.classifier = None
         self._layers, self._dtype = code.layers, builder.dtype
         model, ops, mesh = load(code, PAGED, builder.dtype).requires_grad_(False), builder.ops, builder.mesh
+        if ops.torch_device.type not in ("cpu", "cuda"):  # torch has no grouped products elsewhere
+            model.set_experts_implementation("eager")
         parameters = sum(part.numel() for part in model.parameters())
         summed = divide(model, Shard(mesh.rank, mesh.size)) if mesh.size > 1 else []
         size = quantize(model, code.quantization, ops, builder.dtype) if code.quantization else 0

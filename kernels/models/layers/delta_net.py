@@ -115,9 +115,9 @@ def _gguf_places(delta: DeltaConfig, layer: str) -> dict[str, GgufPlace]:
     for part, name in (("b", "ssm_beta"), ("a", "ssm_alpha")):
         result[f"in_proj_{part}.weight"] = GgufPlace(f"{layer}.{name}.weight")
 
-    def tiled(kept: int, dim: int) -> GgufOrder:
+    def tiled(fixed: int, dim: int) -> GgufOrder:
         strides = (dim, delta.key_heads * dim, 1)
-        return GgufOrder(kept + heads * dim, (delta.key_heads, ratio, dim), strides, kept, kept)
+        return GgufOrder(fixed + heads * dim, (delta.key_heads, ratio, dim), strides, fixed, fixed)
 
     dim, before = delta.value_dim, 2 * delta.keys
     rows = {

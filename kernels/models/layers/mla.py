@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.contract.caches import CacheGroup
 from kernels.core.batch import ForwardBatch
 from kernels.core.operators import Linear
-from kernels.devices.latent_attention import LatentHeads
+from kernels.devices.latent_attention import LatentHeads, LatentPrologue, LatentWeights
 from kernels.models.config import LatentConfig, ModelConfig
 from kernels.models.layers.builder import LayerBuilder
 from kernels.models.layers.indexer import Indexer
@@ -78,21 +78,42 @@ class LatentAttention:
         self.sizes = latent = _sizes(config)
         self.attention, self.rows = builder.ops.attention, builder.rows
         self.heads, self.scale, self.growth = config.heads, config.attention_scale, config.query_growth
+        self.norm = builder.norm(f"{module}.kv_a_layernorm", _EPS)
+        self.expansion = self._expansion(builder, module)
+        self.query_norm = builder.norm(f"{module}.q_a_layernorm", _EPS) if latent.query_rank else None
+        self.queries: Linear | None = None
+        self.prologue = None if indexer is not None else self._make_prologue(builder, config, module)
+        if self.prologue is None:
+            self._make_projections(builder, config, module)
+        self.output = builder.row_parallel(f"{module}.o_proj")
+
+    def _make_prologue(self, builder: LayerBuilder, config: ModelConfig, module: str) -> LatentPrologue | None:
+        """The device's own way to attention, if it has one for this layer."""
+        latent, heads = self.sizes, self.heads
+        dims = latent.plain_dim, latent.rope_dim, latent.value_dim, latent.rank
+        plain = config.rope_interleaved and not config.qkv_bias and self.growth is None and self.rows is None
+        if not plain or not self.attention.fits_prologue(config.hidden_size, latent.query_rank, heads, dims):
+            return None
+        names = (f"{module}.q_a_proj", f"{module}.q_b_proj", f"{module}.kv_a_proj_with_mqa")
+        down, up, vectors = (builder.source.projection([name]) for name in names)
+        if self.query_norm is None or isinstance(down, tuple) or isinstance(up, tuple) or isinstance(vectors, tuple):
+            return None
+        weights = LatentWeights(down, up, vectors, self.query_norm, self.norm, self.expansion)
+        result = self.attention.make_latent_prologue(weights)
+        self.queries = None if result is None else result.queries
+        return result
+
+    def _make_projections(self, builder: LayerBuilder, config: ModelConfig, module: str) -> None:
+        latent = self.sizes
         queries = _head_order(config, latent.plain_dim, config.heads)
         vectors = _head_order(config, latent.rank, 1, self.attention.pairs_latent)
-        self.query_norm: Linear | None = None
-        self.queries: Linear | None = None
         if latent.query_rank:
             first, names = list(range(latent.query_rank)), (f"{module}.q_a_proj", f"{module}.kv_a_proj_with_mqa")
-            self.query_norm = builder.norm(f"{module}.q_a_layernorm", _EPS)
             self.queries = _ordered(builder, queries, f"{module}.q_b_proj")
         else:
             first, names = queries, (f"{module}.q_proj", f"{module}.kv_a_proj_with_mqa")
         self.split = len(first)
         self.down = _ordered(builder, [*first, *(self.split + place for place in vectors)], *names)
-        self.norm = builder.norm(f"{module}.kv_a_layernorm", _EPS)
-        self.expansion = self._expansion(builder, module)
-        self.output = builder.row_parallel(f"{module}.o_proj")
 
     def _expansion(self, builder: LayerBuilder, module: str) -> LatentHeads:
         latent, heads = self.sizes, self.heads
@@ -112,7 +133,13 @@ class LatentAttention:
         """As ``AttentionLayer``."""
         attention = self.attention
         indexer = self.indexer
-        queries, vectors = self.down(x).tensor_split((self.split,), 1)
+        if self.prologue is not None:
+            result = self.prologue.attend(x, cos, sin, cache, batch, self.scale)
+            if result is not None:
+                return self._project_back(result.flatten(1), wanted)
+            queries, vectors = self.prologue.project(x)
+        else:
+            queries, vectors = self.down(x).tensor_split((self.split,), 1)
         if self.queries is not None and self.query_norm is not None:
             compressed = self.query_norm(queries.contiguous())
             if indexer is not None and indexer.module == self.module:
@@ -128,6 +155,9 @@ class LatentAttention:
         else:
             result = attention.attend_chosen(queries, cache, batch, self.expansion, self.scale, indexer.chosen)
             result = result.flatten(1)
+        return self._project_back(result, wanted)
+
+    def _project_back(self, result: Tensor, wanted: Tensor | None) -> Tensor:
         if wanted is not None:
             result = result.index_select(0, wanted)
             if self.rows is not None:

@@ -443,6 +443,6 @@ def attend_decodes(
         rows == 1 and dim * cache.element_size() % _SECTOR == 0,
         1 if rows == 1 else _FEW if rows <= _FEW else 0,
         pdl,
-        num_warps=4,
+        num_warps=4 if dim_block <= 256 else 8,
         launch_pdl=pdl,
     )

@@ -143,7 +143,8 @@ def infer_output(operator: str) -> None:
             heads = options.get("num_heads") or options.get("num_query_heads") or 1
             tokens = query.shape[2] if layout == "BNSD" else query.shape[1]
             sums = (query.shape[0], heads, 1) if layout == "TND" else (query.shape[0], heads, tokens, 1)
-        return torch.empty_like(query), torch.empty(sums, dtype=torch.float32)
+        shape = query.transpose(0, 1).shape if layout == "TND_NTD" else query.shape
+        return query.new_empty(shape), torch.empty(sums, dtype=torch.float32)
 
     reference(f"_{operator}_infer_output", host=True)(output)
 

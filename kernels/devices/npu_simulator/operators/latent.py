@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ __all__: list[str] = []
 
 HALVES = (torch.float16, torch.bfloat16)
 RANK, ROPE, INDEX = 512, 64, 128
+EMPTY = 1  # numbers of a result that means nothing, with the CANN that is simulated
 FOREVER = 9223372036854775807
 
 
@@ -356,3 +358,119 @@ def npu_sparse_flash_attention(
             out[token] = (scores * scale_value).softmax(-1) @ latent[chosen]
     empty = torch.empty(0, dtype=torch.float32)
     return out.to(query.dtype), empty, empty.clone()
+
+
+def prolog_rules(
+    token_x: Tensor,
+    weight_dq: Tensor,
+    weight_uq_qr: Tensor,
+    weight_uk: Tensor,
+    weight_dkv_kr: Tensor,
+    rmsnorm_gamma_cq: Tensor,
+    rmsnorm_gamma_ckv: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    **options: Any,
+) -> None:
+    """Documented, A2 and A3: bfloat16 (weight_quant_mode 0), or tokens and weights in int8, scales float32 (2); hidden
+    sizes of 7168, 7680 and 6144, 1536 numbers of a query, a power of two of heads up to 128, of 128 and 64 numbers;
+    vectors of 512 and 64 in pages of 16 or 128."""
+    name, tokens = "npu_mla_prolog_v3", token_x.shape[0]
+    mode = options.get("weight_quant_mode", 0)
+    require(mode in (0, 2), name, "weight_quant_mode", f"{mode} is not simulated: use 0 or 2")
+    known = {"weight_quant_mode", "cache_index", "cache_mode", "rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv"}
+    scales = {"dequant_scale_x": (tokens, 1), "dequant_scale_w_dq": (1, weight_dq.shape[1])}
+    scales["dequant_scale_w_uq_qr"] = (1, weight_uq_qr.shape[1])
+    scales["dequant_scale_w_dkv_kr"] = (1, weight_dkv_kr.shape[1])
+    for argument in set(options) - known - set(scales):
+        require(False, name, argument, "is not simulated: leave it out")
+    for argument, expected in scales.items():
+        scale = options.get(argument)
+        require((scale is not None) == (mode == 2), name, argument, "is for weight_quant_mode 2")
+        if scale is not None:
+            dtypes(name, (torch.float32,), **{argument: scale})
+            fits = tuple(scale.shape) == expected
+            require(fits, name, argument, f"must be {expected}, is {tuple(scale.shape)}")
+    require(options.get("cache_mode", "PA_BSND") == "PA_BSND", name, "cache_mode", "is not simulated: use PA_BSND")
+    quantized = (torch.int8,) if mode else (torch.bfloat16,)
+    dtypes(
+        name, quantized, token_x=token_x, weight_dq=weight_dq, weight_uq_qr=weight_uq_qr, weight_dkv_kr=weight_dkv_kr
+    )
+    floats = {"weight_uk": weight_uk, "rmsnorm_gamma_cq": rmsnorm_gamma_cq, "rmsnorm_gamma_ckv": rmsnorm_gamma_ckv}
+    floats |= {"rope_sin": rope_sin, "rope_cos": rope_cos, "kv_cache": kv_cache, "kr_cache": kr_cache}
+    dtypes(name, (torch.bfloat16,), **floats)
+    contiguous(name, token_x=token_x, weight_dq=weight_dq, weight_uq_qr=weight_uq_qr, weight_dkv_kr=weight_dkv_kr)
+    contiguous(name, **floats)
+    require(token_x.dim() == 2, name, "token_x", "three dimensions are not simulated: use [tokens, hidden]")
+    hidden, heads = token_x.shape[1], weight_uk.shape[0]
+    require(hidden in (7168, 7680, 6144), name, "token_x", f"a hidden size of {hidden} must be 7168, 7680 or 6144")
+    require(heads in (1, 2, 4, 8, 16, 32, 64, 128), name, "weight_uk", f"{heads} heads must be a power of 2 up to 128")
+    shapes = {
+        "weight_dq": (weight_dq, (hidden, 1536)),
+        "weight_uq_qr": (weight_uq_qr, (1536, heads * (128 + ROPE))),
+        "weight_uk": (weight_uk, (heads, 128, RANK)),
+        "weight_dkv_kr": (weight_dkv_kr, (hidden, RANK + ROPE)),
+        "rmsnorm_gamma_cq": (rmsnorm_gamma_cq, (1536,)),
+        "rmsnorm_gamma_ckv": (rmsnorm_gamma_ckv, (RANK,)),
+        "rope_sin": (rope_sin, (tokens, ROPE)),
+        "rope_cos": (rope_cos, (tokens, ROPE)),
+        "kv_cache": (kv_cache, (*kv_cache.shape[:2], 1, RANK)),
+        "kr_cache": (kr_cache, (*kv_cache.shape[:2], 1, ROPE)),
+    }
+    for argument, (tensor, expected) in shapes.items():
+        fits = tuple(tensor.shape) == expected
+        require(fits, name, argument, f"must be {expected}, is {tuple(tensor.shape)}")
+    require(kv_cache.shape[1] in (16, 128), name, "kv_cache", f"pages of {kv_cache.shape[1]} must be of 16 or 128")
+    index = options.get("cache_index")
+    require(index is not None, name, "cache_index", "is needed with PA_BSND")
+    assert index is not None
+    dtypes(name, (torch.int64,), cache_index=index)
+    require(tuple(index.shape) == (tokens,), name, "cache_index", f"must be [{tokens}], is {tuple(index.shape)}")
+
+
+@reference("npu_mla_prolog_v3", rules=prolog_rules, generations=("A2", "A3"))
+def npu_mla_prolog_v3(
+    token_x: Tensor,
+    weight_dq: Tensor,
+    weight_uq_qr: Tensor,
+    weight_uk: Tensor,
+    weight_dkv_kr: Tensor,
+    rmsnorm_gamma_cq: Tensor,
+    rmsnorm_gamma_ckv: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """Rotated numbers are read in pairs of neighbors and written in halves."""
+    name, index = "npu_mla_prolog_v3", options["cache_index"]
+    low, high, size = int(index.min()), int(index.max()), kv_cache.shape[0] * kv_cache.shape[1]
+    require(low >= 0 and high < size, name, "cache_index", f"slots {low} to {high} must be in 0 to {size - 1}")
+
+    def product(x: Tensor, scale: Tensor | None, weight: Tensor, scales: Tensor | None) -> Tensor:
+        wide = torch.mm(x.float(), weight.float())
+        return wide if scale is None or scales is None else wide * scale * scales
+
+    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotated(torch.cat((x[..., ::2], x[..., 1::2]), -1), cos, sin, "half")
+
+    given = options.get("dequant_scale_x")
+    compressed = product(token_x, given, weight_dq, options.get("dequant_scale_w_dq")).bfloat16()
+    query = normed(compressed, rmsnorm_gamma_cq, options.get("rmsnorm_epsilon_cq", 1e-5))[0]
+    scale = None
+    if given is not None:
+        scale = query.float().abs().amax(-1, keepdim=True) / 127
+        query = (query.float() / scale).round().to(torch.int8)
+    heads = product(query, scale, weight_uq_qr, options.get("dequant_scale_w_uq_qr")).bfloat16()
+    heads = heads.view(len(token_x), len(weight_uk), -1)
+    plain = torch.einsum("thd,hdr->thr", heads[..., :-ROPE].float(), weight_uk.float()).bfloat16().contiguous()
+    turned_heads = turned(heads[..., -ROPE:], rope_cos.unsqueeze(1), rope_sin.unsqueeze(1))
+    vectors = product(token_x, given, weight_dkv_kr, options.get("dequant_scale_w_dkv_kr")).bfloat16()
+    latent = normed(vectors[:, :RANK], rmsnorm_gamma_ckv, options.get("rmsnorm_epsilon_ckv", 1e-5))[0]
+    kv_cache.view(-1, RANK)[index] = latent
+    kr_cache.view(-1, ROPE)[index] = turned(vectors[:, RANK:], rope_cos, rope_sin)
+    nothing = torch.empty(EMPTY, dtype=torch.float32)
+    return plain, turned_heads, nothing, torch.empty(EMPTY, dtype=weight_uq_qr.dtype), nothing.clone()

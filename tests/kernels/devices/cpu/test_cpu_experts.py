@@ -12,7 +12,8 @@ import torch
 from kernels.devices.cpu.capture import CpuCapture
 from kernels.devices.experts import ClampedGate, ExpertWeights, Routing
 from kernels.weights.quantization.gguf_weight import BlockRows, GgufWeight
-from kernels.weights.quantization.weights import GroupedWeight, quantize_fp8, quantize_int8
+from kernels.weights.quantization.mxfp4 import Mxfp4Weight
+from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, quantize_fp8, quantize_int8
 from tests.kits.gguf_writer import write_gguf
 from tests.kits.native import compiled, needs_native, platform
 
@@ -53,6 +54,21 @@ def blocks(weight):
     return GgufWeight(tuple(pieces))
 
 
+def in_blocks(weight):
+    scales = (
+        torch.rand(-(-weight.shape[0] // 64), weight.shape[1] // 64, generator=torch.Generator().manual_seed(4)) + 0.5
+    )
+    return Fp8Weight(weight.to(torch.float8_e4m3fn), scales, (64, 64))
+
+
+def mxfp4(weight):
+    generator = torch.Generator().manual_seed(weight.shape[1])
+    outputs, inputs = weight.shape
+    codes = torch.randint(0, 256, (outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator)
+    powers = torch.randint(119, 123, (outputs, inputs // 32), dtype=torch.uint8, generator=generator)
+    return Mxfp4Weight.from_blocks(codes, powers, weight.dtype)
+
+
 def int8_and_rest(weight):
     return (quantize_int8(weight[:64]), grouped(weight[64:])) if len(weight) > 64 else ()
 
@@ -67,6 +83,8 @@ KINDS = {
     "4 by 8, clipped": lambda weight: grouped(weight, activation="dynamic", clip=torch.tensor([0.7])),
     "int8, clipped": lambda weight: dataclasses.replace(quantize_int8(weight), clip=torch.tensor([0.9])),
     "e4m3": quantize_fp8,
+    "e4m3 in blocks": in_blocks,
+    "mxfp4": mxfp4,
     "blocks": blocks,
     "side by side": lambda weight: (shuffled(weight[:64]), blocks(weight[64:128]), *int8_and_rest(weight[128:])),
     "mixed": None,
@@ -112,6 +130,18 @@ def test_one_operator_gives_what_experts_one_by_one_give(kind, platform, monkeyp
     monkeypatch.setattr(layer, "in_turn", None)
     with pytest.raises(AttributeError):  # of the router: nothing else is taken from it
         layer(x)
+
+
+@pytest.mark.parametrize("kind", ["floats", "int8", "4 bits", "e4m3", "mxfp4"])
+def test_all_tokens_may_take_the_same_experts(kind, platform):
+    """Most experts have none then."""
+    layer = layer_of(platform, kind)
+    logits = torch.tensor([[0.0, 1.0, 5.0, 2.0, -1.0, 7.0, 0.5, 4.0, 3.0]], dtype=BF16)
+    layer.in_turn.router = lambda x: logits.expand(len(x), -1).contiguous()
+    for count in (1, 2, 40, 300):
+        x = torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(count)).to(BF16)
+        expected = layer.in_turn(x)
+        assert (layer(x) - expected).float().norm() < 2e-3 * expected.float().norm()
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])

@@ -133,6 +133,18 @@ def test_two_products_are_those_of_experts_one_by_one(kind, dtype, tokens, devic
     assert (found - expected).float().norm() <= limit * expected.float().norm()
 
 
+@pytest.mark.parametrize("kind", ["floats", "int8", "fp8 blocks", "4 bits", "mxfp4"])
+@pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (70, 1), (40, 2)])
+def test_all_tokens_may_take_the_same_experts(kind, tokens, chosen, device):
+    """More blocks of one expert's pairs than even routing has, and experts without any."""
+    _, stacked, functions = layers(kind, torch.float16, device)
+    x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens)).half()
+    logits = torch.tensor([[0.0, 1.0, -2.0, 6.0, 3.0]]).half().expand(tokens, -1).contiguous()
+    result = CudaExperts(lambda x: logits.to(device), stacked, Routing(chosen, True))(x.to(device)).cpu()
+    expected = ExpertsInTurn(lambda x: logits, functions, Routing(chosen, True))(x)
+    assert (result - expected).float().norm() <= 2e-2 * expected.float().norm()
+
+
 def test_scales_of_128_inputs_have_blocks_of_as_many():
     assert experts._choose_tile(500, 128, 8, large=True).block == 128
     assert {experts._choose_tile(500, *kind, large=True).block for kind in ((64, 8), (128, 4), (0, 8))} == {64}

@@ -15,7 +15,12 @@ from actors.protocol.requests import Chat, SamplingParams
 from app.cli.arguments import load_arguments
 from kernels.core.attention_rows import AttentionRows
 from kernels.devices.cuda.attention.plan import attention, plan_attention
+from kernels.devices.cuda.invariant import InvariantCudaLinearLayers
 from kernels.devices.cuda.invariant_kernels import InvariantLinear
+from kernels.devices.experts import ExpertWeights, Routing
+from kernels.devices.fallbacks import Fallbacks
+from kernels.devices.invariant.capabilities import InvariantElementwise, InvariantExpertLayers
+from kernels.devices.linear import LinearLayers
 from tests.kits.cuda.caches import SHAPES, Caches, near
 from tests.kits.verifying import made
 
@@ -58,6 +63,23 @@ def test_a_tokens_product_is_the_same_among_any_others(device, gated, outputs, i
         assert linear(x[:0]).shape == (0, whole.shape[1])
         wider = torch.cat((x, x), 1)
         same(linear(wider[:7, :inputs]), whole[:7])
+
+
+def test_a_tokens_experts_give_the_same_among_any_others(device):
+    (dtype, *_), generator = dtypes(device), torch.Generator().manual_seed(6)
+
+    def random(*shape):
+        return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(device, dtype)
+
+    elementwise, fallbacks = InvariantElementwise(device), Fallbacks()
+    linear = InvariantCudaLinearLayers(elementwise, fallbacks, LinearLayers(elementwise, fallbacks))
+    experts = [ExpertWeights(random(64, 80), None, random(80, 32), None) for _ in range(6)]
+    layer = InvariantExpertLayers(linear, fallbacks).make(random(6, 80), None, experts, Routing(2, True))
+    x = random(60, 80)
+    whole = layer(x)
+    assert whole.float().norm() > 0
+    for first, count in ((0, 1), (59, 1), (5, 3), (17, 40)):
+        same(layer(x[first : first + count]), whole[first : first + count])
 
 
 class Counted:

@@ -121,6 +121,25 @@ def test_experts_may_have_biases_and_clamped_gates(last):
     torch.testing.assert_close(result.cpu(), expected, atol=4e-2, rtol=3e-2)
 
 
+@pytest.mark.parametrize("kind", [None, "int8", "4 groups"])
+@pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (40, 2)])
+def test_all_tokens_may_take_the_same_experts(kind, tokens, chosen):
+    """Others have none then."""
+    _, experts = weights(6, 64, 64)
+    x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(tokens)).to(BF16)
+    stacked, linears = [], []
+    for pair in experts:
+        forms = pair if kind is None else [rounded(kind, weight) for weight in pair]
+        dense = pair if kind is None else [weight.dequantize(BF16) for weight in forms]
+        first, second = (lambda x, w=w: x @ w.t() for w in dense)
+        linears.append((gated(first), second))
+        stacked.append(ExpertWeights(forms[0].to(torch.device("npu")), None, forms[1].to(torch.device("npu")), None))
+    logits = torch.tensor([[0.0, 1.0, 5.0, -2.0, 3.0, 0.5]], dtype=BF16).expand(tokens, -1).contiguous()
+    layer = NpuExperts(lambda x: logits.npu(), stacked, Routing(chosen, True), A3)
+    expected = ExpertsInTurn(lambda x: logits, linears, Routing(chosen, True))(x)
+    torch.testing.assert_close(layer(x.npu()).cpu(), expected, atol=3e-2, rtol=3e-2)
+
+
 def test_what_the_operators_do_not_take_is_run_one_by_one():
     _, [(gate_up, down), *_] = weights(2, 64, 32)
     bias = torch.zeros(64)

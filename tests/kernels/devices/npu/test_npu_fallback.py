@@ -19,9 +19,8 @@ def test_logits_and_tokens_are_transformers(kind, tmp_path):
     assert greatest_difference(model, driver) < 1e-3
 
 
-@pytest.mark.parametrize("kind", ["phi", "mixtral"])
-def test_bfloat16_is_near(kind, tmp_path):
+def test_bfloat16_is_near(tmp_path):
     """By the fused attention."""
-    model = save_tiny(kind, tmp_path)
+    model = save_tiny("phi", tmp_path)
     driver = drive_code(tmp_path, device="npu", page_size=128, max_total_tokens=2048, dtype="bfloat16")
     assert greatest_difference(model, driver) < 0.3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,11 +14,12 @@ from kernels.contract.speculation import SpeculativeSettings
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.devices.attention import Attention
-from kernels.devices.latent_attention import LatentHeads
+from kernels.devices.latent_attention import LatentHeads, LatentWeights
 from kernels.devices.latent_cache import IndexedLatent, SplitLatent, read_latent
 from kernels.devices.npu import latent_attention
 from kernels.devices.npu_simulator.constraints import ConstraintError
 from kernels.devices.select import select_device
+from kernels.weights.quantization.weights import quantize_int8
 
 PAGE, HEADS = 128, 4
 STEPS = {
@@ -49,8 +52,8 @@ def filled(device, starts, counts):
     return cache, ForwardBatch(empty, empty, empty, {}, None, rows)
 
 
-def heads():
-    return LatentHeads(numbers(HEADS, 128, 512, seed=7) * 0.05, numbers(HEADS, 512, 128, seed=8) * 0.05)
+def heads(count=HEADS, plain=128, value=128):
+    return LatentHeads(numbers(count, plain, 512, seed=7) * 0.05, numbers(count, 512, value, seed=8) * 0.05)
 
 
 def close(found, expected):
@@ -58,17 +61,19 @@ def close(found, expected):
     assert off < 0.02 * expected.float().abs().max()
 
 
+@pytest.mark.parametrize("sizes", [(HEADS, 128, 128), (5, 192, 256)], ids=["deepseek", "glm"])
 @pytest.mark.parametrize("name", STEPS)
-def test_rows_attend_as_in_plain_torch(name, simulator, monkeypatch):
+def test_rows_attend_as_in_plain_torch(name, sizes, simulator, monkeypatch):
     monkeypatch.setattr(latent_attention, "_NUMBERS", 150000)  # some heads at a time
     device = opened()
     starts, counts = STEPS[name]
     cache, batch = filled(device, starts, counts)
-    queries, made = numbers(sum(counts), HEADS, 192, seed=3), heads()
+    queries, made = numbers(sum(counts), sizes[0], sizes[1] + 64, seed=3), heads(*sizes)
     before = dict(simulator.engine.calls)
     found = device.attention.attend_latent(queries, cache.vectors, batch, made, 0.1)
     called = {key for key, count in simulator.engine.calls.items() if count != before.get(key)}
-    assert "npu.npu_fused_infer_attention_score.default" in called
+    fused = sizes[1] == 128 or min(counts) <= 16
+    assert ("npu.npu_fused_infer_attention_score.default" in called) == fused
     assert ("npu.npu_transpose_batchmatmul.default" in called) == (min(counts) <= 16)
     close(found, Attention.attend_latent(device.attention, queries, cache.vectors, batch, made, 0.1))
 
@@ -112,6 +117,68 @@ def test_vectors_are_placed_as_in_plain_torch(simulator):
     assert simulator.engine.calls["npu.npu_kv_rmsnorm_rope_cache.default"] == before + 1
     close(found, expected)
     close(read_latent(cache, index), read_latent(plain, index))
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_one_operator_projects_as_those_it_replaces(kind, simulator):
+    device, count, hidden = opened(), 2, 6144
+    assert device.attention.fits_prologue(hidden, 1536, count, (128, 64, 128, 512))
+    assert not device.attention.fits_prologue(hidden, 1024, count, (128, 64, 128, 512))
+    cache, batch = filled(device, [130, 5, 300], [1, 2, 1])
+    shapes = (1536, hidden), (count * 192, 1536), (576, hidden)
+    floats = [numbers(*shape, seed=seed) * 0.02 for seed, shape in enumerate(shapes)]
+    parts = floats if kind == "bfloat16" else [quantize_int8(each.cpu()).to(each.device) for each in floats]
+    norms = [device.elementwise.make_norm(numbers(size, seed=size) * 0.1 + 1, 1e-6) for size in (1536, 512)]
+    prologue = device.attention.make_latent_prologue(LatentWeights(*parts, *norms, heads(count)))
+    x, angles = numbers(4, hidden, seed=11), numbers(4, 1, 32, seed=12).float()
+    cos, sin = (torch.cat((part, part), -1).bfloat16() for part in (angles.cos(), angles.sin()))
+    index = torch.tensor([300, 128, 129, 200]).npu()
+    batch = replace(batch, cache_index=index)
+    compressed, vectors = prologue.project(x)
+    queries = prologue.queries(norms[0](compressed)).view(4, count, -1)
+    queries = device.attention.place_latent(queries, vectors, norms[1], cos, sin, cache.vectors, index)
+    placed = read_latent(cache.vectors, index)
+    expected = device.attention.attend_latent(queries, cache.vectors, batch, heads(count), 0.1)
+    cache.vectors.latent.view(-1, 512)[index] = 0
+    cache.vectors.rotated.view(-1, 64)[index] = 0
+    before = simulator.engine.calls.get("npu.npu_mla_prolog_v3.default", 0)
+    result = prologue.attend(x, cos, sin, cache.vectors, batch, 0.1)
+    assert simulator.engine.calls["npu.npu_mla_prolog_v3.default"] == before + 1
+    close(read_latent(cache.vectors, index), placed)
+    close(result, expected)
+    _, longer = filled(device, [0], [40])
+    assert prologue.attend(x, cos, sin, cache.vectors, longer, 0.1) is None
+
+
+def test_sizes_without_a_document_are_refused():
+    import torch_npu
+
+    device = opened()
+    cache, _ = filled(device, [130], [1])
+    weights = numbers(512, 1536), numbers(1536, 192), numbers(1, 128, 512), numbers(512, 576)
+    turned = numbers(1, 64), numbers(1, 64), cache.vectors.latent.unsqueeze(2), cache.vectors.rotated.unsqueeze(2)
+    with pytest.raises(ConstraintError, match="hidden size of 512"):
+        torch_npu.npu_mla_prolog_v3(
+            numbers(1, 512), *weights, numbers(1536), numbers(512), *turned, cache_index=torch.tensor([3]).npu()
+        )
+
+
+@pytest.mark.parametrize("name", ["wide-deepseek-v3", "wide-kimi"])
+def test_decodes_in_graphs_are_those_without(name, reference, drive, prompts, simulator):
+    options = {"device": "npu", "page_size": PAGE, "dtype": "bfloat16", "max_total_tokens": 16 * PAGE}
+    texts, answers = prompts(130, 40, 7), []
+    for graphs in (False, True):
+        driver = drive(reference(name).path, disable_graphs=not graphs, graph_rows=(2, 4), **options)
+        assert list(driver.info.graph_rows) == ([2, 4] if graphs else [])
+        for slot, text in enumerate(texts, 1):
+            driver.admit(slot, text)
+            driver.step([(slot, len(text))])
+        before = sum(simulator.engine.calls.values())
+        for _ in range(8):
+            driver.step([(1, 1), (2, 1), (3, 1)])
+        answers.append(([driver.tokens[slot] for slot in (1, 2, 3)], sum(simulator.engine.calls.values()) - before))
+    assert answers[0][0] == answers[1][0]
+    assert answers[1][1] < answers[0][1]
 
 
 @pytest.mark.parametrize("name", ["wide-deepseek-v3", "wide-deepseek-v3.2"])

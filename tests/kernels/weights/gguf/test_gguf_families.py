@@ -37,10 +37,10 @@ def test_blocks_of_quantized_value_heads_come_back_in_order(reference, drive, pr
     for name in ("out_proj", "in_proj_qkv", "in_proj_z"):
         spec = specs[f"model.layers.0.linear_attn.{name}.weight"]
         assert scheme.tensors(spec) is not None
-        kept = scheme.read(checkpoint, spec).dequantize(torch.float32)
-        torch.testing.assert_close(kept, checkpoint.floats(spec.name))
+        weight = scheme.read(checkpoint, spec).dequantize(torch.float32)
+        torch.testing.assert_close(weight, checkpoint.floats(spec.name))
         stored = load_file(model.path / "model.safetensors")[spec.name]
-        torch.testing.assert_close(kept, stored, atol=0.02, rtol=0.0)
+        torch.testing.assert_close(weight, stored, atol=0.02, rtol=0.0)
     assert len(greedy(drive, file, prompt, 24)) == 24
     narrow = dataclasses.replace(specs["model.layers.0.linear_attn.out_proj.weight"])
     order = dataclasses.replace(narrow.gguf.columns, counts=(2, 2, 16), strides=(16, 32, 1))
@@ -61,9 +61,9 @@ def test_experts_in_mxfp4_stay_as_they_are(reference, drive, prompts, tmp_path):
     packed = write_family(model.path, tmp_path / "packed.gguf", "MXFP4")
     checkpoint, scheme = open_gguf(packed), detect_scheme(packed, "")
     spec = declared(packed)["model.layers.1.mlp.experts.3.down_proj.weight"]
-    kept = scheme.read(checkpoint, spec)
-    assert isinstance(kept, Mxfp4Weight)
-    assert kept.dequantize(torch.float32).equal(checkpoint.floats(spec.name))
+    weight = scheme.read(checkpoint, spec)
+    assert isinstance(weight, Mxfp4Weight)
+    assert weight.dequantize(torch.float32).equal(checkpoint.floats(spec.name))
     assert scheme.tensors(declared(packed)["model.layers.1.self_attn.q_proj.weight"]) is None
     whole, small = drive(file, dtype="bfloat16"), drive(packed, dtype="bfloat16")
     assert small.info.weight_bytes < whole.info.weight_bytes

@@ -20,6 +20,7 @@ WORDS = {"bits": 4, "group_size": 16}
 PACKED = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
+    "ignore": ["lm_head"],
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
@@ -33,7 +34,7 @@ LAYOUTS = {
     "compressed-tensors": (packed(4, 16), PACKED, dequantized(4, 16, True)),
 }
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
-LATENT = ["deepseek-v2", "deepseek-v3", "deepseek-v3.2", "longcat-flash", "minicpm3"]
+LATENT = ["deepseek-v2", "deepseek-v3", "deepseek-v3.2", "minicpm3"]
 SPARSE = ["glm4-moe", "minimax-m2", "olmoe", "qwen3-moe"]
 FAMILIES = [f"sixteens-{name}" for name in (*LATENT, *SPARSE)]
 """Whose sizes are multiples of 16."""
@@ -75,12 +76,14 @@ def test_fp8_in_blocks_stands_for_its_floats(name, reference, drive, tmp_path):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("experts", ["W8A8_DYNAMIC", "W4A8_DYNAMIC"])
 def test_modelslim_is_near_its_floats(name, experts, reference, drive, tmp_path):
-    """All in 8 bits, or experts in 4."""
-    source = reference(name).path
-    result, expected = (
-        scores(drive(path))
-        for path in write(source, tmp_path, lambda module: experts if ".experts." in module else "W8A8_DYNAMIC")
-    )
+    """All in 8 bits, or experts in 4; an indexer's weights of heads stay in floats."""
+
+    def kind(module):
+        if module.endswith("weights_proj"):
+            return "FLOAT"
+        return experts if ".experts." in module else "W8A8_DYNAMIC"
+
+    result, expected = (scores(drive(path)) for path in write(reference(name).path, tmp_path, kind))
     spread = np.abs(expected - expected.mean()).mean()
     assert 0 < np.abs(result - expected).mean() < 0.35 * spread
 
