@@ -31,6 +31,9 @@ USES = {
     "_npu_fused_infer_attention_score_get_max_workspace": "its workspace, when a graph is captured",
     "_npu_fused_infer_attention_score_infer_output": "its output, when a graph is captured",
     "npu_fused_infer_attention_score_v2": "attention with sinks",
+    "npu_fused_infer_attention_score_v2.out": "the same inside a captured graph",
+    "_npu_fused_infer_attention_score_v2_get_max_workspace": "its workspace, when a graph is captured",
+    "_npu_fused_infer_attention_score_v2_infer_output": "its output, when a graph is captured",
     "npu_kv_rmsnorm_rope_cache": "norm and rotation of latent vectors, into the pages of the cache",
     "npu_mla_prolog_v3": "projections to latent attention, with norms, rotations and the write to the cache; sizes of "
     "DeepSeek V3",
