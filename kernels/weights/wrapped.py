@@ -70,11 +70,11 @@ def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clip(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What CLIP's files say apart: ``text_config_dict`` of older ones is over ``text_config``, and a text's projection
-    has the size that it shares with images."""
+    """What CLIP's files say apart: ``text_config_dict`` of older ones is over ``text_config``, also in that it leaves
+    ``eos_token_id`` at transformers' default, and a text's projection has the size that it shares with images."""
     older = raw.get("text_config_dict")
     shared = {"projection_dim": raw["projection_dim"] if raw.get("projection_dim") is not None else 512}
-    return {**(older if isinstance(older, Mapping) else {}), **shared}
+    return {"eos_token_id": 49407, **older, **shared} if isinstance(older, Mapping) else shared
 
 
 def _for_text(rope: Mapping[str, Any]) -> dict[str, Any]:

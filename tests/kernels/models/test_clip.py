@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from kernels.contract.errors import ConfigError
@@ -90,20 +91,22 @@ def test_sizes_that_a_config_leaves_out_are_those_of_transformers() -> None:
     assert (pooling.mode, pooling.end_token, pooling.projected, pooling.max_tokens) == ("end", 49407, 512, 77)
 
 
-def test_the_projection_is_that_of_the_whole_model() -> None:
-    """The size in ``text_config`` is not, and ``text_config_dict`` of older files is over it."""
+def test_older_configs_of_clip_are_read_as_transformers_does() -> None:
+    """``text_config_dict`` is over ``text_config``, and the projection has the size of the whole model's."""
     raw = {
         "architectures": ["CLIPModel"],
         "model_type": "clip",
         "projection_dim": 640,
-        "text_config": {"projection_dim": 512, "hidden_size": 512},
+        "text_config": {"projection_dim": 512, "hidden_size": 512, "eos_token_id": 2},
         "text_config_dict": {"projection_dim": 768, "hidden_size": 768, "num_attention_heads": 12},
         "vision_config": {},
     }
+    whole = transformers.CLIPConfig(**raw)
+    assert whole.text_config.hidden_size == 768
     for config in (raw, language_model(raw)):
         pooling = read_pooling(Path(), config)
         assert pooling is not None
-        assert pooling.projected == 640
+        assert (pooling.projected, pooling.end_token) == (whole.projection_dim, whole.text_config.eos_token_id)
     assert parse_config(language_model(raw)).hidden_size == 768
 
 
