@@ -81,8 +81,9 @@ class Family(Protocol):
 class Entry:
     """An architecture: its family's module, and what must be known of it without torch.
 
-    ``encoder``: whether tokens attend to those after them. ``padded_positions``: of an encoder whose first position
-    stands behind that of padding.
+    ``encoder``: whether an input runs whole and nothing is cached. ``padded_positions``: of an encoder whose first
+    position stands behind that of padding. ``positions``: of an encoder, if config.json does not say. ``end``: of an
+    encoder whose vectors are the ``state`` of the token that ends a text, or its ``projection``; "": of others.
 
     ``gguf``: its name in GGUF files; "": none. ``gguf_experts``: only of files with experts. ``gguf_shared_expert``:
     all tokens take one more expert, and the weights of chosen experts are not normalized. ``gguf_window``: whether the
@@ -93,6 +94,8 @@ class Entry:
     module: str
     encoder: bool = False
     padded_positions: bool = False
+    positions: int = 512
+    end: Literal["", "state", "projection"] = ""
     gguf: str = ""
     gguf_experts: bool = False
     gguf_shared_expert: bool = False
@@ -116,6 +119,9 @@ BUILT_IN = (
     *_encoders("Bert", "kernels.models.bert"),
     Entry("ChatGLMForConditionalGeneration", "kernels.models.chatglm"),
     Entry("ChatGLMModel", "kernels.models.chatglm"),
+    Entry("CLIPModel", "kernels.models.clip", encoder=True, positions=77, end="projection"),
+    Entry("CLIPTextModel", "kernels.models.clip", encoder=True, positions=77, end="state"),
+    Entry("CLIPTextModelWithProjection", "kernels.models.clip", encoder=True, positions=77, end="projection"),
     Entry("Cohere2ForCausalLM", "kernels.models.cohere2", gguf="cohere2"),
     Entry("Cohere2MoeForCausalLM", "kernels.models.cohere2_moe"),
     Entry("CohereForCausalLM", "kernels.models.cohere", gguf="command-r"),
