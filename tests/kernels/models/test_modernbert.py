@@ -18,12 +18,10 @@ from kernels.models.pooling import read_pooling
 from tests.kits.tiny_modernbert import make_tiny_modernbert
 from tests.kits.vectors import inputs, run
 
-PROMPTS = [
-    *inputs(vocab=60),
-    *([number % 50 + 2 for number in range(start, start + 600)] for start in (0, 13)),
-    [5] * 9,
-]
-"""Shorter than a window and much longer; some of one length, 9 is as far as a token sees with itself."""
+LONG = [[number % 50 + 2 for number in range(start, start + 600)] for start in (0, 13)]
+PROMPTS = [*inputs(vocab=60), *LONG, *([*range(2, 2 + length)] for length in (4, 5, 9, 10))]
+"""Shorter than a window and much longer, some of one length; the last ones just fit where a token sees 3 or 8 on each
+side, or are one longer."""
 BIASES = {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True}
 
 
