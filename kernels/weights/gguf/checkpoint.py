@@ -128,10 +128,11 @@ class GgufCheckpoint:
             elif (problem := self._factor_problem(foreign, info)) is not None:
                 wrong.append(f"{factor_of(foreign)} {problem}")
         layers = {name.split(".")[1] for name in expected if name.startswith("blk.")}
+        has_all = "token_embd.weight" in expected
         wrong += [
             f"{name} is in the file and not in the model"
             for name in tensors
-            if (name.split(".")[1] in layers if name.startswith("blk.") else not name.startswith(_UNREAD))
+            if (name.split(".")[1] in layers if name.startswith("blk.") else has_all and not name.startswith(_UNREAD))
             and name not in expected
             and not name.endswith("attn_rot_embd")
             and not (name.endswith(_BESIDE) and f"{name.rpartition('.')[0]}.weight" in expected)
