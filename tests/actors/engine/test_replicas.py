@@ -118,7 +118,7 @@ async def _moved_by_a_death(engine: Engine, old: Replica, new: Replica) -> None:
     await until(lambda: sum(len(entry.output) for entry in new.journal.live()) > before + 9, "they do not go on")
 
 
-async def test_a_request_that_comes_back_to_its_first_replica_keeps_its_text(tiny_model: Path) -> None:
+async def test_a_request_that_comes_back_keeps_its_text(tiny_model: Path) -> None:
     expected = await alone(tiny_model, PROMPTS[:3])
     async with small_engine(tiny_model, dp=2) as engine:
         first, second = replicas(engine)

@@ -448,7 +448,7 @@ def journal_entry(number: int) -> JournalEntry:
     return JournalEntry(number, 0, spec, SamplingParams(), StreamBuffer(timeline, 1), timeline, [0], [])
 
 
-def test_suspects_that_move_together_stay_in_their_groups_and_those_that_ended_are_forgotten() -> None:
+def test_suspects_that_move_keep_their_groups_and_ended_ones_go() -> None:
     first, second = Journal(), Journal()
     for number in range(1, 9):
         first.open(journal_entry(number))
