@@ -171,7 +171,8 @@ class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
         ArgumentSpec(
             group="Model and tokenizer",
             help="Keep all tokens in layers that see a sliding window. Else they keep the window alone, where that "
-            "halves the cache of a sequence of the full context length at least, and decode steps are not captured.",
+            "halves the cache of a sequence of the full context length at least, and decode steps are captured on "
+            "NVIDIA GPUs alone.",
         ),
     ] = False
 

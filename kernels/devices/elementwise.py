@@ -82,6 +82,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "gelu": F.gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square_(),
 }
@@ -112,8 +113,8 @@ class Elementwise:
         return F.silu(x[:, :half]).mul_(x[:, half:])
 
     def activate(self, linear: Linear, activation: str) -> Linear:
-        """``linear``, then an ``activation``: silu, gelu or gelu_tanh (Hendrycks and Gimpel, arXiv 1606.08415), relu
-        or relu2 (So et al., arXiv 2109.08668)."""
+        """``linear``, then an ``activation``: silu, gelu, gelu_tanh or quick_gelu (Hendrycks and Gimpel, arXiv
+        1606.08415), relu or relu2 (So et al., arXiv 2109.08668)."""
         function = ACTIVATIONS[activation]
         return self.compose(lambda x: function(linear(x)), lambda x: x)
 

@@ -1,6 +1,6 @@
 """Runs an encoder step by step (``kernels.contract.step``).
 
-Tokens of an encoder attend to those after them, so an input runs whole, in the step that brings its last tokens.
+An input of an encoder runs whole, in the step that brings its last tokens: most attend to tokens after them.
 Nothing is kept of it: there is no cache, and the pages of a step have no meaning here.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ from kernels.core.arrays import unpack_ints
 from kernels.devices.select import select_device
 from kernels.distributed.group import Group
 from kernels.execution.device_errors import device_errors
-from kernels.execution.pooled import DenseLayers, activated, normalized
+from kernels.execution.pooled import DenseLayers, Put, activated, normalized
 from kernels.models.config_loader import read_config
 from kernels.models.encoder import Encoder, EncoderBatch
 from kernels.models.layers.builder import ModelBuilder
@@ -220,7 +221,9 @@ class EncoderRunner:
                 lengths,
             )
         )
-        states = _pooled(hidden, lengths, pooling)
+        states = _pooled(hidden, inputs, pooling, put)
+        if model.projection is not None:
+            states = model.projection(states)
         if model.head is None:
             wanted = [isinstance(task, Embed) and task.normalize for task in tasks]
             return normalized(self._dense(states), wanted, put)
@@ -244,9 +247,22 @@ def _segments(length: int, task: Embed | Classify) -> np.ndarray:
     return (np.arange(length) >= (second or length)).astype(np.int64)
 
 
-def _pooled(hidden: Tensor, lengths: list[int], pooling: PoolingConfig) -> Tensor:
-    """One state of each input [inputs, hidden]: its first one, the mean of all, or its last one."""
-    parts = hidden.split(lengths)
+def _pooled(hidden: Tensor, inputs: Sequence[np.ndarray], pooling: PoolingConfig, put: Put) -> Tensor:
+    """One state of each input [inputs, hidden]: the mean of all its tokens', or that of one of them."""
+    lengths = [len(tokens) for tokens in inputs]
     if pooling.mode == "mean":
-        return torch.stack([part.float().mean(0) for part in parts])
-    return torch.stack([part[0 if pooling.mode == "cls" else -1] for part in parts])
+        return torch.stack([part.float().mean(0) for part in hidden.split(lengths)])
+    places = np.array([_place(tokens, pooling) for tokens in inputs], dtype=np.int64)
+    return hidden.index_select(0, put(np.cumsum([0, *lengths[:-1]]) + places))
+
+
+def _place(tokens: np.ndarray, pooling: PoolingConfig) -> int:
+    """The token of an input whose state is taken."""
+    match pooling.mode:
+        case "cls":
+            return 0
+        case "end":
+            return int((tokens == pooling.end_token).argmax())
+        case "largest":
+            return int(tokens.argmax())
+    return len(tokens) - 1

@@ -185,8 +185,8 @@ def _check_code(whole: ModelConfig, config: RunnerConfig) -> None:
 
 
 _WINDOW_SHARE = 0.5
-"""Layers keep their windows alone if the longest sequence then takes less than this share of memory: graphs, drafts and
-narrow caches know one page table."""
+"""Layers keep their windows alone if the longest sequence then takes less than this share of memory: drafts and narrow
+caches know one page table."""
 
 
 def _open_groups(

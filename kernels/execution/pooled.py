@@ -16,7 +16,7 @@ from kernels.contract.errors import LoadError
 from kernels.contract.pooling import PoolingConfig
 from kernels.weights.loading import read_tensor, stored_shapes
 
-__all__ = ["DenseLayers", "activated", "normalized"]
+__all__ = ["DenseLayers", "Put", "activated", "normalized"]
 
 Put = Callable[[Any], Tensor]
 """``DeviceMemory.put``."""

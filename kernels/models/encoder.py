@@ -1,4 +1,5 @@
-"""A whole encoder, of layers that a family has made. Tokens attend to all tokens of their input.
+"""A whole encoder, of layers that a family has made. Tokens attend to all tokens of their input, or to those before
+them.
 
     h = embed(ids, positions, segments)
     for each layer:  h = layer(h)
@@ -37,11 +38,13 @@ EncoderLayer = Callable[[Tensor, EncoderBatch], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Encoder:
-    """``head``: of each input's first hidden state [inputs, hidden] -> [inputs, labels]; None without a head."""
+    """``head``: of each input's first hidden state [inputs, hidden] -> [inputs, labels]; None without a head.
+    ``projection``: of each input's pooled state [inputs, hidden] -> [inputs, numbers]; None without one."""
 
     embed: Callable[[EncoderBatch], Tensor]
     layers: Sequence[EncoderLayer]
     head: Linear | None = None
+    projection: Linear | None = None
 
     def forward(self, batch: EncoderBatch) -> Tensor:
         """The last hidden states [tokens, hidden]."""
@@ -51,11 +54,11 @@ class Encoder:
         return hidden
 
 
-def attend(qkv: Tensor, heads: int, lengths: Sequence[int]) -> Tensor:
+def attend(qkv: Tensor, heads: int, lengths: Sequence[int], causal: bool = False) -> Tensor:
     """Attention of all tokens of an input to one another (Vaswani et al., arXiv 1706.03762, section 3.2.1).
 
     ``qkv`` [tokens, 3 * heads * dim]: queries, then keys, then values -> [tokens, heads * dim]. Neighbors of one length
-    run in one call.
+    run in one call. ``causal``: to itself and those before it alone.
     """
     tokens = qkv.unflatten(1, (3, heads, -1))
     result, begin, first = [], 0, 0
@@ -65,7 +68,7 @@ def attend(qkv: Tensor, heads: int, lengths: Sequence[int]) -> Tensor:
             last += 1
         end = begin + length * (last - first)
         parts = tokens[begin:end].unflatten(0, (-1, length)).permute(2, 0, 3, 1, 4)  # [3, inputs, heads, length, dim]
-        values = F.scaled_dot_product_attention(parts[0], parts[1], parts[2])
+        values = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=causal)
         result.append(values.transpose(1, 2).reshape(end - begin, -1))
         begin, first = end, last
     return torch.cat(result)

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kernels.contract.errors import ConfigError
-from kernels.contract.pooling import DenseConfig, PoolingConfig
+from kernels.contract.pooling import DenseConfig, Mode, PoolingConfig
 from kernels.models.registry import BIDIRECTIONAL, HEADS, Entry, base_architecture, find_encoder, is_decoder
+from kernels.weights.wrapped import language_model
 
 __all__ = ["read_pooling"]
 
@@ -55,6 +56,8 @@ def read_pooling(directory: Path, config: Mapping[str, Any], is_embedding: bool 
     name = str(names[0]) if isinstance(names, list) and names else ""
     entry = find_encoder(name)
     encoder = entry is not None
+    if entry is not None:
+        config = language_model(config)
     both_ways = not encoder and _attends_both_ways(config)
     if both_ways and (name.endswith(HEADS) or base_architecture(name) not in BIDIRECTIONAL):
         raise ConfigError(
@@ -72,9 +75,18 @@ def read_pooling(directory: Path, config: Mapping[str, Any], is_embedding: bool 
                 "--is-embedding"
             )
         return None
-    mode: Literal["cls", "mean", "last"] = "cls" if encoder else "mean" if both_ways else "last"
+    mode: Mode = "cls" if encoder else "mean" if both_ways else "last"
     if "Pooling" in modules:
         mode = _mode(directory / modules["Pooling"])
+    end_token = projected = 0
+    if entry is not None and entry.end:
+        if "Pooling" in modules:
+            raise ConfigError(
+                f"{directory / modules['Pooling']}: the vectors of {name} are those of the token that ends a text, and "
+                "no other pooling is run; remove the module"
+            )
+        mode, end_token = _end(config)
+        projected = _projected(directory, config) if entry.end == "projection" else 0
     if not encoder and not both_ways and mode != "last":
         raise ConfigError(
             f"the pooling of {name} takes {mode}, and a decoder's vectors are those of the last token; use a "
@@ -102,8 +114,23 @@ def read_pooling(directory: Path, config: Mapping[str, Any], is_embedding: bool 
         prompts=prompts,
         default_prompt=default,
         lowercase=transformer.get("do_lower_case") is True,
-        dense=_dense(directory, dense, config.get("hidden_size")),
+        dense=_dense(directory, dense, projected or config.get("hidden_size")),
+        end_token=end_token,
+        projected=projected,
     )
+
+
+def _end(config: Mapping[str, Any]) -> tuple[Mode, int]:
+    """Where an input ends: at its first token ``eos_token_id``. CLIP's older files have 2 there, which means the token
+    with the largest id."""
+    token = config.get("eos_token_id", 49407)
+    if type(token) is not int or token < 0:
+        raise ConfigError(f"config.json: eos_token_id must be a token id, and is {str(token)[:80]!r}")
+    return ("largest", 0) if token == 2 else ("end", token)
+
+
+def _projected(directory: Path, config: Mapping[str, Any]) -> int:
+    return _features(directory / "config.json", {"projection_dim": 512} | dict(config), "projection_dim")
 
 
 def _attends_both_ways(config: Mapping[str, Any]) -> bool:
@@ -214,7 +241,7 @@ def _labels(config: Mapping[str, Any], default: int) -> tuple[str, ...]:
 
 def _positions(encoder: Entry, config: Mapping[str, Any]) -> int:
     """Tokens of an encoder's input."""
-    count, padding = config.get("max_position_embeddings", 512), config.get("pad_token_id", 1)
+    count, padding = config.get("max_position_embeddings", encoder.positions), config.get("pad_token_id", 1)
     if type(count) is not int or count < 1:
         raise ConfigError(f"config.json: max_position_embeddings must be a whole number, and is {count!r}")
     offset = padding + 1 if encoder.padded_positions and type(padding) is int else 0

@@ -81,8 +81,9 @@ class Family(Protocol):
 class Entry:
     """An architecture: its family's module, and what must be known of it without torch.
 
-    ``encoder``: whether tokens attend to those after them. ``padded_positions``: of an encoder whose first position
-    stands behind that of padding.
+    ``encoder``: whether an input runs whole and nothing is cached. ``padded_positions``: of an encoder whose first
+    position stands behind that of padding. ``positions``: of an encoder, if config.json does not say. ``end``: of an
+    encoder whose vectors are the ``state`` of the token that ends a text, or its ``projection``; "": of others.
 
     ``gguf``: its name in GGUF files; "": none. ``gguf_experts``: only of files with experts. ``gguf_shared_expert``:
     all tokens take one more expert, and the weights of chosen experts are not normalized. ``gguf_window``: whether the
@@ -93,6 +94,8 @@ class Entry:
     module: str
     encoder: bool = False
     padded_positions: bool = False
+    positions: int = 512
+    end: Literal["", "state", "projection"] = ""
     gguf: str = ""
     gguf_experts: bool = False
     gguf_shared_expert: bool = False
@@ -116,6 +119,9 @@ BUILT_IN = (
     *_encoders("Bert", "kernels.models.bert"),
     Entry("ChatGLMForConditionalGeneration", "kernels.models.chatglm"),
     Entry("ChatGLMModel", "kernels.models.chatglm"),
+    Entry("CLIPModel", "kernels.models.clip", encoder=True, positions=77, end="projection"),
+    Entry("CLIPTextModel", "kernels.models.clip", encoder=True, positions=77, end="state"),
+    Entry("CLIPTextModelWithProjection", "kernels.models.clip", encoder=True, positions=77, end="projection"),
     Entry("Cohere2ForCausalLM", "kernels.models.cohere2", gguf="cohere2"),
     Entry("Cohere2MoeForCausalLM", "kernels.models.cohere2_moe"),
     Entry("CohereForCausalLM", "kernels.models.cohere", gguf="command-r"),
@@ -186,6 +192,7 @@ BUILT_IN = (
     Entry("SmolLM3ForCausalLM", "kernels.models.smollm3", gguf="smollm3"),
     Entry("StableLmForCausalLM", "kernels.models.stablelm", gguf="stablelm"),
     Entry("Starcoder2ForCausalLM", "kernels.models.starcoder2", gguf="starcoder2"),
+    Entry("Step3p5ForCausalLM", "kernels.models.step3p5"),
     *_encoders("XLMRoberta", "kernels.models.bert", padded_positions=True),
     Entry("XverseForCausalLM", "kernels.models.xverse", gguf="xverse"),
 )
@@ -219,6 +226,7 @@ LANGUAGE_MODELS: Mapping[str, str] = {
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "step3p5": "Step3p5ForCausalLM",
 }
 """The family of the language model in a checkpoint that also reads images, by ``text_config.model_type``."""
 

@@ -52,6 +52,8 @@ def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
     outer = {key: raw[key] for key in _OUTER if raw.get(key) is not None}
     result = outer | {key: value for key, value in text.items() if value is not None or key not in outer}
     result |= {key: raw[key] for key in ("tie_word_embeddings",) if raw.get(key) is not None}
+    if raw.get("model_type") == "clip":
+        result |= _clip(raw)
     result["architectures"] = names
     result[WRAPPER] = str(names[0]) if isinstance(names, list) and names else ""
     for key in ("rope_scaling", "rope_parameters"):
@@ -65,6 +67,14 @@ def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
             for key, value in settings.items()
         }
     return result
+
+
+def _clip(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What CLIP's files say apart: ``text_config_dict`` of older ones is over ``text_config``, also in that it leaves
+    ``eos_token_id`` at transformers' default, and a text's projection has the size that it shares with images."""
+    older = raw.get("text_config_dict")
+    shared = {"projection_dim": raw["projection_dim"] if raw.get("projection_dim") is not None else 512}
+    return {"eos_token_id": 49407, **older, **shared} if isinstance(older, Mapping) else shared
 
 
 def _for_text(rope: Mapping[str, Any]) -> dict[str, Any]:

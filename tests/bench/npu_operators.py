@@ -114,7 +114,10 @@ def _print_counts() -> None:
         with tempfile.TemporaryDirectory() as folder:
             counts = " | ".join(str(len(layer_operators(kind, Path(folder), own))) for own in (False, True))
             print(f"| {kind} | {counts} | {one} | {other} |", flush=True)
-    print("\n| Around the layers | Troupe | in graphs | with Triton-Ascend | SGLang (read) | vLLM-Ascend (read) |")
+    print(
+        "\n| Around the layers | one by one | in graphs | in graphs, Triton-Ascend "
+        "| SGLang (read) | vLLM-Ascend (read) |"
+    )
     print("| --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
         torch_npu, own = (operators_around(Path(folder), own) for own in (False, True))

@@ -35,15 +35,21 @@ _TESTED: Mapping[str, str] = {"NVIDIA GPU": "cuda", "Ascend NPU¹": "npu"}
 
 def matrix() -> str:
     """A row for the families that work alike, a column for each device; most capable families first."""
+    files: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    for name, _, (*devices, gguf) in _families():
+        files[name, *devices].add(gguf)
     alike: dict[tuple[str, ...], set[str]] = defaultdict(set)
-    for name, _, cells in _families():
-        alike[cells].add(name)
+    for (name, *devices), ggufs in files.items():
+        alike[*devices, "yes" if "yes" in ggufs else "no"].add(name)
     rows = sorted(alike.items(), key=lambda row: (-len("".join(row[0]).replace("²", "")), row[1]))
     lines = [["; ".join(sorted(names)), *cells] for cells, names in rows]
     others = f"{len(code_architectures())} other architectures, by [transformers' code](.github/docs/models.md)"
     table = _table(["families", *DEVICES, "GGUF"], [*lines, [others, *["F Q T"] * len(DEVICES), "no"]])
     legend = ", ".join(f"{letter} {feature}" for letter, feature in FEATURES.items())
-    npu = " ¹ The NPU code has run on a simulator under the real torch_npu, never on NPU hardware."
+    npu = (
+        " ¹ The NPU code has run on a simulator under the real torch_npu, never on NPU hardware. Latent attention is "
+        "captured there in DeepSeek's sizes alone."
+    )
     untested = " ² No test compares this family's answers on this device." if "²" in table else ""
     return f"{table}\n\n{legend}.{npu}{untested}"
 

@@ -123,7 +123,7 @@ def check_dimensions(service: Service, dimensions: int | None) -> None:
     info = service.engine.model_info
     if dimensions is None or info is None:
         return
-    size = info.pooling.dense[-1].outputs if info.pooling is not None and info.pooling.dense else info.hidden_size
+    size = info.hidden_size if info.pooling is None else info.pooling.vector_size(info.hidden_size)
     if 0 < size < dimensions:
         raise _too_many(size)
 

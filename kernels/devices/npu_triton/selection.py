@@ -56,7 +56,7 @@ def check_kernel(name: str, device: torch.device) -> str:
         if not registered(name):
             register(name, _kernel(name, device))
         return _compare(name, device)
-    except Exception as error:  # whatever a compiler that nobody here has run may raise
+    except Exception as error:  # what its compiler may raise is unknown
         return f"{type(error).__name__}: {error}"
 
 

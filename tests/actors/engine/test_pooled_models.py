@@ -17,6 +17,7 @@ from actors.engine.engine import Engine
 from actors.protocol.requests import InvalidRequest, SamplingParams
 from kernels.contract.tasks import Classify, NextToken, Vector
 from tests.kits.engines import halt_in_a_step, rest, small_engine
+from tests.kits.tiny_clip import END, make_tiny_clip
 from tests.kits.tiny_encoder import make_tiny_encoder
 
 TEXTS = ["the quick brown fox", "paris", "over the lazy dog " * 9]
@@ -126,6 +127,22 @@ async def test_long_inputs_are_cut_where_a_request_says_so(tmp_path: Path) -> No
         await rest(engine)
     async with small_engine(tmp_path, allow_auto_truncate=True) as engine:
         assert await engine.embed(long) == await engine.embed([*ids[:63], 3])
+
+
+async def test_clip_embeds_texts_up_to_the_token_that_ends_them(tmp_path: Path) -> None:
+    model = make_tiny_clip(tmp_path)
+    long = "a Photo of a Cat. " * 9
+    async with small_engine(tmp_path) as engine:
+        ids = await engine.tokenize(long)
+        assert ids == await engine.tokenize(long.lower())
+        assert (ids[-1], engine.context_length) == (END, 77)
+        with pytest.raises(InvalidRequest, match="context"):
+            await engine.embed(long)
+        for kept in (77, 9):  # twice, so that the second finds what a prefix cache would keep of the first
+            vector = model.get_text_features(torch.tensor([[*ids[: kept - 1], END]])).pooler_output[0]
+            expected = torch.nn.functional.normalize(vector, dim=0).detach()
+            assert np.allclose(await engine.embed(long, truncate=kept), expected, atol=1e-5)
+        await rest(engine)
 
 
 async def test_the_chance_of_next_tokens_is_not_that_of_a_cut_prompt(tiny_model: Path) -> None:

@@ -64,10 +64,13 @@ async def test_too_many_dimensions_are_refused_before_inputs_run(make_applicatio
     assert (status, answer["error"]["param"]) == (400, "dimensions")
     assert not engine.streams
     assert (await post(application, input="x", dimensions=3))[0] == 200
-    pooling = PoolingConfig("embed", "mean", dense=(DenseConfig("2_Dense", 3, 2),))
-    engine.model_info = SimpleNamespace(hidden_size=3, pooling=pooling)
-    status, answer = await post(application, input="x", dimensions=3)
-    assert (status, "have 2 numbers" in answer["error"]["message"]) == (400, True)
+    for pooling in (
+        PoolingConfig("embed", "mean", dense=(DenseConfig("2_Dense", 3, 2),)),
+        PoolingConfig("embed", "end", projected=2),
+    ):
+        engine.model_info = SimpleNamespace(hidden_size=3, pooling=pooling)
+        status, answer = await post(application, input="x", dimensions=3)
+        assert (status, "have 2 numbers" in answer["error"]["message"]) == (400, True)
 
 
 async def test_others_run_between_two_vectors() -> None:

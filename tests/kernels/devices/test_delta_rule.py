@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.devices import delta_rule as delta_rule_module
-from kernels.devices.delta_rule import DeltaTokens, delta_chunks, delta_rule
+from kernels.devices.delta_rule import DeltaTokens, Scan, delta_chunks, delta_rule
 
 HEADS, K_DIM, V_DIM = 3, 6, 5
 
@@ -47,9 +47,9 @@ def test_long_rows_with_decays_of_channels_run_in_parts(monkeypatch: pytest.Monk
     calls: list[int] = []
     chunks = delta_rule_module._chunks
 
-    def counted(part: DeltaTokens, before: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    def counted(part: DeltaTokens, before: Tensor, size: int, scan: Scan) -> tuple[Tensor, Tensor]:
         calls.append(part.q.shape[1])
-        return chunks(part, before, size)
+        return chunks(part, before, size, scan)
 
     monkeypatch.setattr(delta_rule_module, "_NUMBERS", 2 * 2 * HEADS * K_DIM * 16 * 16)
     monkeypatch.setattr(delta_rule_module, "_chunks", counted)

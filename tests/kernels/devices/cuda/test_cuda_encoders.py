@@ -10,6 +10,7 @@ import torch
 
 from kernels.contract.tasks import Classify, Embed
 from tests.kernels.devices.cuda.interpreted import install
+from tests.kits.tiny_clip import END, make_tiny_clip
 from tests.kits.tiny_encoder import make_tiny_encoder
 from tests.kits.tiny_model import make_tiny_model
 from tests.kits.vectors import inputs, run
@@ -40,5 +41,19 @@ def test_a_decoder_attends_in_both_directions_as_on_the_cpu(
     info, found = run(tmp_path, inputs(), Embed(), device="cuda", dtype=dtype)
     assert info.pooling is not None
     assert info.pooling.encoder
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=close)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-5), ("bfloat16", 6e-2)])
+def test_clip_gives_the_vectors_of_the_cpu(
+    dtype: str, close: float, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny_clip(tmp_path)
+    prompts = [[*ids, END] for ids in inputs(vocab=END)]
+    _, expected = run(tmp_path, prompts, Embed())
+    if device.type == "cpu":
+        install(monkeypatch)
+    _, found = run(tmp_path, prompts, Embed(), device="cuda", dtype=dtype)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=close)

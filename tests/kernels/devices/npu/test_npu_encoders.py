@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kernels.contract.tasks import Classify, Embed
+from tests.kits.tiny_clip import END, make_tiny_clip
 from tests.kits.tiny_encoder import make_tiny_encoder
 from tests.kits.tiny_model import make_tiny_model
 from tests.kits.vectors import inputs, run
@@ -31,5 +32,15 @@ def test_a_decoder_attends_in_both_directions_as_on_the_cpu(dtype: str, close: f
     info, found = run(tmp_path, inputs(), Embed(), device="npu", dtype=dtype, page_size=128)
     assert info.pooling is not None
     assert info.pooling.encoder
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=close)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-5), ("bfloat16", 6e-2)])
+def test_clip_gives_the_vectors_of_the_cpu(dtype: str, close: float, tmp_path: Path) -> None:
+    make_tiny_clip(tmp_path)
+    prompts = [[*ids, END] for ids in inputs(vocab=END)]
+    _, expected = run(tmp_path, prompts, Embed())
+    _, found = run(tmp_path, prompts, Embed(), device="npu", dtype=dtype, page_size=128)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=close)
