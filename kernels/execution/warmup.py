@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from kernels.contract.caches import has_states
 from kernels.contract.config import RunnerConfig
 from kernels.core.arrays import Ints, Longs
 from kernels.core.attention_rows import AttentionRows
 from kernels.core.batch import ForwardBatch
 from kernels.devices.base import Device
+from kernels.devices.state_cache import run_accepted_null
 from kernels.execution.layer_groups import LayerGroups
 from kernels.models.decoder import Decoder
 from kernels.sampling.sampler import Sampler
@@ -22,6 +24,8 @@ __all__ = ["WarmUp"]
 
 WARM_DECODES = (1, 2, 4, 8)
 WARM_PREFILLS = (16, 64)
+WARM_STATES = (32,)
+"""Prompts of models with states in addition: kernels of recurrent layers are compiled for each size of a chunk."""
 
 
 class WarmUp:
@@ -62,7 +66,9 @@ class WarmUp:
 
     def _shapes(self) -> Iterator[tuple[Longs, Ints]]:
         shapes = [np.ones(rows, dtype=np.int64) for rows in WARM_DECODES if rows < self._config.max_slots]
-        shapes += [np.array([count]) for count in WARM_PREFILLS if count <= self._config.max_step_tokens]
+        states = self._groups is not None and has_states([each.group for each in self._groups.bounded])
+        prefills = (*WARM_PREFILLS, *(WARM_STATES if states else ()))
+        shapes += [np.array([count]) for count in prefills if count <= self._config.max_step_tokens]
         for counts in shapes:
             yield counts, np.zeros((len(counts), -(-int(counts.max()) // self._config.page_size)), dtype=np.int32)
 
@@ -86,6 +92,10 @@ class WarmUp:
         plans = {window: device.attention.plan_layers(rows, window) for window in self._windows}
         batch = ForwardBatch(ids, positions, device.memory.put(places), plans, rows=rows)
         if self._groups is not None:
-            batch = self._groups.place_null(batch, rows, sampled if sampled > len(counts) else 0)
+            verifies = self._config.speculation is not None and sampled > len(counts)
+            batch = self._groups.place_null(batch, rows, sampled if verifies else 0)
         hidden = model.forward(batch, caches)
-        return model.logits(model.split(hidden)[0][:sampled])
+        logits = model.logits(model.split(hidden)[0][:sampled])
+        for each in batch.verifying:
+            run_accepted_null(each, device.memory.put)
+        return logits

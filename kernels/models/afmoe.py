@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from kernels.contract.errors import ConfigError
-from kernels.core.batch import ForwardBatch
 from kernels.models.config import ConfigReader, ExpertsConfig, ModelConfig
 from kernels.models.decoder import Decoder
 from kernels.models.layers import gqa, mlp, moe, vocabulary
-from kernels.models.layers.block import Block, Norms, SelfAttention, gated_mlp
+from kernels.models.layers.block import Block, Norms, gated_mlp
 from kernels.models.layers.builder import LayerBuilder, ModelBuilder
+from kernels.models.layers.gated_attention import ApartGatedAttention
 from kernels.models.layers.moe import ExpertNames
 from kernels.weights.tensors import TensorSpec, by_outputs, linear, norm
 
@@ -111,27 +107,7 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
 def _layer(config: ModelConfig, builder: LayerBuilder, index: int) -> Block:
     name, experts = f"model.layers.{index}", config.experts
     norms = Norms(*(builder.norm(f"{name}.{norm}", config.norm_eps) for norm in _NORMS))
-    result = _GatedAttention(builder, config, f"{name}.self_attn", config.windows[index])
+    result = ApartGatedAttention(builder, config, f"{name}.self_attn", config.windows[index], "gate_proj")
     if experts is not None and index in experts.layers:
         return Block(builder, config, result, moe.SparseFeedForward(builder, experts, name, _NAMES), norms)
     return Block(builder, config, result, gated_mlp(builder, config, f"{name}.mlp"), norms)
-
-
-class _GatedAttention:
-    """``output(sigmoid(gate(x)) * attention(x))``."""
-
-    def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str, window: int) -> None:
-        names, counts = (f"{module}.q_norm", f"{module}.k_norm"), (config.heads, config.kv_heads)
-        norm = builder.head_norms(*names, *counts, config.norm_eps)
-        qkv = gqa.projection(builder, config, f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj")
-        self.inner = SelfAttention(builder, config, qkv, lambda x: x, window, norm=norm)
-        self.gate, self.output = builder.linear(f"{module}.gate_proj"), builder.row_parallel(f"{module}.o_proj")
-        self.without_program = builder.ops.elementwise.without_program()
-
-    def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
-    ) -> Tensor:
-        """As ``AttentionLayer``."""
-        result = self.without_program(self.inner(x, cos, sin, cache, batch, wanted))
-        gates = self.gate(x if wanted is None else x.index_select(0, wanted))
-        return self.output(result * torch.sigmoid(gates))

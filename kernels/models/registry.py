@@ -196,6 +196,7 @@ BUILT_IN = (
     Entry("SmolLM3ForCausalLM", "kernels.models.smollm3", gguf="smollm3"),
     Entry("StableLmForCausalLM", "kernels.models.stablelm", gguf="stablelm"),
     Entry("Starcoder2ForCausalLM", "kernels.models.starcoder2", gguf="starcoder2"),
+    Entry("Step3p5ForCausalLM", "kernels.models.step3p5"),
     *_encoders("XLMRoberta", "kernels.models.bert", padded_positions=True),
     Entry("XverseForCausalLM", "kernels.models.xverse", gguf="xverse"),
 )
@@ -229,6 +230,7 @@ LANGUAGE_MODELS: Mapping[str, str] = {
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "step3p5": "Step3p5ForCausalLM",
 }
 """The family of the language model in a checkpoint that also reads images, by ``text_config.model_type``."""
 

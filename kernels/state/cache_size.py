@@ -44,16 +44,19 @@ def cache_pages(
     groups, which share the memory. ``token_bytes``: of a token over all layers. ``context``: most tokens of a sequence.
     ``memory``: after the weights.
     """
-    page_bytes = (token_bytes + draft_bytes) * config.page_size
+    draft_page = draft_bytes * config.page_size
+    page_bytes = token_bytes * config.page_size + draft_page
 
     def pages_for(tokens: int) -> int:
         return -(-tokens // config.page_size)
 
     def bytes_of(pages: int) -> int:
-        return sizes.bytes(pages) if sizes is not None else pages * page_bytes
+        return sizes.bytes(pages) + pages * draft_page if sizes is not None else pages * page_bytes
 
     def pages_in(budget: int) -> int:
-        return sizes.max_pages(budget, max_pages + 1) - 1 if sizes is not None else budget // page_bytes - 1
+        if sizes is not None:
+            return sizes.max_pages(budget, max_pages + 1, draft_page) - 1
+        return budget // page_bytes - 1
 
     max_pages = (config.max_slots - 1) * pages_for(context + ahead)
     if config.max_total_tokens:

@@ -103,13 +103,13 @@ class GroupSizes:
         """Bytes of all groups."""
         return sum(group.num_pages * group.page_bytes for group in self.with_pages(pages))
 
-    def max_pages(self, budget: int, limit: int) -> int:
+    def max_pages(self, budget: int, limit: int, extra: int = 0) -> int:
         """The most main pages, page 0 included and at most ``limit``, with which all groups fit in ``budget`` bytes; 0
-        if none fit."""
+        if none fit. ``extra``: bytes that each main page takes beside the groups, as in a draft's own cache."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
-            if self.bytes(middle) <= budget:
+            if self.bytes(middle) + middle * extra <= budget:
                 low = middle
             else:
                 high = middle - 1

@@ -52,6 +52,35 @@ CHATGLM = {
     "rope_ratio": 50,
 }
 
+STEP = {
+    "architectures": ["Step3p5ForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 4,
+    "num_attention_groups": 2,
+    "head_dim": 16,
+    "attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 2, "head_dim": 16},
+    "layer_types": ["full_attention", *2 * ["sliding_attention"], "full_attention", "sliding_attention"],
+    "sliding_window": 21,
+    "rope_theta": [500.0, 100.0, 100.0, 500.0, 100.0],
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0],
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "moe_layers_enum": "1,2,3,4",
+    "moe_num_experts": 6,
+    "moe_top_k": 2,
+    "moe_intermediate_size": 32,
+    "share_expert_dim": 24,
+    "moe_router_activation": "sigmoid",
+    "moe_router_scaling_factor": 1.5,
+    "norm_expert_weight": True,
+    "swiglu_limits": [0.0, None, 2.0, 0.0, 0.0],
+    "swiglu_limits_shared": [1.0, 3.0, None, 0.0, 0.0],
+}
+
 PUBLISHED: dict[str, dict[str, Any]] = {
     "baichuan": BAICHUAN,
     "baichuan-alibi": BAICHUAN | {"num_attention_heads": 6, "max_position_embeddings": None, "model_max_length": 256},
@@ -103,6 +132,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "embedding_multiplier_scale": 3.0,
         "output_multiplier_scale": 0.5,
     },
+    "step3p5": STEP,
 }
 
 
@@ -119,8 +149,9 @@ def save_published(name: str, directory: Path, vocab_size: int = 0) -> Callable[
         config["padded_vocab_size" if "padded_vocab_size" in config else "vocab_size"] = vocab_size
     generator = torch.Generator().manual_seed(sum(name.encode()))
     weights = {}
-    for tensor, spec in tensors(parse_config(config)).items():
-        mean = 1.0 if len(spec.shape) == 1 else 0.0
+    sizes = parse_config(config)
+    for tensor, spec in tensors(sizes).items():
+        mean = 1.0 - sizes.norm_offset if len(spec.shape) == 1 else 0.0
         weights[tensor] = torch.randn(spec.shape, generator=generator) * 0.3 + mean
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config))
@@ -351,10 +382,61 @@ def _xverse(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
     return _norm(x, weights["model.norm.weight"], eps) @ weights["lm_head.weight"].T
 
 
+def _step3p5(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
+    eps, dim, window = config["rms_norm_eps"], config["head_dim"], config["sliding_window"]
+
+    def normed(x: Tensor, module: str) -> Tensor:
+        return _norm(x, weights[f"{module}.weight"] + 1, eps)
+
+    def seen(scores: Tensor) -> Tensor:
+        far = torch.ones(scores.shape[1:]).tril(-window).bool()
+        return scores.masked_fill(far, -torch.inf)
+
+    def mlp(module: str, x: Tensor, limit: float | None) -> Tensor:
+        gate, up, down = (weights[f"{module}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        gates, ups = F.silu(x @ gate.T), x @ up.T
+        if limit:
+            gates, ups = gates.clamp(max=limit), ups.clamp(-limit, limit)
+        return (gates * ups) @ down.T
+
+    def experts(module: str, x: Tensor, limit: float | None) -> Tensor:
+        scores = (x @ weights[f"{module}.gate.weight"].T).sigmoid()
+        chosen = (scores + weights[f"{module}.router_bias"]).topk(config["moe_top_k"], -1).indices
+        rows = []
+        for row, own, taken in zip(x, scores, chosen, strict=True):
+            parts = [own[one] * mlp(f"{module}.experts.{int(one)}", row, limit) for one in taken]
+            rows.append(torch.stack(parts).sum(0) / own[taken].sum() * config["moe_router_scaling_factor"])
+        return torch.stack(rows)
+
+    x = weights["model.embed_tokens.weight"][tokens]
+    for index in range(config["num_hidden_layers"]):
+        name, local = f"model.layers.{index}", config["layer_types"][index] == "sliding_attention"
+        module, inputs = f"{name}.self_attn", normed(x, f"{name}.input_layernorm")
+        queries, keys, values = (
+            (inputs @ weights[f"{module}.{part}_proj.weight"].T).unflatten(1, (-1, dim)) for part in "qkv"
+        )
+        turn = config["rope_theta"][index], int(dim * config["partial_rotary_factors"][index])
+        queries, keys = (
+            _rotated(normed(queries, f"{module}.q_norm"), *turn),
+            _rotated(normed(keys, f"{module}.k_norm"), *turn),
+        )
+        result = _attended(queries, keys, values, seen if local else lambda scores: scores)
+        gates = (inputs @ weights[f"{module}.g_proj.weight"].T).sigmoid().repeat_interleave(dim, 1)
+        x = x + (result * gates) @ weights[f"{module}.o_proj.weight"].T
+        inputs = normed(x, f"{name}.post_attention_layernorm")
+        limit, shared_limit = config["swiglu_limits"][index], config["swiglu_limits_shared"][index]
+        if str(index) in config["moe_layers_enum"].split(","):
+            x = x + experts(f"{name}.moe", inputs, limit) + mlp(f"{name}.share_expert", inputs, shared_limit)
+        else:
+            x = x + mlp(f"{name}.mlp", inputs, shared_limit)
+    return normed(x, "model.norm") @ weights["lm_head.weight"].T
+
+
 _FORWARD: dict[str, Callable[[Config, Weights, Tensor], Tensor]] = {
     "baichuan": _baichuan,
     "chatglm": _chatglm,
     "grok": _grok,
     "ling": _ling,
+    "step3p5": _step3p5,
     "xverse": _xverse,
 }

@@ -11,8 +11,9 @@ from kernels.devices.convolution import Convolution
 
 __all__ = ["MOST_TOKENS", "CudaConvolution", "convolve_tokens", "fits"]
 
-MOST_TOKENS = 15
-"""Draft tokens of a row that kernels of states run one after the other; more run in chunks."""
+MOST_TOKENS = 16
+"""Tokens of a row that kernels of states run one after the other, 15 draft tokens and their root; more run in
+chunks."""
 _CHANNELS = 512  # that a program convolves
 
 

@@ -134,7 +134,7 @@ def _gated_norm(
     tl.store(out + place, (normed * by).to(value.dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _scan(
     changes,
     reads,

@@ -1,5 +1,5 @@
-"""Grouped-query attention whose results a gate of each head's numbers weights: ``output(sigmoid(gate) * attention)``
-(Qiu et al., arXiv 2505.06708). ``q_proj`` gives the queries and gates, head by head.
+"""Grouped-query attention whose results gates weight: ``output(sigmoid(gate) * attention)`` (Qiu et al., arXiv
+2505.06708).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernels.models.layers.block import SelfAttention
 from kernels.models.layers.builder import LayerBuilder
 from kernels.weights.tensors import TensorSpec, by_outputs
 
-__all__ = ["GatedAttention", "tensors"]
+__all__ = ["ApartGatedAttention", "GatedAttention", "tensors"]
 
 
 def tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]:
@@ -32,7 +32,7 @@ def tensors(config: ModelConfig, module: str, gguf: str) -> Iterator[TensorSpec]
 
 
 class GatedAttention:
-    """The layer of ``tensors``, without a window."""
+    """The layer of ``tensors``, without a window. ``q_proj`` gives the queries and gates, head by head."""
 
     def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str) -> None:
         heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
@@ -66,3 +66,31 @@ class GatedAttention:
         if wanted is not None:
             gates = gates.index_select(0, wanted)
         return self._output(result * torch.sigmoid(gates))
+
+
+class ApartGatedAttention:
+    """``gqa.tensors`` with head norms, and gates that have a projection of their own: ``gate``, with as many outputs as
+    there are heads, or numbers of heads. ``window``: tokens that a query sees, 0 for all."""
+
+    def __init__(self, builder: LayerBuilder, config: ModelConfig, module: str, window: int, gate: str) -> None:
+        norm = builder.head_norms(
+            f"{module}.q_norm",
+            f"{module}.k_norm",
+            config.heads,
+            config.kv_heads,
+            config.norm_eps,
+            order=gqa.head_order(config),
+            offset=config.norm_offset,
+        )
+        qkv = gqa.projection(builder, config, f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj")
+        self.inner = SelfAttention(builder, config, qkv, lambda x: x, window, norm=norm)
+        self.gate, self.output = builder.linear(f"{module}.{gate}"), builder.row_parallel(f"{module}.o_proj")
+        self.heads, self.without_program = config.heads, builder.ops.elementwise.without_program()
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None
+    ) -> Tensor:
+        """As ``AttentionLayer``."""
+        result = self.without_program(self.inner(x, cos, sin, cache, batch, wanted))
+        gates = torch.sigmoid(self.gate(x if wanted is None else x.index_select(0, wanted)))
+        return self.output((result.unflatten(1, (self.heads, -1)) * gates.unflatten(1, (self.heads, -1))).flatten(1))

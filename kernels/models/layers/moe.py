@@ -22,6 +22,7 @@ __all__ = [
     "DEEPSEEK",
     "QWEN",
     "ExpertNames",
+    "LimitedGate",
     "SparseFeedForward",
     "expert_tensors",
     "expert_weights",
@@ -34,8 +35,10 @@ __all__ = [
 class ExpertNames:
     """A checkpoint's names of a layer's expert block and of an expert's projections; and in the block of the expert
     that all tokens take, of the router, and of the correction of its scores, "": there is none. ``boxed``: it is
-    one row of a matrix. ``both``, ``down_of_all``: the tensors of all experts, in a layer. ``shared_parts``: gate, up
-    and down of the expert that all tokens take, where they are named otherwise."""
+    one row of a matrix. ``both``, ``down_of_all``: the tensors of all experts, in a layer; ``gate_of_all``,
+    ``up_of_all``: in place of ``both``, where gates have one of their own. ``shared_parts``: gate, up and down of the
+    expert that all tokens take, where they are named otherwise. ``shared_beside``: that expert is not in the block but
+    beside it."""
 
     block: str
     gate: str
@@ -47,7 +50,14 @@ class ExpertNames:
     boxed: bool = False
     both: str = "mlp.experts.gate_up_proj"
     down_of_all: str = "mlp.experts.down_proj"
+    gate_of_all: str = ""
+    up_of_all: str = ""
     shared_parts: tuple[str, str, str] | None = None
+    shared_beside: bool = False
+
+    def shared_in(self, layer: str) -> str:
+        """The module of the expert that all tokens take."""
+        return f"{layer}.{self.shared}" if self.shared_beside else f"{layer}.{self.block}.{self.shared}"
 
     @property
     def shared_projections(self) -> tuple[str, str, str]:
@@ -85,9 +95,12 @@ def tensors(
     inner, count = config.inner, config.count
     rows, columns = by_outputs((inner, inner)), by_inputs(inner, inner)
     both, down = f"{layer}.{names.both}", f"{layer}.{names.down_of_all}"
+    first, second = (both, 0, 2), (both, 1, 2)
+    if names.gate_of_all:
+        first, second = (f"{layer}.{names.gate_of_all}", 0, 1), (f"{layer}.{names.up_of_all}", 0, 1)
     projections = (  # name, role, shape, split; name in GGUF; part and parts of the stacked tensor
-        (names.gate, Role.PROJECTION, (inner, hidden), rows, "ffn_gate", both, 0, 2),
-        (names.up, Role.PROJECTION, (inner, hidden), rows, "ffn_up", both, 1, 2),
+        (names.gate, Role.PROJECTION, (inner, hidden), rows, "ffn_gate", *first),
+        (names.up, Role.PROJECTION, (inner, hidden), rows, "ffn_up", *second),
         (names.down, Role.DOWN, (hidden, inner), columns, "ffn_down", down, 0, 1),
     )
     for expert in range(count):
@@ -97,7 +110,7 @@ def tensors(
             weight = f"{block}.experts.{expert}.{name}.weight"
             yield TensorSpec(weight, shape, role, split, apart, (), stacked)
     if config.shared:
-        name, width, bias = f"{block}.{names.shared}", config.shared, config.shared_bias
+        name, width, bias = names.shared_in(layer), config.shared, config.shared_bias
         outputs, inputs, place = by_outputs((width, width)), by_inputs(width, width), f"{gguf}.ffn_down_shexp"
         gate, up, last = names.shared_projections
         yield from linear(f"{name}.{gate}", (width, hidden), outputs, f"{gguf}.ffn_gate_shexp", bias=bias)
@@ -132,14 +145,32 @@ def expert_weights(builder: LayerBuilder, config: ExpertsConfig, module: str) ->
     ]
 
 
+@dataclass(frozen=True)
+class LimitedGate:
+    """``min(silu(gate), limit) * up`` of gate | up [tokens, 2 * n], ups within ``limit`` (Step 3.5)."""
+
+    limit: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+    def after(self, builder: LayerBuilder, *modules: str) -> Linear:
+        """The inner activations of a feed-forward layer. ``modules``: as ``LayerBuilder.gated``."""
+        linear = builder.linear(*modules)
+        return builder.ops.elementwise.compose(lambda x: self(linear(x)), lambda x: x)
+
+
 class SharedExpert:
     """``down(silu(gate(x)) * up(x))``, if it is ``weighted`` times ``sigmoid(weight @ x)``. Each rank has its part of
-    the inner dimension."""
+    the inner dimension. ``gate``: in place of SwiGLU's."""
 
-    def __init__(self, builder: LayerBuilder, names: ExpertNames, module: str, weighted: bool) -> None:
+    def __init__(
+        self, builder: LayerBuilder, names: ExpertNames, module: str, weighted: bool, gate: LimitedGate | None = None
+    ) -> None:
         self._elementwise = builder.ops.elementwise
         *gates, down = (f"{module}.{name}" for name in names.shared_projections)
-        self.gate_up = builder.gated(*gates)
+        self.gate_up = builder.gated(*gates) if gate is None else gate.after(builder, *gates)
         builder.refuse_adapters((down,))
         self.down = builder.ops.linear.make_projection(builder.source.projection([down]), builder.row_bias(down))
         self.weight: Linear | None = None
@@ -158,9 +189,18 @@ class SharedExpert:
 
 class SparseFeedForward:
     """``sum(weight[e] * down[e](silu(gate[e](x)) * up[e](x)))`` over the experts e that a token takes, and the one that
-    all take. Each rank has its part of every expert's inner dimension."""
+    all take. Each rank has its part of every expert's inner dimension. ``gate``, ``shared_gate``: in place of SwiGLU's,
+    of these experts and of that one."""
 
-    def __init__(self, builder: LayerBuilder, config: ExpertsConfig, layer: str, names: ExpertNames = QWEN) -> None:
+    def __init__(
+        self,
+        builder: LayerBuilder,
+        config: ExpertsConfig,
+        layer: str,
+        names: ExpertNames = QWEN,
+        gate: LimitedGate | None = None,
+        shared_gate: LimitedGate | None = None,
+    ) -> None:
         block, source = f"{layer}.{names.block}", builder.source
         self.group, self._routes, factor = builder.mesh, builder.routes, config.result_scale
         self._scaled = builder.ops.elementwise.compose(lambda x: x * factor, lambda x: x) if factor != 1.0 else None
@@ -177,10 +217,10 @@ class SparseFeedForward:
         router = f"{block}.{names.router}"
         weight, bias = source.take([f"{router}.weight"]), source.biases([router])
         correction = source.take([f"{block}.{names.correction}"]) if names.correction else None
-        self.experts = _experts(builder, config, weight, bias, experts, correction=correction)
+        self.experts = _experts(builder, config, weight, bias, experts, correction=correction, gate=gate)
         self.shared: SharedExpert | None = None
         if config.shared:
-            self.shared = SharedExpert(builder, names, f"{block}.{names.shared}", config.weighted)
+            self.shared = SharedExpert(builder, names, names.shared_in(layer), config.weighted, shared_gate)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._routes.is_open:
@@ -201,9 +241,10 @@ def _experts(
     experts: Sequence[ExpertWeights],
     *,
     correction: Tensor | None,
+    gate: LimitedGate | None,
 ) -> Experts:
     layers, routing, cap = builder.ops.experts, _routing(config, correction), config.router_softcap
-    if config.activation == "silu" and not cap and not config.identities:
+    if config.activation == "silu" and not cap and not config.identities and gate is None:
         return layers.make(router, bias, experts, routing)
     linear = layers.make_router(router, bias, routing)
     capped = (
@@ -213,7 +254,7 @@ def _experts(
         capped,
         experts,
         routing,
-        None if config.activation == "silu" else gelu_and_mul,
+        gate if config.activation == "silu" else gelu_and_mul,
         identities=config.identities if builder.mesh.rank == 0 else -config.identities,
     )
 

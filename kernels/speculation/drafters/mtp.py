@@ -208,7 +208,13 @@ QWEN = Layout("mtp.layers", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc",
 
 
 def _find(checkpoint: DraftCheckpoint, target: ModelConfig) -> tuple[Layout, list[str]]:
-    """The layout, and the heads' names in order. Raises LoadError where there are none."""
+    """The layout, and the heads' names in order. Raises LoadError where there are none, ConfigError for a target whose
+    heads are not built."""
+    if target.norm_offset and not isinstance(target.recurrence, DeltaConfig):
+        raise ConfigError(
+            f"the heads for later tokens of {target.architecture} are not run, as their norms add to their weights; "
+            "use --speculative-algorithm NGRAM"
+        )
     if checkpoint.dummy:
         if isinstance(target.recurrence, DeltaConfig):
             return QWEN, [f"{QWEN.layers}.0"]

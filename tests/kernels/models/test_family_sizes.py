@@ -13,12 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from kernels.contract.caches import CacheGroup, Paged, Window
 from kernels.contract.errors import ConfigError
-from kernels.models.config import ModelConfig, QueryGrowth
+from kernels.models.config import ModelConfig, QueryGrowth, local_config
 from kernels.models.config_loader import parse_config
 from kernels.models.layers import vocabulary
 from kernels.models.layers.rotary import alibi_slopes
 from kernels.models.registry import BUILT_IN, caches
-from tests.kits.driver import COMMON, DBRX, LONGCAT
+from kernels.models.step3p5 import Step3p5Config
+from tests.kits.driver import COMMON, DBRX, LONGCAT, YARN_ROPE
+from tests.kits.published import PUBLISHED
 
 SPARSE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -31,11 +33,12 @@ OTHER_PARTS = {
     "full_attention": {"rope_theta": 5e6, "partial_rotary_factor": 0.5},
     "sliding_attention": {"rope_theta": 1e4},
 }
+STEP = PUBLISHED["step3p5"]
 
 
 def read(architecture: str, **more: object) -> ModelConfig:
     name = "ChatGLMModel" if architecture == "ChatGLM" else f"{architecture}ForCausalLM"
-    return parse_config(COMMON | {"num_hidden_layers": 4, "architectures": [name]} | more)
+    return parse_config(COMMON | {"num_hidden_layers": 4} | more | {"architectures": [name]})
 
 
 @pytest.mark.parametrize(
@@ -93,6 +96,27 @@ def read(architecture: str, **more: object) -> ModelConfig:
             SPARSE | {"layer_types": 4 * ["sliding_attention"]},
             "layer_types must say full_attention or chunked_attention",
         ),
+        ("Step3p5", STEP | {"moe_router_activation": "softmax"}, "moe_router_activation 'softmax' is not supported"),
+        ("Step3p5", STEP | {"norm_expert_weight": False}, "norm_expert_weight False is not supported"),
+        ("Step3p5", STEP | {"use_rope_layers": [True, False, True, True]}, "use_rope_layers must be true"),
+        ("Step3p5", STEP | {"moe_layers_enum": 3}, "moe_layers_enum must name layers, and is 3"),
+        ("Step3p5", STEP | {"moe_layers_enum": "1,x"}, "moe_layers_enum must name layers, and is '1,x'"),
+        ("Step3p5", STEP | {"sliding_window": None}, "sliding_window must be a whole number"),
+        ("Step3p5", STEP | {"rope_parameters": 3}, "rope_parameters must be an object, and is 3"),
+        ("Step3p5", STEP | {"rope_theta": [1.0, 2.0, 3.0, 1.0]}, "rope_theta must have one number for each layer"),
+        ("Step3p5", STEP | {"rope_theta": [1.0, 2.0]}, "rope_theta must have one number for each layer"),
+        ("Step3p5", STEP | {"rope_scaling": 2.0}, "rope_scaling must be an object, for full_attention alone"),
+        ("Step3p5", STEP | {"rope_scaling": YARN_ROPE, "yarn_only_types": []}, "for full_attention alone, not \\[\\]"),
+        ("Step3p5", STEP | {"attention_other_setting": 6}, "attention_other_setting must be an object"),
+        (
+            "Step3p5",
+            STEP | {"attention_other_setting": {"num_attention_groups": 3}},
+            "attention_other_setting.num_attention_groups 3 must be 2",
+        ),
+        ("Step3p5", STEP | {"num_sliding_attention_heads": 5}, "num_sliding_attention_heads 5 is not a multiple"),
+        ("Step3p5", STEP | {"per_layer_config": {"1": {"num_attention_heads": 6}}}, "per_layer_config must say"),
+        ("Step3p5", STEP | {"swiglu_limits": [1.0]}, "swiglu_limits must have a number or null for each layer"),
+        ("Step3p5", STEP | {"swiglu_limits_shared": [1.0, -2.0, 0.0, None]}, "swiglu_limits_shared must be a number"),
     ],
 )
 def test_what_cannot_be_run_is_named(architecture: str, more: dict[str, object], says: str) -> None:
@@ -155,6 +179,32 @@ def test_published_names_of_mimo_v2_are_read() -> None:
     assert config.eager_with({"caps", "sinks"}) == "attention with heads of two sizes"
     with pytest.raises(ConfigError, match="v_head_dim 30 is more than head_dim 24"):
         read("MiMoV2Flash", **SPARSE | sizes | {"v_head_dim": 30})
+
+
+def test_layers_of_step_differ_in_heads_rotation_and_limits() -> None:
+    config = read("Step3p5", **STEP | {"vocab_size": 212, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
+    assert isinstance(config, Step3p5Config)
+    assert config.experts is not None
+    assert (sorted(config.experts.layers), config.windows) == ([1, 2, 3], (0, 21, 21, 0))
+    assert [config.layer(index).heads for index in range(4)] == [4, 6, 6, 4]
+    assert [config.layer(index).rotary_dim for index in range(4)] == [8, 16, 16, 8]
+    assert (config.rope.theta, config.rope.factor) == (500.0, 2.0)
+    assert {(rope.theta, rope.factor) for rope in config.ropes.values()} == {(100.0, 1.0)}
+    assert (config.limits, config.shared_limits) == ((0.0, 0.0, 2.0, 0.0), (1.0, 3.0, 0.0, 0.0))
+    half, quarter = (local_config(config, size) for size in (2, 4))
+    assert isinstance(half, Step3p5Config)
+    assert isinstance(quarter, Step3p5Config)
+    assert [half.layer(index).heads for index in range(2)] == [2, 3]
+    with pytest.raises(ConfigError, match=r"the 6 heads of layers with a window cannot be divided .* 4"):
+        quarter.layer(1)
+
+
+def test_step_without_lists_has_full_attention_and_three_plain_layers() -> None:
+    sizes = {"num_key_value_heads": 2, "n_routed_experts": 6, "num_experts_per_tok": 2}
+    config = read("Step3p5", **sizes, num_hidden_layers=5)
+    assert config.experts is not None
+    assert (config.windows, sorted(config.experts.layers)) == ((0,) * 5, [3, 4])
+    assert (config.experts.inner, config.experts.shared, config.head_dim, config.rope.theta) == (1280, 1280, 128, 1e4)
 
 
 def test_parts_that_are_not_given_are_those_of_transformers() -> None:

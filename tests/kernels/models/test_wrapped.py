@@ -15,7 +15,7 @@ from kernels.contract.errors import ConfigError
 from kernels.models.config_loader import read_config
 from kernels.models.registry import LANGUAGE_MODELS, find
 from kernels.weights.wrapped import language_model, plain_name
-from tests.kits.driver import COMMON, DEEPSEEK, DELTA, DENSE, EXPERTS, ROUTED
+from tests.kits.driver import COMMON, DEEPSEEK, DELTA, DENSE, EXPERTS, LLAMA3_ROPE, ROUTED
 
 TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
 SIGLIP = TOWER | {"image_size": 16}
@@ -52,6 +52,16 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # transformer
         QWEN | {"deepstack_visual_indexes": [0]},
     ),
     "qwen3.5": ("Qwen3_5", DELTA, QWEN),
+    "step-3.7": (
+        "Step3p7",
+        {"head_dim": 16, "num_hidden_layers": 4, "num_sliding_attention_heads": 6, "sliding_window": 11}
+        | {"layer_types": ["full_attention", *2 * ["sliding_attention"], "full_attention"], "share_expert_dim": 24}
+        | {"moe_layers_enum": "1,2,3", "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"rope_theta": [500.0, 100.0, 100.0, 500.0], "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5]}
+        | {"rope_scaling": LLAMA3_ROPE, "moe_router_scaling_factor": 1.5}
+        | {"swiglu_limits": [0.0, None, 2.0, 0.0], "swiglu_limits_shared": [1.0, 3.0, None, 0.0]},
+        SIGLIP,
+    ),
 }
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kernels.contract.caches import CacheGroup, Latent, Paged, State, Window
+from kernels.contract.config import RunnerConfig
+from kernels.contract.errors import CacheSizeError
+from kernels.devices.memory import MemoryUsage
+from kernels.state.cache_size import cache_pages
 from kernels.state.group_sizes import GroupSizes, snapshot_pages
 
 PAGED = Paged(kv_heads=1, k_dim=4, v_dim=4)
@@ -66,3 +70,33 @@ def test_as_many_pages_as_fit_a_budget(groups: tuple[CacheGroup, ...]) -> None:
         pages = found.max_pages(budget, 5000)
         assert pages == 0 or found.bytes(pages) <= budget
         assert pages == 5000 or found.bytes(max(pages, 1) + 1) > budget
+
+
+@pytest.mark.parametrize("group", [STATE, WINDOW, CacheGroup(Latent(12, 4), (1,))], ids=["state", "window", "latent"])
+def test_caches_of_drafts_count_beside_groups(group: CacheGroup) -> None:
+    """A draft's own cache has as many pages as the model's, whatever groups that has."""
+    divided, draft_bytes = sizes(FULL, group), 96
+
+    def pages(free: int, **options: int | float) -> int:
+        config = RunnerConfig("", page_size=16, **options)  # type: ignore[arg-type]
+        return cache_pages(
+            config,
+            divided.token_bytes,
+            4096,
+            0,
+            MemoryUsage(free, free),
+            default_fraction=0.5,
+            default_tokens=0,
+            draft_bytes=draft_bytes,
+            sizes=divided,
+        )
+
+    def needed(count: int) -> int:
+        return divided.bytes(count) + count * 16 * draft_bytes
+
+    free = 400_000
+    for budget, count in ((free // 2, pages(free)), (free, pages(free, mem_fraction_static=1.0))):
+        assert needed(count) <= budget < needed(count + 1)
+    assert pages(needed(101), max_total_tokens=1600) == 101
+    with pytest.raises(CacheSizeError):
+        pages(needed(101) - 1, max_total_tokens=1600)

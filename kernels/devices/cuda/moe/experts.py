@@ -307,6 +307,7 @@ class CudaExperts(StackedExperts[_Stack]):
         return (
             len(x) <= _FEW_TOKENS
             and self.gate_up.micro
+            and self.down.micro
             and isinstance(self._gate, ClampedGate)
             and not self._identities
             and not self.routing.on_inputs

@@ -60,6 +60,19 @@ def test_a_few_tokens_in_kernels_are_torchs(taps: int, by_channel: bool, writes:
         torch.testing.assert_close(states, each, atol=1e-4, rtol=1e-4)
 
 
+def test_kernels_run_fifteen_draft_tokens_and_their_root(device: torch.device) -> None:
+    torch.manual_seed(5)
+    tokens, page = torch.arange(17, device=device).view(1, 17), torch.zeros(1, dtype=torch.int64, device=device)
+    mixed, states = torch.randn(17, 6, device=device), torch.randn(PAGES, 3, 6, device=device)
+    convolution = CausalConvolution(torch.randn(6, 1, 4, device=device), activate=False)
+    rows, out = StateSegments(tokens[:, :16], page, None, True, few=True), torch.zeros(17, 6, device=device)
+    assert CudaConvolution().step(mixed, convolution.weight, None, states, rows, out)
+    expected, _ = convolution(mixed[rows.tokens], torch.zeros(1, 3, 6, device=device))
+    torch.testing.assert_close(out[:16], expected[0], atol=1e-5, rtol=1e-5)
+    more = StateSegments(tokens, page, None, True, few=True)
+    assert not CudaConvolution().step(mixed, convolution.weight, None, states, more, out)
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("taps", [2, 4])
 @pytest.mark.parametrize("channels", [5, 600])

@@ -32,13 +32,13 @@ def step(by_channel: bool, few: bool) -> None:
     assert CudaDeltaRule().step(inputs, weight, cache, rows, out, 2)
 
 
-def scan_prompt(by_channel: bool) -> None:
+def scan_prompt(by_channel: bool, count: int) -> None:
     def rows(width: int) -> torch.Tensor:
-        return empty(2, 32, 9, 64, width, dtype=torch.float32)
+        return empty(2, 32, count, 64, width, dtype=torch.float32)
 
-    solved = empty(2, 32, 9, 256, 64, dtype=torch.float32).transpose(3, 4)  # as torch returns it
+    solved = empty(2, 32, count, 256, 64, dtype=torch.float32).transpose(3, 4)  # as torch returns it
     changes, reads = solved.split((128, 128), -1)
-    forgets = empty(2, 32, 9, 128 if by_channel else 1, dtype=torch.float32)
+    forgets = empty(2, 32, count, 128 if by_channel else 1, dtype=torch.float32)
     chunks = DeltaChunks(changes, reads, rows(128), rows(64), rows(128), forgets)
     CudaDeltaRule().scan(chunks, empty(2, 32, 128, 128, dtype=torch.float32))
 
@@ -48,10 +48,11 @@ def scan_prompt(by_channel: bool) -> None:
 def test_scans_of_delta_nets_compile(
     by_channel: bool, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And spill next to nothing."""
+    """Once for any number of chunks, and spill next to nothing."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with compiling(monkeypatch, capability) as kernels:
-        scan_prompt(by_channel)
+        for count in (1, 9, 16):
+            scan_prompt(by_channel, count)
     (kernel,) = kernels
     assert kernel.kernel == "_scan"
     assert kernel.shared <= SHARED[capability], kernel

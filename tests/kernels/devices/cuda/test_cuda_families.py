@@ -18,7 +18,7 @@ OPTIONS = {"device": "cuda", "page_size": 16, "max_slots": 3, "max_total_tokens"
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-@pytest.mark.parametrize("name", [*UNLIKE, "longcat-flash"])
+@pytest.mark.parametrize("name", [*UNLIKE, "longcat-flash", "step3p5"])
 def test_logits_match_in_prompts_and_decodes(name, device, reference, drive, prompts, monkeypatch):
     if device.type == "cpu":
         install(monkeypatch)

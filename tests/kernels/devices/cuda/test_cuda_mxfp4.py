@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 import triton
@@ -66,6 +68,25 @@ def test_a_layer_of_few_tokens_equals_that_of_many(device, product, monkeypatch)
     x = torch.randn(3, 64).half().to(device)
     right = layer(x).double()
     assert (layer._few(x).double() - right).norm() <= 4e-3 * right.norm()
+
+
+@pytest.mark.parametrize("part", ["gate_up", "down"])
+def test_the_kernel_of_few_tokens_needs_both_products_in_mxfp4(part, monkeypatch):
+    monkeypatch.setattr(experts, "has_gluon", lambda name: True)
+
+    def weight(outputs, inputs):
+        codes = torch.zeros((outputs, inputs // 32, 16), dtype=torch.uint8)
+        return Mxfp4Weight.from_blocks(codes, torch.zeros((outputs, inputs // 32), dtype=torch.uint8), torch.float16)
+
+    def layer(gate_up, down):
+        expert = ExpertWeights(gate_up, None, down, None)
+        return CudaExperts(lambda x: x, [expert] * 2, Routing(1, True), ClampedGate(1.7, 7.0))
+
+    x = MagicMock()
+    x.__len__.return_value, x.element_size.return_value, x.device.type = 1, 2, "cuda"
+    both = {"gate_up": weight(128, 64), "down": weight(64, 64)}
+    assert layer(**both)._is_few(x)
+    assert not layer(**both | {part: torch.zeros(both[part].shape).half()})._is_few(x)
 
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")

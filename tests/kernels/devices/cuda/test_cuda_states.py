@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from kernels.contract.speculation import SpeculativeSettings
+from kernels.devices.cuda import delta_rule
 from kernels.devices.cuda.capture import CudaCapture
+from kernels.devices.cuda.convolution import convolve_tokens
 from kernels.devices.state_cache import captured_segments, plan_segments
 from kernels.state import group_sizes
+from tests.kernels.devices.cuda import interpreted
 from tests.kernels.devices.cuda.interpreted import install
 from tests.kits.driver import HYBRID
 from tests.kits.executors import find_executor
@@ -94,6 +97,23 @@ def test_draft_tokens_change_no_token(
     for number, text in enumerate(texts):
         assert text + line.outputs[number] == oracle.truths[number][: len(text) + (count if number < 3 else 3)]
     assert sum(oracle.accepted) > 5
+
+
+def test_the_form_for_accepted_tokens_is_compiled_at_load(reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes states, of rows with lengths: no pass has it."""
+    install(monkeypatch)
+    monkeypatch.setattr(interpreted._Memory, "measure_step", lambda self, step: step() or 0)
+    forms: set[tuple[bool, bool]] = set()
+
+    def convolve(*arguments: Any, **options: Any) -> torch.Tensor:
+        segment = arguments[3]
+        forms.add((segment.targets is not None, segment.lengths is not None and segment.few))
+        return convolve_tokens(*arguments, **options)
+
+    monkeypatch.setattr(delta_rule, "convolve_tokens", convolve)
+    draft_with(monkeypatch, Oracle(3, 1, lambda position: False, 211))
+    make_line(reference("qwen3.5").path, speculation=SpeculativeSettings("STANDALONE", num_draft_tokens=4))
+    assert (True, True) in forms
 
 
 def test_pages_of_states_are_looked_up_on_the_device() -> None:
