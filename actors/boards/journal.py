@@ -115,12 +115,14 @@ class Journal:
         for sequence in sequences:
             entry = self._close(sequence)
             if entry is not None:
-                to.open(entry)
+                # A new object: a detokenizer that has decoded it before must not go on from there if it comes back.
+                to.open(msgspec.structs.replace(entry))
         for suspects in (self.suspects, self.arriving):
             to.arriving.adopt(suspects.release(to._entries))
 
     def arrived(self, sequences: Container[int]) -> None:
         """The scheduler knows these sequences now: those that are suspects run apart from others."""
+        self.arriving.retain(self._entries)  # some may have ended on their way
         self.suspects.adopt(self.arriving.release(sequences))
 
     def live(self) -> Iterator[JournalEntry]:

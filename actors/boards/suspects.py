@@ -93,6 +93,10 @@ class Suspects:
                 self._alone.add(suspected[0])
         return Verdict(quarantined, counts=self._unproved > _MAX_UNPROVED)
 
+    def were_alone(self) -> frozenset[int]:
+        """The suspects that were alone in a lost step."""
+        return frozenset(self._alone)
+
     def ran(self, sequence: int, computed: int, *, decode: bool) -> None:
         """Record the result of a step with this sequence: ``computed`` tokens are done, the last of them in a
         ``decode`` or not."""

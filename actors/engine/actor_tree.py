@@ -100,6 +100,9 @@ class ActorTree:
             on_ready=lambda info: self._loaded(number, info),
             on_refused=on_refused,
             hand_over=self._hand_over,
+            others_serve=lambda: any(
+                replica.number != number and replica.board.worker is not None for replica in self.replicas
+            ),
         )
 
     def _on_event(self, event: Event) -> None:

@@ -274,7 +274,11 @@ class Engine:
             self.arguments,
             opened.served,
             encoding=encoding,
-            router=Router([replica.route for replica in actor_tree.replicas], load_balance_method(self.arguments)),
+            router=Router(
+                [replica.route for replica in actor_tree.replicas],
+                load_balance_method(self.arguments),
+                self.arguments.max_running_requests,
+            ),
             timelines=self.timelines,
             faults=self._injector,
         )

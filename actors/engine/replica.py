@@ -63,12 +63,14 @@ class ReplicaSetup(msgspec.Struct, frozen=True):
 class ReplicaEvents(msgspec.Struct, frozen=True):
     """Callbacks of a replica to its engine. ``on_progress``: loading progress, a stage and a fraction. ``on_ready``:
     its workers have loaded, for the first time or again. ``on_refused``: they cannot load, with a reason and whether it
-    is permanent. ``hand_over``: lets other replicas run the live sequences of this route; returns those that moved."""
+    is permanent. ``hand_over``: lets other replicas run the live sequences of this route; returns those that moved.
+    ``others_serve``: whether the workers of another replica have loaded."""
 
     on_progress: Callable[[str, float], None]
     on_ready: Callable[[ModelInfo], None]
     on_refused: Callable[[str, bool], None]
     hand_over: Callable[[Route], Sequence[int]]
+    others_serve: Callable[[], bool]
 
 
 class Replica:
@@ -126,8 +128,13 @@ class Replica:
             standby=arguments.standby_worker,
             silence=max(arguments.watchdog_timeout, _MIN_SILENCE_SECONDS),
             max_restarts=arguments.max_worker_restarts,
-            counts=self.board.last_death_counts,
+            counts=self._death_counts,
         )
+
+    def _death_counts(self) -> bool:
+        """Whether the death of the workers counts towards the most restarts. While another replica serves, it does not:
+        one broken device must not end all."""
+        return self.board.last_death_counts() and not self._events.others_serve()
 
     async def start_actors(self) -> None:
         """Start the actors in the loop. Workers may still load when this returns; ``on_ready`` reports the end of

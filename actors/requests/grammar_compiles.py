@@ -34,9 +34,11 @@ Key = tuple[int, int | None, Grammar]
 
 
 class GrammarCompiles:
-    """The grammars of one engine's requests. ``tenants``: those that share the places of what waits."""
+    """The grammars of one engine's requests. ``tenants``: those that share the places of what waits. ``replicas``: each
+    has grammars that are known."""
 
-    def __init__(self, tenants: int = 1) -> None:
+    def __init__(self, tenants: int = 1, replicas: int = 1) -> None:
+        self._max_known = _KNOWN * replicas
         self._known: OrderedDict[Key, None] = OrderedDict()
         self._waiting: Counter[tuple[str, Key]] = Counter()
         """Requests that wait, by tenant and grammar."""
@@ -72,7 +74,7 @@ class GrammarCompiles:
         if not answered or epoch is None:  # a worker that loads answers at once, and compiles nothing
             return False
         self._known[key] = None
-        if len(self._known) > _KNOWN:
+        if len(self._known) > self._max_known:
             self._known.popitem(last=False)
         return True
 

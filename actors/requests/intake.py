@@ -120,11 +120,12 @@ class Intake:
         timelines: Timelines,
         faults: FaultInjector | None = None,
     ) -> None:
+        running = arguments.max_running_requests * arguments.data_parallel_size
         self.admission = AdmissionControl(
-            max_sequences=arguments.max_running_requests + arguments.max_queued_requests,
+            max_sequences=running + arguments.max_queued_requests,
             max_tokens=arguments.max_queued_tokens,
             tenants=max(1, len(arguments.api_keys)),
-            busy_from=arguments.max_running_requests,
+            busy_from=running,
         )
         self.encoding = encoding
         self.idle = asyncio.Event()
@@ -136,7 +137,7 @@ class Intake:
         self._timelines = timelines
         self._requests: dict[str, _Request] = {}
         self._numbers = itertools.count(1)
-        self._grammars = GrammarCompiles(max(1, len(arguments.api_keys)))
+        self._grammars = GrammarCompiles(max(1, len(arguments.api_keys)), len(router.routes))
         self._readers = WakeLimiter(_READERS_A_TURN)
         # With --random-seed the same requests in the same order sample the same tokens after a new start.
         seed = arguments.random_seed
@@ -362,9 +363,14 @@ class Intake:
         request.prompt_tokens = request.timeline.prompt_tokens = len(ids)
         packed, tenant = np.asarray(ids, dtype=np.int32).tobytes(), request.permit.tenant
         route = self._router.choose(packed, request.salt)
-        while params.grammar is not None and await self._grammars.compile(params.grammar, route, tenant):
-            route = self._router.choose(packed, request.salt)  # another may have less to do by now
-        self._wanted(buffer)
+        if params.grammar is not None:
+            while True:
+                workers = route.board.worker
+                await self._grammars.compile(params.grammar, route, tenant)
+                if route.board.worker is workers:
+                    break
+                route = self._router.choose(packed, request.salt)  # the workers died, or others are ready now
+            self._wanted(buffer)
         request.route = route
         specs = self._write_down(
             request, route, packed, ids, max_tokens, bad_words=tuple(bad_words), prediction=prediction
@@ -435,11 +441,16 @@ class Intake:
 
     def hand_over(self, route: Route) -> list[int]:
         """Move the live requests of a replica whose workers have died to replicas that are ready, each to the one that
-        the router chooses; returns the sequences that moved. Where none is ready, they wait for their own workers."""
-        moved: list[int] = []
+        the router chooses; returns the sequences that moved.
+
+        Where none is ready, they wait for their own workers. So does a request with a sequence that was alone in a lost
+        step: it may kill the next replica, too.
+        """
         now = time.monotonic()
+        stays = route.journal.suspects.were_alone()
+        moves: dict[int, tuple[Route, list[tuple[_Request, list[JournalEntry]]]]] = {}  # by the target's number
         for request in self._requests.values():
-            if request.route is not route:
+            if request.route is not route or not stays.isdisjoint(request.sequences):
                 continue
             entries = [entry for each in request.sequences if (entry := route.journal.get(each)) is not None]
             if not entries:
@@ -447,16 +458,21 @@ class Intake:
             target = self._router.choose(entries[0].spec.prompt, request.salt)
             if target is route or target.board.worker is None:
                 break
+            moves.setdefault(target.number, (target, []))[1].append((request, entries))
+        moved: list[int] = []
+        for target, requests in moves.values():
+            entries = [entry for _, each in requests for entry in each]
             specs = tuple(entry.resume_spec() for entry in entries)
-            try:
+            try:  # all at once: groups of suspects stay together
                 target.scheduler.offer(Submit(sequences=specs, moved=True))
             except MailboxFull:
                 continue
             sequences = [entry.sequence for entry in entries]
             route.journal.move(sequences, target.journal)
-            request.route = target
-            request.timeline.mark("handed_over", now, replica=target.number)
             moved += sequences
+            for request, _ in requests:
+                request.route = target
+                request.timeline.mark("handed_over", now, replica=target.number)
         return moved
 
     def _write_down(

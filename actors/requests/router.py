@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
@@ -48,20 +49,22 @@ class Router:
     - ``total_requests``: the replica with the fewest live sequences.
     - ``total_tokens``: the replica with the fewest live tokens, of prompts and outputs.
     - ``cache_aware``: the replica that has seen most of the prompt's prefix, if its live tokens are at most 1.5 times
-      the mean or few; else as ``total_tokens``. This is consistent hashing with bounded loads (V. Mirrokni, M. Thorup,
-      M. Zadimoghaddam, 2018), with the longest known prefix in place of the hash.
+      the mean or few, and it has fewer than ``max_running`` live sequences; else as ``total_tokens``. This is
+      consistent hashing with bounded loads (V. Mirrokni, M. Thorup, M. Zadimoghaddam, 2018), with the longest known
+      prefix in place of the hash.
 
     A replica whose workers are loading gets requests only while no other is ready. It is a plain object of the loop
     and no actor: the choice and the submission are one turn of the loop, so each choice sees the load of all before.
     """
 
-    def __init__(self, routes: Sequence[Route], method: str = "cache_aware") -> None:
+    def __init__(self, routes: Sequence[Route], method: str = "cache_aware", max_running: int = sys.maxsize) -> None:
         if not routes:
             raise ValueError("a router needs at least one route")
         if method not in METHODS:
             raise ValueError(f"a router has no method {method!r}")
         self._routes = tuple(routes)
         self._method = method
+        self._max_running = max_running
         self._turn = 0
         self._by_number = {route.number: route for route in routes}
         self._prefixes: PrefixIndex[_Cache] = PrefixIndex(_BLOCKS_A_REPLICA * len(routes))
@@ -105,7 +108,9 @@ class Router:
     def _holder(self, cache: _Cache, limit: float) -> Route | None:
         """The replica with this cache, if the cache is there still and the replica has few enough live tokens."""
         route = self._by_number[cache[0]]
-        return route if cache == _cache_of(route) and cache[1] >= 0 and route.journal.tokens <= limit else None
+        if cache != _cache_of(route) or cache[1] < 0 or len(route.journal) >= self._max_running:
+            return None
+        return route if route.journal.tokens <= limit else None
 
 
 _tokens: Callable[[Route], int] = attrgetter("journal.tokens")

@@ -211,6 +211,10 @@ class Planner:
         late = [sequence for sequence in self._find(_passed(self._start_limits, now)) if sequence.cached_tokens < 0]
         return outputs + [self._table.end(sequence, Ended("late")) for sequence in late]
 
+    def forget_steps(self) -> None:
+        """Forget the steps in flight of workers that have died, once their death is judged."""
+        self._flights.clear()
+
     def retract(self) -> None:
         """Move all running sequences back to the queue."""
         for sequence in list(self._table.running.values()):

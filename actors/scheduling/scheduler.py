@@ -143,6 +143,8 @@ class Scheduler(Actor[SchedulerProtocol]):
         ready = self._board.worker
         if ready is not None:
             await self._take_worker(*ready)
+        elif entries:
+            self._leave_to_others()
         await self._schedule()
 
     # -- requests
@@ -282,11 +284,15 @@ class Scheduler(Actor[SchedulerProtocol]):
             await self._emit(self._worker_lost(epoch, "the worker died"))
         # Outputs under way must be in the journal before the others read it.
         await self._detokenizer.ask(FlushOutputs(), timeout=_CACHE_TIMEOUT_SECONDS)
+        self._planner.forget_steps()  # so that a pause does not wait for them
+        self._leave_to_others()
+        await self._schedule()
+
+    def _leave_to_others(self) -> None:
         moved = self._hand_over()
         if moved:
             _log.info("%d sequences of %s go on in other replicas", len(moved), self._worker.name)
         self._planner.text_stopped(moved)
-        await self._schedule()
 
     # -- grammars
 

@@ -44,11 +44,14 @@ def describe(header: GgufHeader) -> dict[str, Any]:
             f"{header.path} is one of several files of a model; join them with llama-gguf-split --merge and give the "
             "whole one"
         )
+    if header.metadata.get(f"{name}.attention.causal") is False:
+        raise meta.refused("attention to later tokens (attention.causal)")
+    layers = meta.block_count
     experts = FAMILIES[name](meta) if name in FAMILIES else _experts(header, meta, entry)
     latent = _latent(header, meta) if name == _DEEPSEEK else {}
     hidden = meta.size(f"{name}.embedding_length")
     heads = meta.size(f"{name}.attention.head_count")
-    dim = latent.get("qk_rope_head_dim") or meta.size(f"{name}.attention.key_length", _head_dim(header, hidden, heads))
+    dim = latent.get("qk_rope_head_dim") or meta.head_dim
     if not latent and meta.size(f"{name}.attention.value_length", dim) != dim:
         raise GgufError(f"{header.path}: heads of keys and of values of different sizes are not supported")
     rotated = meta.size(f"{name}.rope.dimension_count", dim)
@@ -59,14 +62,6 @@ def describe(header: GgufHeader) -> dict[str, Any]:
     embeddings = header.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.shape) != 2:
         raise GgufError(f"{header.path} has no matrix token_embd.weight: it is no whole model; download it again")
-    layers = meta.block_count
-    # Every layer has tensors: a number of them that the head could not hold is not counted up to.
-    last = f"blk.{layers - 1}."
-    if layers > len(header.tensors) or not any(tensor.startswith(last) for tensor in header.tensors):
-        raise GgufError(
-            f"{header.path} has no tensor {last}*, the last of {name}.block_count {layers} layers: it is no whole "
-            "model; download it again"
-        )
     if layers * experts.get("num_experts", 0) > MAX_EXPERTS_OF_MODEL:
         max_experts = MAX_EXPERTS_OF_MODEL // layers
         raise meta.wrong(f"{name}.expert_count", f"at most {max_experts} in each of {layers} layers")
@@ -100,13 +95,6 @@ def describe(header: GgufHeader) -> dict[str, Any]:
         **experts,
         **latent,
     }
-
-
-def _head_dim(header: GgufHeader, hidden: int, heads: int) -> int:
-    """The size of a head of files that do not say it: what the output of attention reads, over the heads."""
-    outputs = (info for name, info in header.tensors.items() if name.endswith(".attn_output.weight"))
-    output = next(outputs, None)
-    return hidden // heads if output is None or len(output.shape) != 2 else output.shape[1] // heads
 
 
 def _latent(header: GgufHeader, meta: Metadata) -> dict[str, Any]:

@@ -221,7 +221,7 @@ def _multipliers(meta: Metadata) -> dict[str, Any]:
     return {
         "embedding_multiplier": meta.number(".embedding_scale", 1.0) or 1.0,
         "residual_multiplier": meta.number(".residual_scale", 1.0) or 1.0,
-        "attention_multiplier": meta.number(".attention.scale", 0.0) or None,
+        "attention_multiplier": meta.number(".attention.scale", 0.0) or meta.head_dim**-0.5,
         "logits_scaling": meta.number(".logit_scale", 1.0) or 1.0,
     }
 
@@ -398,10 +398,11 @@ def _smollm3(meta: Metadata) -> dict[str, Any]:
 
 
 def _stablelm(meta: Metadata) -> dict[str, Any]:
+    if meta.has(".attn_q_norm.weight"):
+        raise meta.refused("norms of query and key heads (attn_q_norm)")
     return {
         "use_qkv_bias": meta.has(".attn_q.bias"),
         "use_parallel_residual": not meta.has(".ffn_norm.weight"),
-        "qk_layernorm": meta.has(".attn_q_norm.weight"),
     }
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import struct
+from functools import cached_property
 from typing import Any
 
 from kernels.contract.errors import GgufError
+from kernels.contract.limits import MAX_LAYERS, MAX_SIZE
 from kernels.weights.gguf.header import GgufHeader
 
 __all__ = ["Metadata"]
@@ -39,6 +41,8 @@ class Metadata:
             value = own.pop() if len(own) == 1 else None
         if type(value) is not int or value < 1:
             raise self.wrong(key, "a whole number of at least 1")
+        if value > MAX_SIZE:
+            raise self.wrong(key, f"at most {MAX_SIZE}")
         return value
 
     def count(self, key: str, default: int = 0) -> int:
@@ -64,14 +68,33 @@ class Metadata:
             raise self.wrong(key, f"a value for each of {self.block_count} layers")
         return value[: self.block_count]
 
-    @property
+    @cached_property
     def block_count(self) -> int:
-        """Layers of the model, without those at the end that draft tokens."""
+        """Layers of the model, without those at the end that draft tokens. The last of them has tensors in the file, so
+        that the number may be counted up to."""
         drafting = self.count(".nextn_predict_layers")
-        layers = self.size(".block_count")
-        if drafting >= layers:
-            raise self.wrong(".nextn_predict_layers", f"less than the {layers} layers of block_count")
-        return layers - drafting
+        whole = self.size(".block_count")
+        if drafting >= whole:
+            raise self.wrong(".nextn_predict_layers", f"less than the {whole} layers of block_count")
+        layers, tensors = whole - drafting, self.header.tensors
+        last = f"blk.{layers - 1}."
+        if layers > len(tensors) or not any(tensor.startswith(last) for tensor in tensors):
+            raise GgufError(
+                f"{self.header.path} has no tensor {last}*, the last of {self.name}.block_count {layers} layers: it is "
+                "no whole model; download it again"
+            )
+        if layers > MAX_LAYERS:
+            raise self.wrong(".block_count", f"at most {MAX_LAYERS}")
+        return layers
+
+    @property
+    def head_dim(self) -> int:
+        """The size of a head; of files that do not say it, what the output of attention reads over the heads."""
+        heads, outputs = self.size(".attention.head_count"), self.header.tensors.items()
+        output = next((info for name, info in outputs if name.endswith(".attn_output.weight")), None)
+        hidden = self.size(".embedding_length")
+        width = hidden if output is None or len(output.shape) != 2 else output.shape[1]
+        return self.size(".attention.key_length", width // heads)
 
     def has(self, ending: str) -> bool:
         """Whether a tensor's name ends so."""

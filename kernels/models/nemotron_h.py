@@ -120,7 +120,7 @@ def _tensors(config: ModelConfig) -> Iterator[TensorSpec]:
         if kind == "mamba":
             yield from mamba.tensors(config, f"{layer}.mixer", gguf)
         elif kind == "attention":
-            yield from gqa.tensors(config, f"{layer}.mixer", f"{gguf}.attn")
+            yield from gqa.interleaved_tensors(config, f"{layer}.mixer", f"{gguf}.attn")
         elif kind == "mlp":
             yield from _plain_tensors(config, f"{layer}.mixer", f"{gguf}.ffn", inner)
         else:

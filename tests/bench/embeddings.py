@@ -98,7 +98,8 @@ async def run_round(server: OwnServer, streams: int, inputs: int, size: int, pro
 
 def main(argv: list[str]) -> int:
     parser = command_line(__name__, __doc__, records=True)
-    parser.add_argument("--shape", default="0.6b", choices=[name for name in SHAPES if "Qwen3For" in str(SHAPES[name])])
+    names = [name for name in SHAPES if "Qwen3For" in str(SHAPES[name])]
+    parser.add_argument("--shape", default="0.6b", choices=names, help="of the made-up model")
     parser.add_argument("--costless", action="store_true", help="a worker that costs nothing, in place of the model")
     parser.add_argument("--points", default="64:1,1:1,4:64", help="streams:inputs of a request, separated by commas")
     parser.add_argument("--tokens", type=int, default=512, help="of each input")

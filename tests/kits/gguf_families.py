@@ -332,10 +332,14 @@ def _corrections(tensors: Tensors) -> Tensors:
 
 
 def _granite(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
-    writer.add_attention_scale(config["attention_multiplier"])
-    writer.add_embedding_scale(config["embedding_multiplier"])
-    writer.add_residual_scale(config["residual_multiplier"])
-    writer.add_logit_scale(config["logits_scaling"])
+    for key, add in {
+        "attention_multiplier": writer.add_attention_scale,
+        "embedding_multiplier": writer.add_embedding_scale,
+        "residual_multiplier": writer.add_residual_scale,
+        "logits_scaling": writer.add_logit_scale,
+    }.items():
+        if config.get(key) is not None:
+            add(config[key])
     result = _llama(writer, config, tensors)
     for name in [name for name in result if name.endswith("block_sparse_moe.input_linear.weight")]:
         gate, up = result.pop(name).chunk(2, 1)
@@ -461,7 +465,7 @@ def _key_heads(writer: gguf.GGUFWriter, config: dict[str, Any], kinds: list[str]
 
 def _granite_hybrid(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
     _key_heads(writer, config, config["layer_types"])
-    writer.add_rope_scaling_finetuned(False)
+    writer.add_rope_scaling_finetuned(config.get("position_embedding_type") == "rope")
     writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
     sizes = (config["mamba_n_heads"], config["mamba_d_head"], config["mamba_n_groups"], config["mamba_d_state"])
     result = _mamba(writer, *sizes, _granite(writer, config, tensors))
@@ -493,7 +497,7 @@ def _nemotron(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors)
                 writer.kv_data[0].pop(key)
     sizes = (config["mamba_num_heads"], config["mamba_head_dim"], config["n_groups"], config["ssm_state_size"])
     result = {}
-    for name, held in _stacked(_mamba(writer, *sizes, tensors)).items():
+    for name, held in _stacked(_mamba(writer, *sizes, _interleave(tensors, config))).items():
         if ".experts." in name:
             name = f"blk.{name.split('.')[2]}.ffn_{name.split('.')[-2].removesuffix('_proj')}_exps.weight"
         result[name.replace("mixer.dt_proj.bias", "mixer.dt.bias")] = held

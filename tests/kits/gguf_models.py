@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.kits.driver import DELTA, DENSE, FALCON, GPT_OSS, GRANITE_HYBRID, HYBRID, LLAMA4, NEMOTRON, ROUTED
+from tests.kits.driver import DELTA, DENSE, FALCON, GPT_OSS, GRANITE_HYBRID, HYBRID, LLAMA4, NEMOTRON, ROUTED, SHARED
 
 __all__ = ["GGUF_MODELS"]
 
@@ -16,6 +16,7 @@ _LONG = {
     "short_factor": [1.0, 1.1, 1.2],
     "long_factor": [1.0, 2.0, 4.0],
 }
+_DELTA = DELTA | {"linear_num_value_heads": 6}  # two by two heads are in the same order when they are turned back
 _OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("Afmoe", ROUTED["afmoe"][1] | {"global_attn_every_n_layers": 4, "num_hidden_layers": 5}),
     "cohere2": ("Cohere2", DENSE["cohere2"][1] | {"head_dim": 12, "sliding_window_pattern": 4}),
@@ -48,8 +49,10 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", DENSE["glm"][1] | {"head_dim": 12, "rms_norm_eps": 1e-5}),
     "qwen3.5-wide": (
         "Qwen3_5Text",
-        DELTA | {"linear_value_head_dim": 32, "linear_key_head_dim": 32, "hidden_size": 64, "intermediate_size": 96},
+        _DELTA | {"linear_value_head_dim": 32, "linear_key_head_dim": 32, "hidden_size": 64, "intermediate_size": 96},
     ),
+    "qwen3.5": ("Qwen3_5Text", _DELTA | {"tie_word_embeddings": True}),
+    "qwen3.5-moe": ("Qwen3_5MoeText", SHARED | _DELTA | {"layer_types": 2 * ["linear_attention", "full_attention"]}),
     "phi3-long": (
         "Phi3",
         {"pad_token_id": 0, "partial_rotary_factor": 0.5, "rope_parameters": _LONG, "sliding_window": None},

@@ -42,6 +42,9 @@ READ = (
 """Supported types of tensors: all that the gguf package dequantizes."""
 
 _BESIDE = (".scale", ".input_scale")
+_UNREAD = ("rope_freqs.", "rope_factors_", "v.", "a.", "mm.")
+"""What the names of other tensors begin with: tables that the metadata's reader takes, and towers of images and sound,
+which are never read."""
 _FLOATS = ("F32", "F16", "BF16")
 _CHUNK = 1 << 22
 """Elements that are dequantized at a time, so that no weight is ever whole in float32."""
@@ -125,11 +128,11 @@ class GgufCheckpoint:
             elif (problem := self._factor_problem(foreign, info)) is not None:
                 wrong.append(f"{factor_of(foreign)} {problem}")
         layers = {name.split(".")[1] for name in expected if name.startswith("blk.")}
+        has_all = "token_embd.weight" in expected
         wrong += [
             f"{name} is in the file and not in the model"
             for name in tensors
-            if name.startswith("blk.")
-            and name.split(".")[1] in layers
+            if (name.split(".")[1] in layers if name.startswith("blk.") else has_all and not name.startswith(_UNREAD))
             and name not in expected
             and not name.endswith("attn_rot_embd")
             and not (name.endswith(_BESIDE) and f"{name.rpartition('.')[0]}.weight" in expected)

@@ -27,7 +27,10 @@ __all__ = ["GgufScheme"]
 _BLOCK = 32
 _Q4_0, _Q8_0 = 2, 8
 _MXFP4, _MXFP4_BYTES = 39, 17
+_NAN = 255  # the exponent of e8m0 that is not a number
 _BYTES = {_Q4_0: 18, _Q8_0: 34}
+_NO_FACTORS = (".ffn_gate_inp.scale", ".ffn_down_exps.scale")
+"""Tensors of Gemma 4 that are named like factors."""
 
 
 class GgufScheme(Scheme):
@@ -37,8 +40,8 @@ class GgufScheme(Scheme):
 
     def __init__(self, header: GgufHeader) -> None:
         tensors = header.tensors
-        if header.metadata.get("general.architecture") == "gemma4":  # whose tensors of this name are no factors
-            tensors = {name: info for name, info in tensors.items() if not name.endswith(".scale")}
+        if header.metadata.get("general.architecture") == "gemma4":
+            tensors = {name: info for name, info in tensors.items() if not name.endswith(_NO_FACTORS)}
         self._tensors = {**tensors, **cut(tensors)}
 
     def _kind(self, weight: TensorSpec) -> int:
@@ -75,6 +78,8 @@ class GgufScheme(Scheme):
         kind, shape, module = self._kind(weight), weight.matrix, weight.module
         if kind == _MXFP4:
             blocks = files.read(f"{module}.weight").view(shape[0], -1, _MXFP4_BYTES)
+            if bool((blocks[:, :, 0] == _NAN).any()):
+                raise not_finite(self._foreign(weight))
             return Mxfp4Weight.from_blocks(_paired(blocks[:, :, 1:]), blocks[:, :, 0], torch.bfloat16)
         if kind in KINDS:
             data = files.read(f"{module}.weight").view(shape[0], -1, KINDS[kind].size)

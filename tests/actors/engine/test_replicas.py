@@ -29,14 +29,19 @@ PARAMS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 PROMPTS = [f"The lazy dog {i}" for i in range(8)]
 
 
-async def tokens_of(engine: Engine, prompt: Any, params: SamplingParams = PARAMS) -> dict[int, list[int]]:
-    tokens: dict[int, list[int]] = {}
+Answer = dict[int, tuple[list[int], str]]
+"""The tokens and the text of each choice."""
+
+
+async def tokens_of(engine: Engine, prompt: Any, params: SamplingParams = PARAMS) -> Answer:
+    answer: Answer = {}
     async for delta in engine.generate(prompt, params):
-        tokens.setdefault(delta.index, []).extend(delta.token_ids)
-    return tokens
+        tokens, text = answer.get(delta.index, ([], ""))
+        answer[delta.index] = ([*tokens, *delta.token_ids], text + delta.text)
+    return answer
 
 
-async def alone(model: Path, prompts: list[Any], params: SamplingParams = PARAMS) -> list[dict[int, list[int]]]:
+async def alone(model: Path, prompts: list[Any], params: SamplingParams = PARAMS) -> list[Answer]:
     """The tokens of an engine with one replica."""
     async with small_engine(model) as engine:
         return [await tokens_of(engine, prompt, params) for prompt in prompts]
@@ -102,6 +107,29 @@ async def test_deaths_of_all_replicas_lose_no_request(tiny_model: Path) -> None:
         await rest(engine)
 
 
+async def _moved_by_a_death(engine: Engine, old: Replica, new: Replica) -> None:
+    """Kill the workers of ``old`` in a pause, and wait until all three requests go on in ``new``."""
+    await engine.pause_generation("in_place")
+    await until(lambda: new.board.worker is not None, "it did not come back")
+    before = sum(len(entry.output) for each in (old, new) for entry in each.journal.live())
+    kill(engine, old.number)
+    await until(lambda: len(new.journal) == 3, "they did not move")
+    await engine.continue_generation()
+    await until(lambda: sum(len(entry.output) for entry in new.journal.live()) > before + 9, "they do not go on")
+
+
+async def test_a_request_that_comes_back_keeps_its_text(tiny_model: Path) -> None:
+    expected = await alone(tiny_model, PROMPTS[:3])
+    async with small_engine(tiny_model, dp=2) as engine:
+        first, second = replicas(engine)
+        readers = [asyncio.create_task(tokens_of(engine, prompt)) for prompt in PROMPTS[:3]]
+        await all_decode(engine, 3)
+        await _moved_by_a_death(engine, first, second)
+        await _moved_by_a_death(engine, second, first)
+        async with asyncio.timeout(120):
+            assert await asyncio.gather(*readers) == expected
+
+
 async def test_a_hanging_replica_is_left(tiny_model: Path) -> None:
     expected = await alone(tiny_model, PROMPTS)
     async with small_engine(tiny_model, dp=2, watchdog_timeout=3.0) as engine:
@@ -125,6 +153,33 @@ async def test_a_harmful_request_is_found_across_replicas(tiny_model: Path) -> N
             assert answers == expected
             await rest(engine)
             assert not any(len(each.journal.suspects) + len(each.journal.arriving) for each in replicas(engine))
+
+
+async def test_a_broken_replica_does_not_end_the_others(tiny_model: Path) -> None:
+    async with small_engine(tiny_model, dp=2, max_worker_restarts=1) as engine:
+        first, _ = replicas(engine)
+        for _ in range(3):
+            await until(lambda: first.board.worker is not None, "it did not come back")
+            kill(engine, 0)
+            await until(lambda: first.board.worker is None, "it is still alive")
+            assert len((await tokens_of(engine, "Once"))[0][0]) == 400
+        assert engine.status.phase == "ready"
+
+
+async def test_a_pause_does_not_wait_for_a_dead_replica(tiny_model: Path) -> None:
+    expected = await alone(tiny_model, PROMPTS[:4])
+    async with small_engine(tiny_model, dp=2) as engine:
+        first, second = replicas(engine)
+        readers = [asyncio.create_task(tokens_of(engine, prompt)) for prompt in PROMPTS[:4]]
+        await all_decode(engine, 4)
+        kill(engine, 0)
+        await until(lambda: len(second.journal) == 4, "they did not move")
+        assert first.board.worker is None
+        await engine.pause_generation("in_place")
+        assert first.board.worker is None
+        await engine.continue_generation()
+        async with asyncio.timeout(120):
+            assert await asyncio.gather(*readers) == expected
 
 
 async def test_choices_and_grammars_move(tiny_model: Path) -> None:
@@ -261,6 +316,13 @@ def test_a_router_follows_the_longest_cached_prefix() -> None:
     # An overloaded replica gets no more of them, and one with a new worker has an empty cache.
     add(first.journal, 100_000, 2)
     assert router.choose(prompt(system, (2, 100))) is not first
+    # One without room gets none, however few tokens it has.
+    small = Router(routes, "cache_aware", max_running=2)
+    third = small.choose(prompt(other))
+    assert small.choose(prompt(other)) is third
+    for sequence in (10, 11):
+        add(third.journal, 1, sequence)
+    assert small.choose(prompt(other)) is not third
     second.board.worker = (None, 1)  # type: ignore[assignment]
     add(second.journal, 1, 3)
     assert router.choose(prompt(system, (3, 128), (4, 10))) is not second
@@ -271,7 +333,7 @@ async def test_each_method_serves(tiny_model: Path, method: str) -> None:
     async with small_engine(tiny_model, dp=2, load_balance_method=method) as engine:
         assert engine.intake is not None
         assert engine.intake._router._method == method
-        assert len(await tokens_of(engine, "Once")) == 1
+        assert len((await tokens_of(engine, "Once"))[0][0]) == 400
 
 
 async def test_prompts_in_turn_are_round_robin(tiny_model: Path) -> None:

@@ -439,3 +439,24 @@ async def test_a_condemned_sequence_ends_though_the_scheduler_dies_first() -> No
         rig.system.crash_actor(rig.scheduler, ChildCrash("on purpose"))
         await until(lambda: rig.reported, "no output arrived")
         assert [word.ended.reason for word in rig.reported if word.ended is not None] == ["error"]
+
+
+def journal_entry(number: int) -> JournalEntry:
+    prompt = np.arange(8, dtype=np.int32).tobytes()
+    spec = SequenceSpec(sequence=number, prompt=prompt, sampling=SlotSampling(), max_tokens=9)
+    timeline = Timelines().open(str(number), operation="text_completion", model="")
+    return JournalEntry(number, 0, spec, SamplingParams(), StreamBuffer(timeline, 1), timeline, [0], [])
+
+
+def test_suspects_that_move_keep_their_groups_and_ended_ones_go() -> None:
+    first, second = Journal(), Journal()
+    for number in range(1, 9):
+        first.open(journal_entry(number))
+    first.suspects.died({number: Rerun(8, decode=False) for number in range(1, 9)})
+    first.move(range(1, 9), second)
+    assert (len(first), len(first.suspects), len(second), len(second.arriving)) == (0, 0, 8, 8)
+    second.drop(3)
+    second.arrived(range(1, 9))
+    assert (len(second.arriving), len(second.suspects)) == (0, 7)
+    suspects, _ = second.suspects.cohorts({})
+    assert suspects.members == {1, 2, 4}

@@ -253,5 +253,6 @@ def test_suspects_that_move_to_another_replica_are_halved_there():
     assert [others.takes(number) for number in (1, 30)] == [False, True]
     assert second.died(dict.fromkeys((1, 2), PREFILL)).counts is False
     assert second.died({1: PREFILL}).quarantined == ()
+    assert second.were_alone() == {1}
     second.adopt(second.release({1}))  # alone in a lost step, wherever that was
     assert second.died({1: PREFILL}).quarantined == (1,)

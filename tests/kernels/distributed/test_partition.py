@@ -73,6 +73,6 @@ def test_ranks_that_share_a_key_head_follow_one_another(reference):
 
 def test_ranks_on_one_host_share_it(monkeypatch):
     monkeypatch.setattr("kernels.devices.cpu.device.usable_cores", lambda: 9)
-    assert [CpuDevice(0, ranks).threads for ranks in (1, 2, 16)] == [8, 4, 1]
-    assert CpuDevice(3, 2).threads == 3
-    assert CpuDevice(1, 2).memory.usage().total == CpuDevice(1).memory.usage().total // 2
+    assert [CpuDevice(host_workers=workers).threads for workers in (1, 2, 16)] == [8, 4, 1]
+    assert CpuDevice(3, 2, host_workers=2).threads == 3
+    assert CpuDevice(1, host_workers=2).memory.usage().total == CpuDevice(1).memory.usage().total // 2

@@ -17,6 +17,7 @@ from kernels.models.gguf_description import describe
 from kernels.models.registry import tensors
 from kernels.weights.gguf.checkpoint import GgufCheckpoint
 from kernels.weights.gguf.header import read_header
+from tests.kits.gguf_families import write_family
 from tests.kits.gguf_writer import write_gguf
 from tests.kits.tiny_model import make_tiny_model
 
@@ -106,6 +107,19 @@ def test_a_missing_and_a_foreign_tensor_are_named(whole, broken):
         load(broken(renamed))
 
 
+def test_a_tensor_beside_the_layers_that_no_model_has_is_named(tiny_model, tmp_path):
+    def file(*names):
+        def add(writer):
+            for name in names:
+                writer.add_tensor(name, np.zeros(8, np.float32))
+
+        return write_gguf(tiny_model, tmp_path / "broken.gguf", tensors=add)
+
+    load(file("v.patch_embd.weight", "mm.0.weight"))
+    with pytest.raises(GgufError, match=r"output_norm\.bias is in the file and not in the model"):
+        load(file("output_norm.bias"))
+
+
 def test_joined_tensors_that_do_not_fit_are_named(whole, broken, tmp_path):
     renamed = whole.replace(b"blk.1.ffn_gate.weight", b"blk.1.attn_qkv.weight")
     with pytest.raises(GgufError, match=r"blk\.1\.attn_qkv\.weight, of shape \[64, 32\], is none of attn_q and attn_k"):
@@ -142,6 +156,8 @@ def test_counts_are_held_against_the_file(whole, broken):
         (lambda writer: writer.add_uint32("qwen3.block_count", 1 << 31), "the last of qwen3.block_count 2147483648"),
         (lambda writer: writer.add_uint32("qwen3.rope.dimension_count", 999), r"at most the \d+ numbers of a head"),
         (lambda writer: writer.add_string("qwen3.context_length", "long"), "must be a whole number of at least 1"),
+        (lambda writer: writer.add_uint64("qwen3.context_length", 1 << 40), "must be at most 2147483648"),
+        (lambda writer: writer.add_bool("qwen3.attention.causal", False), r"later tokens \(attention.causal\)"),
     ],
 )
 def test_what_is_not_read_is_reported(change, says, tmp_path, tiny_model):
@@ -185,6 +201,29 @@ def test_no_more_layers_are_counted_than_there_are_tensors(tmp_path, tiny_model)
     file.write_bytes(file.read_bytes().replace(old, new))
     with pytest.raises(GgufError, match=f"the last of qwen3.block_count {count}"):
         describe(read_header(file))
+
+
+@pytest.mark.parametrize("count", [100_000_000, 1 << 63])
+@pytest.mark.parametrize("name", ["gguf-gemma2", "gguf-qwen3.5", "gguf-llama4"])
+def test_no_family_counts_up_to_layers_that_are_not_there(name, count, reference, tmp_path):
+    header = read_header(write_family(reference(name).path, tmp_path / "broken.gguf"))
+    family = header.metadata["general.architecture"]
+    for key in ("recurrent_layers", "sliding_window_pattern"):
+        header.metadata.pop(f"{family}.attention.{key}", None)
+    header.metadata[f"{family}.block_count"] = count
+    if family == "llama4":
+        header.metadata["llama4.attention.sliding_window"] = 0
+    with pytest.raises(GgufError, match=rf"{family}\.block_count"):
+        describe(header)
+
+
+def test_more_layers_than_models_have_are_reported_by_their_key(tmp_path, tiny_model):
+    header = read_header(write_gguf(tiny_model, tmp_path / "broken.gguf"))
+    header.metadata["qwen3.block_count"] = 5000
+    norm = header.tensors["blk.0.attn_norm.weight"]
+    header.tensors.update({f"blk.{layer}.attn_norm.weight": norm for layer in range(5000)})
+    with pytest.raises(GgufError, match=r"qwen3\.block_count must be at most 4096, and is '5000'"):
+        describe(header)
 
 
 def test_no_more_experts_are_named_than_models_have(tmp_path, reference):

@@ -8,8 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from kernels.contract.errors import GgufError
 from kernels.models.config_loader import read_config
+from kernels.models.gguf_description import describe
+from kernels.weights.gguf.header import read_header
 from kernels.weights.quantization.detect import detect_scheme
+from kernels.weights.quantization.gguf_files import GgufScheme
 from kernels.weights.quantization.mxfp4 import Mxfp4Weight
 from tests.kits.declared import declared, open_gguf
 from tests.kits.gguf_checkpoints import greedy
@@ -20,8 +24,8 @@ FAMILIES = (
     *("arcee", "cohere", "cohere-normed", "gguf-cohere2", "ernie4.5-moe", "ernie4.5-moe-biased"),
     *("exaone4", "exaone4-full", "exaone-moe", "gemma", "gguf-gemma2", "gguf-gemma3", "gguf-glm", "glm4", "glm4-moe"),
     *("granite", "granite-moe", "hunyuan-moe", "minimax-m2", "ministral3", "olmo", "olmo3", "olmoe", "gguf-phi3-long"),
-    *("falcon-h1", "gguf-falcon-h1", "granite-4", "gguf-granite-4-dense", "lfm2", "gguf-lfm2-moe", "nemotron-3"),
-    *("gguf-nemotron-dense", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
+    *("falcon-h1", "gguf-falcon-h1", "granite-4", "granite-4-dense", "gguf-granite-4-dense", "lfm2", "gguf-lfm2-moe"),
+    *("nemotron-3", "gguf-nemotron-dense", "qwen3-next", "gguf-qwen3.5", "gguf-qwen3.5-moe"),
     *("gemma4", "gemma4-equal", "gemma4-moe"),
     *("gpt-oss", "gguf-afmoe", "gguf-llama4", "ling-v2"),
     *("seed-oss", "smollm3", "stablelm", "gguf-starcoder2", "xverse"),
@@ -43,9 +47,50 @@ def test_blocks_of_quantized_value_heads_come_back_in_order(reference, drive, pr
         torch.testing.assert_close(weight, stored, atol=0.02, rtol=0.0)
     assert len(greedy(drive, file, prompt, 24)) == 24
     narrow = dataclasses.replace(specs["model.layers.0.linear_attn.out_proj.weight"])
-    order = dataclasses.replace(narrow.gguf.columns, counts=(2, 2, 16), strides=(16, 32, 1))
+    order = dataclasses.replace(narrow.gguf.columns, counts=(2, 3, 16), strides=(16, 32, 1))
     narrow = dataclasses.replace(narrow, gguf=dataclasses.replace(narrow.gguf, columns=order))
     assert scheme.tensors(narrow) is None
+
+
+@pytest.mark.parametrize("stated", [None, 0.0])
+@pytest.mark.parametrize("name", ["granite", "granite-moe", "granite-4"])
+def test_attention_without_a_multiplier_is_scaled_by_the_heads_size(name, stated, reference, tmp_path):
+    """Bamba's files have none."""
+    file = write_family(reference(name).path, tmp_path / "model.gguf", attention_multiplier=stated)
+    config = read_config(file)
+    assert config.attention_scale == config.head_dim**-0.5
+
+
+def test_norms_of_each_head_of_stablelm_are_refused(reference, tmp_path):
+    file = write_family(reference("stablelm").path, tmp_path / "model.gguf")
+    header = read_header(file)
+    header.tensors["blk.0.attn_q_norm.weight"] = header.tensors["blk.0.attn_norm.weight"]
+    with pytest.raises(GgufError, match=r"norms of query and key heads \(attn_q_norm\), which is not read"):
+        describe(header)
+
+
+def test_factors_of_gemma_4_are_told_from_its_own_scales(reference, tmp_path):
+    """A matrix with a factor leaves its blocks; Gemma 4's router has a tensor of that name that is none."""
+    file = write_family(reference("gemma4-moe").path, tmp_path / "model.gguf", "Q8_0")
+    header = read_header(file)
+    (spec,) = (spec for name, spec in declared(file).items() if name.endswith("layers.0.self_attn.o_proj.weight"))
+    header.tensors[spec.gguf.name] = dataclasses.replace(header.tensors[spec.gguf.name], kind=8)
+    assert GgufScheme(header).tensors(spec) is not None
+    header.tensors["blk.0.attn_output.scale"] = header.tensors["blk.0.attn_norm.weight"]
+    assert GgufScheme(header).tensors(spec) is None
+
+
+def test_exponents_in_mxfp4_that_are_no_number_are_named(reference, tmp_path):
+    file = write_family(reference("gguf-gpt-oss-wide").path, tmp_path / "model.gguf", "MXFP4")
+    spec = declared(file)["model.layers.1.mlp.experts.3.down_proj.weight"]
+    info, data = read_header(file).tensors[spec.stacked.gguf], bytearray(file.read_bytes())
+    rows, columns = spec.shape
+    data[info.offset + 3 * rows * columns // 32 * 17 + 17] = 255
+    file.write_bytes(data)
+    scheme, checkpoint = detect_scheme(file, ""), open_gguf(file)
+    scheme.read(checkpoint, declared(file)["model.layers.1.mlp.experts.2.down_proj.weight"])
+    with pytest.raises(GgufError, match=r"blk\.1\.ffn_down_exps\.weight has scales that are not finite"):
+        scheme.read(checkpoint, spec)
 
 
 def test_glm_4_7_flash_is_read_as_deepseek(reference, drive, prompts, tmp_path):
@@ -82,8 +127,7 @@ def test_a_family_says_what_its_directory_says(name, reference, drive, prompts, 
         return
     stored, checkpoint = load_file(model.path / "model.safetensors"), open_gguf(file)
     offset = read_config(model.path).norm_offset
-    unrotated = name.startswith(("nemotron", "gguf-nemotron"))  # whose heads are in any order
     for tensor in declared(file):
-        if tensor in stored and not (unrotated and tensor.endswith(("q_proj.weight", "k_proj.weight"))):
+        if tensor in stored:
             added = offset if tensor.endswith("norm.weight") and "linear_attn" not in tensor else 0.0
             torch.testing.assert_close(checkpoint.floats(tensor).reshape(-1), stored[tensor].reshape(-1) + added)
