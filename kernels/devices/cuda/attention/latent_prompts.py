@@ -83,8 +83,8 @@ def plan_latent(
     filled = min(1.0, float((-(-counts * count // LINES)).sum()) / programs)
     in_space = counts * (seen * (2 * rank + rope) / filled + making)
     at_once = np.minimum(float(tiles.sum()) * count, tiles * (_MAX_NUMBERS / (padded * (plain + value))))
-    filled = np.minimum(1.0, at_once / programs)
-    made = tiles * TILE * seen * (plain + rope + value) / (_FASTER * filled) + padded * making
+    made = tiles * TILE * seen * (plain + rope + value) / (_FASTER * np.minimum(1.0, at_once / programs))
+    made += padded * making
     many = (made < in_space) & (padded <= _MAX_LINES)
     if not many.any():
         return whole
