@@ -7,6 +7,7 @@ rows, and no operator reads a tensor back to the host, so that a forward pass ca
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,14 @@ class Device(ABC):
     def select_dtype(self, requested: str, stored: str | None) -> torch.dtype:
         """The dtype to compute in from now on. ``requested``: auto or a name. ``stored``: the checkpoint's. Raises
         UnsupportedError."""
+
+    def agree(self, minimum: Callable[[int], int]) -> bool:
+        """Keep only kernels that every rank of the model uses, so that all make the same collectives and sample alike.
+
+        ``minimum``: the least of all ranks' values. All ranks call it when they have met, before the model is made.
+        -> whether kernels were given up.
+        """
+        return False
 
     @property
     def operators(self) -> str:

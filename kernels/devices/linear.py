@@ -21,10 +21,8 @@ __all__ = [
     "ClippedLinear",
     "ConcatenatedLinear",
     "FakeQuantizedLinear",
-    "GatedFeedForward",
     "LinearLayers",
     "NormThenLinear",
-    "ReducedLinear",
     "ResidualLinear",
     "TableLookup",
     "TorchLinear",
@@ -95,30 +93,6 @@ class ResidualLinear:
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[PendingResidual, Tensor]:
         """``residual`` [tokens, hidden]: the stream. -> its pending summand, and the stream."""
         return self.linear(x), residual
-
-
-@dataclass(frozen=True, eq=False)
-class ReducedLinear:
-    """A linear layer divided over ranks by its inputs: ``reduce`` sums the ranks' results."""
-
-    linear: Linear
-    reduce: Linear
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.reduce(self.linear(x))
-
-
-class GatedFeedForward:
-    """``down`` of ``gate_up``, a gated layer behind its norm. A device may hand the result of the one to the other in
-    a form of its own."""
-
-    def __init__(self, gate_up: NormThenLinear, down: ResidualLinear) -> None:
-        self.gate_up = gate_up
-        self.down = down
-
-    def add(self, x: PendingResidual, residual: Tensor) -> tuple[PendingResidual, Tensor]:
-        """The layer of the sum of both, as ``ResidualLinear`` returns it."""
-        return self.down(*self.gate_up.add(x, residual))
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,10 +212,6 @@ class LinearLayers:
     def make_norm_then_linear(self, norm: Norm, linear: Linear) -> NormThenLinear:
         """``linear`` applied to the result of ``norm``; one kernel if the device has one for both."""
         return NormThenLinear(norm, linear)
-
-    def make_feed_forward(self, norm: Norm, gate_up: Linear, down: ResidualLinear) -> GatedFeedForward:
-        """``down`` of the ``gate_up`` layer, made by ``make_gated``, of the result of ``norm``."""
-        return GatedFeedForward(self.make_norm_then_linear(norm, gate_up), down)
 
     def make_residual(self, linear: Linear) -> ResidualLinear:
         """``linear`` added to the residual stream; one kernel if the device has one for both."""

@@ -288,6 +288,8 @@ def load_model(
     weight_bytes, draft_bytes = weights.weight_bytes + device.linear.dequantized_bytes, 0
     if speculation is not None:
         own = draft_device(config, speculation, device, part.dtype)
+        if own is not device:
+            own.agree(group.minimum)
         before = own.linear.dequantized_bytes
         drafter = make_drafter(
             DrafterContext(

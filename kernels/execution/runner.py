@@ -80,6 +80,7 @@ class ModelRunner:
         device.bind_thread()
         opened = dataclasses.replace(open_model(config, device, self._progress), adapters=self._adapters)
         self._group = join_group(device, config)
+        device.agree(self._group.minimum)
         self._loaded: LoadedModel = load_model(opened, config, device, self._group, self._progress, clock)
         loaded = self._loaded
         self._context = StepContext(loaded, self._renew)

@@ -89,10 +89,10 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
 }
 """The configuration of a small model, and how it is quantized."""
 _LATENT_GOALS = {"DeepSeek V3, bf16": 19, "DeepSeek V3, W8A8 dynamic": 22}
-GOALS = {"Qwen3, bf16": 15, "Qwen3, W8A8 dynamic": 16, "Qwen3-MoE, bf16": 19, "Qwen3-MoE, W8A8 dynamic": 19}
+GOALS = {"Qwen3, bf16": 15, "Qwen3, W8A8 dynamic": 17, "Qwen3-MoE, bf16": 19, "Qwen3-MoE, W8A8 dynamic": 19}
 GOALS |= _LATENT_GOALS
 """By torch_npu alone."""
-OWN_GOALS = {"Qwen3, bf16": 9, "Qwen3, W8A8 dynamic": 10, "Qwen3-MoE, bf16": 13, "Qwen3-MoE, W8A8 dynamic": 13}
+OWN_GOALS = {"Qwen3, bf16": 9, "Qwen3, W8A8 dynamic": 11, "Qwen3-MoE, bf16": 13, "Qwen3-MoE, W8A8 dynamic": 13}
 OWN_GOALS |= _LATENT_GOALS
 """With our own kernels in Triton-Ascend."""
 OTHERS = {

@@ -48,7 +48,6 @@ USES = {
     "npu_apply_rotary_pos_emb": "rotary position embedding of queries and keys",
     "npu_rotary_mul": "the same where the former does not apply: other head dims, parts of heads, A5",
     "npu_swiglu": "activation of the feed-forward layers",
-    "npu_dequant_swiglu_quant": "the same, quantized to int8 for the product behind it",
     "npu_scatter_pa_kv_cache": "keys and values into the pages of the cache",
     "npu_format_cast": "16-bit weights into the cube unit's tiles, at load",
     "npu_dynamic_quant": "quantizes tokens to int8, for int8 projections and caches",

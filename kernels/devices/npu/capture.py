@@ -86,7 +86,7 @@ class NpuCapture(Capture):
             self._memory,
             self._draw,
         )
-        return CapturedSteps(tuple(graphs.sizes), graphs.run, draws=True)
+        return CapturedSteps(tuple(graphs.sizes), graphs.run, draws=True) if graphs.sizes else None
 
     def _captures(self, backend: str) -> bool:
         return not (self._config.disable_graphs or self._experts.reads_back or backend == NATIVE)

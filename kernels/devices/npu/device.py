@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 import torch
 import torch_npu
 
@@ -23,11 +26,14 @@ from kernels.devices.npu.features import FEATURES
 from kernels.devices.npu.linear import NpuLinearLayers
 from kernels.devices.npu.operators import NpuElementwise, ascend_top_k_top_p
 from kernels.devices.npu.soc import soc_of
+from kernels.devices.npu_triton.operators import REFERENCES
 from kernels.devices.npu_triton.selection import OwnDraw, select_kernels
 from kernels.devices.sampling import SamplingKernels
 from kernels.devices.staged_memory import StagedMemory
 
 __all__ = ["NpuDevice"]
+
+_log = logging.getLogger("troupe.kernels.npu")
 
 
 class NpuDevice(Device):
@@ -70,17 +76,31 @@ class NpuDevice(Device):
         self.linear = NpuLinearLayers(self.elementwise, fallbacks, soc)
         self.experts = NpuExpertLayers(self.linear, fallbacks, soc)
         caches = NpuCaches(self.memory, self.backends, config.page_size)
-        self.cache = caches
-        own = select_kernels(device)
-        self.attention = NpuAttention(caches, self.memory, self.backends, soc, own)
-        filters = soc.filters_logits and config.sampling_backend != "pytorch"
+        self.cache = self._caches = caches
+        self._use(select_kernels(device))
+
+    def _use(self, own: frozenset[str]) -> None:
+        """Run our own kernels ``own``, and torch_npu's operators for the rest."""
+        self._own, config, caches = own, self._config, self._caches
+        self.attention = NpuAttention(caches, self.memory, self.backends, self.soc, own)
         own_draw = "draw" in own and not config.sampling_backend
+        # Beside our own kernel, which cuts ties by their ids: the vendor's keeps all ties, and a request would get
+        # other tokens once it has a penalty or log-probabilities.
+        filters = self.soc.filters_logits and config.sampling_backend != "pytorch" and not own_draw
         self.sampling = SamplingKernels(
             draw=OwnDraw(self.memory.put) if own_draw else None,
             top_k_top_p=ascend_top_k_top_p if filters else None,
         )
-        draw = KernelDraw(device) if own_draw else TorchDraw(filters)
+        draw = KernelDraw(self.torch_device) if own_draw else TorchDraw(filters)
         self.capture = NpuCapture(config, self.memory, caches, self.experts, self.backends, draw)
+
+    def agree(self, minimum: Callable[[int], int]) -> bool:
+        own = frozenset(name for name in REFERENCES if minimum(int(name in self._own)))
+        rest = self._own - own
+        if rest:
+            _log.warning("Our own kernels %s are not used: another rank does without.", ", ".join(sorted(rest)))
+            self._use(own)
+        return bool(rest)
 
     def bind_thread(self) -> None:
         torch.npu.set_device(self.torch_device)

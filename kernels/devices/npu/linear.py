@@ -8,9 +8,9 @@ from torch import Tensor
 from kernels.core.operators import Linear, Norm
 from kernels.devices.elementwise import Elementwise
 from kernels.devices.fallbacks import Fallbacks
-from kernels.devices.linear import GatedFeedForward, LinearLayers, NormThenLinear, ResidualLinear
+from kernels.devices.linear import LinearLayers, NormThenLinear
 from kernels.devices.npu.microscaling import NpuMxLinear, mx_fits
-from kernels.devices.npu.norm_quant import NpuFeedForward, NpuGated, NpuNormThenLinear
+from kernels.devices.npu.norm_quant import NpuGated, NpuNormThenLinear
 from kernels.devices.npu.operators import make_linear
 from kernels.devices.npu.quantized import NpuInt8Linear, NpuStaticLinear
 from kernels.devices.npu.soc import Soc
@@ -48,12 +48,6 @@ class NpuLinearLayers(LinearLayers):
         if NpuNormThenLinear.fits(norm, linear, self.soc):
             return NpuNormThenLinear(norm, linear)
         return super().make_norm_then_linear(norm, linear)
-
-    def make_feed_forward(self, norm: Norm, gate_up: Linear, down: ResidualLinear) -> GatedFeedForward:
-        if not NpuFeedForward.fits(gate_up, down, self.soc):
-            return super().make_feed_forward(norm, gate_up, down)
-        assert isinstance(gate_up, NpuGated)
-        return NpuFeedForward(self.make_norm_then_linear(norm, gate_up.linear), down)
 
     def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
         """Dequantize a weight; 8-bit floats on the host, since A2 and A3 lack them and some casts fail on A5."""

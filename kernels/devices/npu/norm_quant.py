@@ -1,22 +1,21 @@
-"""Layers whose input is quantized by the operator before: the norm of a residual stream, or a gated activation."""
+"""Layers whose input is quantized by the norm of the residual stream before them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import torch_npu
 from torch import Tensor
 
 from kernels.core.operators import Linear, Norm, PendingResidual
 from kernels.devices.elementwise import BiasedNorm
-from kernels.devices.linear import GatedFeedForward, NormThenLinear, ReducedLinear, ResidualLinear
+from kernels.devices.linear import NormThenLinear
 from kernels.devices.npu.microscaling import NpuMxLinear
 from kernels.devices.npu.operators import NpuNorm
-from kernels.devices.npu.quantized import NpuInt8Linear, NpuStaticLinear, QuantizedTokens, quantize_gated
+from kernels.devices.npu.quantized import NpuInt8Linear, NpuStaticLinear, QuantizedTokens
 from kernels.devices.npu.soc import Soc
 
-__all__ = ["NpuFeedForward", "NpuGated", "NpuNormThenLinear"]
+__all__ = ["NpuGated", "NpuNormThenLinear"]
 
 _ROW = 16
 """Divisor of row sizes for npu_add_rms_norm_quant: 32 bytes (as in the vendor's graph fusion)."""
@@ -78,29 +77,3 @@ class NpuNormThenLinear(NormThenLinear):
             rounded, _, total, scales, _ = torch_npu.npu_add_rms_norm_dynamic_quant(x, residual, self._gamma, **given)
         result = product.multiply(QuantizedTokens(rounded, scales, x.dtype))
         return (result if self._gated is None else self._gated.silu_and_mul(result)), total
-
-
-class NpuFeedForward(GatedFeedForward):
-    """A gated layer whose activation quantizes to int8 for the layer behind it, by npu_dequant_swiglu_quant.
-
-    ``gate_up``: the product of both behind the norm, without the activation.
-    """
-
-    def __init__(self, gate_up: NormThenLinear, down: ResidualLinear) -> None:
-        super().__init__(gate_up, down)
-        reduced = down.linear if isinstance(down.linear, ReducedLinear) else None
-        linear = down.linear if reduced is None else reduced.linear
-        assert isinstance(linear, NpuInt8Linear)
-        self._linear, self._reduce = linear, None if reduced is None else reduced.reduce
-
-    @staticmethod
-    def fits(gate_up: Linear, down: ResidualLinear, soc: Soc) -> bool:
-        """Whether the operator is documented for the device and for the dtype, bfloat16."""
-        linear = down.linear.linear if isinstance(down.linear, ReducedLinear) else down.linear
-        quantizes = isinstance(linear, NpuInt8Linear) and linear.dtype == torch.bfloat16
-        return soc.quantizes_activations and quantizes and isinstance(gate_up, NpuGated)
-
-    def add(self, x: PendingResidual, residual: Tensor) -> tuple[PendingResidual, Tensor]:
-        both, total = self.gate_up.add(x, residual)
-        result = self._linear.multiply(quantize_gated(both))
-        return (result if self._reduce is None else self._reduce(result)), total

@@ -12,7 +12,7 @@ from kernels.devices.npu.operators import FRACTAL_NZ
 from kernels.devices.npu.soc import Soc
 from kernels.weights.quantization.weights import Int8Weight, StaticActivation
 
-__all__ = ["MAX_DIM", "NpuInt8Linear", "NpuStaticLinear", "QuantizedTokens", "quantize_gated"]
+__all__ = ["MAX_DIM", "NpuInt8Linear", "NpuStaticLinear", "QuantizedTokens"]
 
 MAX_DIM = 65535
 """The largest dimension of npu_quant_matmul."""
@@ -33,15 +33,6 @@ class QuantizedTokens:
     dtype: torch.dtype
 
 
-def quantize_gated(x: Tensor) -> QuantizedTokens:
-    """``silu(gate) * up`` of bfloat16 [tokens, gate | up], in int8 with a scale by token.
-
-    npu_swiglu_quant is documented for rows of up to 8192 alone, and the vendor's test of it has reciprocal scales.
-    """
-    values, scales = torch_npu.npu_dequant_swiglu_quant(x, activate_left=True, quant_mode=1)
-    return QuantizedTokens(values, scales, x.dtype)
-
-
 class NpuInt8Linear:
     """int8 weights and per-token quantized activations: npu_dynamic_quant, then npu_quant_matmul.
 
@@ -51,7 +42,6 @@ class NpuInt8Linear:
     def __init__(self, weight: Int8Weight, bias: Tensor | None, soc: Soc) -> None:
         self.values = _tiles(weight, soc)
         self.scales = weight.scales
-        self.dtype = weight.dtype
         self.bias = None if bias is None else bias.float()
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -34,11 +34,6 @@ class Soc:
         return self.generation != "A5"
 
     @property
-    def quantizes_activations(self) -> bool:
-        """Whether one operator activates and quantizes; its documentation names A2 and A3 only."""
-        return self.generation != "A5"
-
-    @property
     def rotates_queries_and_keys(self) -> bool:
         """Whether one operator rotates queries and keys; its limits are documented for A2 and A3."""
         return self.generation != "A5"

@@ -13,7 +13,7 @@ from kernels.core.layer_context import Delta, LayerContext
 from kernels.core.operators import Linear, Norm
 from kernels.devices.base import Device
 from kernels.devices.elementwise import BiasedNorm, LayerNorm
-from kernels.devices.linear import ReducedLinear, ResidualLinear
+from kernels.devices.linear import ResidualLinear
 from kernels.distributed.group import Group
 from kernels.models.layers.routes import RouteRecord
 from kernels.weights.source import ModelSource, TensorSource
@@ -92,7 +92,7 @@ class LayerBuilder:
         """A linear layer divided over ranks by its inputs; its result is whole on every rank."""
         mesh, bias = self.mesh, self.row_bias(module)
         linear = self._adapted(self.ops.linear.make_projection(self.source.projection([module]), bias), (module,))
-        return linear if mesh.size == 1 else ReducedLinear(linear, mesh.all_reduce)
+        return linear if mesh.size == 1 else lambda x: mesh.all_reduce(linear(x))
 
     def _delta(self, modules: tuple[str, ...]) -> Delta | None:
         return None if self.rows is None else self.rows.adapters.make(modules, self.rows)

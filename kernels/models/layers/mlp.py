@@ -34,9 +34,9 @@ class FeedForward:
     """``down(silu(gate(x)) * up(x))`` of the result of ``norm``."""
 
     def __init__(self, builder: LayerBuilder, norm: Norm, gate_up: Linear, down: ResidualLinear) -> None:
-        self._layers = builder.ops.linear.make_feed_forward(norm, gate_up, down)
+        self.gate_up = builder.ops.linear.make_norm_then_linear(norm, gate_up)
         self.down = down
 
     def add(self, x: PendingResidual, residual: Tensor) -> tuple[PendingResidual, Tensor]:
         """The layer of the sum of both, as ``ResidualLinear`` returns it."""
-        return self._layers.add(x, residual)
+        return self.down(*self.gate_up.add(x, residual))

@@ -17,8 +17,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
+import pytest
 
 from kernels.contract.config import RunnerConfig
+from kernels.contract.environment import NPU_TRITON
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
 from kernels.execution.runner import ModelRunner
@@ -130,7 +132,10 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     config = RunnerConfig(
         model_path=job["model"], tp_rank=rank, tp_size=size, rendezvous=job["rendezvous"], op_timeout=240.0, **options
     )
-    runner = ModelRunner(config)
+    with pytest.MonkeyPatch.context() as patch:
+        if "own_of_rank" in job:  # which ranks may use our own kernels of an NPU
+            patch.setenv(NPU_TRITON, job["own_of_rank"][rank])
+        runner = ModelRunner(config)
     if "streams_of_rank" in job:  # what is left for graphs on each rank's NPU
         from kernels.devices.npu_simulator.activate import active
 

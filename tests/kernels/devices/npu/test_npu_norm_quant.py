@@ -10,9 +10,9 @@ import torch_npu
 
 from kernels.contract.config import RunnerConfig
 from kernels.devices.elementwise import BiasedNorm
-from kernels.devices.linear import GatedFeedForward, NormThenLinear, ReducedLinear, ResidualLinear
+from kernels.devices.linear import NormThenLinear
 from kernels.devices.npu.device import NpuDevice
-from kernels.devices.npu.norm_quant import NpuFeedForward, NpuGated, NpuNormThenLinear
+from kernels.devices.npu.norm_quant import NpuGated, NpuNormThenLinear
 from kernels.devices.npu.operators import NpuNorm, swiglu
 from kernels.devices.npu.quantized import NpuInt8Linear, NpuStaticLinear
 from kernels.devices.npu.soc import Soc
@@ -69,41 +69,6 @@ def test_one_kernel_gives_what_two_do(static, biased, gated):
     torch.testing.assert_close(found.cpu(), exact.cpu(), rtol=0.05, atol=0.05)
 
 
-def feed_forward():
-    """A norm, a gated layer of 96 inputs and 32 outputs in int8, and one back."""
-    generator = torch.Generator().manual_seed(8)
-    norm = NpuNorm((1 + torch.randn(96, generator=generator) / 8).to(BF16).npu(), 1e-5)
-    down = quantize_int8(torch.randn(96, 32, generator=generator) / 8)
-    return norm, NpuGated(layer(False), swiglu), NpuInt8Linear(down.to(torch.device("npu")), None, A3)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_activation_quantizes_for_the_layer_behind_it(ranks):
-    norm, gate_up, down = feed_forward()
-    residual = ResidualLinear(down if ranks == 1 else ReducedLinear(down, lambda x: x * ranks))
-    device = NpuDevice(RunnerConfig(model_path=""))
-    found = device.linear.make_feed_forward(norm, gate_up, residual)
-    assert isinstance(found, NpuFeedForward)
-    x, stream = (torch.randn(5, 96, generator=torch.Generator().manual_seed(9)).to(BF16).npu() for _ in range(2))
-    names = (DYNAMIC, "npu_dequant_swiglu_quant", "npu_swiglu", *ALONE)
-    before = called(names)
-    summand, total = found.add(x, stream)
-    assert [now - then for now, then in zip(called(names), before, strict=True)] == [1, 1, 0, 0, 0]
-    expected, theirs = GatedFeedForward(NormThenLinear(norm, gate_up), residual).add(x, stream)
-    assert total.cpu().equal(theirs.cpu())
-    torch.testing.assert_close(summand.cpu(), expected.cpu(), rtol=0.05, atol=0.05)
-
-
-def test_which_activations_quantize():
-    _, gate_up, down = feed_forward()
-    assert NpuFeedForward.fits(gate_up, ResidualLinear(down), A3)
-    assert not NpuFeedForward.fits(gate_up, ResidualLinear(down), Soc("A5", "Ascend950"))
-    assert not NpuFeedForward.fits(gate_up, ResidualLinear(layer(True)), A3)
-    assert not NpuFeedForward.fits(lambda x: x, ResidualLinear(down), A3)
-    halves = dataclasses.replace(quantize_int8(torch.ones(8, 32)), dtype=torch.float16).to(torch.device("npu"))
-    assert not NpuFeedForward.fits(gate_up, ResidualLinear(NpuInt8Linear(halves, None, A3)), A3)
-
-
 def test_where_there_is_a_kernel_for_both():
     gamma = torch.ones(96, dtype=BF16).npu()
     norm = NpuNorm(gamma, 1e-6)
@@ -121,14 +86,8 @@ def test_where_there_is_a_kernel_for_both():
 def test_what_the_operators_do_not_take():
     x, gamma = torch.ones(3, 96, dtype=BF16).npu(), torch.ones(96, dtype=BF16).npu()
     scales, zeros = torch.ones_like(gamma), torch.zeros_like(gamma)
-    gated = torch_npu.npu_dequant_swiglu_quant
     static, dynamic = torch_npu.npu_add_rms_norm_quant, torch_npu.npu_add_rms_norm_dynamic_quant
     for wrong, says in (
-        (lambda: gated(x.float(), activate_left=True, quant_mode=1), "x: must be bfloat16"),
-        (lambda: gated(x[None], activate_left=True, quant_mode=1), "two dimensions"),
-        (lambda: gated(x, quant_mode=1), "the gate comes first"),
-        (lambda: gated(x, activate_left=True), "quant_mode: 0 is not simulated"),
-        (lambda: gated(x, activate_left=True, quant_mode=1, quant_scale=gamma), "quant_scale: is not simulated"),
         (lambda: dynamic(x.float(), x.float(), gamma.float()), "x1: must be float16, bfloat16"),
         (lambda: dynamic(x, x, gamma.float()), "dtypes must be equal"),
         (lambda: dynamic(x, x, gamma, beta=gamma.float()), "beta: must be bfloat16"),

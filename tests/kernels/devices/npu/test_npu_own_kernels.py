@@ -7,9 +7,12 @@ import logging
 import pytest
 import torch
 
+from kernels.contract.config import RunnerConfig
 from kernels.contract.environment import NPU_TRITON
 from kernels.contract.errors import UnsupportedError
 from kernels.contract.step import SlotSampling
+from kernels.devices.npu.device import NpuDevice
+from kernels.devices.npu.drawing import TorchDraw
 from kernels.devices.npu_triton import selection
 from kernels.devices.npu_triton.operators import REFERENCES
 from kernels.devices.npu_triton.selection import select_kernels
@@ -81,3 +84,38 @@ def test_answers_are_those_without_them(name, cache, reference, drive, prompts, 
     assert answers[0] == answers[1]
     assert calls[0] == set()
     assert calls[1] == {"troupe.draw.default"} | ({"troupe.split_norm_rope_cache.default"} if not cache else set())
+
+
+def test_kernels_that_another_rank_lacks_are_given_up(monkeypatch, caplog):
+    monkeypatch.setenv(NPU_TRITON, "1")
+    device = NpuDevice(RunnerConfig(model_path="", device="npu"))
+    asked = []
+    assert not device.agree(lambda value: asked.append(value) or value)
+    assert device.sampling.draw is not None
+    with caplog.at_level(logging.WARNING):
+        assert device.agree(lambda value: asked.append(value) or value * (len(asked) % 2))
+    assert asked == [1] * 4  # each rank asks for all, whichever it has
+    assert "draw are not used: another rank does without" in caplog.text
+    assert device.sampling.draw is None
+    assert isinstance(device.capture._draw, TorchDraw)
+    assert device.attention._own == {"split_norm_rope_cache"}
+    assert not device.agree(lambda value: asked.append(value) or value)
+    assert asked[4:] == [1, 0]
+
+
+def test_ties_are_cut_alike_with_and_without_log_probabilities(reference, drive, prompts, monkeypatch):
+    """All logits are equal: top-k keeps the lowest ids, in whatever way a row is sampled."""
+    monkeypatch.setenv(NPU_TRITON, "1")
+    options = {"device": "npu", "page_size": 128, "disable_graphs": True, "max_total_tokens": 2048}
+    driver = drive(reference("qwen3").path, **options)
+    model = driver.runner._loaded.model
+    logits = model.logits
+    monkeypatch.setattr(model, "logits", lambda hidden: torch.zeros_like(logits(hidden)))
+    (text,) = prompts(9)
+    plain = {"temperature": 1.0, "top_k": 3, "seed": 5}
+    for slot, more in enumerate(({}, {"logprobs": 0}, {"repetition_penalty": 1.0001}), start=1):
+        driver.admit(slot, text, sampling=SlotSampling(**plain, **more))
+        driver.generate(slot, 12)
+    assert driver.tokens[1] == driver.tokens[2]
+    for slot in (1, 3):
+        assert set(driver.tokens[slot][len(text) :]) <= {0, 1, 2}

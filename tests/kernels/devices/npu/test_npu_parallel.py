@@ -29,3 +29,13 @@ def test_two_npus_generate_what_one_generates(reference, prompts):
         assert graphs["tokens"] == eager["tokens"]
     assert first[7]["graph_rows"] == second[7]["graph_rows"] == [4]  # what one rank lacks is used by none
     assert first[7]["tokens"] == first[5]["tokens"]
+
+
+def test_ranks_of_which_one_has_no_own_kernels_agree(reference, prompts):
+    npu = {"device": "npu", "page_size": 128, "dtype": "bfloat16", "graph_rows": [2]}
+    job = {"model": str(reference("parallel-qwen3").path), "prompts": prompts(5, 23), "length": 32, "options": npu}
+    job["sampling"] = {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 3}
+    first, second = run_ranks([job | {"own_of_rank": own} for own in ("00", "10")])
+    assert [reported["tokens"] for reported in first] == [reported["tokens"] for reported in second]
+    assert first[0]["tokens"] == first[1]["tokens"]
+    assert first[1]["graph_rows"] == [2]

@@ -9,7 +9,9 @@ import torch
 from kernels.contract.step import SlotSampling
 from kernels.core.noise import keys_at
 from kernels.core.operators import DRAWS
+from kernels.devices.npu import capture
 from kernels.devices.npu.drawing import TorchDraw, draws_at
+from kernels.devices.npu.step_graphs import StepGraphs
 from kernels.devices.npu_simulator.dispatch import Operator
 from tests.kits.driver import GREEDY
 from tests.kits.simulated_npu import SPEC
@@ -90,6 +92,16 @@ def test_a_row_that_is_not_finite_fails_alone(sampling, reference, drive, prompt
     result = driver.step([(slot, 1) for slot in (1, 2, 3)])
     assert [error.slot for error in result.failed] == [2]
     assert np.frombuffer(result.accepted, np.int32).tolist() == [1, 0, 1]
+
+
+def test_decodes_use_graphs_of_their_own_where_steps_have_none(reference, drive, monkeypatch):
+    class NoSteps(StepGraphs):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.sizes = []
+
+    monkeypatch.setattr(capture, "StepGraphs", NoSteps)
+    assert drive(reference("qwen3").path, **OPTIONS).info.graph_rows == (4,)
 
 
 def test_packed_draws():
