@@ -79,12 +79,12 @@ def test_a_pattern_of_a_wrappers_names_matches_the_language_model(pattern):
     assert not matches("visual.layers.3.mlp.up_proj")
 
 
-def test_a_pattern_of_what_is_around_a_language_model_does_not_match_it():
+def test_a_pattern_of_what_is_around_a_language_model_leaves_it_out():
     assert not Patterns().match("(?!.*language_model)", "ignore")("model.layers.3.mlp.up_proj")
     assert Patterns().search(r"language_model\.lm_head$", "ignore")("lm_head")
 
 
-def test_what_a_wrapper_ignores_and_targets_is_what_its_language_model_does():
+def test_modules_that_a_wrapper_ignores_and_targets_are_found():
     settings = compressed(
         ["model.language_model.layers.3.mlp.up_proj", "language_model.lm_head"], ["language_model.lm_head"]
     )
