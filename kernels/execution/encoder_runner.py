@@ -228,7 +228,7 @@ class EncoderRunner:
             wanted = [isinstance(task, Embed) and task.normalize for task in tasks]
             return normalized(self._dense(states), wanted, put)
         wanted = [isinstance(task, Classify) and task.activate for task in tasks]
-        return activated(model.head(states), pooling.activation, wanted, put)
+        return activated(model.head(states.to(hidden.dtype)), pooling.activation, wanted, put)
 
 
 def _default_task(pooling: PoolingConfig) -> Embed | Classify:

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from kernels.contract.errors import ConfigError
 from kernels.core.operators import Norm
-from kernels.models.config import ModelConfig, RopeConfig
-from kernels.models.encoder import Encoder, EncoderBatch, EncoderLayer
+from kernels.models.config import ModelConfig
+from kernels.models.encoder import Angles, Encoder, EncoderBatch, EncoderLayer, rotated
 from kernels.models.layers import gqa, vocabulary
 from kernels.models.layers.block import gated_mlp
 from kernels.models.layers.builder import ModelBuilder
-from kernels.models.layers.rotary import inverse_frequencies
 from kernels.models.registry import base_architecture
 
 __all__ = ["build"]
@@ -31,29 +30,15 @@ def build(config: ModelConfig, builder: ModelBuilder) -> Encoder:
         )
     embeddings, _ = vocabulary.vocabulary(builder, config)
     ropes = [config.ropes.get(layer, config.rope) for layer in range(config.layers)]
-    angles = {rope: _Angles(config, builder, rope) for rope in dict.fromkeys(ropes)}
+    context = builder.context or config.max_positions
+    angles = {rope: Angles(rope, config.head_dim, builder, context) for rope in dict.fromkeys(ropes)}
     layers = [_layer(config, builder, layer, angles[rope]) for layer, rope in enumerate(ropes)]
     last = builder.norm("model.norm", config.norm_eps, config.norm_offset)
     *others, final = layers
     return Encoder(lambda batch: embeddings(batch.ids), [*others, lambda hidden, batch: last(final(hidden, batch))])
 
 
-class _Angles:
-    """Cosines and sines of a batch's positions, each [tokens, 1, head_dim / 2] in float32, computed once a batch."""
-
-    def __init__(self, config: ModelConfig, builder: ModelBuilder, rope: RopeConfig) -> None:
-        frequencies, self._scale = inverse_frequencies(rope, config.head_dim, builder.context or config.max_positions)
-        self._frequencies = frequencies.to(builder.ops.torch_device)
-        self._batch: EncoderBatch | None = None
-
-    def __call__(self, batch: EncoderBatch) -> tuple[Tensor, Tensor]:
-        if self._batch is not batch:
-            angles = batch.positions[:, None, None].float() * self._frequencies
-            self._batch, self._found = batch, (angles.cos() * self._scale, angles.sin() * self._scale)
-        return self._found
-
-
-def _layer(config: ModelConfig, builder: ModelBuilder, index: int, angles: _Angles) -> EncoderLayer:
+def _layer(config: ModelConfig, builder: ModelBuilder, index: int, angles: Angles) -> EncoderLayer:
     name = f"model.layers.{index}"
     attention = _attention(config, builder, index, angles)
     mlp = gated_mlp(builder, config, f"{name}.mlp")
@@ -78,7 +63,7 @@ def _layer(config: ModelConfig, builder: ModelBuilder, index: int, angles: _Angl
     return layer
 
 
-def _attention(config: ModelConfig, builder: ModelBuilder, index: int, angles: _Angles) -> EncoderLayer:
+def _attention(config: ModelConfig, builder: ModelBuilder, index: int, angles: Angles) -> EncoderLayer:
     module, heads, kv_heads, dim = f"model.layers.{index}.self_attn", config.heads, config.kv_heads, config.head_dim
     qkv = gqa.projection(builder, config, *(f"{module}.{part}_proj" for part in "qkv"))
     output = builder.row_parallel(f"{module}.o_proj")
@@ -96,7 +81,7 @@ def _attention(config: ModelConfig, builder: ModelBuilder, index: int, angles: _
                 norm(x.reshape(-1, dim)).view(x.shape) for norm, x in zip(norms, (queries, keys), strict=True)
             )
         cos, sin = angles(batch)
-        parts = _rotated(queries, cos, sin), _rotated(keys, cos, sin), values
+        parts = rotated(queries, cos, sin), rotated(keys, cos, sin), values
         found, begin = [], 0
         for length in batch.lengths:
             end = begin + length
@@ -117,12 +102,6 @@ def _near(length: int, reach: int, like: Tensor) -> Tensor | None:
         return None
     places = torch.arange(length, device=like.device)
     return (places[:, None] - places).abs() <= reach
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x`` [tokens, heads, dim], the halves of each head rotated against one another."""
-    first, second = x.float().chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
 def _is_gemma(config: ModelConfig) -> bool:

@@ -192,7 +192,8 @@ class ModelConfig:
     rotated. ``qkv_clip``: queries, keys and values are clamped to it when they are projected; 0: they are not.
     ``alibi``, ``growth_length``: whether ``Attention.attend_rows`` has ``slopes``, and its ``growth_length``.
     ``head_norm``: what of the output to the vocabulary has a length of one, its rows | columns; "": nothing.
-    ``norm_bias``, ``head_bias``: whether norms of the residual stream, and the output to the vocabulary, have biases.
+    ``norm_bias``, ``head_bias``: whether norms of the residual stream, and the output to the vocabulary (of an encoder:
+    its head's first layer), have biases.
     ``latent``: of latent attention, whose rotated part of a head is then ``head_dim``.
     ``recurrence``: of layers that keep states, ``recurrent`` says which these are.
     ``position_table``, ``segments``: of an encoder, rows of its tables of positions and of the texts of a pair;

@@ -202,12 +202,23 @@ def _classifier(name: str, config: Mapping[str, Any], encoder: Entry | None) -> 
         activation = _activation(function)
     return PoolingConfig(
         task="classify",
-        mode="last" if encoder is None else "cls",
+        mode="last" if encoder is None else _classifier_mode(config),
         encoder=encoder is not None,
         labels=labels,
         activation=activation,
         max_tokens=0 if encoder is None else _positions(encoder, config),
     )
+
+
+def _classifier_mode(config: Mapping[str, Any]) -> Literal["cls", "mean"]:
+    """What an encoder's head reads: the first token's state, or as ModernBERT's ``classifier_pooling`` says."""
+    match config.get("classifier_pooling", "cls"):
+        case "cls":
+            return "cls"
+        case "mean":
+            return "mean"
+        case other:
+            raise ConfigError(f"config.json: classifier_pooling must be cls or mean, and is {str(other)[:80]!r}")
 
 
 def _activation(function: str) -> Literal["softmax", "sigmoid", "none"]:

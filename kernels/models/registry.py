@@ -102,10 +102,13 @@ class Entry:
     gguf_window: Literal["used", "ignored"] = "used"
 
 
-def _encoders(name: str, module: str, padded_positions: bool = False) -> tuple[Entry, ...]:
+def _encoders(name: str, module: str, padded_positions: bool = False, positions: int = 512) -> tuple[Entry, ...]:
     """The forms of an encoder. The one that was trained to fill gaps embeds, too."""
     forms = ("Model", "ForMaskedLM", "ForSequenceClassification")
-    return tuple(Entry(name + form, module, encoder=True, padded_positions=padded_positions) for form in forms)
+    return tuple(
+        Entry(name + form, module, encoder=True, padded_positions=padded_positions, positions=positions)
+        for form in forms
+    )
 
 
 BUILT_IN = (
@@ -167,6 +170,7 @@ BUILT_IN = (
     Entry("Mistral4ForCausalLM", "kernels.models.mistral4"),
     Entry("MistralForCausalLM", "kernels.models.mistral", gguf="llama", gguf_window="ignored"),
     Entry("MixtralForCausalLM", "kernels.models.mixtral", gguf="llama", gguf_experts=True, gguf_window="ignored"),
+    *_encoders("ModernBert", "kernels.models.modernbert", positions=8192),
     Entry("NemotronHForCausalLM", "kernels.models.nemotron_h", gguf="nemotron_h"),
     Entry("Olmo2ForCausalLM", "kernels.models.olmo2", gguf="olmo2"),
     Entry("Olmo3ForCausalLM", "kernels.models.olmo3", gguf="olmo2"),

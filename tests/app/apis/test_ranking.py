@@ -25,6 +25,7 @@ from kernels.contract.pooling import PoolingConfig
 from tests.kits.engines import small_engine
 from tests.kits.tiny_encoder import make_tiny_encoder
 from tests.kits.tiny_model import make_tiny_model
+from tests.kits.tiny_modernbert import make_tiny_modernbert
 from tests.kits.trained_encoder import SUBJECTS, make_trained_encoder, sentence
 
 QUERY = "what is the capital of france"
@@ -92,6 +93,21 @@ async def test_a_cross_encoder_ranks_scores_and_classifies(tmp_path: Path) -> No
             assert (status, answer["error"]["code"]) == (400, "model_not_supported")
         status, answer = await post(application, "/v1/completions", prompt="x", max_tokens=1)
         assert (status, answer["error"]["code"]) == (400, "unsupported_task")
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+async def test_modernbert_ranks_by_either_pooling(tmp_path: Path, pooling: str) -> None:
+    model = make_tiny_modernbert(tmp_path, labels=1, classifier_pooling=pooling)
+    async with small_engine(tmp_path) as engine:
+        expected = []
+        for document in DOCUMENTS:
+            ids, _ = await engine.tokenize_pair(QUERY, document)
+            expected.append(float(model(torch.tensor([ids])).logits[0, 0].sigmoid()))
+        status, answer = await post(served(engine, tmp_path), "/v1/rerank", query=QUERY, documents=DOCUMENTS)
+        assert status == 200
+        scores = {one["index"]: one["relevance_score"] for one in answer["results"]}
+        assert [scores[index] for index in range(3)] == pytest.approx(expected, abs=1e-5)
+        assert list(scores) == sorted(range(3), key=lambda index: -expected[index])
 
 
 async def test_embeddings_rank_by_their_cosine(tmp_path: Path) -> None:

@@ -307,7 +307,7 @@ def test_quantized_encoders_are_close(tmp_path):
 
 def test_encoders_are_those_of_the_registry():
     encoders = {entry.architecture for entry in BUILT_IN if entry.encoder}
-    modules = ("kernels.models.bert", "kernels.models.clip")
+    modules = ("kernels.models.bert", "kernels.models.clip", "kernels.models.modernbert")
     assert encoders == {entry.architecture for entry in BUILT_IN if entry.module in modules}
     assert all(find_encoder(name) is not None for name in encoders)
     assert find_encoder("LlamaForCausalLM") is None

@@ -13,6 +13,7 @@ from tests.kernels.devices.cuda.interpreted import install
 from tests.kits.tiny_clip import END, make_tiny_clip
 from tests.kits.tiny_encoder import make_tiny_encoder
 from tests.kits.tiny_model import make_tiny_model
+from tests.kits.tiny_modernbert import make_tiny_modernbert
 from tests.kits.vectors import inputs, run
 
 
@@ -55,5 +56,20 @@ def test_clip_gives_the_vectors_of_the_cpu(
     if device.type == "cpu":
         install(monkeypatch)
     _, found = run(tmp_path, prompts, Embed(), device="cuda", dtype=dtype)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=close)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-5), ("bfloat16", 6e-2)])
+@pytest.mark.parametrize("labels", [0, 3])
+def test_modernbert_gives_the_numbers_of_the_cpu(
+    labels: int, dtype: str, close: float, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, task = make_tiny_modernbert(tmp_path, labels=labels), Classify() if labels else Embed()
+    prompts = inputs(vocab=model.config.vocab_size)
+    _, expected = run(tmp_path, prompts, task)
+    if device.type == "cpu":
+        install(monkeypatch)
+    _, found = run(tmp_path, prompts, task, device="cuda", dtype=dtype)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=close)

@@ -11,6 +11,7 @@ from kernels.contract.tasks import Classify, Embed
 from tests.kits.tiny_clip import END, make_tiny_clip
 from tests.kits.tiny_encoder import make_tiny_encoder
 from tests.kits.tiny_model import make_tiny_model
+from tests.kits.tiny_modernbert import make_tiny_modernbert
 from tests.kits.vectors import inputs, run
 
 
@@ -42,5 +43,16 @@ def test_clip_gives_the_vectors_of_the_cpu(dtype: str, close: float, tmp_path: P
     prompts = [[*ids, END] for ids in inputs(vocab=END)]
     _, expected = run(tmp_path, prompts, Embed())
     _, found = run(tmp_path, prompts, Embed(), device="npu", dtype=dtype, page_size=128)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=close)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-5), ("bfloat16", 6e-2)])
+@pytest.mark.parametrize("labels", [0, 3])
+def test_modernbert_gives_the_numbers_of_the_cpu(labels: int, dtype: str, close: float, tmp_path: Path) -> None:
+    model, task = make_tiny_modernbert(tmp_path, labels=labels), Classify() if labels else Embed()
+    prompts = inputs(vocab=model.config.vocab_size)
+    _, expected = run(tmp_path, prompts, task)
+    _, found = run(tmp_path, prompts, task, device="npu", dtype=dtype, page_size=128)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=close)
