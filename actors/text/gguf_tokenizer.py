@@ -54,6 +54,12 @@ _DEEPSEEK = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+_AFMOE = (
+    r"(?<!\p{N})\p{N}{1,2}(?=(?:\p{N}{3})*+(?!\p{N}))|\p{N}{3}",  # groups of three digits from the right
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf"
+    "\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
+    _DEEPSEEK[2],
+)
 _QWEN35 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -75,6 +81,7 @@ _PATTERNS: Mapping[str, str | tuple[str, ...] | None] = {
     "kimi-k2": _KIMI,
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK),
     **dict.fromkeys(("bailingmoe", "bailingmoe2"), _LING),
+    "afmoe": _AFMOE,
     "seed-coder": _SEED,
     "exaone-moe": _EXAONE_MOE,
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "exaone4"), None),

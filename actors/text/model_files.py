@@ -15,6 +15,7 @@ from kernels.contract.model_files import (
     GgufHeader,
     gguf_config,
     gguf_generation_config,
+    merge_objects,
     read_gguf_header,
     read_gguf_text,
 )
@@ -207,7 +208,7 @@ class ModelFiles:
         else:
             self.config = self._read("config.json", required=True)
             self.generation_config = self._read("generation_config.json")
-        self.config.update(overrides or {})
+        self.config = merge_objects(self.config, overrides or {})
         if self.tokenizer_path.is_file():
             own = header if header is not None and self.tokenizer_path == path else _header(self.tokenizer_path)
             self.tokenizer_config = tokenizer_settings(own.metadata)

@@ -18,6 +18,7 @@ __all__ = [
     "GgufHeader",
     "gguf_config",
     "gguf_generation_config",
+    "merge_objects",
     "read_gguf_header",
     "read_gguf_text",
     "read_pooling",
@@ -66,6 +67,15 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
 def gguf_generation_config(header: GgufHeader) -> dict[str, Any]:
     """The equivalent of generation_config.json."""
     return cast("dict[str, Any]", import_module(_DESCRIPTION).generation_defaults(header))
+
+
+def merge_objects(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with ``over`` over it: nested objects are merged key by key, other values replace."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = merge_objects(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def read_pooling(directory: Path, config: Mapping[str, Any], is_embedding: bool = False) -> PoolingConfig | None:

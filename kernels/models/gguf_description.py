@@ -68,7 +68,7 @@ def describe(header: GgufHeader) -> dict[str, Any]:
     tensors = cut(header.tensors)
     window = 0 if entry.gguf_window == "ignored" else meta.number(f"{name}.attention.sliding_window", 0)  # 0: none
     eps = "rms_" if f"{name}.attention.layer_norm_rms_epsilon" in header.metadata else ""
-    norm_eps = meta.number(f"{name}.attention.layer_norm_{eps}epsilon", 1e-5)
+    norm_eps = meta.positive(f"{name}.attention.layer_norm_{eps}epsilon", 1e-5)
     return {
         "architectures": ["DeepseekV3ForCausalLM" if experts.get("correction") else entry.architecture],
         "model_type": name,
@@ -186,8 +186,8 @@ def generation_defaults(header: GgufHeader) -> dict[str, Any]:
 
 def _rope(header: GgufHeader, meta: Metadata, name: str, dim: int) -> dict[str, Any]:
     kind = meta.text(f"{name}.rope.scaling.type", "none")
-    theta = meta.number(f"{name}.rope.freq_base", 10000.0)
-    factor = meta.number(f"{name}.rope.scaling.factor", meta.number(f"{name}.rope.scale_linear", 1.0))
+    theta = meta.positive(f"{name}.rope.freq_base", 10000.0)
+    factor = meta.number(f"{name}.rope.scaling.factor", meta.number(f"{name}.rope.scale_linear", 1.0)) or 1.0
     result: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
     if "rope_freqs.weight" in header.tensors:  # what Llama 3.1's way of stretching comes to
         return result | {"rope_type": "factors", "factors": list(meta.floats("rope_freqs.weight", dim // 2))}

@@ -59,6 +59,13 @@ class Metadata:
             raise self.wrong(key, "a number")
         return value
 
+    def positive(self, key: str, default: float) -> float:
+        """A finite number above 0."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise self.wrong(key, "above 0")
+        return value
+
     def layers(self, key: str) -> list[Any] | None:
         """A value for each layer, those of layers that draft left out; None: there is no such list."""
         value = self.get(key)

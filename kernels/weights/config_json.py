@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kernels.contract.errors import ConfigError
-from kernels.weights.wrapped import language_model
+from kernels.contract.model_files import merge_objects
+from kernels.weights.wrapped import WRAPPER, language_model
 
 __all__ = ["merge_overrides", "read_json", "read_merged"]
 
@@ -37,6 +38,7 @@ def read_json(model_path: str | Path) -> dict[str, Any]:
 
 def merge_overrides(raw: Mapping[str, Any], overrides: str) -> dict[str, Any]:
     """``raw`` with the JSON object ``overrides`` over it: nested objects are merged key by key, other values replace.
+    What they say of ``text_config`` is over a language model's object, of which that is the part; keys beside it win.
 
     Raises ConfigError, saying what to do.
     """
@@ -46,12 +48,6 @@ def merge_overrides(raw: Mapping[str, Any], overrides: str) -> dict[str, Any]:
         raise ConfigError(f"the model override arguments are not JSON: {error}") from error
     if not isinstance(extra, dict):
         raise ConfigError("the model override arguments must be a JSON object")
-    return _merge(raw, extra)
-
-
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged
+    if WRAPPER in raw and isinstance(text := extra.pop("text_config", None), dict):
+        raw = merge_objects(raw, {key: value for key, value in text.items() if key != "architectures"})
+    return merge_objects(raw, extra)

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["WRAPPER", "is_adapter", "language_model", "plain_name"]
+__all__ = ["WRAPPER", "is_adapter", "language_model", "plain_name", "wrapped_names"]
 
 WRAPPER = "language_model_of"
 """The key of config.json's object that names the architecture around the language model."""
 
 _PREFIXES = (
-    ("model.language_model.lm_head.", "lm_head."),
+    ("model.language_model.lm_head", "lm_head"),
     ("model.language_model.model.", "model."),
     ("model.language_model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
+    ("language_model.lm_head", "lm_head"),
     ("language_model.model.", "model."),
     ("language_model.", "model."),
 )
@@ -32,6 +32,11 @@ def plain_name(name: str) -> str:
     stand beside a ``base_layer`` in Phi-4's files."""
     name = name.replace(".base_layer.", ".")
     return next((new + name.removeprefix(old) for old, new in _PREFIXES if name.startswith(old)), name)
+
+
+def wrapped_names(module: str) -> tuple[str, ...]:
+    """The names that a module of the language model may have inside a checkpoint that also reads images."""
+    return tuple(old + module.removeprefix(new) for old, new in _PREFIXES if module.startswith(new))
 
 
 def is_adapter(name: str) -> bool:
@@ -60,13 +65,28 @@ def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(rope := result.get(key), Mapping):
             result[key] = _for_text(rope)
     if isinstance(settings := result.get("quantization_config"), Mapping):
-        result["quantization_config"] = {
-            key: [plain_name(one) if isinstance(one, str) else one for one in value]
-            if key in _MODULES and isinstance(value, list)
-            else value
-            for key, value in settings.items()
+        result["quantization_config"] = _plain_settings(settings)
+    return result
+
+
+def _plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """quantization_config with the names of modules without what is around them. Those in patterns stay: see
+    ``kernels.weights.quantization.patterns``."""
+    result = {key: _plain_names(value) if key in _MODULES else value for key, value in settings.items()}
+    if isinstance(extra := result.get("extra_config"), Mapping):
+        result["extra_config"] = {plain_name(name): sizes for name, sizes in extra.items()}
+    if isinstance(groups := result.get("config_groups"), Mapping):
+        result["config_groups"] = {
+            name: {**group, "targets": _plain_names(group["targets"])}
+            if isinstance(group, Mapping) and "targets" in group
+            else group
+            for name, group in groups.items()
         }
     return result
+
+
+def _plain_names(names: object) -> object:
+    return [plain_name(one) if isinstance(one, str) else one for one in names] if isinstance(names, list) else names
 
 
 def _clip(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from kernels.contract.errors import UnsupportedError
 from kernels.core.operators import Draws, Masks
 from kernels.devices.npu_triton.operators import NAMESPACE, REFERENCES, register, registered
 
-__all__ = ["OwnDraw", "check_kernel", "has_compiler", "pack_draws", "select_kernels"]
+__all__ = ["INPUTS", "OwnDraw", "check_kernel", "has_compiler", "pack_draws", "select_kernels"]
 
 _CORES = 40
 """Programs of a kernel that loops over tokens, if the device does not say how many vector cores it has."""
@@ -73,19 +73,25 @@ def _kernel(name: str, device: torch.device) -> Callable[..., object]:
 
     if name == "draw":
         return kernels.draw
-    cores = getattr(torch.npu.get_device_properties(device), "vector_core_num", 0) or _CORES
-    return partial(kernels.split_norm_rope_cache, programs=cores)
+    return partial(kernels.split_norm_rope_cache, programs=_programs(device))
+
+
+def _programs(device: torch.device) -> int:
+    return getattr(torch.npu.get_device_properties(device), "vector_core_num", 0) or _CORES
 
 
 def _compare(name: str, device: torch.device) -> str:
     operator = getattr(getattr(torch.ops, NAMESPACE), name)
-    for inputs in _INPUTS[name]():
+    for inputs in INPUTS[name](_programs(device)):
         here = [value.to(device) if isinstance(value, Tensor) else value for value in inputs]
         results = _tensors(operator(*here)) + _tensors(here)
         for own, right in zip(results, _tensors(REFERENCES[name](*inputs)) + _tensors(inputs), strict=True):
-            found = own.cpu()
-            floats = right.is_floating_point()
-            if not (torch.allclose(found, right, rtol=0.01, atol=0.02) if floats else found.equal(right)):
+            result = own.cpu()
+            if right.is_floating_point():
+                alike = torch.allclose(result, right, rtol=0.01, atol=0.02, equal_nan=True)
+            else:
+                alike = result.equal(right)
+            if not alike:
                 return "its results are not those of torch"
     return ""
 
@@ -99,36 +105,60 @@ def _random(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator)
 
 
-def _projections() -> list[list[object]]:
-    """Arguments of ``split_norm_rope_cache``: heads of 128 with a norm, and of 64 without, in a wider cache."""
+def _projections(programs: int) -> list[list[object]]:
+    """Arguments of ``split_norm_rope_cache``: heads that fill a block and that do not, with a norm and without, in
+    caches that are wider; tokens for a part of the programs, and for several rounds of all."""
     generator, result = torch.Generator().manual_seed(1), list[list[object]]()
-    for heads, kv_heads, dim, normed in ((16, 8, 128, True), (6, 2, 64, False)):
-        angles = _random(generator, 7, 1, dim // 2)
-        turned = [torch.cat((part, part), -1).bfloat16() for part in (angles.cos(), angles.sin())]
-        caches = [_random(generator, 2, 128, kv_heads, 128).bfloat16() for _ in range(2)]
-        weight = _random(generator, heads + kv_heads, dim).bfloat16() if normed else None
-        qkv = _random(generator, 7, heads + 2 * kv_heads, dim).bfloat16()
-        result.append([qkv, weight, 1e-6, *turned, *caches, torch.tensor([9, 200, 3, 4, 130, 0, 255]), heads])
+    for dtype, heads, kv_heads, dim, normed, tokens in (
+        (torch.bfloat16, 16, 8, 128, True, 7),
+        (torch.bfloat16, 6, 2, 64, False, 3 * programs),
+        (torch.float16, 5, 1, 96, True, 3 * programs),
+        (torch.float16, 4, 4, 96, False, 7),
+    ):
+        angles = _random(generator, tokens, 1, dim // 2)
+        turned = [torch.cat((part, part), -1).to(dtype) for part in (angles.cos(), angles.sin())]
+        pages = tokens // 128 + 2
+        caches = [_random(generator, pages, 128, kv_heads, 128).to(dtype) for _ in range(2)]
+        weight = _random(generator, heads + kv_heads, dim).to(dtype) if normed else None
+        qkv = _random(generator, tokens, heads + 2 * kv_heads, dim).to(dtype)
+        index = torch.randperm(pages * 128, generator=generator)[:tokens]
+        result.append([qkv, weight, 1e-6, *turned, *caches, index, heads])
     return result
 
 
-def _logits() -> list[list[object]]:
-    """Arguments of ``draw``: every kind of row, in both dtypes."""
+_KINDS = (
+    (0.0, 0, 1.0, 0.0),
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 20, 1.0, 0.0),
+    (1.0, 0, 0.5, 0.0),
+    (1.3, 50, 0.9, 0.0),
+    (1.0, 0, 1.0, 0.1),
+    (1.5, 100, 0.9, 0.05),
+)
+"""How rows are sampled: temperature, top-k, top-p and min-p."""
+
+
+def _logits(programs: int) -> list[list[object]]:
+    """Arguments of ``draw``: rows with NaN, with +inf, of -inf alone, and of ties alone, and 28 others, sampled in each
+    of ``_KINDS``; in both dtypes."""
     generator, result = torch.Generator().manual_seed(2), list[list[object]]()
-    kinds = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 20, 1.0), (1.0, 0, 0.5), (1.3, 50, 0.9)]
-    draws = np.zeros((8 * len(kinds), 6), np.int32)
+    kinds = len(_KINDS)
+    draws = np.zeros((8 * kinds, 6), np.int32)
     draws[:, :2] = np.random.default_rng(3).integers(-(2**31), 2**31, (len(draws), 2))
     floats = draws.view(np.float32)
-    floats[:, 3] = -np.inf
-    for place, (temperature, top_k, top_p) in enumerate(kinds * 8):
-        floats[place, 2], floats[place, 4], draws[place, 5] = temperature, top_p, top_k
+    for place, (temperature, top_k, top_p, min_p) in enumerate(_KINDS * 8):
+        floats[place, 2:5] = temperature, np.log(min_p) if min_p else -np.inf, top_p
+        draws[place, 5] = top_k
     for dtype in (torch.bfloat16, torch.float32):
         logits = (_random(generator, len(draws), 5000) * 3).to(dtype)
+        logits[:kinds, 4321], logits[kinds : 2 * kinds, 69] = torch.nan, torch.inf
+        logits[2 * kinds : 3 * kinds], logits[3 * kinds : 4 * kinds] = -torch.inf, 1.0
         result.append([logits, torch.from_numpy(draws), torch.arange(len(draws))])
     return result
 
 
-_INPUTS: dict[str, Callable[[], list[list[object]]]] = {"split_norm_rope_cache": _projections, "draw": _logits}
+INPUTS: dict[str, Callable[[int], list[list[object]]]] = {"split_norm_rope_cache": _projections, "draw": _logits}
+"""Arguments on which a kernel that runs so many programs is compared with its reference."""
 
 
 def pack_draws(draws: Draws) -> npt.NDArray[np.int32]:

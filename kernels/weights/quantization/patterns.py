@@ -1,5 +1,8 @@
 """Regular expressions from a checkpoint's settings, with bounded time and memory.
 
+A pattern that names a wrapper's ``language_model`` is compared with the names that modules have inside the wrapper, and
+not with those of a language model alone, which modules have here.
+
 They are untrusted: one that backtracks for ever would hang the load. Python's ``re`` cannot be interrupted, so it only
 checks the syntax. ``regex``, which transformers needs too, matches the patterns that could backtrack, with a timeout.
 It expands counted repeats, which ``re`` does not; hence the limit on these.
@@ -13,6 +16,7 @@ import time
 from collections.abc import Callable
 
 from kernels.contract.errors import ConfigError
+from kernels.weights.wrapped import wrapped_names
 
 __all__ = ["NoPattern", "Patterns"]
 
@@ -20,6 +24,7 @@ _SECONDS = 1.0
 """Seconds that one match may take. Most take microseconds."""
 _ALL_SECONDS = 30.0
 _ALL_REPEATED = 200_000
+_WRAPPER = "language_model"
 _STRAIGHT = re.compile(r"[^*+?{|]*")
 """Patterns that cannot backtrack."""
 _COUNTS = re.compile(r"\{([^{}]*)\}")
@@ -49,6 +54,10 @@ class Patterns:
         return self._compiled(text, field, "search")
 
     def _compiled(self, text: str, field: str, how: str) -> Callable[[str], bool]:
+        compare = self._compared(text, field, how)
+        return (lambda name: any(map(compare, wrapped_names(name)))) if _WRAPPER in text else compare
+
+    def _compared(self, text: str, field: str, how: str) -> Callable[[str], bool]:
         try:
             plain = getattr(re.compile(text), how)
         except (re.error, OverflowError, RecursionError) as error:

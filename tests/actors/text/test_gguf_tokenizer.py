@@ -65,6 +65,15 @@ def test_the_patterns_cut_numbers_as_their_models_do():
     assert [piece for piece, _ in qwen.pre_tokenize_str("12345")] == ["1", "2", "3", "4", "5"]
 
 
+def test_afmoe_groups_digits_from_the_right():
+    cut = build_tokenizer(byte_level(**{"tokenizer.ggml.pre": "afmoe"})).pre_tokenizer.pre_tokenize_str
+    for length in range(1, 12):
+        digits, first = "123456789876"[:length], length % 3
+        groups = [digits[:first], *(digits[place : place + 3] for place in range(first, length, 3))]
+        assert [piece for piece, _ in cut(f"x{digits}y")] == ["x", *filter(None, groups), "y"]
+    assert len(cut("1" * 200_000)) == 66_667
+
+
 @pytest.mark.parametrize(
     ("pre", "pieces"),
     [
@@ -73,6 +82,7 @@ def test_the_patterns_cut_numbers_as_their_models_do():
         ("qwen35", ["myURL", " isn", "'t", " ", *"12345", ".\n\n", "你好ab"]),
         ("gpt-4o", ["my", "URL", " isn't", " ", "123", "45", ".\n\n", "你好ab"]),
         ("kimi-k2", ["my", "URL", " isn't", " ", "123", "45", ".\n\n", "你好", "ab"]),
+        ("afmoe", ["myURL", " isn", "'t", " ", "12", "345", ".\n\n", "你好", "ab"]),
         ("deepseek-v3", ["myURL", " isn", "'t", " ", "123", "45", ".\n\n", "你好", "ab"]),
         ("bailingmoe2", ["myURL", " isn", "'t", " ", *"12345", ".\n\n", "你好ab"]),
         ("seed-coder", ["myURL", " isn", "'t", " ", *"12345", ".", "\n\n", "你好ab"]),

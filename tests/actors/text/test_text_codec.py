@@ -99,6 +99,13 @@ def test_overrides_and_generation_config(tiny_model: Path) -> None:
     assert files.eos_token_ids() == (2, 0)
 
 
+def test_overrides_of_nested_objects_are_merged(tmp_path: Path) -> None:
+    text = {"max_position_embeddings": 64, "vocab_size": 9}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
+    files = ModelFiles(tmp_path, overrides={"text_config": {"max_position_embeddings": 99}})
+    assert (files.context_length, files.vocab_size) == (99, 9)
+
+
 def test_paths_that_are_no_model(tmp_path: Path) -> None:
     for nothing in (str(tmp_path / "nothing"), "models/nothing.gguf"):  # no name of a repository
         with pytest.raises(ModelPathError, match=r"does not exist.*\.gguf file"):

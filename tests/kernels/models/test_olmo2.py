@@ -6,8 +6,6 @@ import pytest
 import torch
 import transformers
 
-from kernels.contract.errors import GgufError
-from kernels.models.config_loader import read_config
 from tests.kernels.distributed.ranks import run_ranks
 from tests.kits.driver import COMMON
 from tests.kits.gguf_checkpoints import greedy
@@ -41,12 +39,3 @@ def test_a_gguf_file_computes_what_its_directory_does(model, drive, prompts, tmp
     file = write_gguf(model, tmp_path / "model.gguf")
     (prompt,) = prompts(12)
     assert greedy(drive, file, prompt, 20) == greedy(drive, model, prompt, 20)
-
-
-def test_a_gguf_file_of_olmo_3_is_refused(model, tmp_path):
-    def windowed(writer):
-        writer.add_uint32("olmo2.attention.sliding_window", 4096)
-
-    file = write_gguf(model, tmp_path / "olmo3.gguf", change=windowed)
-    with pytest.raises(GgufError, match="a successor of Olmo2ForCausalLM"):
-        read_config(file)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from kernels.contract.errors import ConfigError
 from kernels.models.config_loader import read_config
 from kernels.models.registry import LANGUAGE_MODELS, find
+from kernels.weights.config_json import read_merged
 from kernels.weights.wrapped import language_model, plain_name
 from tests.kits.driver import COMMON, DEEPSEEK, DELTA, DENSE, EXPERTS, LLAMA3_ROPE, ROUTED
 
@@ -171,6 +172,32 @@ def test_modules_that_stay_in_floats_lose_the_wrappers_prefix():
     }
     result = language_model({"architectures": ["X"], "text_config": {}, "quantization_config": settings})
     assert result["quantization_config"]["modules_to_not_convert"] == ["model.layers.0.mlp.gate", "model.visual"]
+
+
+def test_sizes_and_targets_of_modules_lose_the_wrappers_prefix():
+    own, plain = "model.language_model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"
+    settings = {
+        "ignore": ["language_model.lm_head", "model.language_model.lm_head", "re:.*visual.*"],
+        "extra_config": {own: {"bits": 8}},
+        "config_groups": {"group_0": {"targets": [own, "Linear"]}, "group_1": "W8A8"},
+    }
+    result = language_model({"architectures": ["X"], "text_config": {}, "quantization_config": settings})
+    assert result["quantization_config"] == {
+        "ignore": ["lm_head", "lm_head", "re:.*visual.*"],
+        "extra_config": {plain: {"bits": 8}},
+        "config_groups": {"group_0": {"targets": [plain, "Linear"]}, "group_1": "W8A8"},
+    }
+
+
+def test_overrides_of_the_language_model_are_merged_into_it(tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 5.0}
+    raw = {"architectures": ["X"], "text_config": {"vocab_size": 9, "hidden_size": 8, "rope_parameters": rope}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    over = {"text_config": {"hidden_size": 4, "rope_parameters": {"rope_theta": 7.0}}, "vocab_size": 3}
+    result = read_merged(tmp_path, json.dumps(over))
+    assert "text_config" not in result
+    assert (result["vocab_size"], result["hidden_size"]) == (3, 4)
+    assert result["rope_parameters"] == rope | {"rope_theta": 7.0}
 
 
 def test_sections_of_images_leave_a_plain_rotation():

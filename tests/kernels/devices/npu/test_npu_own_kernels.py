@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from kernels.contract.errors import UnsupportedError
 from kernels.contract.step import SlotSampling
 from kernels.devices.npu.device import NpuDevice
 from kernels.devices.npu.drawing import TorchDraw
+from kernels.devices.npu_triton import reference as reference_of
 from kernels.devices.npu_triton import selection
 from kernels.devices.npu_triton.operators import REFERENCES
 from kernels.devices.npu_triton.selection import select_kernels
 
 DEVICE = torch.device("npu", 0)
 EVERY = frozenset(REFERENCES)
+PROJECTION = "split_norm_rope_cache"
 
 
 @pytest.mark.parametrize(("value", "used"), [("", frozenset()), ("0", frozenset()), ("1", EVERY)])
@@ -37,10 +40,42 @@ def test_values_that_cannot_be_obeyed_are_refused(monkeypatch):
         select_kernels(DEVICE)
 
 
-def test_kernels_that_pass_on_the_device_are_used(monkeypatch):
+def test_kernels_that_agree_with_torch_are_used(monkeypatch):
+    """Here both are torch; ``npu_triton/test_own_kernels.py`` runs the kernels on the same inputs."""
     monkeypatch.delenv(NPU_TRITON, raising=False)
     monkeypatch.setattr(selection, "has_compiler", lambda: True)
     assert select_kernels(DEVICE) == EVERY
+
+
+def _changed(case, qkv, *rest):
+    queries = reference_of.split_norm_rope_cache(qkv, *rest)
+    applies = {
+        "later rounds": len(qkv) > selection._CORES,
+        "half a block": qkv.shape[2] == 96,
+        "float16": qkv.dtype == torch.float16,
+    }
+    return queries + applies[case]
+
+
+def _drawn(case, logits, draws, positions):
+    replaced = {"NaN": {"nan": 0.0}, "+inf": {"posinf": 0.0}, "-inf": {"neginf": 0.0}}
+    if case in replaced:
+        keep = {"nan": torch.nan, "posinf": torch.inf, "neginf": -torch.inf}
+        logits = logits.nan_to_num(**(keep | replaced[case]))
+    elif case == "ties":
+        tied = (logits == 1).all(1, keepdim=True)
+        logits = logits.float() + tied * torch.arange(logits.shape[1]) * 1e-6
+    else:
+        draws = draws.clone()
+        draws.view(torch.float32)[:, 3] = -torch.inf
+    return reference_of.draw(logits, draws, positions)
+
+
+@pytest.mark.parametrize("case", ["later rounds", "half a block", "float16", "min-p", "NaN", "+inf", "-inf", "ties"])
+def test_a_fault_in_one_case_alone_is_noticed(case, monkeypatch):
+    name, compute = ("draw", _drawn) if case in ("min-p", "NaN", "+inf", "-inf", "ties") else (PROJECTION, _changed)
+    monkeypatch.setitem(REFERENCES, name, partial(compute, case))
+    assert selection.check_kernel(name, DEVICE) == "its results are not those of torch"
 
 
 def test_a_kernel_that_computes_otherwise_is_reported(monkeypatch, caplog):

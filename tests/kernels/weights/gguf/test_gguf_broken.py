@@ -120,6 +120,15 @@ def test_a_tensor_beside_the_layers_that_no_model_has_is_named(tiny_model, tmp_p
         load(file("output_norm.bias"))
 
 
+def test_a_factor_of_zero_stretches_no_positions(tiny_model, tmp_path):
+    file = write_gguf(
+        tiny_model,
+        tmp_path / "model.gguf",
+        change=lambda writer: writer.add_float32("qwen3.rope.scaling.factor", 0.0),
+    )
+    assert parse_config(describe(read_header(file))).rope.kind == "default"
+
+
 def test_joined_tensors_that_do_not_fit_are_named(whole, broken, tmp_path):
     renamed = whole.replace(b"blk.1.ffn_gate.weight", b"blk.1.attn_qkv.weight")
     with pytest.raises(GgufError, match=r"blk\.1\.attn_qkv\.weight, of shape \[64, 32\], is none of attn_q and attn_k"):
@@ -157,6 +166,11 @@ def test_counts_are_held_against_the_file(whole, broken):
         (lambda writer: writer.add_uint32("qwen3.rope.dimension_count", 999), r"at most the \d+ numbers of a head"),
         (lambda writer: writer.add_string("qwen3.context_length", "long"), "must be a whole number of at least 1"),
         (lambda writer: writer.add_uint64("qwen3.context_length", 1 << 40), "must be at most 2147483648"),
+        (lambda writer: writer.add_float32("qwen3.rope.freq_base", -1.0), r"qwen3.rope.freq_base must be above 0"),
+        (
+            lambda writer: writer.add_float32("qwen3.attention.layer_norm_rms_epsilon", 0.0),
+            r"qwen3.attention.layer_norm_rms_epsilon must be above 0",
+        ),
         (lambda writer: writer.add_bool("qwen3.attention.causal", False), r"later tokens \(attention.causal\)"),
     ],
 )

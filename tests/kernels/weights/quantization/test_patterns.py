@@ -7,6 +7,7 @@ import pytest
 from kernels.contract.errors import ConfigError
 from kernels.weights.quantization.detect import METHODS
 from kernels.weights.quantization.patterns import NoPattern, Patterns
+from kernels.weights.wrapped import language_model
 from tests.kits.declared import spec_of
 
 NAME = "model.layers.17.mlp.down_proj"
@@ -66,6 +67,31 @@ def test_a_pattern_that_backtracks_for_ever_is_refused_by_its_field(field):
 def test_a_pattern_of_huge_counts_takes_no_memory(field, pattern):
     with pytest.raises(ConfigError, match=f"{field}: .* repeats too much; use"):
         read(CHECKPOINTS[field](pattern))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"language_model\.model\.layers\.3\.", r"model\.language_model\.layers\.\d+\.", ".*language_model.layers.3.mlp"],
+)
+def test_a_pattern_of_a_wrappers_names_matches_the_language_model(pattern):
+    matches = Patterns().match(pattern, "dynamic")
+    assert matches("model.layers.3.mlp.up_proj")
+    assert not matches("visual.layers.3.mlp.up_proj")
+
+
+def test_a_pattern_of_what_is_around_a_language_model_leaves_it_out():
+    assert not Patterns().match("(?!.*language_model)", "ignore")("model.layers.3.mlp.up_proj")
+    assert Patterns().search(r"language_model\.lm_head$", "ignore")("lm_head")
+
+
+def test_modules_that_a_wrapper_ignores_and_targets_are_found():
+    settings = compressed(
+        ["model.language_model.layers.3.mlp.up_proj", "language_model.lm_head"], ["language_model.lm_head"]
+    )
+    plain = language_model({"architectures": ["X"], "text_config": {}, "quantization_config": settings})
+    scheme = METHODS["compressed-tensors"](plain["quantization_config"])
+    names = ("model.layers.3.mlp.up_proj", "model.layers.2.mlp.up_proj", "lm_head")
+    assert [scheme.tensors(spec_of(name, (32, 64))) is not None for name in names] == [True, False, False]
 
 
 def test_counts_of_many_patterns_add_up():
