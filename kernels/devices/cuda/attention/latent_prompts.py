@@ -2,8 +2,8 @@
 time than attention in the latent space (``kernels.devices.cuda.attention.latent``).
 
 With DeepSeek's sizes a query and a token take 2 * 512 + 64 products of numbers in the latent space, and 128 + 64 + 128
-with keys and values, which take 512 * (128 + 128) to make. Heads are attended to some at a time, so that keys and
-values of a long prompt fit in memory.
+with keys and values, which take 512 * (128 + 128) to make. Some rows, and some of their heads, are attended to at a
+time: what they need is bounded, and every step allocates as much, so that a step at load measures it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kernels.devices.cuda.attention.decode import DecodeScratch
 from kernels.devices.cuda.attention.latent import LINES, attend_latent
 from kernels.devices.cuda.attention.plan import AttentionPlan
 from kernels.devices.cuda.attention.prefill import TILE, order_blocks
-from kernels.devices.cuda.launch import attempted, copying, has_gluon, multiprocessors
+from kernels.devices.cuda.launch import attempted, copying, has_gluon, is_precompiling, multiprocessors
 from kernels.devices.latent_attention import LatentHeads
 
 __all__ = ["LatentPlan", "MadeRows", "attend_latent_rows", "gather", "makes_keys", "plan_latent"]
@@ -30,9 +30,13 @@ __all__ = ["LatentPlan", "MadeRows", "attend_latent_rows", "gather", "makes_keys
 _BLOCK = 128  # tokens of the attention kernel's product
 _GATHERED = 32  # tokens of a program
 _MAX_NUMBERS = 1 << 27  # of keys and values that are made at a time
+_MAX_LINES = 1 << 18  # tokens that are gathered at a time; a longer row stays in the latent space
 _FASTER, _MAKING = 2.0, 1.5
 """How many times the products a second attention to keys and values takes, and making them, of those of attention in
 the latent space (H100)."""
+
+_ready: set[tuple[torch.device, torch.dtype, int]] = set()
+"""Devices, dtypes and heads whose kernels are compiled."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,12 @@ class MadeRows:
 @dataclass(frozen=True)
 class LatentPlan:
     """How the rows of the plan ``step`` are attended to: those of ``latent`` in the latent space, whose queries are
-    before ``end``, and those of ``made``, if there are any."""
+    before ``end``, and those of each of ``made`` one after the other."""
 
     step: AttentionPlan
     latent: AttentionPlan
     end: int
-    made: MadeRows | None = None
+    made: tuple[MadeRows, ...] = ()
 
 
 def plan_latent(
@@ -78,9 +82,10 @@ def plan_latent(
     programs = multiprocessors(prefills.blocks.device)
     filled = min(1.0, float((-(-counts * count // LINES)).sum()) / programs)
     in_space = counts * (seen * (2 * rank + rope) / filled + making)
-    filled = min(1.0, float(tiles.sum()) * count / programs)
-    made = tiles * TILE * seen * (plain + rope + value) / (_FASTER * filled) + padded * making
-    many = made < in_space
+    at_once = np.minimum(float(tiles.sum()) * count, tiles * (_MAX_NUMBERS / (padded * (plain + value))))
+    made = tiles * TILE * seen * (plain + rope + value) / (_FASTER * np.minimum(1.0, at_once / programs))
+    made += padded * making
+    many = (made < in_space) & (padded <= _MAX_LINES)
     if not many.any():
         return whole
     blocks = order_blocks(rows, first)
@@ -88,17 +93,40 @@ def plan_latent(
     if not many.all():
         others = replace(prefills, blocks=put(blocks[~many[blocks[:, 0]]]))
         latent, end = replace(step, prefills=others), whole.end
-    own = np.flatnonzero(many)
-    each = padded[own] // _BLOCK
+    groups: list[list[int]] = []
+    lines = 0  # of the last group
+    for row in np.flatnonzero(many).tolist():
+        if not groups or lines + int(padded[row]) > _MAX_LINES:
+            groups.append([])
+            lines = 0
+        groups[-1].append(row)
+        lines += int(padded[row])
+    return LatentPlan(
+        step,
+        latent,
+        end,
+        tuple(
+            _made_rows(np.array(own), ends, blocks[np.isin(blocks[:, 0], own)], prefills.pages, put) for own in groups
+        ),
+    )
+
+
+def _made_rows(
+    own: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    blocks: npt.NDArray[np.int32],
+    pages: Tensor,
+    put: Callable[[npt.NDArray[np.int32]], Tensor],
+) -> MadeRows:
+    """``own``: the rows, of those that end at ``ends``; ``blocks``: theirs."""
+    each = -(-ends[own] // _BLOCK)
     before = np.cumsum(each) - each
-    bases = np.zeros(len(counts), dtype=np.int32)
+    bases = np.zeros(len(ends), dtype=np.int32)
     bases[own] = before * _BLOCK
     row = np.repeat(own, each)
     at = (np.arange(len(row)) - np.repeat(before, each)) * _BLOCK
     lines = np.stack((row, at, ends[row]), axis=1).astype(np.int32)
-    return LatentPlan(
-        step, latent, end, MadeRows(put(blocks[many[blocks[:, 0]]]), prefills.pages, put(lines), put(bases))
-    )
+    return MadeRows(put(blocks), pages, put(lines), put(bases))
 
 
 @triton.jit(do_not_specialize=["page_stride"])
@@ -138,7 +166,7 @@ def gather(cache: Tensor, rows: MadeRows, rank: int) -> tuple[Tensor, Tensor]:
     """The vectors of ``cache`` [pages, page_size, rank + rope_dim] in lines: [lines, rank] and [lines, rope_dim]."""
     _, page_size, width = cache.shape
     lines, rope, parts = len(rows.lines) * _BLOCK, width - rank, _BLOCK // _GATHERED
-    latent, rotated = cache.new_empty(lines, rank), cache.new_empty(lines, rope)
+    latent, rotated = (cache.new_empty(max(lines, _MAX_LINES), numbers)[:lines] for numbers in (rank, rope))
     gather_latent_kernel[(len(rows.lines) * parts,)](
         cache,
         rows.pages,
@@ -183,7 +211,7 @@ def attend_latent_rows(
         plain, rotated = heads.absorb(some)
         return heads.expand(attend_latent(plain, rotated, cache, step, scale, scratch))
 
-    if plan.made is None:
+    if not plan.made:
         return attend_in_space(queries, plan.step)
     out = queries.new_empty(*queries.shape[:2], heads.values.shape[2])
     if plan.end:
@@ -194,20 +222,49 @@ def attend_latent_rows(
 
 
 def _attend_made(
-    queries: Tensor, cache: Tensor, rows: MadeRows, heads: LatentHeads, scale: float, out: Tensor
+    queries: Tensor, cache: Tensor, groups: tuple[MadeRows, ...], heads: LatentHeads, scale: float, out: Tensor
 ) -> Tensor:
     from kernels.devices.cuda.attention.prefill_warp_specialized import attend_made
 
-    latent, rotated = gather(cache, rows, heads.rank)
-    count, lines, dim = queries.shape[1], len(latent), out.shape[2]
-    size = max(1, min(count, _MAX_NUMBERS // (2 * lines * dim)))
-    room = latent.new_empty(2 * size * lines * dim)
-    for first in range(0, count, size):
-        some = slice(first, min(first + size, count))
-        number = some.stop - first
-        both = room[: 2 * number * lines * dim].view(2, number, lines, dim)
-        each = latent.expand(number, -1, -1)
-        torch.bmm(each, heads.keys[some].transpose(1, 2), out=both[0])
-        torch.bmm(each, heads.values[some], out=both[1])
-        attend_made(queries[:, some], both, rotated, rows.bases, rows.blocks, scale, out[:, some])
+    count, dim = queries.shape[1], out.shape[2]
+    room = queries.new_empty(_MAX_NUMBERS)
+
+    def view(number: int, lines: int) -> Tensor:
+        return room[: 2 * number * lines * dim].view(2, number, lines, dim)
+
+    def compile_all(rows: MadeRows, rotated: Tensor) -> None:
+        """A kernel for each number of heads, launched for a block without queries."""
+        none = rows.blocks.new_zeros(1, 4)
+        for size in _head_counts(count, dim):
+            both = view(size, _BLOCK)
+            attend_made(queries[:, :size], both, rotated[:_BLOCK], rows.bases, none, scale, out[:, :size])
+
+    def attend(rows: MadeRows) -> None:
+        latent, rotated = gather(cache, rows, heads.rank)
+        kind = queries.device, queries.dtype, count
+        if kind not in _ready or is_precompiling():
+            compile_all(rows, rotated)
+            _ready.add(kind)
+        lines = len(latent)
+        size = _heads_at_once(count, _MAX_NUMBERS // (2 * lines * dim))
+        for first in range(0, count, size):
+            some = slice(first, first + size)
+            both, each = view(size, lines), latent.expand(size, -1, -1)
+            torch.bmm(each, heads.keys[some].transpose(1, 2), out=both[0])
+            torch.bmm(each, heads.values[some], out=both[1])
+            attend_made(queries[:, some], both, rotated, rows.bases, rows.blocks, scale, out[:, some])
+
+    for rows in groups:
+        attend(rows)  # which releases what it has gathered
     return out
+
+
+def _heads_at_once(count: int, most: int) -> int:
+    """At most ``most`` of ``count`` heads, in equal parts: all, or a power of two."""
+    return count if count <= most else min(count & -count, 1 << (most.bit_length() - 1))
+
+
+def _head_counts(count: int, dim: int) -> set[int]:
+    """All results of ``_heads_at_once``."""
+    least = _MAX_NUMBERS // (2 * _MAX_LINES * dim)
+    return {_heads_at_once(count, most) for most in range(min(least, count), count + 1)}
