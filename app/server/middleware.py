@@ -77,6 +77,8 @@ class Middleware:
             return
         error = ApiError(404, _NO_WEBSOCKETS, code="not_found")
         headers = [(b"content-type", b"application/json")]
+        if scope.get("http_version", "1.1") == "1.1":
+            headers.append((b"connection", b"close"))  # the server closes it: a client must not use it again
         await send({"type": "websocket.http.response.start", "status": 404, "headers": headers})
         body = OPENAI.body(error, self._service.ids.new("req-"))
         await send({"type": "websocket.http.response.body", "body": body, "more_body": False})

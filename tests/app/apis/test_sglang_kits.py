@@ -81,6 +81,7 @@ def test_a_websocket_is_answered_with_what_to_use_instead(client):
     headers = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
     answer = client.get("/v1/realtime", headers={**headers, "Sec-WebSocket-Key": "x3JJHMbDL1EzLkh9GBhXDw=="})
     assert answer.status_code == 404
+    assert answer.headers["connection"] == "close"
     assert "POST /v1/responses" in answer.json()["error"]["message"]
     assert "POST /v1/responses" in client.get("/v1/realtime").json()["error"]["message"]
 
