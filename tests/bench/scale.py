@@ -32,11 +32,13 @@ def decisions(method: str, replicas: int, count: int) -> float:
     random = np.random.default_rng(0)
     routes = []
     for number in range(replicas):
-        journal, board, scheduler = Journal(), SimpleNamespace(worker=(None, 0)), None
+        journal = Journal()
+        board: Any = SimpleNamespace(worker=(None, 0))
+        scheduler: Any = None
         for sequence in range(_SEQUENCES):
             entry: Any = SimpleNamespace(sequence=sequence, prompt_ids=[0] * int(random.integers(1000)), output=[])
             journal.open(entry)
-        routes.append(Route(scheduler, journal, board, number=number))  # type: ignore[arg-type]
+        routes.append(Route(scheduler, journal, board, number=number))
     shared = [random.integers(0, 32000, 700, dtype=np.int32).tobytes() for _ in range(100)]
     own = random.integers(0, 32000, (count, 300), dtype=np.int32)
     prompts = [shared[number % len(shared)] + own[number].tobytes() for number in range(count)]

@@ -203,7 +203,8 @@ async def test_a_request_that_moved_can_be_aborted_and_outlives_a_scheduler(tiny
         readers = [asyncio.create_task(tokens_of(engine, prompt)) for prompt in PROMPTS]
         aborted = asyncio.create_task(tokens_of(engine, "to be aborted"))
         await all_decode(engine, 9)
-        [moving] = [request for request in engine.intake._requests.values() if request.prompt == "to be aborted"]  # type: ignore[union-attr]
+        assert engine.intake is not None
+        [moving] = [request for request in engine.intake._requests.values() if request.prompt == "to be aborted"]
         assert moving.route is not None
         replica = next(each for each in replicas(engine) if each.route is moving.route)
         kill(engine, replica.number)
@@ -298,6 +299,7 @@ def test_a_router_takes_replicas_in_turn() -> None:
 
 def test_a_router_follows_the_longest_cached_prefix() -> None:
     routes = [route(0, number=number) for number in range(3)]
+    boards: list[Any] = [each.board for each in routes]
     router = Router(routes, "cache_aware")
     system, other = (7, 256), (8, 256)
     first = router.choose(prompt(system, (1, 100)))
@@ -307,11 +309,11 @@ def test_a_router_follows_the_longest_cached_prefix() -> None:
     assert router.choose(prompt(system, (2, 100)), salt=b"another tenant") is not first
     # A longer prefix that another replica has seen comes before the system prompt.
     second = next(each for each in routes if each is not first)
-    for each in routes:
-        each.board.worker = (None, 0) if each is second else None  # type: ignore[assignment]
+    for board in boards:
+        board.worker = (None, 0) if board is second.board else None
     assert router.choose(prompt(system, (3, 128))) is second
-    for each in routes:
-        each.board.worker = (None, 0)  # type: ignore[assignment]
+    for board in boards:
+        board.worker = (None, 0)
     assert router.choose(prompt(system, (3, 128), (4, 10))) is second
     # An overloaded replica gets no more of them, and one with a new worker has an empty cache.
     add(first.journal, 100_000, 2)
@@ -323,7 +325,7 @@ def test_a_router_follows_the_longest_cached_prefix() -> None:
     for sequence in (10, 11):
         add(third.journal, 1, sequence)
     assert small.choose(prompt(other)) is not third
-    second.board.worker = (None, 1)  # type: ignore[assignment]
+    boards[second.number].worker = (None, 1)
     add(second.journal, 1, 3)
     assert router.choose(prompt(system, (3, 128), (4, 10))) is not second
 

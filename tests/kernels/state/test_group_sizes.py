@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kernels.contract.caches import CacheGroup, Latent, Paged, State, Window
@@ -77,8 +79,8 @@ def test_caches_of_drafts_count_beside_groups(group: CacheGroup) -> None:
     """A draft's own cache has as many pages as the model's, whatever groups that has."""
     divided, draft_bytes = sizes(FULL, group), 96
 
-    def pages(free: int, **options: int | float) -> int:
-        config = RunnerConfig("", page_size=16, **options)  # type: ignore[arg-type]
+    def pages(free: int, **options: Any) -> int:
+        config = RunnerConfig("", page_size=16, **options)
         return cache_pages(
             config,
             divided.token_bytes,
