@@ -128,8 +128,9 @@ def test_kernels_pass_the_test_that_selects_them(name):
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_types_agree_as_a_compiler_wants(dtype, monkeypatch):
+def test_types_agree_as_a_compiler_wants(dtype, monkeypatch, tmp_path):
     """For a GPU: Triton-Ascend compiles where there is a device alone."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with compiling(monkeypatch, 80) as found:
         cache, cos = empty(9, 128, 8, 128, dtype=dtype), empty(5, 1, 128, dtype=dtype)
         qkv, index = empty(5, 32, 128, dtype=dtype), empty(5, dtype=torch.int64)
