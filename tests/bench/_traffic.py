@@ -1,4 +1,4 @@
-"""A simulation of replicas behind the router, in virtual time: who gets which request, and what that costs.
+"""Simulates replicas behind the router in virtual time: cache hits, first-token latency and imbalance of each method.
 
 Assumptions. A replica computes prompts one after the other at 40,000 tokens/s, without the part that its cache holds,
 and 5 ms of overhead each; a decode takes 8 ms a token and 0.05 ms more for each sequence beside it. Its cache holds

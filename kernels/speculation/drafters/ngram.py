@@ -97,7 +97,7 @@ class NgramTree:
                     break
 
     def chain(self) -> NgramTree:
-        """The first path from the root: the likeliest followers."""
+        """The chain of the most frequent next tokens, from the root."""
         path = [0]
         for node in range(1, len(self.tokens)):
             if self.parents[node] == path[-1]:

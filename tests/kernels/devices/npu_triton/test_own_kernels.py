@@ -86,7 +86,7 @@ def test_drawn_tokens_are_those_of_torch(dtype):
         assert tokens.tolist() == expected.tolist()
         assert not nonfinite.any()
         seen |= set(tokens.tolist())
-    assert len(seen) > 30  # sampled, not the likeliest alone
+    assert len(seen) > 30  # tokens are sampled, not the argmax alone
 
 
 @interpreted
