@@ -138,6 +138,14 @@ class ModelRunner:
             raise UnsupportedError("this runner has no grammar backend")
         return cast("Future[object]", self._loaded.grammars.compiler.compile(grammar))
 
+    def load_adapter(self, index: int, path: str) -> None:
+        """Read an adapter: see ``kernels.contract.runner.Runner``."""
+        raise UnsupportedError("this runner was loaded without adapters; give --enable-lora")
+
+    def unload_adapter(self, index: int) -> None:
+        """Forget an adapter: see ``kernels.contract.runner.Runner``."""
+        raise UnsupportedError("this runner was loaded without adapters; give --enable-lora")
+
     def close(self) -> None:
         """Drop the model and the cache. The runner is of no further use."""
         self._executors = self._eager = ()
