@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kernels.contract.adapters import AdapterSettings
 from kernels.contract.grammar import GrammarSettings
 from kernels.contract.speculation import SpeculativeSettings
 
@@ -57,3 +58,4 @@ class RunnerConfig(msgspec.Struct, frozen=True):
     trust_remote_code: bool = False  # code of the checkpoint may run in this process
     is_embedding: bool = False  # a model that could generate text makes vectors instead
     invariant: bool = False  # a token's results do not depend on what else a step runs
+    adapters: AdapterSettings | None = None  # None: no adapters, layers are made without them

@@ -73,6 +73,18 @@ class Runner(Protocol):
         """
         ...
 
+    def load_adapter(self, index: int, path: str) -> None:
+        """Read the PEFT directory ``path`` into this process's memory, as the adapter ``index`` >= 1 of admissions.
+
+        Call it between steps; a number that is in use is replaced. Raises UnsupportedError without
+        ``RunnerConfig.adapters``, and one ConfigError that names everything that is wrong; then nothing has changed.
+        """
+        ...
+
+    def unload_adapter(self, index: int) -> None:
+        """Forget an adapter that no slot uses. Raises ConfigError where a slot does, or there is no such adapter."""
+        ...
+
     def close(self) -> None:
         """Drop the model and the cache. The runner is of no further use."""
         ...

@@ -167,6 +167,14 @@ class EncoderRunner:
         """Raises UnsupportedError: an encoder generates no text."""
         raise UnsupportedError("this model generates no text")
 
+    def load_adapter(self, index: int, path: str) -> None:
+        """Encoders take no adapters."""
+        raise UnsupportedError("encoders run without adapters; leave --enable-lora out")
+
+    def unload_adapter(self, index: int) -> None:
+        """Encoders take no adapters."""
+        raise UnsupportedError("encoders run without adapters; leave --enable-lora out")
+
     def close(self) -> None:
         """Drop the model. The runner is of no further use."""
         self._slots.clear()

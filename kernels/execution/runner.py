@@ -116,7 +116,8 @@ class ModelRunner:
             if batch.admitted:
                 step.prepare()  # before the walk: an admission may renew the executors
             # No other executor records experts.
-            executors = self._eager if self._loaded.slots.returns_experts else self._executors
+            eager = batch.record_experts or self._loaded.slots.returns_experts
+            executors = self._eager if eager else self._executors
             for executor in executors:
                 running = executor.execute(step)
                 if running is not None:
@@ -136,6 +137,14 @@ class ModelRunner:
         if self._loaded.grammars is None:
             raise UnsupportedError("this runner has no grammar backend")
         return cast("Future[object]", self._loaded.grammars.compiler.compile(grammar))
+
+    def load_adapter(self, index: int, path: str) -> None:
+        """Read an adapter: see ``kernels.contract.runner.Runner``."""
+        raise UnsupportedError("this runner was loaded without adapters; give --enable-lora")
+
+    def unload_adapter(self, index: int) -> None:
+        """Forget an adapter: see ``kernels.contract.runner.Runner``."""
+        raise UnsupportedError("this runner was loaded without adapters; give --enable-lora")
 
     def close(self) -> None:
         """Drop the model and the cache. The runner is of no further use."""

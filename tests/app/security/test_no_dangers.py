@@ -32,6 +32,7 @@ CALLS = {
 # Names that come from the program itself, never from a request, a checkpoint or the network.
 IMPORTERS = {
     "actors/runtime/process/wire.py",
+    "kernels/contract/adapters.py",
     "kernels/contract/model_files.py",
     "kernels/contract/npu_simulator.py",
     "kernels/contract/runner.py",
