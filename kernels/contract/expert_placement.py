@@ -57,7 +57,8 @@ def rank_loads(counts: Counts, placement: Placement, ranks: int) -> npt.NDArray[
     layers, experts = counts.shape
     copies = np.stack([np.bincount(row, minlength=experts) for row in placement])
     shares = counts / np.maximum(copies, 1)
-    return np.take_along_axis(shares, placement, 1).reshape(layers, ranks, -1).sum(2)
+    placed: npt.NDArray[np.float64] = np.take_along_axis(shares, placement, 1)
+    return placed.reshape(layers, ranks, -1).sum(2)
 
 
 def utilization(counts: Counts, placement: Placement, ranks: int) -> npt.NDArray[np.float64]:
