@@ -58,7 +58,8 @@ def rank_loads(counts: Counts, placement: Placement, ranks: int) -> npt.NDArray[
     copies = np.stack([np.bincount(row, minlength=experts) for row in placement])
     shares = counts / np.maximum(copies, 1)
     placed: npt.NDArray[np.float64] = np.take_along_axis(shares, placement, 1)
-    return placed.reshape(layers, ranks, -1).sum(2)
+    loads: npt.NDArray[np.float64] = placed.reshape(layers, ranks, -1).sum(2)
+    return loads
 
 
 def utilization(counts: Counts, placement: Placement, ranks: int) -> npt.NDArray[np.float64]:
