@@ -37,7 +37,7 @@ ROUTES: tuple[Route, ...] = (
     *(
         Route(
             path=f"/{name}_expert_distribution_record",
-            methods=("GET", "POST"),
+            methods=("POST",),
             level=AccessLevel.ADMIN,
             handler=handler,
             summary=summary,
