@@ -32,7 +32,7 @@ class HealthBoard:
         self._last_death: int | None = None  # the epoch that ended last; None if its worker had not loaded
         self._loaded = 0.0  # when the scheduler last wrote its load
         self._counted = counted or StepMetrics()
-        self._replica = replica
+        self.replica = replica
         self._sent: deque[StepShape] = deque()  # the steps without a result
 
     @property
@@ -56,7 +56,7 @@ class HealthBoard:
         return self._sent[0].sent if self._sent else None
 
     def step_sent(self, shape: StepShape) -> None:
-        shape.replica = self._replica
+        shape.replica = self.replica
         self._sent.append(shape)
 
     def step_finished(self, now: float, result: StepResult, generated: int) -> None:
@@ -101,7 +101,7 @@ class HealthBoard:
     def forget_steps(self) -> None:
         """Forget the steps in flight: they will have no result."""
         self._sent.clear()
-        self._counted.interrupted(self._replica)
+        self._counted.interrupted(self.replica)
 
     def load(self, load: SchedulerLoad, now: float) -> None:
         self.scheduler, self._loaded = load, now

@@ -18,11 +18,13 @@ import secrets
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from prometheus_client import CollectorRegistry
 
+from actors.boards.expert_recorder import ExpertRecorder, write_record
 from actors.boards.health_board import HealthBoard, HealthBoards
 from actors.engine import report
 from actors.engine.actor_tree import ActorTree
@@ -123,6 +125,9 @@ class Engine:
         self._reporting = Reporting(arguments, self.metrics, self.timelines)
         self.board = HealthBoards(
             [HealthBoard(self.metrics.steps, number) for number in range(arguments.data_parallel_size)]
+        )
+        self.expert_recorder = ExpertRecorder(
+            arguments.expert_distribution_recorder_mode, arguments.expert_distribution_recorder_buffer_size
         )
         self.intake: Intake | None = None
         self._model: ServedModel | None = None
@@ -259,6 +264,7 @@ class Engine:
                 tracing=self.tracing,
                 faults=self._injector,
                 fault_plan="" if self._faults is None else self._faults.path,
+                recorder=self.expert_recorder if self.expert_recorder.mode is not None else None,
             ),
             self.board.all,
             on_progress=self.lifecycle.progress,
@@ -537,6 +543,13 @@ class Engine:
         """End a pause; without one nothing happens."""
         self._require_intake()
         await asyncio.gather(*(each.ask(Continue(), timeout=_ASK_TIMEOUT_SECONDS) for each in self._schedulers()))
+
+    async def dump_expert_distribution(self) -> Path:
+        """Write what :attr:`expert_recorder` has recorded to a new JSON file and begin a new record. Returns the file's
+        path; OSError if it cannot be written."""
+        about = {"model": self.model_name}
+        record, folder = self.expert_recorder.take(), self.arguments.expert_distribution_recorder_dir
+        return await asyncio.to_thread(write_record, record, folder, about)
 
     def _schedulers(self) -> list[ActorRef[SchedulerProtocol]]:
         return [] if self._actor_tree is None else [replica.scheduler for replica in self._actor_tree.replicas]

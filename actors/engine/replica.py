@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from actors.boards.expert_recorder import ExpertRecorder
 from actors.boards.health_board import HealthBoard
 from actors.boards.journal import Journal
 from actors.caching.cache_manager import CacheManager
@@ -58,6 +59,7 @@ class ReplicaSetup(msgspec.Struct, frozen=True):
     tracing: Tracing | None = None
     faults: FaultInjector | None = None
     fault_plan: str = ""
+    recorder: ExpertRecorder | None = None
 
 
 class ReplicaEvents(msgspec.Struct, frozen=True):
@@ -202,6 +204,7 @@ class Replica:
             tracing=setup.tracing,
             step_timeout=setup.arguments.watchdog_timeout,
             faults=setup.faults,
+            recorder=setup.recorder,
             hand_over=lambda: self._events.hand_over(self.route),
         )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from actors.boards.expert_recorder import balancedness
 from actors.engine.status import Health, ReplicaLoad
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def readings(engine: Engine) -> Mapping[str, Samples]:
         **_actors(engine.actors()),
         **_model(engine),
         **_traces(engine),
+        **_experts(engine),
         **engine.processes.readings(),
     }
 
@@ -150,6 +152,17 @@ def _traces(engine: Engine) -> dict[str, Samples]:
     if tracing is None:
         return {}
     return {"troupe_trace_spans_total": {("exported",): tracing.exported, ("dropped",): tracing.dropped}}
+
+
+def _experts(engine: Engine) -> dict[str, Samples]:
+    record = engine.expert_recorder.record
+    if record is None or record.counts is None or not engine.arguments.enable_expert_distribution_metrics:
+        return {}
+    layers = balancedness(record.counts).items()
+    return {
+        "troupe_expert_balancedness": {(str(layer),): value for layer, value in layers},
+        "troupe_expert_recorded_steps": record.passes,
+    }
 
 
 def _load(engine: Engine) -> dict[str, Samples]:

@@ -103,6 +103,12 @@ def _needs(arguments: Arguments) -> Iterator[str]:
             yield "log_requests_level needs log_requests"
         if arguments.log_requests_format == "json":
             yield "log_requests_format needs log_requests"
+    if arguments.expert_distribution_recorder_mode is None:
+        for name in ("expert_distribution_recorder_buffer_size", "expert_distribution_recorder_dir"):
+            if getattr(arguments, name) is not None:
+                yield f"{name} needs expert_distribution_recorder_mode"
+        if arguments.enable_expert_distribution_metrics:
+            yield "enable_expert_distribution_metrics needs expert_distribution_recorder_mode"
     if not arguments.enable_trace:
         for name in ("oltp_traces_endpoint", "otlp_traces_protocol", "trace_sample_ratio"):
             if getattr(arguments, name) is not None:

@@ -225,7 +225,6 @@ _TABLE: tuple[RefusedNames, ...] = (
         flags=(
             "enable-expert-parallel",
             "enable-eplb",
-            "enable-expert-distribution-metrics",
             "enable-single-batch-overlap",
             "enable-two-batch-overlap",
         ),
@@ -233,8 +232,6 @@ _TABLE: tuple[RefusedNames, ...] = (
             "deepep-config",
             "ep-dispatch-algorithm",
             "eplb-rebalance-layers-per-chunk",
-            "expert-distribution-recorder-mode",
-            "expert-distribution-recorder-buffer-size",
             "mooncake-ib-device",
         ),
         values={

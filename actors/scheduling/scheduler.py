@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from actors.boards.expert_recorder import ExpertRecorder
 from actors.boards.health_board import HealthBoard
 from actors.boards.journal import Journal
 from actors.boards.suspects import Verdict
@@ -104,9 +105,12 @@ class Scheduler(Actor[SchedulerProtocol]):
         step_timeout: float,
         tracing: Tracing | None = None,
         faults: FaultInjector | None = None,
+        recorder: ExpertRecorder | None = None,
         hand_over: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         self._hand_over = hand_over
+        self._recorder = recorder
+        self._experts = 0, 0  # the model's ModelInfo.experts
         self._planner = Planner(config, journal.suspects)
         self._planner.paused = journal.paused
         self._journal = journal
@@ -186,6 +190,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         reset = ResetCache(num_pages=info.num_pages, page_size=info.page_size, bounded=info.bounded_groups)
         await self._cache.ask(reset, timeout=_CACHE_TIMEOUT_SECONDS)
         self._epoch = self._sent_epoch = epoch
+        self._experts = info.experts
         self._sent.clear()
         self._compiling.clear()
         self._verdicts.clear()
@@ -428,11 +433,19 @@ class Scheduler(Actor[SchedulerProtocol]):
         if traces:
             batch = msgspec.structs.replace(batch, traces=traces)
         self._board.step_sent(StepShape(now, len(plan.decodes), len(plan.chunks), tokens))
+        experts, record = self._experts, None if self._recorder is None else self._recorder.for_step(batch.number)
+        requests: list[str] = []
+        if record is not None:
+            batch = msgspec.structs.replace(batch, record_experts=record.wanted)
+            rows = [*(row.id for row in plan.decodes), *(chunk.sequence for chunk in plan.chunks)]
+            requests = ["" if (entry := self._journal.get(row)) is None else entry.timeline.request_id for row in rows]
         # A step belongs to no request: it has a trace of its own.
         trace = current_traceparent.set(next((row.traceparent for row in traces if row.row == STEP_ROW), None))
 
         def answered(result: StepResult) -> StepDone:
             self._sent.pop(batch.number, None)  # now, however long the message waits in the mailbox
+            if record is not None:
+                record.add(self._board.replica, requests, result, experts)
             return StepDone(result=result, epoch=epoch)
 
         step = Step(batch=batch, epoch=epoch, idle_work_first=len(self._journal.suspects) > 0)

@@ -21,6 +21,8 @@ error and is answered in ``StepResult.failed``.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from kernels.contract.caches import PageGrants, PageRun
@@ -30,6 +32,8 @@ from telemetry.traces.worker_spans import TracedRow, WorkerSpan
 
 __all__ = [
     "Admission",
+    "ExpertCounts",
+    "RecordedExperts",
     "RowError",
     "SlotSampling",
     "StepBatch",
@@ -38,6 +42,10 @@ __all__ = [
     "ThoughtBudget",
     "TokenValues",
 ]
+
+
+RecordedExperts = Literal["", "counts", "tokens"]
+"""What a step reports of its experts: nothing, the tokens that each took, or also the experts of each token."""
 
 
 class ThoughtBudget(msgspec.Struct, frozen=True, array_like=True):
@@ -121,6 +129,7 @@ class StepBatch(msgspec.Struct, frozen=True, array_like=True):
     draft_levels: int = 0  # most levels to draft; 0: the runner decides
     unobserved: bool = False  # the draft model does not run this step's tokens, so its cache will lack them
     bounded: tuple[PageGrants, ...] = ()  # of each bounded cache group, as page_slots and page_ids; empty: none
+    record_experts: RecordedExperts = ""  # anything: the step runs eagerly
 
 
 class StepTiming(msgspec.Struct, frozen=True, array_like=True):
@@ -159,6 +168,13 @@ class TokenValues(msgspec.Struct, frozen=True, array_like=True):
     values: bytes  # [sum(counts), ...], of 4 bytes each
 
 
+class ExpertCounts(msgspec.Struct, frozen=True, array_like=True):
+    """The experts that a step's tokens took."""
+
+    counts: bytes  # int32 [layers, experts]: the tokens that each expert took; zeros in layers without experts
+    routes: TokenValues | None = None  # int16 [tokens, layers, chosen] of all rows, if the step records "tokens"
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """The results of a step, in the order of its rows."""
 
@@ -186,3 +202,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     pooled: bytes = b""  # float32 [sum(pooled_sizes)]
     states: TokenValues | None = None  # float32 [tokens, hidden]: final hidden states that requests return
     experts: TokenValues | None = None  # int32 [tokens, layers, chosen]: experts that requests return
+    record: ExpertCounts | None = None  # of a step that records experts

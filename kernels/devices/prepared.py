@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from kernels.contract.step import RecordedExperts
 from kernels.core.arrays import Bools, Longs
 from kernels.core.attention_rows import DecodeTokens, PromptTokens, StepTokens, TokenTable
 from kernels.core.batch import BoundedRows, ForwardBatch
@@ -80,8 +81,8 @@ class PassResult(NamedTuple):
     """Results of a pass that verifies: the ``result``, and the slots of its keys and values int64 [tokens]. If they
     were captured, also the results of its ``head``, or what was ``accepted`` and ``accept_size``, the number of rows by
     which ``CapturedPasses.accept_outputs`` has the buffers of that pass. All are overwritten by the next call.
-    ``experts`` int32 [tokens, layers, chosen]: those that each token took, if they were recorded. ``states``: the rows
-    of states with draft tokens (``ForwardBatch.verifying``)."""
+    ``experts`` int32 [tokens, layers, chosen]: those that each token took, if they are returned or ``recorded``
+    (``StepBatch.record_experts``). ``states``: the rows of states with draft tokens (``ForwardBatch.verifying``)."""
 
     result: Tensor
     index: Tensor  # type: ignore[assignment]  # in place of tuple.index
@@ -89,6 +90,7 @@ class PassResult(NamedTuple):
     accepted: Acceptance | None = None
     accept_size: int = 0
     experts: Tensor | None = None
+    recorded: RecordedExperts = ""
     states: tuple[BoundedRows, ...] = ()
 
 

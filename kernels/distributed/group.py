@@ -8,7 +8,7 @@ tensors travel by the device's own backend (hccl, nccl, gloo).
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -31,6 +31,7 @@ COLLECTIVE_SECONDS = 1800.0
 """Until a collective that a peer does not join is an error, by default."""
 
 _gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class GroupError(RuntimeError):
@@ -51,9 +52,27 @@ class Group:
         """Every rank's ``x`` [rows, part], in the order of ranks -> [rows, size * part], the same bits on all."""
         return x
 
+    def all_gather_rows(self, x: Tensor) -> Tensor:
+        """Every rank's ``x`` [rows, n], one after the other -> [size * rows, n]. ``rows`` is equal on all ranks."""
+        return x
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's rows [rows, n] of the sum of every rank's ``x`` [size * rows, n]: what undoes
+        :meth:`all_gather_rows`."""
+        return x
+
     def minimum(self, value: int) -> int:
         """The least of every rank's ``value``, on the host. All ranks must ask, in the same order."""
         return value
+
+    def subgroup(self, ranks: Sequence[int]) -> Group:
+        """A group of some of these ranks, this one among them, in ascending order; they are numbered from 0.
+
+        Each of them must call it, in the same order as their other sub-groups; other ranks need not. Raises ValueError
+        for other ranks, GroupError if the group cannot be made. Close it before the whole group.
+        """
+        _check_members(ranks, self.rank, self.size)
+        return self
 
     def close(self) -> None:
         """Leave. The group is of no further use."""
@@ -68,8 +87,11 @@ class ProcessGroup(Group):
 
     def __init__(self, backend: str, store: Store, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size = rank, size
-        self._backend, self._store = backend, store
+        self._backend, self._store, self._timeout = backend, store, timeout
         self._minimums = 0
+        self._name = ""
+        self._handle: dist.ProcessGroup | None = None  # None: all ranks
+        self._subgroups: dict[tuple[int, ...], int] = {}
         try:
             dist.init_process_group(
                 backend,
@@ -83,35 +105,73 @@ class ProcessGroup(Group):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         try:
-            dist.all_reduce(x)
+            dist.all_reduce(x, group=self._handle)
         except RuntimeError as error:
             self._raise(error)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         rows, part = x.shape
-        parts = x.new_empty((self.size * rows, part))
+        parts = self.all_gather_rows(x)
+        return parts.view(self.size, rows, part).transpose(0, 1).reshape(rows, self.size * part)
+
+    def all_gather_rows(self, x: Tensor) -> Tensor:
+        parts = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         try:
-            _gather(parts, x.contiguous())
+            _gather(parts, x.contiguous(), group=self._handle)
         except RuntimeError as error:
             self._raise(error)
-        return parts.view(self.size, rows, part).transpose(0, 1).reshape(rows, self.size * part)
+        return parts
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        part = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        try:
+            _scatter(part, x.contiguous(), group=self._handle)
+        except RuntimeError as error:
+            self._raise(error)
+        return part
 
     def minimum(self, value: int) -> int:
         self._minimums += 1
-        name = f"least {self._minimums}"
+        name = f"{self._name}least {self._minimums}"
         try:
             self._store.set(f"{name}/{self.rank}", str(value))
             return min(int(self._store.get(f"{name}/{rank}")) for rank in range(self.size))
         except RuntimeError as error:
             raise self._error("the ranks could not agree", error) from error
 
+    def subgroup(self, ranks: Sequence[int]) -> Group:
+        _check_members(ranks, self.rank, self.size)
+        members = tuple(ranks)
+        if len(members) == 1:
+            return Group()
+        world = members if self._handle is None else [dist.get_global_rank(self._handle, rank) for rank in members]
+        part = ProcessGroup.__new__(ProcessGroup)
+        part.rank, part.size = members.index(self.rank), len(members)
+        part._backend, part._store, part._timeout = self._backend, self._store, self._timeout
+        part._minimums, part._subgroups = 0, {}
+        self._subgroups[members] = self._subgroups.get(members, 0) + 1
+        part._name = f"{self._name}{'-'.join(map(str, members))} {self._subgroups[members]} "
+        try:
+            part._handle = dist.new_group(
+                list(world),
+                timeout=timedelta(seconds=self._timeout),
+                backend=self._backend,
+                use_local_synchronization=True,
+            )
+        except RuntimeError as error:
+            raise self._error(f"the {self._backend} group of ranks {members} could not be made", error) from error
+        return part
+
     def close(self) -> None:
         # NCCL's destruction waits for the peers to come to it, and the ranks stop one after the other.
         if self._backend == "nccl":
-            dist.distributed_c10d._abort_process_group()
-        else:
+            if self._handle is None:  # this ends the sub-groups, too
+                dist.distributed_c10d._abort_process_group()
+        elif self._handle is None:
             dist.destroy_process_group()
+        else:
+            dist.destroy_process_group(self._handle)
 
     def _raise(self, error: RuntimeError) -> None:
         """An accelerator's error has a number that the device explains; gloo's names a socket."""
@@ -124,6 +184,11 @@ class ProcessGroup(Group):
         return GroupError(
             f"rank {self.rank} of {self.size}: {what} ({lines[0]}); see which of the other workers died or hung first"
         )
+
+
+def _check_members(ranks: Sequence[int], rank: int, size: int) -> None:
+    if rank not in ranks or list(ranks) != sorted(set(ranks)) or not all(0 <= each < size for each in ranks):
+        raise ValueError(f"ranks {list(ranks)}: give ascending ranks of 0 to {size - 1}, {rank} among them")
 
 
 def join_group(device: Device, config: RunnerConfig) -> Group:

@@ -110,6 +110,10 @@ class StepOutputs:
         if result.experts is not None:
             wanted = np.isin(step.slots, list(self._slots.returns_experts))
             builder.experts = self._values(step, wanted, result.experts)
+            if result.recorded:
+                builder.expert_counts = self._model.count_experts(result.experts)
+            if result.recorded == "tokens":
+                builder.routes = self._values(step, np.ones_like(wanted), result.experts.to(torch.int16))
         self._score_prompts(step, hidden, builder)
         self._return_states(step, hidden, builder)
         self._test_chunks(step, hidden, builder)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from kernels.contract.step import RowError, StepResult, StepTiming, TokenValues
+from kernels.contract.step import ExpertCounts, RowError, StepResult, StepTiming, TokenValues
 from kernels.core.arrays import Bools, Longs
 from kernels.sampling.sampler import SampledTokens
 
@@ -50,7 +50,8 @@ class ResultBuilder:
     entries, negative in a row that is not finite, then the level that could have been reached. ``verified_rows``,
     ``drafted`` int64 [verified rows]: these rows and their draft tokens. ``argmax`` int32 [sampled]: tokens in place of
     ``sampled``, -1 in a row that is not finite; ``sampling`` bool [sampled] says which rows sample. ``pooled``: for
-    groups of rows ``pooled_rows``, the vectors float32 [rows, n] of each. ``states``, ``experts``: see ``StepResult``.
+    groups of rows ``pooled_rows``, the vectors float32 [rows, n] of each. ``states``, ``experts``: see ``StepResult``;
+    ``expert_counts`` int32 [layers, experts], ``routes``: see ``ExpertCounts``.
     ``arrives``: waits for results that the device copies to the host by itself. ``chunk_rows`` int64 [chunks]: rows
     that sampled nothing; ``chunks_broken`` bool [chunks]: which of them are not finite.
     """
@@ -70,6 +71,8 @@ class ResultBuilder:
     pooled: list[Tensor] = field(default_factory=list)
     states: RowValues | None = None
     experts: RowValues | None = None
+    expert_counts: Tensor | None = None
+    routes: RowValues | None = None
     places: npt.NDArray[np.int64] | None = None
     outcome: Tensor | None = None
     verified_rows: npt.NDArray[np.int64] | None = None
@@ -96,7 +99,9 @@ class ResultBuilder:
             result += [scores.logprobs, scores.top_ids, scores.top_logprobs]
         if self.chunks_broken is not None:
             result.append(self.chunks_broken)
-        return result + self.pooled + [each.values for each in (self.states, self.experts) if each is not None]
+        counts = [] if self.expert_counts is None else [self.expert_counts]
+        values = [each.values for each in (self.states, self.experts, self.routes) if each is not None]
+        return result + self.pooled + counts + values
 
     def pack(self, number: int, fetched: Sequence[Tensor], timing: StepTiming) -> tuple[StepResult, list[RowError]]:
         """Pack ``fetched``, the host's copies of ``tensors``. Returns the result, and its errors of rows that were not
@@ -136,8 +141,10 @@ class ResultBuilder:
         if self.chunk_rows is not None:
             nonfinite += self._nonfinite(self.chunk_rows[next(host).numpy()])
         vectors = [next(host).numpy() for _ in self.pooled]
+        counted = None if self.expert_counts is None else next(host).numpy().tobytes()
         states = None if self.states is None else self.states.packed(next(host))
         taken = None if self.experts is None else self.experts.packed(next(host))
+        routes = None if self.routes is None else self.routes.packed(next(host))
         widths = [np.full(len(group), group.shape[1], dtype=np.int32) for group in vectors]
         top = [np.full(len(scores.logprobs), scores.top_ids.shape[1], dtype=np.int32) for scores in self.prompts]
         result = StepResult(
@@ -161,6 +168,7 @@ class ResultBuilder:
             pooled=b"".join(group.tobytes() for group in vectors),
             states=states,
             experts=taken,
+            record=None if counted is None else ExpertCounts(counted, routes),
         )
         if outcome is not None:
             result = self._with_drafted(result, outcome)

@@ -118,7 +118,8 @@ class ModelRunner:
             if batch.admitted:
                 step.prepare()  # before the walk: an admission may renew the executors
             # No other executor records experts.
-            executors = self._eager if self._loaded.slots.returns_experts else self._executors
+            eager = batch.record_experts or self._loaded.slots.returns_experts
+            executors = self._eager if eager else self._executors
             for executor in executors:
                 running = executor.execute(step)
                 if running is not None:

@@ -24,6 +24,7 @@ from kernels.models.config import ModelConfig
 from kernels.models.layers.builder import ModelBuilder
 from kernels.models.layers.classification import classifier
 from kernels.models.layers.rotary import RotaryEmbedding
+from kernels.models.layers.routes import count_tokens
 from kernels.models.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 
 __all__ = ["Decoder", "DecoderLayer"]
@@ -81,6 +82,7 @@ class Decoder:
         self.reads_rows = bool(config.eager_with(builder.ops.attention.plans)) or config.indexed
         self._routes = builder.routes
         self._sparse = sorted(config.experts.layers) if config.experts is not None else []
+        self._experts = config.experts.count + config.experts.identities if config.experts is not None else 0
         self.embeddings, self.head = vocab
         self.pooling = pooling = config.pooling
         self.classifier = classifier(builder, config) if pooling is not None and pooling.task == "classify" else None
@@ -109,6 +111,10 @@ class Decoder:
         self._routes.open()
         result = self.forward(batch, caches)
         return result, self._routes.close(len(self.layers), self._sparse)
+
+    def count_experts(self, experts: Tensor) -> Tensor:
+        """The tokens that each expert took, int32 [layers, experts], of ``forward_routed``'s experts."""
+        return count_tokens(experts, self._sparse, self._experts)
 
     def forward(
         self, batch: ForwardBatch, caches: Sequence[Any], capture: bool = True, wanted: Tensor | None = None

@@ -122,6 +122,16 @@ _ADMISSION = (
     _counter("troupe_trace_spans_total", "Spans of traces by outcome: exported, dropped.", "outcome"),
 )
 
+_EXPERTS = (
+    _gauge(
+        "troupe_expert_balancedness",
+        "Mean of the tokens of a layer's experts, divided by their maximum, in the recorded steps "
+        "(with --enable-expert-distribution-metrics).",
+        "layer",
+    ),
+    _gauge("troupe_expert_recorded_steps", "Steps in the record of expert distribution."),
+)
+
 _CACHE = (
     _gauge("troupe_cache_pages", "Pages of the key-value cache; of several cache groups, those of the main one."),
     _gauge("troupe_cache_pages_free", "Empty pages."),
@@ -189,6 +199,7 @@ _PROCESS = (
 )
 
 METRICS: dict[str, MetricSpec] = {
-    spec.name: spec for spec in (*_REQUESTS, *_SCHEDULING, *_SPECULATION, *_ADMISSION, *_CACHE, *_RUNTIME, *_PROCESS)
+    spec.name: spec
+    for spec in (*_REQUESTS, *_SCHEDULING, *_SPECULATION, *_ADMISSION, *_EXPERTS, *_CACHE, *_RUNTIME, *_PROCESS)
 }
 """By name, in order of the exposition."""

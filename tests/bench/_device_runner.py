@@ -18,6 +18,7 @@ from kernels.contract.config import RunnerConfig
 from kernels.contract.info import ModelInfo
 from kernels.contract.step import Admission, SlotSampling, StepBatch
 from tests.bench._device_profile import profiled
+from tests.bench._device_ranks import Ranks
 from tests.bench._device_rows import CONTEXT, OFFLINE, PAGE_SIZE, STEP_ROWS, STEP_TOKENS, Row, write_model
 from tests.bench._skewed_routing import skewed_routing
 
@@ -186,13 +187,15 @@ def measure(
     points: Sequence[str],
     profiles: Path | None,
     done: Callable[[list[Row]], None],
+    *,
     invariant: bool = False,
     zipf: float = 0.0,
     quantization: str = "",
+    ranks: Ranks,
 ) -> None:
     """Measure a model; ``done`` gets each row as soon as it exists. ``invariant`` is RunnerConfig's. ``zipf``: the
     exponent of the law that tokens are routed to experts by, 0: by their routers. ``quantization`` is RunnerConfig's
-    and follows the model's name."""
+    and follows the model's name, as does the number of ``ranks``."""
     path = write_model(name, directory)
     from tests.bench._device_memory import read_rate  # with Triton, which only a GPU's machine has
 
@@ -201,8 +204,8 @@ def measure(
         _launch_in_turn()
     begun = time.perf_counter()
     with skewed_routing(zipf, STEP_TOKENS) if zipf else nullcontext():
-        runner, info = load(path, invariant=invariant, quantization=quantization)
-    name = f"{name} {quantization}".strip()
+        runner, info = load(path, invariant=invariant, quantization=quantization, **ranks.config(name))
+    name = f"{name} {quantization}".strip() + (f" on {ranks.size} GPUs" if ranks.size > 1 else "")
     Requests(runner, info, 1, 128, 1).run()
     took = time.perf_counter() - begun
     print(f"{name}: {rate / 1e12:.2f} TB/s of memory are read here at most")

@@ -19,7 +19,9 @@ and gains (``device_speculative``);
 ``--profile DIR`` writes tables of the device's time by kernel.
 ``--deterministic`` measures decode, offline and prefill with kernels whose results depend on no other rows
 (``--enable-deterministic-inference``), ``--quantization fp8`` with such weights. ``--zipf S`` measures models of
-experts a second time, with tokens routed to them by Zipf's law of the exponent S, as made-up routers choose evenly. In
+experts a second time, with tokens routed to them by Zipf's law of the exponent S, as made-up routers choose evenly.
+``--ranks N`` divides each layer over N GPUs in decode, steps, offline and prefill. ``--plain NAME[,NAME]`` runs some
+operators of gated delta nets (scan, head_gates, gated_norm) in plain torch. In
 parts: ``--tests WORD`` checks only files and tests with the word in their names, and ``--keep FILE`` adds rows to those
 that an earlier part left there, so that the table holds all.
 """
@@ -35,6 +37,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests.bench._device_ranks import started_ranks
 from tests.bench._device_rows import HEADER, SHAPES, Row, write_model
 from tests.bench._device_runner import measure
 from tests.bench._device_server import engine, online, start
@@ -65,6 +68,14 @@ def checks(word: str) -> bool:
     return subprocess.run([*command, "tests/kernels/devices/cuda"], check=False).returncode == 0
 
 
+def run_plain(names: list[str]) -> None:
+    """Let gated delta nets run the operators ``names`` in plain torch."""
+    from kernels.devices.cuda.delta_rule import CudaDeltaRule
+
+    for name in names:
+        delattr(CudaDeltaRule, name)
+
+
 def _kept(path: Path | None) -> list[Row]:
     if path is None or not path.exists():
         return []
@@ -83,12 +94,16 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--deterministic", action="store_true", help="with --enable-deterministic-inference")
     parser.add_argument("--zipf", type=float, default=0.0, help="exponent of a skewed routing to experts")
     parser.add_argument("--quantization", default="", help="of decode, offline and prefill: fp8 or int8")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that divide each layer (tensor parallelism)")
+    parser.add_argument("--plain", default="", help="operators of gated delta nets that run in plain torch")
     parser.add_argument("--keep", type=Path, help="file of rows: those there are printed, too")
     given = parser.parse_args(arguments)
     need_gpu()
     points = given.only.split(",")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("troupe.kernels.cuda").setLevel(logging.INFO)  # which products were chosen
+    if given.plain:
+        run_plain(given.plain.split(","))
     if "checks" in points and not checks(given.tests):
         sys.exit("a check failed: nothing is measured")
     rows = _kept(given.keep)
@@ -103,7 +118,7 @@ def main(arguments: list[str]) -> None:
                     for row in found
                 )
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, started_ranks(given.ranks, arguments) as ranks:
         directory = Path(folder)
         if "products" in points:
             products(given.model.split(","))
@@ -121,7 +136,17 @@ def main(arguments: list[str]) -> None:
             if {"decode", "steps", "offline", "prefill"} & set(points) or given.profile is not None:
                 has_experts = "moe_intermediate_size" in SHAPES[name] or "num_local_experts" in SHAPES[name]
                 for zipf in (0.0, given.zipf) if given.zipf and has_experts else (0.0,):
-                    measure(name, directory, points, given.profile, done, given.deterministic, zipf, given.quantization)
+                    measure(
+                        name,
+                        directory,
+                        points,
+                        given.profile,
+                        done,
+                        invariant=given.deterministic,
+                        zipf=zipf,
+                        quantization=given.quantization,
+                        ranks=ranks,
+                    )
             if "speculative" in points:
                 speculative(write_model(name, directory), SHAPES[name], directory)
             if "engine" in points:

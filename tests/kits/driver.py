@@ -13,7 +13,7 @@ import numpy as np
 
 from kernels.contract.caches import PageGrants, PageRun
 from kernels.contract.info import ModelInfo
-from kernels.contract.step import Admission, SlotSampling, StepBatch, StepResult
+from kernels.contract.step import Admission, RecordedExperts, SlotSampling, StepBatch, StepResult
 from kernels.execution.runner import ModelRunner
 
 __all__ = [
@@ -83,6 +83,7 @@ class Driver:
         self.borrowed: dict[int, int] = {}
         self.generation: dict[int, int] = {}
         self.number = 0
+        self.record_experts: RecordedExperts = ""
         self.free_bounded = [list(range(1, group.num_pages)) for group in info.bounded_groups]
         self.bounded: dict[int, list[list[int]]] = {}  # pages of each bounded group, by slot
         self._granted_bounded: list[list[tuple[int, int]]] = [[] for _ in self.free_bounded]
@@ -165,6 +166,7 @@ class Driver:
                 ),
                 draft_limits=pack(most.get(slot, 0) for slot, _ in rows) if most else b"",
                 unobserved=unobserved,
+                record_experts=self.record_experts,
             )
         )
         self._admitted, self._released, self._granted = [], [], []

@@ -12,6 +12,7 @@ import hypercorn.asyncio
 import hypercorn.config
 from prometheus_client import CollectorRegistry
 
+from actors.boards.expert_recorder import ExpertRecorder
 from actors.boards.health_board import HealthBoard
 from actors.engine.status import EngineStatus, Health, ReplicaLoad
 from actors.options import Arguments
@@ -180,6 +181,7 @@ class FakeEngine:
         self.timelines = Timelines()
         self.actor_messages = ActorMessages()
         self.board = HealthBoard()
+        self.expert_recorder = ExpertRecorder(self.arguments.expert_distribution_recorder_mode, None)
         self.intake = None
         self.company: list[ActorStatus] = []
         self.tracing = None

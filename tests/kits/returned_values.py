@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.contract.config import RunnerConfig
-from kernels.contract.step import SlotSampling, TokenValues
+from kernels.contract.step import SlotSampling, StepResult, TokenValues
 from kernels.execution.runner import ModelRunner
 from tests.kits.driver import Driver, ints
 from tests.kits.tiny_model import make_tiny_model
@@ -44,6 +44,7 @@ def returned(
     config = {"dtype": "float32", "max_total_tokens": 2048, "max_slots": 9, "threads": 1, "max_step_tokens": 64}
     runner = ModelRunner(RunnerConfig(str(path), **(config | options)))  # type: ignore[arg-type]
     driver = Driver(runner, runner.load())
+    driver.record_experts = "tokens"
     for slot, prompt in enumerate(_PROMPTS, 1):
         driver.admit(slot, prompt, sampling=_SAMPLING)
     driver.admit(8, [5, 6, 7])
@@ -54,6 +55,7 @@ def returned(
         rows = [(slot, min(driver.pending(slot), _CHUNK)) for slot in (*left, 8)]
         result = driver.step(rows)
         assert not result.failed
+        _check_record(result, sum(count for _, count in rows))
         order = [slot for slot, _ in sorted(rows, key=lambda row: row[1] != 1)]
         for found, into in ((result.states, states), (result.experts, experts)):
             assert found is not None
@@ -66,6 +68,22 @@ def returned(
         [np.frombuffer(b"".join(parts), np.float32).reshape(len(ids) - 1, -1) for ids, parts, _ in both],
         [np.frombuffer(b"".join(parts), np.int32).reshape(len(ids) - 1, -1, 2) for ids, _, parts in both],
     )
+
+
+def _check_record(result: StepResult, tokens: int) -> None:
+    """The step's record has the experts of all tokens, and says how many took each."""
+    assert result.experts is not None
+    assert result.record is not None
+    routes = result.record.routes
+    assert routes is not None
+    layers = len(result.experts.values) // (4 * 2 * sum(ints(result.experts.counts)))
+    taken = np.frombuffer(routes.values, np.int16).reshape(tokens, layers, 2)
+    counts = np.frombuffer(result.record.counts, np.int32).reshape(layers, -1)
+    assert counts.tolist() == [np.bincount(taken[:, layer].ravel(), minlength=8).tolist() for layer in range(layers)]
+    assert ints(routes.rows) == list(range(len(ints(routes.counts))))
+    wanted = np.repeat(np.isin(ints(routes.rows), ints(result.experts.rows)), ints(routes.counts))
+    returned = np.frombuffer(result.experts.values, np.int32).reshape(-1, layers, 2)
+    assert (taken[wanted] == returned).all()
 
 
 def _add(found: TokenValues, order: list[int], into: dict[int, list[bytes]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from app.apis.sglang.expert_record import dump_expert_record, start_expert_record, stop_expert_record
 from app.apis.sglang.handlers import (
     CloseSession,
     GenerateAnswer,
@@ -32,6 +33,21 @@ ROUTES: tuple[Route, ...] = (
         spelling=NATIVE_SPELLING,
         nested=(("sampling_params", NativeSampling),),
         needs_engine=True,
+    ),
+    *(
+        Route(
+            path=f"/{name}_expert_distribution_record",
+            methods=("POST",),
+            level=AccessLevel.ADMIN,
+            handler=handler,
+            summary=summary,
+            tag="operation",
+        )
+        for name, handler, summary in (
+            ("start", start_expert_record, "Record which experts tokens take"),
+            ("stop", stop_expert_record, "Record no more experts"),
+            ("dump", dump_expert_record, "Write the record of experts to a file"),
+        )
     ),
     Route(
         path="/open_session",

@@ -26,9 +26,11 @@ class EagerPass:
             return None
         batch, loaded = step.forward_batch(), self._loaded
         step.begin()
-        if loaded.slots.returns_experts:
+        recorded = step.batch.record_experts if loaded.info.experts[1] else ""
+        if recorded or loaded.slots.returns_experts:
             result, experts = loaded.model.forward_routed(batch, loaded.caches)
-            return step.complete_pass(PassResult(result, batch.cache_index, experts=experts, states=batch.verifying))
+            found = PassResult(result, batch.cache_index, experts=experts, recorded=recorded, states=batch.verifying)
+            return step.complete_pass(found)
         result = loaded.model.forward(batch, loaded.caches, wanted=self._last_tokens(rows))
         return step.complete_pass(PassResult(result, batch.cache_index, states=batch.verifying))
 

@@ -1,4 +1,4 @@
-"""Records which experts tokens take."""
+"""Records which experts tokens take, and counts the tokens of experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["RouteRecord"]
+__all__ = ["RouteRecord", "count_tokens"]
 
 
 class RouteRecord:
@@ -37,3 +37,14 @@ class RouteRecord:
         for layer, experts in zip(sparse, taken, strict=True):
             result[:, layer] = experts
         return result
+
+
+def count_tokens(experts: Tensor, sparse: Sequence[int], count: int) -> Tensor:
+    """The tokens that each of ``count`` experts took, int32 [layers, count], of ``experts`` int [tokens, layers,
+    chosen]; zeros in layers that are not one of the ``sparse`` ones."""
+    layers = experts.shape[1]
+    result = experts.new_zeros((layers, count), dtype=torch.int32)
+    for layer in sparse:
+        taken = experts[:, layer].reshape(-1).long()
+        result[layer].scatter_add_(0, taken, torch.ones_like(taken, dtype=torch.int32))
+    return result

@@ -18,12 +18,15 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from kernels.contract.adapters import AdapterSettings
 from kernels.contract.config import RunnerConfig
 from kernels.contract.environment import NPU_TRITON
 from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
+from kernels.devices.cpu.device import CpuDevice
+from kernels.distributed.group import join_group
 from kernels.execution.runner import ModelRunner
 from tests.kits.driver import Driver, ints
 
@@ -122,7 +125,30 @@ def run_ranks(jobs: list[dict[str, Any]], size: int = 2) -> list[list[dict[str, 
         raise
 
 
+def run_collectives(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """What groups of some of four ranks give; rank n brings n + 1."""
+    config = RunnerConfig(model_path="", tp_rank=rank, tp_size=size, rendezvous=job["rendezvous"], op_timeout=240.0)
+    whole = join_group(CpuDevice(threads=1), config)
+    near = whole.subgroup([0, 1] if rank < 2 else [2, 3])
+    far = whole.subgroup([rank % 2, rank % 2 + 2])
+    mine = torch.full((2, 1), float(rank + 1))
+    answer = {
+        "near": near.all_gather_rows(mine).flatten().tolist(),
+        "far": far.all_reduce(torch.tensor([rank + 1.0, 10.0 * (rank + 1)])).tolist(),
+        "columns": near.all_gather(mine)[1].tolist(),
+        "least": near.minimum(rank + 1),
+        "numbers": [near.rank, near.size, far.rank],
+    }
+    both = torch.tensor([1.0, 1.0, 10.0, 10.0]).repeat_interleave(2).view(8, 1) * (rank + 1)
+    answer["scattered"] = whole.reduce_scatter(both).flatten().tolist()
+    for group in (far, near, whole):
+        group.close()
+    return answer
+
+
 def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+    if job.get("collectives"):
+        return run_collectives(job, rank, size)
     options = {"dtype": "float32", "max_slots": 9, "max_total_tokens": 4096, "threads": 1} | job.get("options", {})
     share = job.get("tokens_of_rank")  # how large a cache each rank would like
     speculation = job.get("speculation")

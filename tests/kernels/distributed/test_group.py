@@ -8,7 +8,8 @@ import torch.distributed as dist
 from kernels.contract.config import RunnerConfig
 from kernels.devices.cpu.device import CpuDevice
 from kernels.distributed import group
-from kernels.distributed.group import GroupError, ProcessGroup, join_group
+from kernels.distributed.group import Group, GroupError, ProcessGroup, join_group
+from tests.kernels.distributed.ranks import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,29 @@ def test_a_group_is_made_when_all_ranks_are_here(monkeypatch, comes):
         with pytest.raises(GroupError, match=r"rank 0 of 2: rank 1 did not come within 0.01 s"):
             join_group(CpuDevice(threads=1), config)
     assert made == ([2] if comes else [])
+
+
+def test_groups_of_some_ranks_have_their_own_collectives():
+    """Of four ranks: pairs of neighbours, and pairs across; and what each pair agrees on."""
+    answers = run_ranks([{"collectives": True}], 4)
+    assert [answer[0]["near"] for answer in answers] == [[1, 1, 2, 2], [1, 1, 2, 2], [3, 3, 4, 4], [3, 3, 4, 4]]
+    assert [answer[0]["far"] for answer in answers] == [[4.0, 40.0], [6.0, 60.0]] * 2
+    assert [answer[0]["scattered"] for answer in answers] == [
+        [10.0, 10.0],
+        [10.0, 10.0],
+        [100.0, 100.0],
+        [100.0, 100.0],
+    ]
+    assert [answer[0]["columns"] for answer in answers] == [[1, 2], [1, 2], [3, 4], [3, 4]]
+    assert [answer[0]["least"] for answer in answers] == [1, 1, 3, 3]
+    assert [answer[0]["numbers"] for answer in answers] == [[0, 2, 0], [1, 2, 0], [0, 2, 1], [1, 2, 1]]
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 0], [1, 0], [0, 2], []])
+def test_members_of_a_group_are_ascending_ranks_with_this_one(ranks):
+    assert Group().subgroup([0]).size == 1
+    with pytest.raises(ValueError, match="give ascending ranks of 0 to 0, 0 among them"):
+        Group().subgroup(ranks)
 
 
 def test_a_store_whose_folder_is_gone_is_an_error_that_names_it(tmp_path):

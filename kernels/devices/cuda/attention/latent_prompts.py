@@ -227,7 +227,7 @@ def _attend_made(
     from kernels.devices.cuda.attention.prefill_warp_specialized import attend_made
 
     count, dim = queries.shape[1], out.shape[2]
-    room = queries.new_empty(_MAX_NUMBERS)
+    room = queries.new_empty(max(_MAX_NUMBERS, 2 * count * _BLOCK * dim))
 
     def view(number: int, lines: int) -> Tensor:
         return room[: 2 * number * lines * dim].view(2, number, lines, dim)

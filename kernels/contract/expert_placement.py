@@ -1,0 +1,131 @@
+"""Places the experts of expert-parallel layers on ranks, by the tokens that each takes (EPLB).
+
+A rank has as many places as every other; there may be more places than experts (redundant experts). The heaviest
+experts get the copies that are left over, and the copies are packed so that ranks have equal loads (DeepSeek-V3,
+arXiv 2412.19437, section 3.4; github.com/deepseek-ai/EPLB describes the two policies). Pure functions of numpy arrays:
+every rank computes the same from the same counts.
+
+A placement is int64 [layers, places]: the expert in each place, rank after rank. The tokens of an expert are divided
+equally over its copies.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.contract.errors import ConfigError
+
+__all__ = ["keep_places", "place_experts", "rank_loads", "trivial_placement", "utilization"]
+
+Counts = npt.NDArray[np.int64] | npt.NDArray[np.float64]
+Placement = npt.NDArray[np.int64]
+
+
+def trivial_placement(layers: int, experts: int, places: int) -> Placement:
+    """The experts in their order, and again from the first on in redundant places."""
+    return np.tile(np.arange(places) % experts, (layers, 1))
+
+
+def place_experts(counts: Counts, places: int, ranks: int, *, nodes: int = 1, groups: int = 1) -> Placement:
+    """Place experts so that ranks have balanced loads. ``counts`` [layers, experts]: the tokens that each took.
+
+    ``groups``: of experts, from which routing chooses first. If the ``nodes`` of the ranks divide them, those of a
+    group stay on one node (hierarchical policy); otherwise all ranks are packed at once (global policy). Within a rank,
+    places have no order. Raises ConfigError for numbers that do not fit.
+    """
+    layers, experts = counts.shape
+    _check(experts, places, ranks, nodes, groups)
+    loads = counts.astype(np.float64)
+    if groups % nodes:
+        nodes = groups = 1
+    result = np.empty((layers, places), dtype=np.int64)
+    size = experts // groups
+    for layer in range(layers):
+        whole = loads[layer].reshape(groups, size).sum(1)
+        begin = 0
+        for chosen in _pack(whole, np.arange(groups), nodes):
+            local = (chosen[:, None] * size + np.arange(size)).ravel()
+            slots = _pack_copies(loads[layer, local], places // nodes, ranks // nodes)
+            result[layer, begin : begin + len(slots)] = local[slots]
+            begin += len(slots)
+    return result
+
+
+def rank_loads(counts: Counts, placement: Placement, ranks: int) -> npt.NDArray[np.float64]:
+    """The tokens of each rank [layers, ranks]."""
+    layers, experts = counts.shape
+    copies = np.stack([np.bincount(row, minlength=experts) for row in placement])
+    shares = counts / np.maximum(copies, 1)
+    placed: npt.NDArray[np.float64] = np.take_along_axis(shares, placement, 1)
+    loads: npt.NDArray[np.float64] = placed.reshape(layers, ranks, -1).sum(2)
+    return loads
+
+
+def utilization(counts: Counts, placement: Placement, ranks: int) -> npt.NDArray[np.float64]:
+    """Of each layer [layers] the mean of its ranks' tokens, divided by their maximum; 1 without tokens."""
+    loads = rank_loads(counts, placement, ranks)
+    highest = loads.max(1)
+    return np.where(highest > 0, loads.mean(1) / np.maximum(highest, 1e-300), 1.0)
+
+
+def keep_places(old: Placement, new: Placement, ranks: int) -> Placement:
+    """``new`` with the places of each rank in another order: experts that were on the rank in ``old`` stay where they
+    were, so that only the others move."""
+    layers, places = new.shape
+    result = np.full_like(new, -1)
+    size = places // ranks
+    for layer in range(layers):
+        for begin in range(0, places, size):
+            before, coming = old[layer, begin : begin + size], new[layer, begin : begin + size].tolist()
+            row = result[layer, begin : begin + size]
+            for place, expert in enumerate(before.tolist()):
+                if expert in coming:
+                    coming.remove(expert)
+                    row[place] = expert
+            row[row < 0] = coming
+    return result
+
+
+def _check(experts: int, places: int, ranks: int, nodes: int, groups: int) -> None:
+    if places < experts:
+        raise ConfigError(f"{places} places are too few for {experts} experts")
+    if ranks % nodes:
+        raise ConfigError(f"{ranks} ranks cannot be divided over {nodes} nodes")
+    if places % ranks:
+        raise ConfigError(
+            f"{places} places cannot be divided over {ranks} ranks: change the number of redundant experts"
+        )
+    if experts % groups:
+        raise ConfigError(f"{experts} experts cannot be divided into {groups} groups")
+
+
+def _pack(loads: npt.NDArray[np.float64], items: Placement, bins: int) -> list[Placement]:
+    """Divide items into bins of equally many: the heaviest first, each to the lightest bin with room. A bin does not
+    get an equal item again where another has room. ``items``: their kinds."""
+    if bins == 1:
+        return [items]
+    size = len(loads) // bins
+    order = np.argsort(-loads, kind="stable")
+    sums, free = np.zeros(bins), np.full(bins, size)
+    content: list[list[int]] = [[] for _ in range(bins)]
+    for item in order.tolist():
+        kind = int(items[item])
+        costs = [(kind in content[one], sums[one], one) for one in range(bins) if free[one]]
+        chosen = min(costs)[2]
+        content[chosen].append(kind)
+        sums[chosen] += loads[item]
+        free[chosen] -= 1
+    return [np.array(one, dtype=np.int64) for one in content]
+
+
+def _pack_copies(loads: npt.NDArray[np.float64], places: int, ranks: int) -> Placement:
+    """The expert in each of ``places`` on ``ranks``, of ``loads`` [experts]."""
+    copies = np.ones(len(loads), dtype=np.int64)
+    weights = loads + 1e-9 * max(loads.max(), 1.0)  # experts without tokens share places equally
+    for _ in range(places - len(loads)):
+        # A second copy on a rank takes nothing from another rank.
+        useful = np.where(copies < ranks, weights / copies, -copies)
+        copies[int(useful.argmax())] += 1
+    items = np.repeat(np.arange(len(loads)), copies)
+    return np.concatenate(_pack((loads / copies)[items], items, ranks))
