@@ -67,11 +67,10 @@ class ResidentAdapters:
             return None
         shard, rank, places = Shard(context.rank, context.size), self._settings.max_rank, self._settings.max_batch + 1
         specs = [self._spec(module) for module in modules]
-        options = {"dtype": self._dtype, "device": context.device}
-        inputs = _length(specs[0], 1, shard)
-        down = torch.zeros(places, len(modules) * rank, inputs, **options)
-        up = tuple(torch.zeros(places, rank, _length(spec, 0, shard), **options) for spec in specs)
-        self._layers.append(_Layer(modules, shard, down, up))
+        sizes = [(places, len(modules) * rank, _length(specs[0], 1, shard))]
+        sizes += [(places, rank, _length(spec, 0, shard)) for spec in specs]
+        down, *up = (torch.zeros(size, dtype=self._dtype, device=context.device) for size in sizes)
+        self._layers.append(_Layer(modules, shard, down, tuple(up)))
         self._takers.update(modules)
         self._nbytes += down.nbytes + sum(part.nbytes for part in up)
         return self._device.linear.make_delta(context, down, up)
@@ -137,12 +136,11 @@ class ResidentAdapters:
                 raise ConfigError(f"requests use {len(self._resident)} other adapters; see --max-loras-per-batch")
             place = self._resident.pop(unused)
         for layer, host in zip(self._layers, self._loaded[index], strict=True):
-            targets = [matrices[place] for matrices in (layer.down, *layer.up)]
-            for target, source in zip(targets, host or [None] * len(targets), strict=True):
-                if source is None:
-                    target.zero_()
-                else:
-                    target.copy_(source, non_blocking=True)  # pinned, and kept until its last step is over
+            if host is None:
+                layer.down[place].zero_()  # then nothing is added, whatever the others hold
+                continue
+            for matrices, source in zip((layer.down, *layer.up), host, strict=True):
+                matrices[place].copy_(source, non_blocking=True)
         return place
 
     def _spec(self, module: str) -> TensorSpec:
