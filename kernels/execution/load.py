@@ -149,6 +149,11 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
         raise ConfigError(
             f"{whole.architecture} generates no text that could be drafted; leave --speculative-algorithm out"
         )
+    if config.adapters is not None and config.invariant:
+        raise ConfigError(
+            "adapters have no form whose results are independent of what else a step runs; leave --enable-lora or "
+            "--enable-deterministic-inference out"
+        )
     part = local_config(whole, config.tp_size)
     dtype = device.select_dtype(config.dtype, part.dtype)
     context = context_length(config, part)
@@ -175,6 +180,7 @@ def _check_code(whole: ModelConfig, config: RunnerConfig) -> None:
         "--kv-cache-dtype": bool(config.kv_cache_dtype),
         "--enable-fp32-lm-head": config.fp32_head,
         "--enable-deterministic-inference": config.invariant,
+        "--enable-lora": config.adapters is not None,
     }
     given = [name for name, is_given in wrong.items() if is_given]
     if given:
@@ -286,6 +292,8 @@ def load_model(
     windows = frozenset(part.windows)
     drafter: Drafter | None = None
     weight_bytes, draft_bytes = weights.weight_bytes + device.linear.dequantized_bytes, 0
+    if rows is not None:
+        weight_bytes += rows.adapters.nbytes
     if speculation is not None:
         own = draft_device(config, speculation, device, part.dtype)
         if own is not device:
