@@ -105,14 +105,18 @@ def low_rank_up_kernel(
         for number in range(1, most + 1):
             own = place == number
             if tl.max(own.to(tl.int32), 0) > 0:
-                there = row[:, None].to(tl.int64) * (modules * rank) + module * rank + at[None, :]
-                known = own[:, None] & (at < rank)[None, :]
-                left = tl.zeros([row_block, rank_block], tl.float32)
-                for part in range(splits):
-                    left += tl.load(low + part * rows.to(tl.int64) * (modules * rank) + there, mask=known, other=0.0)
-                lines = (number * rank + at[:, None]).to(tl.int64) * outputs
-                right = tl.load(up + lines + column[None, :], mask=(at < rank)[:, None] & here[None, :], other=0.0)
-                total = tl.dot(left.to(right.dtype), right, total, input_precision="ieee")
+                for begin in range(0, rank, rank_block):
+                    inside = begin + at < rank
+                    there = row[:, None].to(tl.int64) * (modules * rank) + module * rank + begin + at[None, :]
+                    known = own[:, None] & inside[None, :]
+                    left = tl.zeros([row_block, rank_block], tl.float32)
+                    for part in range(splits):
+                        left += tl.load(
+                            low + part * rows.to(tl.int64) * (modules * rank) + there, mask=known, other=0.0
+                        )
+                    lines = (number * rank + begin + at[:, None]).to(tl.int64) * outputs
+                    right = tl.load(up + lines + column[None, :], mask=inside[:, None] & here[None, :], other=0.0)
+                    total = tl.dot(left.to(right.dtype), right, total, input_precision="ieee")
         target = out + row[:, None].to(tl.int64) * stride + column[None, :]
         known = (place > 0)[:, None] & here[None, :]
         total += tl.load(target, mask=known, other=0.0).to(tl.float32)
@@ -146,13 +150,17 @@ def add_low_rank(x: Tensor, places: Tensor, down: Tensor, up: Tensor, tiles: Ten
     low = torch.empty((splits, rows, modules * rank), dtype=torch.float32, device=x.device)
     rank_block = max(16, triton.next_power_of_2(rank))
     row_block = min(max(16, 4096 // rank_block), 64, max(16, triton.next_power_of_2(rows)))
-    blocks, pdl, warps = triton.cdiv(rows, row_block), overlapping(x.device), 8 if max(row_block, rank_block) >= 64 else 4
+    blocks, pdl, warps = (
+        triton.cdiv(rows, row_block),
+        overlapping(x.device),
+        8 if max(row_block, rank_block) >= 64 else 4,
+    )
     low_rank_down_kernel[(blocks, most, splits * modules)](
         x, places, down, low, rows, x.stride(0), inputs, split,
         modules, rank, row_block, rank_block, _BLOCK, pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     low_rank_up_kernel[(blocks, len(tiles))](
         low, places, up, tiles, outputs, rows, outputs.stride(0), up.shape[2], modules, most,
-        splits, rank, row_block, rank_block, _BLOCK, pdl, num_warps=warps, launch_pdl=pdl,
+        splits, rank, row_block, min(32, rank_block), _BLOCK, pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     return outputs
