@@ -18,8 +18,9 @@ from torch import Tensor
 
 __all__ = ["Delta", "LayerContext", "RowAdapters"]
 
-Delta = Callable[[Tensor], Tensor]
-"""``x`` [rows, inputs] of a linear layer -> what is added to its outputs [rows, outputs], zeros for rows of adapter 0.
+Delta = Callable[[Tensor, Tensor], Tensor]
+"""``x`` [rows, inputs] and outputs [rows, outputs] of a linear layer -> the outputs with what adapters add to them, the
+same for rows of place 0. May overwrite the outputs.
 
 It reads ``LayerContext.rows``, nothing on the host, and has static shapes: it may be part of a captured graph.
 """
@@ -28,8 +29,28 @@ It reads ``LayerContext.rows``, nothing on the host, and has static shapes: it m
 class RowAdapters(Protocol):
     """The adapters that a model is loaded with."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the device's memory that their places take."""
+        ...
+
     def make(self, modules: tuple[str, ...], context: LayerContext) -> Delta | None:
         """The addition to the layer of ``modules``, whose outputs follow one another; None: no adapter has one."""
+        ...
+
+    def refuse(self, modules: tuple[str, ...]) -> None:
+        """The layers of ``modules`` take no adapters."""
+        ...
+
+    def acquire(self, index: int) -> int:
+        """The place of adapter ``index`` on the device, for one slot more, after it was copied there if need be; 0: 0.
+
+        Steps that run read their places first. Raises ConfigError where it is not loaded, or slots use all places.
+        """
+        ...
+
+    def release(self, index: int) -> None:
+        """A slot that had acquired adapter ``index`` is free again."""
         ...
 
 
@@ -48,7 +69,7 @@ class LayerContext:
 
     @property
     def rows(self) -> Tensor:
-        """int64 [rows]: the adapter of each row of the pass that runs; 0: none."""
+        """int64 [rows]: the place of the adapter of each row of the pass that runs; 0: none."""
         assert self._rows is not None, "read while a pass runs"
         return self._rows
 
@@ -57,11 +78,11 @@ class LayerContext:
         self._of_page = torch.zeros(pages, dtype=torch.int64, device=self.device)
         self._page_size = page_size
 
-    def assign(self, pages: npt.NDArray[Any], adapter: int) -> None:
-        """``pages``: those that a sequence of ``adapter`` writes to, or shares with others of the same adapter."""
+    def assign(self, pages: npt.NDArray[Any], place: int) -> None:
+        """``pages``: those that a sequence writes to, or shares with others of its adapter, which is at ``place``."""
         if len(pages):
             index = torch.from_numpy(pages.astype(np.int64)).to(self.device)
-            self._of_page.index_copy_(0, index, torch.full_like(index, adapter))
+            self._of_page.index_copy_(0, index, torch.full_like(index, place))
 
     def enter(self, cache_index: Tensor) -> None:
         """A pass begins, whose tokens go to ``cache_index`` int64 [tokens] (page * page_size + offset)."""

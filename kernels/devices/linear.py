@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.core.layer_context import Delta
+from kernels.core.layer_context import Delta, LayerContext
 from kernels.core.operators import Linear, Lookup, Norm, PendingResidual
 from kernels.devices.elementwise import Elementwise
 from kernels.devices.fallbacks import Fallbacks
+from kernels.devices.low_rank import LowRankDelta
 from kernels.weights.quantization.tokens import clip_tokens, fake_quantize_tokens
 from kernels.weights.quantization.weights import GroupedWeight, Projection, QuantizedWeight
 
@@ -162,10 +163,14 @@ class LinearLayers:
         return lambda x: self.elementwise.silu_and_mul(linear(x))
 
     def make_adapted(self, linear: Linear, delta: Delta) -> Linear:
-        """``linear(x) + delta(x)``. What ``delta`` adds may differ from row to row, so no fused kernel takes the
-        result: norms, activations and the residual stream are operators of their own around it."""
+        """``linear`` with what ``delta`` adds. It may differ from row to row, so no fused kernel takes the result:
+        norms, activations and the residual stream are operators of their own around it."""
         self.fallbacks.log("linear layers with adapters are not fused with norms, activations and sums")
-        return self.elementwise.compose(lambda x: linear(x) + delta(x), lambda x: x)
+        return self.elementwise.compose(lambda x: delta(x, linear(x)), lambda x: x)
+
+    def make_delta(self, context: LayerContext, down: Tensor, up: Sequence[Tensor]) -> Delta:
+        """What adapters add, from their places: see ``LowRankDelta``."""
+        return LowRankDelta(context, down, up)
 
     def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
         """A linear layer that rounds its input as the weight's ``activation`` says, if the device has a kernel for the

@@ -72,6 +72,8 @@ class EncoderRunner:
         self._bind_thread()
         whole = read_config(config.model_path, config.config_overrides, quantized=True)
         assert whole.pooling is not None
+        if config.adapters is not None:
+            raise ConfigError(f"{whole.architecture} runs without adapters; leave --enable-lora out")
         if config.tp_size > 1:
             raise ConfigError(f"{whole.architecture} runs on one device; leave --tensor-parallel-size out")
         if config.speculation is not None:

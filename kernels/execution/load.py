@@ -151,6 +151,11 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
         raise ConfigError(
             f"{whole.architecture} generates no text that could be drafted; leave --speculative-algorithm out"
         )
+    if config.adapters is not None and config.invariant:
+        raise ConfigError(
+            "adapters have no form whose results are independent of what else a step runs; leave --enable-lora or "
+            "--enable-deterministic-inference out"
+        )
     if config.pp_size > 1:
         _check_pipeline(whole, config)
     part = stage_config(local_config(whole, config.tp_size), config.pp_rank, config.pp_size)
@@ -176,10 +181,10 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
 
 def _check_pipeline(whole: ModelConfig, config: RunnerConfig) -> None:
     """Raises ConfigError for what the stages of a pipeline do not run."""
-    if config.speculation is not None:
-        raise ConfigError(
-            "--speculative-algorithm is not for the stages of a pipeline; leave it or --pipeline-parallel-size out"
-        )
+    given = {"--speculative-algorithm": config.speculation, "--enable-lora": config.adapters}
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(f"{name} is not for the stages of a pipeline; leave it or --pipeline-parallel-size out")
     check_stages(whole, config.pp_size)
 
 
@@ -191,6 +196,7 @@ def _check_code(whole: ModelConfig, config: RunnerConfig) -> None:
         "--kv-cache-dtype": bool(config.kv_cache_dtype),
         "--enable-fp32-lm-head": config.fp32_head,
         "--enable-deterministic-inference": config.invariant,
+        "--enable-lora": config.adapters is not None,
     }
     given = [name for name, is_given in wrong.items() if is_given]
     if given:
@@ -308,6 +314,8 @@ def load_model(
     windows = frozenset(part.windows)
     drafter: Drafter | None = None
     weight_bytes, draft_bytes = weights.weight_bytes + device.linear.dequantized_bytes, 0
+    if rows is not None:
+        weight_bytes += rows.adapters.nbytes
     if speculation is not None:
         own = draft_device(config, speculation, device, part.dtype)
         if own is not device:

@@ -17,7 +17,6 @@ from kernels.contract.grammar import Grammar
 from kernels.contract.info import ModelInfo
 from kernels.contract.runner import Progress, RunningStep
 from kernels.contract.step import StepBatch, StepResult
-from kernels.core.layer_context import RowAdapters
 from kernels.devices.select import select_device
 from kernels.distributed.group import Group, join_group
 from kernels.execution.device_errors import device_errors
@@ -28,8 +27,10 @@ from kernels.execution.executors.eager_pass import EagerPass
 from kernels.execution.executors.no_rows import NoRows
 from kernels.execution.load import LoadedModel, Phases, load_model, open_model
 from kernels.execution.pending_step import PendingStep, StepContext
+from kernels.models.adapters import ResidentAdapters
 from kernels.models.config_loader import read_json
 from kernels.models.pooling import read_pooling
+from kernels.models.registry import tensors
 from kernels.speculation.warmup import warm_up_drafts
 from kernels.weights.config_json import merge_overrides
 
@@ -54,13 +55,11 @@ class ModelRunner:
     ``RunnerConfig.invariant``, because shapes change the order of sums.
 
     progress: called while the model is loaded.
-    adapters: what ``Admission.adapter`` chooses from; None: the model has no adapters.
     """
 
-    def __init__(
-        self, config: RunnerConfig, progress: Progress | None = None, adapters: RowAdapters | None = None
-    ) -> None:
-        self._config, self._adapters = config, adapters
+    def __init__(self, config: RunnerConfig, progress: Progress | None = None) -> None:
+        self._config = config
+        self._adapters: ResidentAdapters | None = None
         self._progress: Progress = progress or (lambda stage, fraction: None)
         self._device = select_device(config)
         self._group = Group()
@@ -80,7 +79,10 @@ class ModelRunner:
     def _load(self) -> ModelInfo:
         config, device, clock = self._config, self._device, Phases()
         device.bind_thread()
-        opened = dataclasses.replace(open_model(config, device, self._progress), adapters=self._adapters)
+        opened = open_model(config, device, self._progress)
+        if config.adapters is not None:
+            self._adapters = ResidentAdapters(config.adapters, tensors(opened.whole), device, opened.dtype)
+        opened = dataclasses.replace(opened, adapters=self._adapters)
         self._group = join_group(device, config)
         device.agree(self._group.minimum)
         self._loaded: LoadedModel = load_model(opened, config, device, self._group, self._progress, clock)
@@ -142,11 +144,16 @@ class ModelRunner:
 
     def load_adapter(self, index: int, path: str) -> None:
         """Read an adapter: see ``kernels.contract.runner.Runner``."""
-        raise UnsupportedError("this runner was loaded without adapters; give --enable-lora")
+        self._resident().load(index, path)
 
     def unload_adapter(self, index: int) -> None:
         """Forget an adapter: see ``kernels.contract.runner.Runner``."""
-        raise UnsupportedError("this runner was loaded without adapters; give --enable-lora")
+        self._resident().unload(index)
+
+    def _resident(self) -> ResidentAdapters:
+        if self._adapters is None:
+            raise UnsupportedError("this runner was loaded without adapters; give --enable-lora")
+        return self._adapters
 
     def close(self) -> None:
         """Drop the model and the cache. The runner is of no further use."""

@@ -56,7 +56,8 @@ class SlotUpdates:
         self._slots, self._sampler, self._in_flight_writes = slots, sampler, in_flight_writes
         self._observer, self._renew, self._grammars = observer, renew, grammars
         self._clear_pages, self._clear_bounded = clear_pages, clear_bounded
-        self._rows, self._adapters = rows, [0] * len(slots.known)
+        self._rows = rows
+        self._adapters: dict[int, tuple[int, int]] = {}  # number and place of a slot's adapter
 
     def update(self, batch: StepBatch, failed: list[RowError], granted: list[RowError] | None) -> None:
         """Release, then admit, then grant pages. Errors are added to ``failed``.
@@ -71,9 +72,13 @@ class SlotUpdates:
         for admission in batch.admitted:
             try:
                 self._slots.admit(admission)
+                self._release_adapter(admission.slot)
                 if self._rows is not None:
-                    self._adapters[admission.slot] = admission.adapter
-                    self._rows.assign(unpack_ints(admission.pages), admission.adapter)
+                    place = self._rows.adapters.acquire(admission.adapter)
+                    self._adapters[admission.slot] = admission.adapter, place
+                    self._rows.assign(unpack_ints(admission.pages), place)
+                elif admission.adapter:
+                    raise SlotError("this runner has no adapters; see --enable-lora")
                 if self._grammars is not None:
                     self._grammars.admit(admission)
                 elif admission.sampling.grammar is not None:
@@ -99,7 +104,7 @@ class SlotUpdates:
     def _grant_pages(self, slot: int, pages: Ints) -> None:
         self._slots.grant(slot, pages)
         if self._rows is not None:
-            self._rows.assign(pages, self._adapters[slot])
+            self._rows.assign(pages, self._adapters[slot][1])
 
     def _append(
         self, slots: bytes, page_ids: bytes, append: Callable[[int, Ints], None], failed: list[RowError]
@@ -148,8 +153,13 @@ class SlotUpdates:
     def _drop(self, slot: int) -> None:
         if 0 < slot < len(self._slots.known):
             self._slots.release(slot)
+            self._release_adapter(slot)
             self._sampler.release(slot)
             if self._grammars is not None:
                 self._grammars.release(slot)
             if self._observer is not None:
                 self._observer.release(slot)
+
+    def _release_adapter(self, slot: int) -> None:
+        if self._rows is not None and slot in self._adapters:
+            self._rows.adapters.release(self._adapters.pop(slot)[0])

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from kernels.contract.config import RunnerConfig
-from kernels.core.layer_context import RowAdapters
 from kernels.execution.runner import ModelRunner
 from tests.kits.driver import (
     COMMON,
@@ -51,9 +50,9 @@ from tests.kits.renamed import RENAMED, save_renamed
 def drive() -> Callable[..., Driver]:
     """Load a model directory and drive it."""
 
-    def make(model_path: Path | str, seed: int = 0, adapters: RowAdapters | None = None, **options: Any) -> Driver:
+    def make(model_path: Path | str, seed: int = 0, **options: Any) -> Driver:
         options = {"dtype": "float32", "max_total_tokens": 4096, "max_slots": 17, "threads": 1} | options
-        runner = ModelRunner(RunnerConfig(model_path=str(model_path), **options), adapters=adapters)
+        runner = ModelRunner(RunnerConfig(model_path=str(model_path), **options))
         return Driver(runner, runner.load(), seed)
 
     return make

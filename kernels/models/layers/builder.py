@@ -104,12 +104,9 @@ class LayerBuilder:
         return linear if delta is None else self.ops.linear.make_adapted(linear, delta)
 
     def refuse_adapters(self, modules: tuple[str, ...]) -> None:
-        """For weights that take no adapters. Raises ConfigError where one has something to add to them."""
-        if self._delta(modules) is not None:
-            raise ConfigError(
-                f"an adapter changes {modules[0]}, and layers of experts and what makes keys of latent vectors are "
-                "run without adapters; use one that leaves them as they are"
-            )
+        """For weights that take no adapters: experts, and what makes keys of latent vectors."""
+        if self.rows is not None:
+            self.rows.adapters.refuse(modules)
 
     def row_bias(self, module: str) -> Tensor | None:
         """The bias of a layer whose results are summed over ranks: the sum holds it once."""

@@ -20,6 +20,7 @@ import msgspec
 import pytest
 import torch
 
+from kernels.contract.adapters import AdapterSettings
 from kernels.contract.config import RunnerConfig
 from kernels.contract.environment import NPU_TRITON
 from kernels.contract.speculation import SpeculativeSettings
@@ -108,8 +109,9 @@ def _close() -> None:
 
 def run_ranks(jobs: list[dict[str, Any]], size: int = 2) -> list[list[dict[str, Any]]]:
     """What each rank says of each job: [rank][job]. A job: ``model``, ``prompts``, ``length``, ``sampling``,
-    ``options`` of RunnerConfig, its ``speculation``, ``stages`` of a pipeline, and what differs by rank; the prompts
-    decode together until each has ``length`` tokens. The ranks stay for the next jobs of the same environment.
+    ``options`` of RunnerConfig, its ``speculation``, ``stages`` of a pipeline, ``adapters`` of the first prompts, and
+    what differs by rank; the prompts decode together until each has ``length`` tokens. The ranks stay for the next jobs
+    of the same environment.
     """
     global _ranks
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
@@ -155,6 +157,9 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     speculation = job.get("speculation")
     if speculation:
         options["speculation"] = msgspec.convert(speculation, SpeculativeSettings)
+    adapters = job.get("adapters", [])
+    if adapters:
+        options["adapters"] = AdapterSettings(max_rank=4, max_batch=len(adapters))
     if share:
         options["max_total_tokens"] = share[rank]
     config = RunnerConfig(
@@ -179,11 +184,13 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
         gc.collect()  # else graphs of the job before may give theirs back later
         simulator.faults.scarce_streams(0, job["streams_of_rank"][rank])
     info = runner.load()
+    for index, path in enumerate(adapters, start=1):
+        runner.load_adapter(index, path)
     driver = Driver(runner, info)
     sampling = SlotSampling(**job.get("sampling", {"temperature": 0.0}))
     accepted = []
     for slot, prompt in enumerate(job["prompts"], start=1):
-        driver.admit(slot, prompt, sampling=sampling)
+        driver.admit(slot, prompt, sampling=sampling, adapter=slot if slot <= len(adapters) else 0)
         assert not driver.step([(slot, len(prompt))]).failed
     while rows := [(slot, 1) for slot in driver.tokens if len(driver.tokens[slot]) < job["length"]]:
         drafts = dict.fromkeys(driver.tokens, info.speculative_nodes - 1) if speculation else {}

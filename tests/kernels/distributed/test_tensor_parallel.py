@@ -8,6 +8,7 @@ import pytest
 
 from kernels.contract.errors import ConfigError
 from tests.kernels.distributed.ranks import run_ranks
+from tests.kits.adapters import adapted_modules, merged, save_adapter
 
 NAMES = ["parallel-llama", "parallel-qwen2", "parallel-qwen3"]
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7}
@@ -43,6 +44,22 @@ def sampled_alone(driver, texts):
         driver.admit(slot, text, sampling=SlotSampling(**SAMPLED))
         driver.generate(slot, 60)
     return [driver.tokens[slot] for slot in sorted(driver.tokens)]
+
+
+@pytest.mark.parametrize("name", ["parallel-llama", "parallel-deepseek-v3"])
+def test_two_ranks_divide_adapters_as_their_layers(name, reference, drive, prompts, tmp_path):
+    """One key head is on both ranks, layers are divided by outputs and by inputs."""
+    path, texts = reference(name).path, prompts(5, 23, 40)
+    modules = adapted_modules(path, (".experts.", "kv_b_proj", "shared_experts.down"))
+    files = [save_adapter(tmp_path / f"{seed}", modules, seed) for seed in (1, 2)]
+    job = {"model": str(path), "prompts": texts, "length": 60, "adapters": [str(file) for file in files]}
+    ((first,), (second,)) = run_ranks([job])
+    assert first["tokens"] == second["tokens"]
+    for text, file, tokens in zip(texts, (*files, None), first["tokens"], strict=True):
+        alone = drive(merged(path, tmp_path / f"merged-{len(text)}", file))
+        alone.admit(1, text)
+        alone.generate(1, 60)
+        assert tokens == alone.tokens[1]
 
 
 @pytest.mark.parametrize(
