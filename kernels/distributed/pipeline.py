@@ -53,7 +53,6 @@ class Stage:
         """What the last stage sent, int64 [numbers]. Raises GroupError."""
         raise NotImplementedError
 
-
     def flush(self) -> None:
         """Wait until all messages have left, before the group is closed."""
 
