@@ -36,10 +36,20 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
             maximum=256,
             metavar="N",
             help="Number of replicas of the model behind this server, each with its own scheduler, cache and workers. "
-            "Each takes --tensor-parallel-size devices, or on the CPU a share of the cores. If the workers of one "
-            "die, its requests go on in the others.",
+            "Without --enable-dp-attention each takes --tensor-parallel-size devices, or on the CPU a share of the "
+            "cores, and if the workers of one die, its requests go on in the others.",
         ),
     ] = 1
+
+    enable_dp_attention: Annotated[
+        bool,
+        ArgumentSpec(
+            group="Devices and kernels",
+            help="Data-parallel attention: the --tensor-parallel-size devices run one model, whose attention and cache "
+            "are divided into --data-parallel-size parts with requests of their own, while all devices share the "
+            "layers of experts. For models of experts with few key heads or latent attention.",
+        ),
+    ] = False
 
     load_balance_method: Annotated[
         Literal["cache_aware", "total_tokens", "total_requests", "round_robin"],
@@ -69,3 +79,9 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
             "one else reach it. Without this option no port is opened.",
         ),
     ] = None
+
+    @property
+    def replica_size(self) -> int:
+        """Workers of one replica; with data-parallel attention, of one part of its attention."""
+        size, parts = self.tensor_parallel_size, self.data_parallel_size
+        return size // parts if self.enable_dp_attention else size
