@@ -124,7 +124,7 @@ class Replica:
 
     @property
     def workers(self) -> list[ActorRef[WorkerProtocol]]:
-        """The workers, rank 0 first."""
+        """The workers, first the one whose results count."""
         return [self._group.workers[worker] for worker in self.worker_ids]
 
     @cached_property
@@ -203,7 +203,11 @@ class Replica:
             grammar_settings(setup.arguments, setup.opened.served),
         )
         return WorkerConfig(
-            runner=msgspec.structs.replace(runner, tp_rank=worker.rank.tp if self.lockstep is None else worker.number),
+            runner=msgspec.structs.replace(
+                runner,
+                tp_rank=worker.rank.tp if self.lockstep is None else worker.number,
+                pp_rank=worker.rank.pp,
+            ),
             worker=worker,
             load_timeout=setup.arguments.model_load_timeout,
             faults=setup.fault_plan,
@@ -248,6 +252,11 @@ class Replica:
 
 
 def _worker_ids(arguments: Arguments, replica: int) -> tuple[WorkerId, ...]:
-    """The workers of a replica, rank 0 first."""
-    size = arguments.replica_size
-    return tuple(WorkerId(replica * size + tp, Rank(dp=replica, tp=tp)) for tp in range(size))
+    """The workers of a replica, the last stage first: its rank 0 has the results."""
+    stages = arguments.pipeline_parallel_size
+    size = arguments.replica_size // stages
+    return tuple(
+        WorkerId((replica * stages + pp) * size + tp, Rank(dp=replica, pp=pp, tp=tp))
+        for pp in reversed(range(stages))
+        for tp in range(size)
+    )

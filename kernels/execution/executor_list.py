@@ -37,8 +37,11 @@ def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[in
     loaded = context.loaded
     if loaded.shared is not None:
         if not loaded.config.disable_graphs and loaded.groups.is_captured:
-            _log.info("data-parallel attention runs every step without captured graphs")
+            _log.info("Data-parallel attention runs every step eagerly, without captured graphs.")
         return (SharedPass(context, loaded.shared),), ()
+    if loaded.model.stage.size > 1:
+        _log.info("The stages of a pipeline run every step eagerly, without captured graphs.")
+        return (NoRows(), EagerPass(context)), ()
     if not loaded.groups.is_captured or loaded.model.reads_rows:  # captures read page tables on the device only
         return (NoRows(), EagerPass(context)), ()
     max_rows = loaded.config.max_slots - 1
