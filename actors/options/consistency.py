@@ -222,6 +222,15 @@ def _devices(arguments: Arguments) -> Iterator[str]:
             )
         if arguments.data_parallel_size > 1 and not arguments.enable_dp_attention:
             yield "dist_init_addr contradicts data_parallel_size: several replicas cannot meet at one address"
+    if arguments.pipeline_parallel_size == 1:
+        for name, default in (("pp_max_micro_batch_size", None), ("pp_async_batch_depth", 0)):
+            if getattr(arguments, name) != default:
+                yield f"{name} needs pipeline_parallel_size: there are no stages; leave it out"
+    if arguments.expert_distribution_recorder_mode is not None and arguments.pipeline_parallel_size > 1:
+        yield (
+            "expert_distribution_recorder_mode contradicts pipeline_parallel_size: only the last stage reports, and it "
+            "knows only its own layers; leave one out"
+        )
     if arguments.gpu_id_step != 1 and arguments.workers == 1:
         yield (
             "gpu_id_step needs tensor_parallel_size, pipeline_parallel_size or data_parallel_size: there is one "

@@ -41,6 +41,30 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
         ),
     ] = 1
 
+    pp_max_micro_batch_size: Annotated[
+        int | None,
+        ArgumentSpec(
+            group="Devices and kernels",
+            default_text="an equal part of the running requests",
+            minimum=1,
+            maximum=65536,
+            metavar="N",
+            help="Most requests of a step of a pipeline. Each stage runs a step with other requests meanwhile.",
+        ),
+    ] = None
+
+    pp_async_batch_depth: Annotated[
+        int,
+        ArgumentSpec(
+            group="Devices and kernels",
+            minimum=0,
+            maximum=16,
+            metavar="N",
+            help="Steps of a pipeline that are sent ahead, beside one for each stage, so that no stage waits for the "
+            "scheduler.",
+        ),
+    ] = 0
+
     data_parallel_size: Annotated[
         int,
         ArgumentSpec(

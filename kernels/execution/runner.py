@@ -117,6 +117,7 @@ class ModelRunner:
         """
         step = PendingStep(self._context, batch, time.perf_counter())
         try:
+            self._context.settle(batch)
             if batch.admitted:
                 step.prepare()  # before the walk: an admission may renew the executors
             # No other executor records experts.
