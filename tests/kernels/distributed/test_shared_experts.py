@@ -33,7 +33,7 @@ def test_ranks_with_other_requests_generate_what_one_device_does(size, reference
             assert answer["tokens"] == [model.greedy(text, 60) for text in own], (rank, number)
 
 
-def test_a_rank_of_one_part_has_whole_attention_and_its_part_of_the_experts(reference, prompts):
+def test_a_part_has_whole_attention_and_its_slice_of_the_experts(reference, prompts):
     model = reference("parallel-moe")
     texts = prompts(5)
     job = {"model": str(model.path), "length": 9}
