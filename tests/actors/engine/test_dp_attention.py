@@ -16,8 +16,8 @@ from actors.options import ArgumentError
 from actors.protocol.requests import RequestFailed, SamplingParams
 from actors.runtime import ChildCrash
 from kernels.contract.topology import Rank
-from tests.actors.engine.test_replicas import all_decode, kill, replicas, tokens_of
 from tests.kits.engines import rest, small_engine
+from tests.kits.replicas import all_decode, kill, replicas, tokens_of
 from tests.kits.returned_values import make_sparse_model
 from tests.kits.waiting import until
 
