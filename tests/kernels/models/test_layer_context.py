@@ -11,6 +11,7 @@ from kernels.contract.adapters import AdapterSettings
 from kernels.contract.errors import ConfigError, UnsupportedError
 from kernels.contract.step import SlotSampling
 from kernels.core.layer_context import LayerContext
+from kernels.devices.cpu.low_rank import SegmentedDelta
 from kernels.devices.low_rank import LowRankDelta
 from tests.kits.adapters import adapted_modules, assert_rows_use_their_adapters, logprobs_of, merged, save_adapter
 from tests.kits.driver import VOCAB
@@ -64,24 +65,24 @@ def test_pages_belong_to_the_adapter_they_were_given_to_last():
     assert context.rows.tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 40])
-def test_deltas_are_sums_over_each_rows_matrices(rows):
+@pytest.mark.parametrize("delta", [LowRankDelta, SegmentedDelta])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 40])
+def test_deltas_are_sums_over_each_rows_matrices(rows, delta):
     places, rank, inputs, outputs = 4, 2, 6, (5, 3)
     context = LayerContext(None, torch.device("cpu"))
     context.open(8, 1)
     context.assign(np.arange(1, 8), 0)
     context.assign(np.array([1, 4]), 1)
     context.assign(np.array([2]), 3)
-    context.enter(torch.arange(rows) % 8)
-    down, up = torch.randn(places, 2 * rank, inputs), [torch.randn(places, rank, size) for size in outputs]
-    for matrices in (down, *up):
-        matrices[0] = 0
+    context.enter((torch.arange(rows) + 1) % 8)
+    down, up = torch.randn(places, 2 * rank, inputs), torch.randn(places, rank, sum(outputs))
+    down[0] = up[0] = 0
     x, result = torch.randn(rows, inputs), torch.randn(rows, sum(outputs))
     wanted = result.clone()
     for row, place in enumerate(context.rows.tolist()):
         low = down[place] @ x[row]
-        wanted[row] += torch.cat([low[:rank] @ up[0][place], low[rank:] @ up[1][place]])
-    torch.testing.assert_close(LowRankDelta(context, down, up)(x, result), wanted)
+        wanted[row] += torch.cat([low[:rank] @ up[place][:, :5], low[rank:] @ up[place][:, 5:]])
+    torch.testing.assert_close(delta(context, down, up, outputs)(x, result), wanted)
 
 
 def _answer(driver, prompt, adapter, shared=(), keep=False):
