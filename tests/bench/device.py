@@ -20,8 +20,8 @@ and gains (``device_speculative``);
 ``--deterministic`` measures decode, offline and prefill with kernels whose results depend on no other rows
 (``--enable-deterministic-inference``), ``--quantization fp8`` with such weights. ``--zipf S`` measures models of
 experts a second time, with tokens routed to them by Zipf's law of the exponent S, as made-up routers choose evenly.
-``--ranks N`` divides each layer over N GPUs in decode, steps, offline and prefill, ``--stages N`` the layers. ``--plain NAME[,NAME]`` runs some
-operators of gated delta nets (scan, head_gates, gated_norm) in plain torch. In
+``--ranks N`` divides each layer over N GPUs in decode, steps, offline and prefill, ``--stages N`` the layers.
+``--plain NAME[,NAME]`` runs some operators of gated delta nets (scan, head_gates, gated_norm) in plain torch. In
 parts: ``--tests WORD`` checks only files and tests with the word in their names, and ``--keep FILE`` adds rows to those
 that an earlier part left there, so that the table holds all.
 """
