@@ -316,6 +316,7 @@ class Engine:
         task: Task = GENERATE,
         truncate: int | None = None,
         adapter: str | None = None,
+        replica: int | None = None,
     ) -> RequestStream:
         """Generate from a text, token ids or a conversation; returns an asynchronous iterator of deltas.
 
@@ -326,8 +327,9 @@ class Engine:
         of the engine. ``timeline``: a timeline that the caller has opened in :attr:`timelines`; it ends with the
         request, also with a refused one. ``task``: the task; the result of one that does not generate is in the last
         delta. :meth:`embed` and :meth:`score` are simpler to use. ``truncate``: the tokens that are kept of an input
-        that is embedded or classified, -1 for as many as the model takes; None: too many are an error.
-        ``adapter``: the name of the LoRA adapter to run with.
+        that is embedded or classified, -1 for as many as the model takes; None: too many are an error. ``replica``: of
+        --data-parallel-size, the one that runs it; None: by --load-balance-method. ``adapter``: the name of the LoRA
+        adapter to run with.
         """
         self._check_loop()
         if timeline is None:
@@ -353,6 +355,7 @@ class Engine:
                     tenant=tenant,
                     truncate=truncate,
                     adapter=adapter,
+                    replica=replica,
                 ),
                 task=task,
             )

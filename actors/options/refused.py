@@ -217,13 +217,6 @@ _TABLE: tuple[RefusedNames, ...] = (
     ),
     RefusedNames(
         group="Parallelism",
-        reason="pipeline parallelism is not built yet",
-        remedy="leave it out or give 1; --tensor-parallel-size shards a model over several devices",
-        unset=("pp-max-micro-batch-size",),
-        values={"pipeline-parallel-size pp-size pp": 1, "pp-async-batch-depth": 0},
-    ),
-    RefusedNames(
-        group="Parallelism",
         reason="data-parallel attention is not built yet",
         remedy="leave it out; --data-parallel-size runs replicas of the whole model",
         flags=("enable-dp-attention", "enable-dp-lm-head", "dp-sampling"),

@@ -231,6 +231,7 @@ class Service:
         truncate: int | None = None,
         timeout: float | None = None,
         adapter: str | None = None,
+        replica: int | None = None,
     ) -> RequestStream:
         """Submit a request to the engine before anything is awaited; the exchange closes the stream.
 
@@ -254,6 +255,7 @@ class Service:
                 truncate=truncate,
                 timeout=timeout,
                 adapter=adapter or exchange.adapter,
+                replica=replica,
             )
         except InvalidRequest as error:
             raise renamed(error, rename) from None

@@ -30,6 +30,7 @@ from app.apis.openai.requests import (
     TopP,
     texts_of,
 )
+from app.apis.routing import Replica
 from app.apis.sessions import SessionParams
 from app.server.errors import invalid
 
@@ -118,6 +119,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     extra_key: Salt | None = None
     session_params: SessionParams | None = None
     lora_path: AdapterName | Annotated[list[AdapterName | None], _MANY] | None = None
+    data_parallel_rank: Replica | None = None  # SGLang's name of the replica that runs it
+    routed_dp_rank: Replica | None = None  # its newer name
 
 
 NATIVE_SPELLING = tuple(

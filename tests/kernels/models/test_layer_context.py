@@ -73,15 +73,14 @@ def test_deltas_are_sums_over_each_rows_matrices(rows):
     context.assign(np.array([1, 4]), 1)
     context.assign(np.array([2]), 3)
     context.enter(torch.arange(rows) % 8)
-    down, up = torch.randn(places, 2 * rank, inputs), [torch.randn(places, rank, size) for size in outputs]
-    for matrices in (down, *up):
-        matrices[0] = 0
+    down, up = torch.randn(places, 2 * rank, inputs), torch.randn(places, rank, sum(outputs))
+    down[0] = up[0] = 0
     x, result = torch.randn(rows, inputs), torch.randn(rows, sum(outputs))
     wanted = result.clone()
     for row, place in enumerate(context.rows.tolist()):
         low = down[place] @ x[row]
-        wanted[row] += torch.cat([low[:rank] @ up[0][place], low[rank:] @ up[1][place]])
-    torch.testing.assert_close(LowRankDelta(context, down, up)(x, result), wanted)
+        wanted[row] += torch.cat([low[:rank] @ up[place][:, :5], low[rank:] @ up[place][:, 5:]])
+    torch.testing.assert_close(LowRankDelta(context, down, up, outputs)(x, result), wanted)
 
 
 def _answer(driver, prompt, adapter, shared=(), keep=False):

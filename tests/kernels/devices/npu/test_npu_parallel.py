@@ -39,3 +39,11 @@ def test_ranks_of_which_one_has_no_own_kernels_agree(reference, prompts):
     assert [reported["tokens"] for reported in first] == [reported["tokens"] for reported in second]
     assert first[0]["tokens"] == first[1]["tokens"]
     assert first[1]["graph_rows"] == [2]
+
+
+def test_two_npus_generate_in_two_stages_what_one_generates(reference, prompts):
+    model, texts = reference("parallel-llama"), prompts(5, 23, 40)
+    npu = {"device": "npu", "page_size": 128}
+    job = {"model": str(model.path), "prompts": texts, "length": 52, "options": npu, "stages": 2}
+    expected = [model.greedy(text, 52) for text in texts]
+    assert [reported[0]["tokens"] for reported in run_ranks([job])] == [expected] * 2
