@@ -154,6 +154,8 @@ def _adapters(arguments: Arguments) -> Iterator[str]:
         return
     if arguments.pipeline_parallel_size > 1:
         yield "adapters do not run in the stages of a pipeline yet; leave pipeline_parallel_size out, or the adapters"
+    if arguments.enable_dp_attention:
+        yield "enable_dp_attention contradicts adapters, whose places differ between its parts; leave one out"
     names: list[str] = []
     for word in arguments.lora_paths or ():
         try:
@@ -249,7 +251,7 @@ def _devices(arguments: Arguments) -> Iterator[str]:
                 "dist_init_addr needs tensor_parallel_size or pipeline_parallel_size: a single worker has no "
                 "rendezvous; leave it out"
             )
-        if arguments.data_parallel_size > 1:
+        if arguments.data_parallel_size > 1 and not arguments.enable_dp_attention:
             yield "dist_init_addr contradicts data_parallel_size: several replicas cannot meet at one address"
     if arguments.pipeline_parallel_size == 1:
         for name, default in (("pp_max_micro_batch_size", None), ("pp_async_batch_depth", 0)):
@@ -265,6 +267,16 @@ def _devices(arguments: Arguments) -> Iterator[str]:
             "gpu_id_step needs tensor_parallel_size, pipeline_parallel_size or data_parallel_size: there is one "
             "device; use base_gpu_id to choose it"
         )
+    if arguments.enable_dp_attention:
+        size, parts = arguments.tensor_parallel_size, arguments.data_parallel_size
+        if parts == 1:
+            yield "enable_dp_attention needs data_parallel_size: the parts that attention is divided into"
+        elif size % parts:
+            yield f"enable_dp_attention needs a data_parallel_size that divides tensor_parallel_size, {size}"
+        if arguments.speculative_algorithm is not None:
+            yield "enable_dp_attention contradicts speculative_algorithm; leave one out"
+        if arguments.pipeline_parallel_size > 1:
+            yield "enable_dp_attention contradicts pipeline_parallel_size; leave one out"
     if arguments.prefill_round_robin_balance and arguments.load_balance_method not in ("round_robin", "cache_aware"):
         yield "prefill_round_robin_balance contradicts load_balance_method; leave one out"
     if arguments.cuda_graph_bs and arguments.cuda_graph_max_bs is not None:

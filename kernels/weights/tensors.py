@@ -82,10 +82,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of the ``size`` ranks that a model's tensors are divided over."""
+    """One of the ``size`` ranks that a model's tensors are divided over. ``experts``: the rank among those that share
+    layers of experts, if these are others."""
 
     rank: int = 0
     size: int = 1
+    experts: Shard | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,8 @@ class TensorSpec:
 
     ``name``: its Hugging Face name, which ends in ``.weight`` or ``.bias``. ``split``: how ranks divide it; None: each
     rank has all of it. ``gguf``: None where GGUF files have no such tensor. ``aliases``: other names in safetensors.
-    ``unread``: tensors that safetensors may hold beside it and that are not read.
+    ``unread``: tensors that safetensors may hold beside it and that are not read. ``of_experts``: it is of a layer of
+    experts, which more ranks may share than the others.
     """
 
     name: str
@@ -198,6 +201,7 @@ class TensorSpec:
     aliases: tuple[str, ...] = ()
     stacked: StackedExpert | None = None
     unread: tuple[str, ...] = ()
+    of_experts: bool = False
 
     @property
     def module(self) -> str:
@@ -221,7 +225,8 @@ class TensorSpec:
 
     def parts(self, shard: Shard) -> tuple[Part, ...]:
         """The parts that a rank holds, in order; empty: the whole tensor."""
-        return () if self.split is None or shard.size == 1 else self.split.parts(shard)
+        own = shard.experts if self.of_experts and shard.experts is not None else shard
+        return () if self.split is None or own.size == 1 else self.split.parts(own)
 
     def bias(self) -> TensorSpec:
         """The bias of this projection or norm."""

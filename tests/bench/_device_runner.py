@@ -205,7 +205,7 @@ def measure(
     begun = time.perf_counter()
     with skewed_routing(zipf, STEP_TOKENS) if zipf else nullcontext():
         runner, info = load(path, invariant=invariant, quantization=quantization, **ranks.config(name))
-    name = f"{name} {quantization}".strip() + (f" on {ranks.size} GPUs" if ranks.size > 1 else "")
+    name = f"{name} {quantization}".strip() + ranks.suffix
     Requests(runner, info, 1, 128, 1).run()
     took = time.perf_counter() - begun
     print(f"{name}: {rate / 1e12:.2f} TB/s of memory are read here at most")

@@ -48,6 +48,7 @@ def test_a_single_object_is_one_adapter():
         ({"lora_paths": ["a", "b"], "max_loaded_loras": 1}, "is less than the 2"),
         ({"enable_lora": True, "lora_eviction_policy": "fifo"}, "needs max_loaded_loras"),
         ({"enable_lora": True, "pp": 2}, "stages of a pipeline"),
+        ({"enable_lora": True, "enable_dp_attention": True, "tp": 2, "dp": 2}, "contradicts adapters"),
         ({"max_lora_rank": 8}, "needs enable_lora"),
         ({"max_loras_per_batch": 2}, "needs enable_lora"),
         ({"enable_lora": True, "lora_backend": "cutlass"}, "those of the device"),
