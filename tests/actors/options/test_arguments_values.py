@@ -75,7 +75,6 @@ def test_an_unknown_name_gets_the_nearest_one() -> None:
 
 def test_an_unbuilt_feature_is_refused_with_reason_and_remedy() -> None:
     assert "linear layers are built; merge" in problem(enable_lora_bias=True)
-    assert "micro-batches of a pipeline are not built yet" in problem(pp_max_micro_batch_size=2)
     assert "this device is not built yet; use npu, cuda or cpu" in problem(device="xpu")
     assert "bf16 weights with --quantization int8" in problem(quantization="nvfp4")
     assert "leave it out for checkpoints of ModelSlim" in problem(quantization="mxfp8")
