@@ -80,6 +80,7 @@ def runner_config(
     placement: Placement,
     speculation: SpeculativeSettings | None = None,
     grammar: GrammarSettings | None = None,
+    *,
     adapters: AdapterSettings | None = None,
 ) -> RunnerConfig:
     a = arguments

@@ -205,7 +205,7 @@ class Replica:
             setup.placement,
             setup.opened.speculation,
             grammar_settings(setup.arguments, setup.opened.served),
-            setup.opened.adapter_settings,
+            adapters=setup.opened.adapter_settings,
         )
         return WorkerConfig(
             runner=msgspec.structs.replace(
