@@ -13,8 +13,8 @@ online, start; ``--model 8b,0.6b``
 (or 30b, v2-lite, gpt-oss, qwen3.5-9b);
 ``--only products`` times the products of few tokens, every way there is to make them, ``--only chain`` those of a
 layer as they follow one another, ``--only prompts`` the attention of prompts, ``--only latent`` that over latent
-vectors, ``--only windows`` that of decodes with windows, sinks and caps, and ``--only states`` decodes of gated delta
-nets; ``--only speculative`` says what drafting tokens ahead costs
+vectors, ``--only windows`` that of decodes with windows, sinks and caps, ``--only states`` decodes of gated delta
+nets, and ``--only adapters`` streams with LoRA adapters; ``--only speculative`` says what drafting tokens ahead costs
 and gains (``device_speculative``);
 ``--profile DIR`` writes tables of the device's time by kernel.
 ``--deterministic`` measures decode, offline and prefill with kernels whose results depend on no other rows
@@ -44,6 +44,7 @@ from tests.bench._device_server import engine, online, start
 from tests.bench._needs import need_gpu
 from tests.bench._options import command_line
 from tests.bench._record import record
+from tests.bench.device_adapters import adapters
 from tests.bench.device_chain import chain
 from tests.bench.device_latent import latent
 from tests.bench.device_products import products
@@ -134,6 +135,8 @@ def main(arguments: list[str]) -> None:
             windows()
         if "states" in points:
             states()
+        if "adapters" in points:
+            adapters(given.model.split(","), directory)
         if "chain" in points:
             chain(given.model.split(","))
         for name in given.model.split(","):
