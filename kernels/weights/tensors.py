@@ -82,10 +82,24 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of the ``size`` ranks that a model's tensors are divided over."""
+    """One of the ``size`` ranks that a model's tensors are divided over. ``ep_size``: parts that the experts of a layer
+    are divided into first; each part is divided over ``size / ep_size`` consecutive ranks."""
 
     rank: int = 0
     size: int = 1
+    ep_size: int = 1
+
+    @property
+    def of_experts(self) -> Shard:
+        """The rank among those that share its experts."""
+        size = self.size // self.ep_size
+        return Shard(self.rank % size, size)
+
+    def experts(self, count: int) -> range:
+        """Those of a layer's ``count`` experts that this rank has a part of. ``ep_size`` must divide ``count``."""
+        each = count // self.ep_size
+        first = self.rank * self.ep_size // self.size * each
+        return range(first, first + each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +184,8 @@ class StackedExpert:
     """Where files that keep all ``count`` experts of a layer in one tensor have this ``expert``.
 
     ``stored``: the tensor in safetensors, [count, rows, columns]; this expert's rows are part ``part`` of ``parts``
-    equal ones. ``gguf``: the tensor in GGUF, [count, rows, columns].
+    equal ones. ``gguf``: the tensor in GGUF, [count, rows, columns]. ``placed``: whether it is left to some ranks where
+    experts are divided.
     """
 
     expert: int
@@ -179,6 +194,7 @@ class StackedExpert:
     part: int = 0
     parts: int = 1
     gguf: str = ""
+    placed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +226,11 @@ class TensorSpec:
         return self.role in _QUANTIZABLE
 
     @property
+    def is_placed(self) -> bool:
+        """Whether it belongs to an expert that is left to some ranks where experts are divided."""
+        return self.stacked is not None and self.stacked.placed
+
+    @property
     def parameters(self) -> int:
         """Numbers of the model that it holds."""
         return _EACH.get(self.role, 1) * math.prod(self.shape)
@@ -220,7 +241,9 @@ class TensorSpec:
         return self.shape[0], self.shape[1]
 
     def parts(self, shard: Shard) -> tuple[Part, ...]:
-        """The parts that a rank holds, in order; empty: the whole tensor."""
+        """The parts that a rank holds, in order; empty: the whole tensor. Of an expert: those of a rank that has it."""
+        if self.is_placed:
+            shard = shard.of_experts
         return () if self.split is None or shard.size == 1 else self.split.parts(shard)
 
     def bias(self) -> TensorSpec:
