@@ -309,6 +309,7 @@ class Engine:
         timeline: RequestTimeline | None = None,
         task: Task = GENERATE,
         truncate: int | None = None,
+        replica: int | None = None,
     ) -> RequestStream:
         """Generate from a text, token ids or a conversation; returns an asynchronous iterator of deltas.
 
@@ -319,7 +320,8 @@ class Engine:
         of the engine. ``timeline``: a timeline that the caller has opened in :attr:`timelines`; it ends with the
         request, also with a refused one. ``task``: the task; the result of one that does not generate is in the last
         delta. :meth:`embed` and :meth:`score` are simpler to use. ``truncate``: the tokens that are kept of an input
-        that is embedded or classified, -1 for as many as the model takes; None: too many are an error.
+        that is embedded or classified, -1 for as many as the model takes; None: too many are an error. ``replica``: of
+        --data-parallel-size, the one that runs it; None: by --load-balance-method.
         """
         self._check_loop()
         if timeline is None:
@@ -344,6 +346,7 @@ class Engine:
                     cache_salt=cache_salt,
                     tenant=tenant,
                     truncate=truncate,
+                    replica=replica,
                 ),
                 task=task,
             )

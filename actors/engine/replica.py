@@ -92,8 +92,13 @@ class Replica:
         self._setup = setup
         self._events = events
         self._started = False
-        size = setup.arguments.tensor_parallel_size
-        self.worker_ids = tuple(WorkerId(number * size + tp, Rank(dp=number, tp=tp)) for tp in range(size))
+        size, stages = setup.arguments.tensor_parallel_size, setup.arguments.pipeline_parallel_size
+        # The last stage comes first: its rank 0 has the results.
+        self.worker_ids = tuple(
+            WorkerId((number * stages + pp) * size + tp, Rank(dp=number, pp=pp, tp=tp))
+            for pp in reversed(range(stages))
+            for tp in range(size)
+        )
         self._group = WorkerGroup(
             setup.system,
             self.worker_ids,
@@ -107,7 +112,7 @@ class Replica:
 
     @property
     def workers(self) -> list[ActorRef[WorkerProtocol]]:
-        """The workers, rank 0 first."""
+        """The workers, first the one whose results count."""
         return list(self._group.workers.values())
 
     @cached_property
@@ -181,7 +186,7 @@ class Replica:
             grammar_settings(setup.arguments, setup.opened.served),
         )
         return WorkerConfig(
-            runner=msgspec.structs.replace(runner, tp_rank=worker.rank.tp),
+            runner=msgspec.structs.replace(runner, tp_rank=worker.rank.tp, pp_rank=worker.rank.pp),
             worker=worker,
             load_timeout=setup.arguments.model_load_timeout,
             faults=setup.fault_plan,

@@ -215,14 +215,17 @@ def _devices(arguments: Arguments) -> Iterator[str]:
         host, _, port = arguments.dist_init_addr.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             yield f"dist_init_addr must be host:port, such as 127.0.0.1:29500, not {arguments.dist_init_addr!r}"
-        if arguments.tensor_parallel_size == 1:
-            yield "dist_init_addr needs tensor_parallel_size: a single worker has no rendezvous; leave it out"
+        if arguments.tensor_parallel_size * arguments.pipeline_parallel_size == 1:
+            yield (
+                "dist_init_addr needs tensor_parallel_size or pipeline_parallel_size: a single worker has no "
+                "rendezvous; leave it out"
+            )
         if arguments.data_parallel_size > 1:
             yield "dist_init_addr contradicts data_parallel_size: several replicas cannot meet at one address"
-    if arguments.gpu_id_step != 1 and arguments.tensor_parallel_size == arguments.data_parallel_size == 1:
+    if arguments.gpu_id_step != 1 and arguments.workers == 1:
         yield (
-            "gpu_id_step needs tensor_parallel_size or data_parallel_size: there is one device; use base_gpu_id to "
-            "choose it"
+            "gpu_id_step needs tensor_parallel_size, pipeline_parallel_size or data_parallel_size: there is one "
+            "device; use base_gpu_id to choose it"
         )
     if arguments.prefill_round_robin_balance and arguments.load_balance_method not in ("round_robin", "cache_aware"):
         yield "prefill_round_robin_balance contradicts load_balance_method; leave one out"

@@ -27,6 +27,20 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
         ),
     ] = 1
 
+    pipeline_parallel_size: Annotated[
+        int,
+        ArgumentSpec(
+            group="Devices and kernels",
+            aliases=("pp-size", "pp"),
+            minimum=1,
+            maximum=64,
+            metavar="N",
+            help="Number of stages that the model's layers are divided into, one after the other. Each stage takes "
+            "--tensor-parallel-size devices, so a replica has the product of both. Stages run without captured "
+            "graphs, and without speculative decoding.",
+        ),
+    ] = 1
+
     data_parallel_size: Annotated[
         int,
         ArgumentSpec(
@@ -36,8 +50,8 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
             maximum=256,
             metavar="N",
             help="Number of replicas of the model behind this server, each with its own scheduler, cache and workers. "
-            "Each takes --tensor-parallel-size devices, or on the CPU a share of the cores. If the workers of one "
-            "die, its requests go on in the others.",
+            "Each takes --tensor-parallel-size devices for each stage, or on the CPU a share of the cores. If the "
+            "workers of one die, its requests go on in the others.",
         ),
     ] = 1
 
@@ -69,3 +83,8 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
             "one else reach it. Without this option no port is opened.",
         ),
     ] = None
+
+    @property
+    def workers(self) -> int:
+        """Workers of all replicas, each with a device."""
+        return self.data_parallel_size * self.pipeline_parallel_size * self.tensor_parallel_size

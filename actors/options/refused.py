@@ -207,10 +207,10 @@ _TABLE: tuple[RefusedNames, ...] = (
     ),
     RefusedNames(
         group="Parallelism",
-        reason="pipeline parallelism is not built yet",
-        remedy="leave it out or give 1; --tensor-parallel-size shards a model over several devices",
+        reason="micro-batches of a pipeline are not built yet",
+        remedy="leave it out; --pipeline-parallel-size runs without them",
         unset=("pp-max-micro-batch-size",),
-        values={"pipeline-parallel-size pp-size pp": 1, "pp-async-batch-depth": 0},
+        values={"pp-async-batch-depth": 0},
     ),
     RefusedNames(
         group="Parallelism",

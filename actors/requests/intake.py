@@ -75,7 +75,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     ``label``: the client's id of it. ``priority``: higher first, where priorities are on. ``timeout``: seconds for the
     whole request. ``cache_salt``: keeps its cached prefixes apart. ``tenant``: tenants get equal shares. ``truncate``:
-    of an input that is embedded or classified, see ``ServedModel.truncation_limit``.
+    of an input that is embedded or classified, see ``ServedModel.truncation_limit``. ``replica``: the number of the one
+    that runs it, None for the router's choice; where its workers die, others take over.
     """
 
     label: str | None = None
@@ -84,6 +85,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     tenant: str = ""
     truncate: int | None = None
+    replica: int | None = None
 
 
 class _Request(msgspec.Struct, eq=False):
@@ -97,6 +99,7 @@ class _Request(msgspec.Struct, eq=False):
     label: str | None
     priority: int
     salt: bytes
+    replica: int | None  # that the client names
     arrival: float
     deadline: float | None
     start_by: float | None
@@ -179,6 +182,7 @@ class Intake:
         if task is not GENERATE or self._model.pooling is not None:
             self._model.require_task(task)
         salt = _salt(options.cache_salt)
+        self._check_replica(options.replica)
         now = time.monotonic()
         timeout = self._arguments.request_timeout if options.timeout is None else options.timeout
         deadline = None if timeout is None else now + timeout
@@ -206,6 +210,7 @@ class Intake:
             label=options.label,
             priority=options.priority,
             salt=salt,
+            replica=options.replica,
             arrival=now,
             deadline=deadline,
             start_by=None if limit is None else now + limit,
@@ -362,14 +367,15 @@ class Intake:
         self.admission.resize(request.permit, _permit_tokens(len(ids), max_tokens, params))
         request.prompt_tokens = request.timeline.prompt_tokens = len(ids)
         packed, tenant = np.asarray(ids, dtype=np.int32).tobytes(), request.permit.tenant
-        route = self._router.choose(packed, request.salt)
+        route = self._router.choose(packed, request.salt, request.replica)
         if params.grammar is not None:
             while True:
                 workers = route.board.worker
                 await self._grammars.compile(params.grammar, route, tenant)
                 if route.board.worker is workers:
                     break
-                route = self._router.choose(packed, request.salt)  # the workers died, or others are ready now
+                # The workers died, or others are ready now.
+                route = self._router.choose(packed, request.salt, request.replica)
             self._wanted(buffer)
         request.route = route
         specs = self._write_down(
@@ -438,6 +444,15 @@ class Intake:
                     param=field,
                     code=f"too_many_{field}",
                 )
+
+    def _check_replica(self, replica: int | None) -> None:
+        count = len(self._router.routes)
+        if replica is not None and not 0 <= replica < count:
+            raise InvalidRequest(
+                f"data_parallel_rank: {replica}, but replicas are numbered from 0 and there are {count}. Leave it out, "
+                "or see --data-parallel-size.",
+                param="data_parallel_rank",
+            )
 
     def hand_over(self, route: Route) -> list[int]:
         """Move the live requests of a replica whose workers have died to replicas that are ready, each to the one that

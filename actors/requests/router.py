@@ -73,11 +73,14 @@ class Router:
     def routes(self) -> tuple[Route, ...]:
         return self._routes
 
-    def choose(self, prompt: bytes = b"", salt: bytes = b"") -> Route:
+    def choose(self, prompt: bytes = b"", salt: bytes = b"", replica: int | None = None) -> Route:
         """The route of a new request. All of its choices take it, so that they share their prompt's pages.
 
-        ``prompt``: int32 token ids. ``salt``: prefixes are shared only with the same one.
+        ``prompt``: int32 token ids. ``salt``: prefixes are shared only with the same one. ``replica``: the one that
+        the client names; None: the method chooses. Raises IndexError where there is no such replica.
         """
+        if replica is not None:
+            return self._routes[replica]
         if len(self._routes) == 1:
             return self._routes[0]
         routes = [route for route in self._routes if route.board.worker is not None] or self._routes

@@ -31,10 +31,10 @@ class WorkerGroup:
     An *epoch* of the group begins when all of its processes run. Steps carry its number, which is independent of the
     incarnations of the processes. Each epoch has its own rendezvous, so that ranks of different epochs never meet.
 
-    ``ids``: the workers, rank 0 first. ``configure``: returns the config of a worker. ``address``: a rendezvous
-    (host:port) for all epochs; without it each epoch uses a file in a private folder. ``on_loaded``: called with the
-    report of rank 0 and the epoch when every rank has loaded. ``on_refused``: called with a reason and whether it is
-    permanent when the first epoch cannot load the model.
+    ``ids``: the workers, first the one whose results count: rank 0 of the last stage. ``configure``: returns the config
+    of a worker. ``address``: a rendezvous (host:port) for all epochs; without it each epoch uses a file in a private
+    folder. ``on_loaded``: called with the report of the first one and the epoch when every rank has loaded.
+    ``on_refused``: called with a reason and whether it is permanent when the first epoch cannot load the model.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class Placement(msgspec.Struct, frozen=True):
         device.
         """
         added: dict[str, str] = worker_environment(environ)
-        if arguments.tensor_parallel_size > 1:
+        if arguments.tensor_parallel_size * arguments.pipeline_parallel_size > 1:
             # By default they listen at the address of the host's name or on its first interface. All ranks are on this
             # host.
             names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if self.device == "cuda" else ("GLOO_SOCKET_IFNAME",)

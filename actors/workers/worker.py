@@ -185,7 +185,9 @@ class Worker(Actor[WorkerProtocol]):
         others, including all overhead around the model.
         """
         result, rank = step.result(), self._config.worker.rank.tp
-        if rank:  # all ranks sample the same tokens; only rank 0 reports them
+        runner = self._config.runner
+        # All ranks of the last stage sample the same tokens; only rank 0 reports them.
+        if rank or runner.pp_rank < runner.pp_size - 1:
             result = StepResult(result.number, accepted=b"", tokens=b"")
         now = time.monotonic()
         since, self._answered = max(sent, self._answered), now

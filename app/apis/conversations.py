@@ -40,6 +40,7 @@ class ConversationRequest(msgspec.Struct, kw_only=True):
     stream_reasoning: bool = True
     priority: int | None = None
     cache_salt: str | None = None
+    replica: int | None = None
     label: str | None = None
     prompt: list[int] | None = None
 
@@ -79,6 +80,7 @@ async def submit(service: Service, exchange: Exchange, request: ConversationRequ
         params,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        replica=request.replica,
         label=request.label,
         rename=names,
     )

@@ -275,8 +275,6 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "stream_interval": (1,),
     "return_weight_versions": (),
     "spaces_between_special_tokens": (True,),
-    "routed_dp_rank": (),
-    "data_parallel_rank": (),
     "task": (),
     "models": (),
     "provider": (),

@@ -215,6 +215,7 @@ class Service:
         task: Task = GENERATE,
         truncate: int | None = None,
         timeout: float | None = None,
+        replica: int | None = None,
     ) -> RequestStream:
         """Submit a request to the engine before anything is awaited; the exchange closes the stream.
 
@@ -237,6 +238,7 @@ class Service:
                 task=task,
                 truncate=truncate,
                 timeout=timeout,
+                replica=replica,
             )
         except InvalidRequest as error:
             raise renamed(error, rename) from None

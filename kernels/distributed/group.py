@@ -193,7 +193,7 @@ def _check_members(ranks: Sequence[int], rank: int, size: int) -> None:
 
 def join_group(device: Device, config: RunnerConfig) -> Group:
     """The group that the config names; all its ranks must join. Raises GroupError."""
-    rank, size = config.tp_rank, config.tp_size
+    rank, size = config.pp_rank * config.tp_size + config.tp_rank, config.pp_size * config.tp_size
     if size == 1:
         return Group()
     device.bind_thread()

@@ -34,6 +34,9 @@ def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[in
     Every rank of the group must call it. Call it again once the device has better operators.
     """
     loaded = context.loaded
+    if loaded.model.stage.size > 1:
+        _log.info("The stages of a pipeline run every step eagerly, without captured graphs.")
+        return (NoRows(), EagerPass(context)), ()
     if not loaded.groups.is_captured or loaded.model.reads_rows:  # captures read page tables on the device only
         return (NoRows(), EagerPass(context)), ()
     max_rows = loaded.config.max_slots - 1

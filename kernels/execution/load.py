@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -25,6 +25,7 @@ from kernels.devices.group_caches import token_bytes
 from kernels.devices.latent_cache import clear_latent
 from kernels.devices.memory import MemoryUsage
 from kernels.distributed.group import Group
+from kernels.distributed.pipeline import make_stage
 from kernels.execution.captures import Passes
 from kernels.execution.layer_groups import LayerGroups, check_groups
 from kernels.execution.outputs import StepOutputs
@@ -37,6 +38,7 @@ from kernels.models.decoder import Decoder
 from kernels.models.layers.builder import ModelBuilder
 from kernels.models.registry import build, caches, tensors
 from kernels.models.representative_layers import one_of_each_kind
+from kernels.models.stages import StageSource, check_stages, stage_config, stage_layers
 from kernels.sampling.sampler import Sampler
 from kernels.speculation.drafter import Drafter, DrafterContext
 from kernels.speculation.drafters.ngram import NgramDrafter
@@ -154,7 +156,9 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
             "adapters have no form whose results are independent of what else a step runs; leave --enable-lora or "
             "--enable-deterministic-inference out"
         )
-    part = local_config(whole, config.tp_size)
+    if config.pp_size > 1:
+        _check_pipeline(whole, config)
+    part = stage_config(local_config(whole, config.tp_size), config.pp_rank, config.pp_size)
     dtype = device.select_dtype(config.dtype, part.dtype)
     context = context_length(config, part)
     captures = captured_layers(config.speculation, whole) if config.speculation is not None else ()
@@ -167,9 +171,21 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
         lambda fraction: progress("weights", 0.9 * fraction),
     )
     cache = choose_cache(config, whole, dtype, device)
+    if config.pp_size > 1 and cache.scales is not None:
+        own = stage_layers(whole.layers, config.pp_rank, config.pp_size)
+        cache = replace(cache, scales=cache.scales[own.start : own.stop])
     device.cache.dtype = cache.dtype
     groups = _open_groups(config, part, cache, context, device)
     return OpenModel(whole, part, dtype, context, captures, weights, cache, groups)
+
+
+def _check_pipeline(whole: ModelConfig, config: RunnerConfig) -> None:
+    """Raises ConfigError for what the stages of a pipeline do not run."""
+    given = {"--speculative-algorithm": config.speculation, "--enable-lora": config.adapters}
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(f"{name} is not for the stages of a pipeline; leave it or --pipeline-parallel-size out")
+    check_stages(whole, config.pp_size)
 
 
 def _check_code(whole: ModelConfig, config: RunnerConfig) -> None:
@@ -204,7 +220,8 @@ def _open_groups(
     eager = part.eager_with(device.attention.plans)
     share = 1.0 if eager else _WINDOW_SHARE  # of which nothing is captured anyway
     saves = kept < share * context * part.layers
-    groups = caches(part, windows=config.window_pages and saves and not plain_only)
+    windows = config.window_pages and saves and not plain_only and config.pp_size == 1  # stages share page tables
+    groups = caches(part, windows=windows)
     check_groups(groups, part.layers)
     chunk = -min(part.windows)
     if chunk > 0 and chunk % config.page_size:
@@ -263,10 +280,15 @@ def load_model(
     Raises ConfigError, LoadError, UnsupportedError or CacheSizeError.
     """
     part, dtype, weights, speculation = opened.part, opened.dtype, opened.weights, config.speculation
+    stage, mesh = make_stage(group, config)
+    first = stage_layers(opened.whole.layers, stage.index, stage.size).start
     rows = None
     if opened.adapters is not None:
-        rows = LayerContext(opened.adapters, device.torch_device, group.rank, group.size)
-    make = ModelBuilder(weights, device, group, dtype, opened.context, opened.captures, config.fp32_head, rows=rows)
+        rows = LayerContext(opened.adapters, device.torch_device, mesh.rank, mesh.size)
+    source = weights if stage.size == 1 else StageSource(weights, first)
+    make = ModelBuilder(
+        source, device, mesh, dtype, opened.context, opened.captures, config.fp32_head, stage, rows=rows
+    )
     model = build(part, make)
     assert isinstance(model, Decoder)
     sampler = Sampler(
@@ -379,12 +401,12 @@ def load_model(
         cpu_operators=device.operators,
         vocab_size=part.vocab_size,
         context_length=context,
-        layers=part.layers,
+        layers=opened.whole.layers,
         hidden_size=part.hidden_size,
-        experts=(0, 0) if part.experts is None else (part.layers, part.experts.chosen),
+        experts=(0, 0) if part.experts is None or stage.size > 1 else (part.layers, part.experts.chosen),
         tasks=("generate", "embed", "score", "next_token") if part.pooling is None else (part.pooling.task,),
         pooling=part.pooling,
-        parameters=weights.parameters,
+        parameters=weights.parameters if stage.size == 1 else _parameters(opened.whole),
         weight_bytes=weight_bytes,
         num_pages=pages,
         page_size=config.page_size,
@@ -417,6 +439,11 @@ def load_model(
         info,
         grammars,
     )
+
+
+def _parameters(whole: ModelConfig) -> int:
+    """Of the whole model, of which a stage reads a part."""
+    return sum(spec.parameters for spec in tensors(whole).values())
 
 
 def _make_warm_up(

@@ -107,6 +107,10 @@ class StepOutputs:
         keys and values were written; and the head's results, if it ran."""
         hidden, features = self._model.split(result.result)
         self._slots.computed[step.slots] += step.certain()
+        stage = self._model.stage
+        if not stage.is_last:
+            self._follow_last_stage(step, builder)
+            return
         if result.experts is not None:
             wanted = np.isin(step.slots, list(self._slots.returns_experts))
             builder.experts = self._values(step, wanted, result.experts)
@@ -122,6 +126,8 @@ class StepOutputs:
             self._sample_verified(self._speculator, step, hidden, features, result, builder)
         else:
             self._sample(step, hidden, builder)
+        if stage.size > 1:
+            self._tell_stages(builder)
 
     def _score_prompts(self, step: StepRows, hidden: Tensor, builder: ResultBuilder) -> None:
         """Add the requested log-probabilities of the prompt tokens that this step's positions predict."""
@@ -226,6 +232,39 @@ class StepOutputs:
             assert self._grammars is not None
             self._grammars.sampled(named, sampled.tokens)
             self._report_masked(named, allowed, builder)
+        builder.sampled, builder.sampled_rows = sampled, step.rows[reached]
+
+    def _tell_stages(self, builder: ResultBuilder) -> None:
+        """Send the other stages of a pipeline what the state of their slots needs: the sampled tokens, -1 in a row that
+        is not finite, and which chunks are not."""
+        parts = [] if builder.chunks_broken is None else [builder.chunks_broken.to(torch.int64)]
+        if builder.sampled is not None:
+            parts.append(builder.sampled.tokens.masked_fill(builder.sampled.nonfinite, -1))
+        if parts:
+            self._model.stage.send_outcome(torch.cat(parts))
+
+    def _follow_last_stage(self, step: StepRows, builder: ResultBuilder) -> None:
+        """What ``read`` does to the slots, in a stage without an output."""
+        state, put = self._slots, self._device.memory.put
+        ends = step.starts + step.counts
+        short = np.flatnonzero(ends < state.known[step.slots])
+        reached = np.flatnonzero(ends == state.known[step.slots])
+        if not len(short) + len(reached):
+            return
+        outcome = self._model.stage.receive_outcome(len(short) + len(reached), self._device.torch_device)
+        if len(short):
+            builder.chunk_rows, builder.chunks_broken = step.rows[short], outcome[: len(short)] != 0
+        if not len(reached):
+            return
+        slots, sent = step.slots[reached], outcome[len(short) :]
+        lengths = state.known[slots]
+        allowed = self._allowed(slots, lengths)
+        sampled = SampledTokens(sent.clamp(min=0), sent < 0)
+        state.append(slots, put(slots), put(lengths), sampled.tokens)
+        if allowed.masks is not None:
+            assert self._grammars is not None
+            self._grammars.sampled(slots.tolist(), sampled.tokens)
+            self._report_masked(slots.tolist(), allowed, builder)
         builder.sampled, builder.sampled_rows = sampled, step.rows[reached]
 
     def _allowed(self, slots: Longs, lengths: Longs, trees: Mapping[int, TextTree] | None = None) -> StepMasks:

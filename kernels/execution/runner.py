@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from kernels.contract.config import RunnerConfig
-from kernels.contract.errors import UnsupportedError
+from kernels.contract.errors import ConfigError, UnsupportedError
 from kernels.contract.grammar import Grammar
 from kernels.contract.info import ModelInfo
 from kernels.contract.runner import Progress, RunningStep
@@ -42,6 +42,8 @@ def make_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     raw = merge_overrides(read_json(config.model_path), config.config_overrides)
     pooling = read_pooling(Path(config.model_path), raw, config.is_embedding)
     encoder = pooling is not None and pooling.encoder
+    if encoder and config.pp_size > 1:
+        raise ConfigError("encoders have no stages; leave --pipeline-parallel-size out")
     return EncoderRunner(config, progress) if encoder else ModelRunner(config, progress)
 
 
@@ -158,6 +160,8 @@ class ModelRunner:
         self._executors = self._eager = ()
         if "_loaded" in self.__dict__ and self._loaded.grammars is not None:
             self._loaded.grammars.close()
+        if "_loaded" in self.__dict__:
+            self._loaded.model.stage.flush()
         for name in ("_context", "_loaded"):
             self.__dict__.pop(name, None)
         self._group.close()

@@ -4,6 +4,9 @@
     for each layer:  h = layer(h)
     logits = head(norm(h))
 
+As a stage of a pipeline it has some of the layers, and neither embeddings nor a head unless it is the first or the last
+one.
+
 On several ranks each has some of the heads, of the inner dimension and of the vocabulary; the residual stream is whole
 on each.
 """
@@ -76,7 +79,7 @@ class Decoder:
         layers: Sequence[DecoderLayer],
         norm: Norm,
     ) -> None:
-        self.device, self.rows = builder.ops, builder.rows
+        self.device, self.rows, self.stage = builder.ops, builder.rows, builder.stage
         self.captures = builder.captures
         self.hidden_size = config.hidden_size
         self.reads_rows = bool(config.eager_with(builder.ops.attention.plans)) or config.indexed
@@ -126,6 +129,8 @@ class Decoder:
 
         ``wanted`` int64 [rows]: nothing is captured, and the result is that of these tokens, [rows, hidden]: behind the
         last layer's keys and values the others are of no more use.
+
+        Of a stage that is not the last, the result is the residual stream, which goes to the next one.
         """
         if self.rows is not None:
             self.rows.enter(batch.cache_index)
@@ -142,10 +147,16 @@ class Decoder:
             cos, sin = angles[self._rotary_of[id(layer)]]
             window = self._group_of.get(id(layer))
             seen = batch if window is None else batches.get(window, batch)
-            x, residual = layer(x, residual, cos, sin, cache, seen, wanted if layer is last_layer else None)
+            chosen = wanted if layer is last_layer and self.stage.is_last else None
+            x, residual = layer(x, residual, cos, sin, cache, seen, chosen)
             if wide is not None and index in captures:
                 begin = hidden * (1 + captures.index(index))
                 device.elementwise.write_stream(x, residual, wide[:, begin : begin + hidden])
+        if not self.stage.is_last:
+            stream = device.elementwise.empty_rows(len(residual), hidden, residual.dtype)
+            device.elementwise.write_stream(x, residual, stream)
+            self.stage.send_stream(stream)
+            return stream
         last, _ = norm_of_sum(self.norm, x, residual)
         if wide is None:
             return last

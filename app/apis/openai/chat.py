@@ -27,6 +27,7 @@ from app.apis.openai.chunks import ChatChunks, UsageReport
 from app.apis.openai.parameters import chat_names, chat_params, chat_prompt, label_of, salt_of
 from app.apis.openai.requests import ChatRequest
 from app.apis.openai.tool_choice import tool_choice_of
+from app.apis.routing import replica_of
 from app.apis.sessions import begin_session_request
 from app.apis.token_values import last_state
 from app.server.exchange import Exchange
@@ -59,6 +60,7 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
         priority=body.priority,
         cache_salt=salt_of(body),
         label=label_of(body),
+        replica=replica_of(body),
     )
     stream, reader = await submit(service, exchange, request)
     source: AsyncIterator[Delta] = stream if session_request is None else session_request.follow(stream)

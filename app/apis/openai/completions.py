@@ -16,6 +16,7 @@ from app.apis.openai.chunks import CompletionChunks, UsageReport
 from app.apis.openai.infill import ending, fill_in
 from app.apis.openai.parameters import completion_names, completion_params, label_of, salt_of
 from app.apis.openai.requests import CompletionRequest
+from app.apis.routing import replica_of
 from app.apis.sessions import begin_session_request
 from app.apis.token_values import last_state
 from app.server.errors import invalid
@@ -53,6 +54,7 @@ async def completions(service: Service, exchange: Exchange, body: CompletionRequ
             cache_salt=salt_of(body),
             label=label_of(body),
             rename=names,
+            replica=replica_of(body),
         )
         for prompt in prompts
     ]

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from actors.protocol.requests import LIMITS
 from app.apis.grammars import GrammarFields
+from app.apis.routing import Replica
 from app.apis.sessions import SessionParams
 
 __all__ = [
@@ -160,6 +161,8 @@ class SamplingFields(Labels, kw_only=True):
     rid: Label | None = None
     request_id: Label | None = None
     session_params: SessionParams | None = None  # SGLang's
+    data_parallel_rank: Replica | None = None  # SGLang's name of the replica that runs it
+    routed_dp_rank: Replica | None = None  # its newer name
 
 
 class CompletionRequest(SamplingFields, kw_only=True):

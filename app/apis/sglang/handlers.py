@@ -12,6 +12,7 @@ from quart import Response
 
 from actors.protocol.requests import Acceptance, Delta, TokenLogprob
 from app.apis.collecting import CollectedChoice, collect
+from app.apis.routing import replica_of
 from app.apis.sessions import MAX_SECONDS, begin_session_request
 from app.apis.sglang.requests import Batch, GenerateRequest, Item, batch_of, native_names
 from app.apis.token_values import all_states, packed_experts
@@ -69,6 +70,7 @@ async def generate(service: Service, exchange: Exchange, body: GenerateRequest) 
             cache_salt=salt or body.cache_salt or body.extra_key,
             label=item.label,
             rename=names,
+            replica=replica_of(body),
         )
         for item in batch.items
     ]

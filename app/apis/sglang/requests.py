@@ -30,6 +30,7 @@ from app.apis.openai.requests import (
     TopP,
     texts_of,
 )
+from app.apis.routing import Replica
 from app.apis.sessions import SessionParams
 from app.server.errors import invalid
 
@@ -115,6 +116,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     cache_salt: Salt | None = None
     extra_key: Salt | None = None
     session_params: SessionParams | None = None
+    data_parallel_rank: Replica | None = None  # SGLang's name of the replica that runs it
+    routed_dp_rank: Replica | None = None  # its newer name
 
 
 NATIVE_SPELLING = tuple(

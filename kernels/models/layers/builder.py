@@ -15,6 +15,7 @@ from kernels.devices.base import Device
 from kernels.devices.elementwise import BiasedNorm, LayerNorm
 from kernels.devices.linear import ResidualLinear
 from kernels.distributed.group import Group
+from kernels.distributed.pipeline import Stage
 from kernels.models.layers.routes import RouteRecord
 from kernels.weights.source import ModelSource, TensorSource
 
@@ -145,7 +146,7 @@ class ModelBuilder(LayerBuilder):
 
     ``dtype``: of activations. ``context``: the most tokens that a sequence may have; 0: as many as the model takes.
     ``captures``: layers whose results are wanted beside the last one's; 0 is the first layer. ``fp32_head``: logits are
-    computed in float32.
+    computed in float32. ``stage``: the part of the layers that is made, see ``kernels.models.stages``.
     """
 
     source: ModelSource
@@ -153,3 +154,4 @@ class ModelBuilder(LayerBuilder):
     context: int = 0
     captures: tuple[int, ...] = ()
     fp32_head: bool = False
+    stage: Stage = field(default_factory=Stage)

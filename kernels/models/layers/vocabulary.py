@@ -34,6 +34,14 @@ def vocabulary(
     builder: ModelBuilder, config: ModelConfig, embed: str = "model.embed_tokens", head: str = "lm_head"
 ) -> tuple[VocabularyEmbedding, VocabularyHead]:
     """The embedding and the output of ``tensors``. Nothing else holds a tied table, which a device may repack."""
+    if builder.stage.size > 1:
+        return _stage_ends(builder, config, embed, head)
+    return _whole(builder, config, embed, head)
+
+
+def _whole(
+    builder: ModelBuilder, config: ModelConfig, embed: str, head: str
+) -> tuple[VocabularyEmbedding, VocabularyHead]:
     ops = builder.ops
     if config.pooling is not None:  # a number in place of logits: not finite where the hidden state is not
         table = builder.source.table(embed)
@@ -52,10 +60,37 @@ def vocabulary(
         lookup, linear = ops.linear.make_tied(table)
     else:
         lookup = ops.linear.make_lookup(table)
-        weight = _normed(builder, config, builder.source.projection([head]))
-        layers = ops.linear
-        linear = layers.make_float_head(weight, False) if builder.fp32_head else layers.make_projection(weight, None)
+        linear = _untied(builder, config, head)
     return _ends(builder, config, lookup, _biased(builder, config, linear, head), table.shape[0])
+
+
+def _stage_ends(
+    builder: ModelBuilder, config: ModelConfig, embed: str, head: str
+) -> tuple[VocabularyEmbedding, VocabularyHead]:
+    """Of a pipeline's stage: only the first one embeds, the others receive the residual stream; only the last one has
+    an output. Both have a table that is tied."""
+    stage, ops, hidden, vocab = builder.stage, builder.ops, config.hidden_size, config.vocab_size
+    if stage.is_first:
+        table = builder.source.table(embed)
+        first = VocabularyEmbedding(
+            builder.mesh, _scaled(builder, config, ops.linear.make_lookup(table)), table.shape[0]
+        )
+        return first, VocabularyHead(Group(), lambda x: x.new_zeros((len(x), vocab)))
+    received = VocabularyEmbedding(
+        Group(), lambda ids: stage.receive_stream(len(ids), hidden, builder.dtype, ops.torch_device), vocab
+    )
+    if not stage.is_last:
+        return received, VocabularyHead(Group(), lambda x: x.new_zeros((len(x), vocab)))
+    if config.tied_embeddings:
+        return received, _whole(builder, config, embed, head)[1]
+    linear = _biased(builder, config, _untied(builder, config, head), head)
+    return received, _ends(builder, config, received.lookup, linear, vocab)[1]
+
+
+def _untied(builder: ModelBuilder, config: ModelConfig, head: str) -> Linear:
+    """The output with a weight of its own."""
+    weight, layers = _normed(builder, config, builder.source.projection([head])), builder.ops.linear
+    return layers.make_float_head(weight, False) if builder.fp32_head else layers.make_projection(weight, None)
 
 
 def _normed(builder: ModelBuilder, config: ModelConfig, weight: Projection) -> Projection:

@@ -17,7 +17,7 @@ from actors.engine.engine import Engine
 from actors.engine.replica import Replica
 from actors.faults import Fault, FaultPlan
 from actors.options import ArgumentError
-from actors.protocol.requests import Grammar, RequestAborted, RequestFailed, SamplingParams
+from actors.protocol.requests import Grammar, InvalidRequest, RequestAborted, RequestFailed, SamplingParams
 from actors.requests.router import METHODS, Route, Router
 from actors.runtime import ChildCrash
 from app.understudy import MODEL_DIR
@@ -342,3 +342,17 @@ async def test_prompts_in_turn_are_round_robin(tiny_model: Path) -> None:
     async with small_engine(tiny_model, dp=2, prefill_round_robin_balance=True) as engine:
         assert engine.intake is not None
         assert engine.intake._router._method == "round_robin"
+
+
+async def test_a_request_runs_on_the_replica_that_it_names(tiny_model: Path) -> None:
+    async with small_engine(tiny_model, dp=2) as engine:
+        first, second = replicas(engine)
+        streams = [engine.generate(f"Once {i}", PARAMS, replica=1) for i in range(3)]
+        for stream in streams:
+            await stream.ready()
+        assert (len(first.journal), len(second.journal)) == (0, 3)
+        for stream in streams:
+            await stream.aclose()
+        with pytest.raises(InvalidRequest, match="data_parallel_rank: 2, but replicas are numbered") as refused:
+            engine.generate("Once", PARAMS, replica=2)
+        assert refused.value.param == "data_parallel_rank"

@@ -75,7 +75,7 @@ def test_an_unknown_name_gets_the_nearest_one() -> None:
 
 def test_an_unbuilt_feature_is_refused_with_reason_and_remedy() -> None:
     assert "LoRA adapters are not built yet; merge" in problem(enable_lora=True)
-    assert "pipeline parallelism is not built yet" in problem(pp=2)
+    assert "micro-batches of a pipeline are not built yet" in problem(pp_max_micro_batch_size=2)
     assert "this device is not built yet; use npu, cuda or cpu" in problem(device="xpu")
     assert "bf16 weights with --quantization int8" in problem(quantization="nvfp4")
     assert "leave it out for checkpoints of ModelSlim" in problem(quantization="mxfp8")

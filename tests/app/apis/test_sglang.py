@@ -275,3 +275,14 @@ async def test_a_request_too_large_for_the_queue_is_a_mistake(make_application):
     assert msgspec.json.decode(data)["error"]["param"] == "text"
     response, _ = await post(application, text="a", sampling_params={"n": 5})
     assert response.status_code == 200  # of one prompt's choices the engine itself says that they are too many
+
+
+@pytest.mark.parametrize("name", ["data_parallel_rank", "routed_dp_rank"])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+async def test_a_request_names_its_replica(application, engine, path, name):
+    prompts = {"/generate": {"text": "a"}, "/v1/completions": {"prompt": "a"}}
+    body = prompts.get(path, {"messages": [{"role": "user", "content": "a"}]})
+    response, _ = await post(application, path, **body, **{name: 1})
+    assert (response.status_code, engine.requests[0]["replica"]) == (200, 1)
+    response, data = await post(application, path, **body, **{name: -1})
+    assert (response.status_code, msgspec.json.decode(data)["error"]["param"]) == (400, name)

@@ -109,8 +109,9 @@ def _close() -> None:
 
 def run_ranks(jobs: list[dict[str, Any]], size: int = 2) -> list[list[dict[str, Any]]]:
     """What each rank says of each job: [rank][job]. A job: ``model``, ``prompts``, ``length``, ``sampling``,
-    ``options`` of RunnerConfig, its ``speculation``, ``adapters`` of the first prompts, and what differs by rank; the
-    prompts decode together until each has ``length`` tokens. The ranks stay for the next jobs of the same environment.
+    ``options`` of RunnerConfig, its ``speculation``, ``stages`` of a pipeline, ``adapters`` of the first prompts, and
+    what differs by rank; the prompts decode together until each has ``length`` tokens. The ranks stay for the next jobs
+    of the same environment.
     """
     global _ranks
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
@@ -150,6 +151,8 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     if job.get("collectives"):
         return run_collectives(job, rank, size)
     options = {"dtype": "float32", "max_slots": 9, "max_total_tokens": 4096, "threads": 1} | job.get("options", {})
+    stages = job.get("stages", 1)
+    part = size // stages
     share = job.get("tokens_of_rank")  # how large a cache each rank would like
     speculation = job.get("speculation")
     if speculation:
@@ -160,7 +163,14 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     if share:
         options["max_total_tokens"] = share[rank]
     config = RunnerConfig(
-        model_path=job["model"], tp_rank=rank, tp_size=size, rendezvous=job["rendezvous"], op_timeout=240.0, **options
+        model_path=job["model"],
+        tp_rank=rank % part,
+        tp_size=part,
+        pp_rank=rank // part,
+        pp_size=stages,
+        rendezvous=job["rendezvous"],
+        op_timeout=240.0,
+        **options,
     )
     with pytest.MonkeyPatch.context() as patch:
         if "own_of_rank" in job:  # which ranks may use our own kernels of an NPU

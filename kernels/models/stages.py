@@ -1,0 +1,125 @@
+"""Cuts a model into the stages of a pipeline.
+
+A stage is built as a model of its layers alone: its sizes say less layers, and its weights are found under the names
+that these layers have in the whole model. So families know nothing of stages. A family whose layers are not like that,
+because they depend on their place or on other layers, is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from kernels.contract.errors import ConfigError
+from kernels.models.config import ModelConfig
+from kernels.models.registry import tensors
+from kernels.weights.quantization.weights import Projection, QuantizedWeight
+from kernels.weights.source import ModelSource
+from kernels.weights.tensors import TensorSpec
+
+__all__ = ["StageSource", "check_stages", "stage_config", "stage_layers"]
+
+_LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is the layer's
+
+
+def stage_layers(layers: int, stage: int, size: int) -> range:
+    """The layers of a stage: as many as of the others, or one more in the first ones. Raises ConfigError."""
+    if size > layers:
+        raise ConfigError(
+            f"a model of {layers} layers cannot have --pipeline-parallel-size {size}: each stage needs a layer; use "
+            f"at most {layers}"
+        )
+    each, more = divmod(layers, size)
+    begin = stage * each + min(stage, more)
+    return range(begin, begin + each + (stage < more))
+
+
+def stage_config(config: ModelConfig, stage: int, size: int) -> ModelConfig:
+    """The sizes of one of ``size`` stages; ``config`` may be one rank's. Raises ConfigError for what cannot be cut."""
+    if size == 1:
+        return config
+    own = stage_layers(config.layers, stage, size)
+    reason = _refusal(config)
+    if reason:
+        raise ConfigError(f"{config.architecture} cannot be cut into stages, {reason}; leave --pipeline-parallel-size")
+    experts = config.experts
+    if experts is not None:
+        experts = dataclasses.replace(experts, layers=_moved(experts.layers, own))
+    return dataclasses.replace(
+        config,
+        layers=len(own),
+        windows=config.windows[own.start : own.stop],
+        ropes={layer - own.start: rope for layer, rope in config.ropes.items() if layer in own},
+        experts=experts,
+    )
+
+
+def check_stages(config: ModelConfig, size: int) -> None:
+    """Compare the tensors of the stages with the whole model's. Raises ConfigError where layers depend on their
+    place."""
+    whole = {name: spec for name, spec in tensors(config).items() if _LAYER.search(name)}
+    found: dict[str, TensorSpec] = {}
+    for stage in range(size):
+        first = stage_layers(config.layers, stage, size).start
+        part = tensors(stage_config(config, stage, size))
+        found |= {_renamed(name, first): spec for name, spec in part.items() if _LAYER.search(name)}
+    same = found.keys() == whole.keys() and all(
+        (spec.shape, spec.role) == (whole[name].shape, whole[name].role) for name, spec in found.items()
+    )
+    if not same:
+        raise ConfigError(
+            f"{config.architecture} cannot be cut into stages, because its layers depend on their place; leave "
+            "--pipeline-parallel-size out"
+        )
+
+
+def _refusal(config: ModelConfig) -> str:
+    """Why a model cannot be cut; empty if it can."""
+    if config.code is not None:
+        return "because transformers' modeling code runs it"
+    if config.pooling is not None:
+        return "because it generates no text"
+    if config.recurrence is not None:
+        return "because its layers keep states"
+    if config.shared_caches or config.indexed:
+        return "because some layers read what others made"
+    if type(config) is not ModelConfig:
+        return "because its layers have sizes of their own"
+    return ""
+
+
+def _moved(layers: Iterable[int], own: range) -> frozenset[int]:
+    return frozenset(layer - own.start for layer in layers if layer in own)
+
+
+def _renamed(name: str, first: int) -> str:
+    return _LAYER.sub(lambda match: f".{int(match[1]) + first}.", f"{name}.", count=1)[:-1]
+
+
+class StageSource:
+    """The weights of the layers from ``first`` on, which a stage counts from 0. ``source``: the whole model's."""
+
+    def __init__(self, source: ModelSource, first: int) -> None:
+        self._source, self._first = source, first
+
+    def take(self, names: Sequence[str]) -> Tensor:
+        """As ``TensorSource.take``."""
+        return self._source.take(self._names(names))
+
+    def biases(self, modules: Sequence[str]) -> Tensor | None:
+        """As ``TensorSource.biases``."""
+        return self._source.biases(self._names(modules))
+
+    def projection(self, modules: Sequence[str]) -> Projection:
+        """As ``TensorSource.projection``."""
+        return self._source.projection(self._names(modules))
+
+    def table(self, module: str) -> Tensor | QuantizedWeight:
+        """As ``ModelSource.table``."""
+        return self._source.table(module)
+
+    def _names(self, names: Sequence[str]) -> list[str]:
+        return [_renamed(name, self._first) for name in names]

@@ -1,0 +1,64 @@
+"""An engine whose model runs in stages: it says what one worker says, and outlives the death of any stage."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from actors.boards.stream_buffer import merge
+from actors.engine.engine import Engine
+from actors.protocol.requests import EngineFailed, SamplingParams
+from actors.requests.streams import RequestStream
+from tests.kits import engines
+from tests.kits.waiting import PATIENCE
+
+GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, seed=11, max_tokens=40, ignore_eos=True)
+PROMPTS = ["Once upon", "The quick brown fox " * 12, "one two three"]
+
+small_engine = partial(engines.small_engine, device="cpu", standby_worker=False)
+
+
+async def read_out(stream: RequestStream) -> list[int]:
+    async with asyncio.timeout(PATIENCE):
+        return list(merge([delta async for delta in stream]).token_ids)
+
+
+async def say(engine: Engine) -> list[list[int]]:
+    cases = [(prompt, params) for prompt in PROMPTS for params in (GREEDY, SAMPLED)]
+    return list(await asyncio.gather(*(read_out(engine.generate(*question)) for question in cases)))
+
+
+def pids(engine: Engine) -> list[int]:
+    return [int(worker["pid"] or 0) for worker in engine.describe()["workers"]]
+
+
+@pytest.mark.long
+async def test_two_stages_say_what_one_worker_says_and_outlive_a_kill(tiny_model: Path) -> None:
+    async with small_engine(tiny_model) as engine:
+        expected = await say(engine)
+        long = await read_out(engine.generate("Once upon", LONG))
+    async with small_engine(tiny_model, pp=2) as engine:
+        assert len(engine.describe()["workers"]) == 2
+        assert await say(engine) == expected
+        for worker in (0, 1):
+            before = pids(engine)
+            stream = engine.generate("Once upon", LONG)
+            first = await anext(stream)
+            os.kill(before[worker], signal.SIGKILL)
+            assert [*first.token_ids, *await read_out(stream)] == long
+            assert not set(before) & set(pids(engine))
+        assert await say(engine) == expected
+
+
+@pytest.mark.long
+async def test_stages_refuse_speculation_by_name(tiny_model: Path) -> None:
+    with pytest.raises(EngineFailed, match="--speculative-algorithm is not for the stages of a pipeline"):
+        async with small_engine(tiny_model, pp=2, speculative_algorithm="NGRAM"):
+            pass
