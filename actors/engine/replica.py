@@ -93,9 +93,10 @@ class Replica:
         self._events = events
         self._started = False
         size, stages = setup.arguments.tensor_parallel_size, setup.arguments.pipeline_parallel_size
+        parts = setup.arguments.expert_parts
         # The last stage comes first: its rank 0 has the results.
         self.worker_ids = tuple(
-            WorkerId((number * stages + pp) * size + tp, Rank(dp=number, pp=pp, tp=tp))
+            WorkerId((number * stages + pp) * size + tp, Rank(number, pp, tp, tp * parts // size))
             for pp in reversed(range(stages))
             for tp in range(size)
         )

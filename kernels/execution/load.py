@@ -158,7 +158,8 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
         )
     if config.pp_size > 1:
         _check_pipeline(whole, config)
-    part = stage_config(local_config(whole, config.tp_size), config.pp_rank, config.pp_size)
+    _check_experts(whole, config)
+    part = stage_config(local_config(whole, config.tp_size, config.ep_size), config.pp_rank, config.pp_size)
     dtype = device.select_dtype(config.dtype, part.dtype)
     context = context_length(config, part)
     captures = captured_layers(config.speculation, whole) if config.speculation is not None else ()
@@ -166,7 +167,7 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
     weights = open_weights(
         CheckpointFiles(config.model_path, config.load_format, config.random_seed),
         tensors(whole) if scheme is None else scheme.adapt(tensors(whole)),
-        Placement(dtype, device.torch_device, Shard(config.tp_rank, config.tp_size)),
+        Placement(dtype, device.torch_device, Shard(config.tp_rank, config.tp_size, config.ep_size)),
         scheme,
         lambda fraction: progress("weights", 0.9 * fraction),
     )
@@ -186,6 +187,27 @@ def _check_pipeline(whole: ModelConfig, config: RunnerConfig) -> None:
         if value is not None:
             raise ConfigError(f"{name} is not for the stages of a pipeline; leave it or --pipeline-parallel-size out")
     check_stages(whole, config.pp_size)
+
+
+def _check_experts(whole: ModelConfig, config: RunnerConfig) -> None:
+    """Raises ConfigError for experts that ``ep_size`` does not divide."""
+    size, experts = config.ep_size, whole.experts
+    if size == 1:
+        return
+    if size < 1 or config.tp_size % size:
+        raise ConfigError(f"--expert-parallel-size {size} must divide --tensor-parallel-size {config.tp_size}")
+    if experts is None:
+        raise ConfigError(f"{whole.architecture} has no experts to divide: leave --expert-parallel-size out")
+    placed = whole.code is None and any(spec.is_placed for spec in tensors(whole).values())
+    if not placed or experts.identities:
+        raise ConfigError(
+            f"the experts of {whole.architecture} can only be divided by their inner dimension: leave "
+            "--expert-parallel-size out; --tensor-parallel-size divides them"
+        )
+    if experts.count % size:
+        raise ConfigError(
+            f"the {experts.count} experts of {whole.architecture} cannot be divided by --expert-parallel-size {size}"
+        )
 
 
 def _check_code(whole: ModelConfig, config: RunnerConfig) -> None:
@@ -287,7 +309,16 @@ def load_model(
         rows = LayerContext(opened.adapters, device.torch_device, mesh.rank, mesh.size)
     source = weights if stage.size == 1 else StageSource(weights, first)
     make = ModelBuilder(
-        source, device, mesh, dtype, opened.context, opened.captures, config.fp32_head, stage, rows=rows
+        source,
+        device,
+        mesh,
+        dtype,
+        opened.context,
+        opened.captures,
+        config.fp32_head,
+        stage,
+        rows=rows,
+        ep_size=config.ep_size,
     )
     model = build(part, make)
     assert isinstance(model, Decoder)

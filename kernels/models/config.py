@@ -298,12 +298,13 @@ class ModelConfig:
         return self.rope.dim or self.head_dim
 
 
-def local_config(config: ModelConfig, size: int) -> ModelConfig:
+def local_config(config: ModelConfig, size: int, ep_size: int = 1) -> ModelConfig:
     """The sizes that one of ``size`` ranks runs; the vocabulary stays whole. Raises ConfigError, naming the numbers.
 
     Attention is divided by heads, feed-forward layers and experts by their inner dimension, embedding and output by the
     vocabulary (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3). With fewer key heads than ranks, ranks share
-    one. A model of transformers' code is divided by its own plan.
+    one. A model of transformers' code is divided by its own plan. With ``ep_size`` the experts are divided into so many
+    parts first, and the inner dimension of each over ``size / ep_size`` ranks.
     """
     if config.code is not None:
         from kernels.models.fallback.model import divided
@@ -316,7 +317,13 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
     }
     experts = config.experts
     if experts is not None:
-        parts["moe_intermediate_size"] = experts.inner
+        if ep_size == 1:
+            parts["moe_intermediate_size"] = experts.inner
+        elif experts.inner % (size // ep_size):
+            raise ConfigError(
+                f"moe_intermediate_size {experts.inner} of {config.architecture} cannot be divided over the "
+                f"{size // ep_size} ranks of each part of the experts: raise --expert-parallel-size {ep_size}"
+            )
         parts["shared_expert_intermediate_size"] = experts.shared
         if experts.packed:
             parts["the number of mxfp4's blocks in intermediate_size,"] = experts.inner // MXFP4_BLOCK
@@ -332,7 +339,7 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
             f"divide one another; {_remedy(config)}"
         )
     if experts is not None:
-        experts = dataclasses.replace(experts, inner=experts.inner // size, shared=experts.shared // size)
+        experts = dataclasses.replace(experts, inner=experts.inner * ep_size // size, shared=experts.shared // size)
     return dataclasses.replace(
         config,
         heads=config.heads // size,

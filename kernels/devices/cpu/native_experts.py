@@ -45,8 +45,9 @@ class _Expert(ctypes.Structure):
 
 
 class ExpertTable:
-    """``experts``: of each the products of its gates and others, and those that lead back, side by side; the
-    first of them is expert ``first`` of ``count`` (0: as many as there are), and others are absent. ``gate``: factor and limit of clamped gates. ``address``: of the table, which lives as long as this."""
+    """``experts``: of each the products of its gates and others, and those that lead back, side by side; they are
+    those from ``first`` on, and the rest of ``count`` is absent (0: there are no more). ``gate``: factor and limit of
+    clamped gates. ``address``: of the table, which lives as long as this."""
 
     def __init__(
         self,

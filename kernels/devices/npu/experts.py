@@ -235,7 +235,6 @@ class NpuExperts(StackedExperts[_Stack]):
         )
         return result.unflatten(0, (pairs, chosen)).sum(1) if self.routing.on_inputs else result
 
-
     def _owners(self, experts: Tensor, places: Tensor) -> Tensor:
         """The expert here of each row, from ``experts`` of the pairs [pairs] and the ``places`` of their rows."""
         if self.routing.local is None:

@@ -189,8 +189,8 @@ class SharedExpert:
 
 class SparseFeedForward:
     """``sum(weight[e] * down[e](silu(gate[e](x)) * up[e](x)))`` over the experts e that a token takes, and the one that
-    all take. Each rank has its part of every expert's inner dimension, or of that of its experts alone. ``gate``, ``shared_gate``: in place of SwiGLU's,
-    of these experts and of that one."""
+    all take. Each rank has its part of every expert's inner dimension, or of its own experts' alone. ``gate``,
+    ``shared_gate``: in place of SwiGLU's, of these experts and of that one."""
 
     def __init__(
         self,

@@ -149,7 +149,9 @@ def npu_moe_finalize_routing(
 ) -> Tensor:
     """Each token's sum [tokens, hidden] of its experts' rows by their scales."""
     assert scales is not None
-    require(bool((expanded_src_to_dst_row >= 0).all()), "npu_moe_finalize_routing", "expanded_src_to_dst_row", "below 0")
+    require(
+        bool((expanded_src_to_dst_row >= 0).all()), "npu_moe_finalize_routing", "expanded_src_to_dst_row", "below 0"
+    )
     rows = expanded_permuted_rows[expanded_src_to_dst_row.long()].float().view(*scales.shape, -1)
     return (rows * scales.float().unsqueeze(2)).sum(1).to(expanded_permuted_rows.dtype)
 
