@@ -38,9 +38,10 @@ class ActorTree:
     ) -> None:
         self._hand_over = hand_over
         self.tokenizers: list[ActorRef[TokenizerProtocol]] = []
-        self.replicas = [
-            Replica(number, setup, board, self._events(number, on_refused)) for number, board in enumerate(boards)
-        ]
+        self.replicas: list[Replica] = []
+        for number, board in enumerate(boards):
+            lead = self.replicas[0] if number and setup.arguments.enable_dp_attention else None
+            self.replicas.append(Replica(number, setup, board, self._events(number, on_refused), lead))
         self._setup = setup
         self._on_progress = on_progress
         self._on_ready = on_ready

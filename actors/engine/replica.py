@@ -29,6 +29,7 @@ from actors.protocol import (
 )
 from actors.requests.router import Route
 from actors.runtime import ActorRef, ActorSystem, MailboxFull, Strategy, Supervision
+from actors.scheduling.lockstep import Lockstep
 from actors.scheduling.scheduler import Scheduler, SchedulerLinks
 from actors.text.detokenizer import Detokenizer
 from actors.workers.group import WorkerGroup
@@ -78,35 +79,45 @@ class ReplicaEvents(msgspec.Struct, frozen=True):
 class Replica:
     """A copy of the model with its own journal, pages and restarts. ``number`` counts from 0.
 
-    Actors of the first replica have plain names (``scheduler``), those of others a number (``scheduler-1``).
+    Actors of the first replica have plain names (``scheduler``), those of others a number (``scheduler-1``). ``lead``:
+    with data-parallel attention the first replica, whose group has the workers of all replicas.
     """
 
     cache: ActorRef[CacheProtocol]
     detokenizer: ActorRef[DetokenizerProtocol]
     scheduler: ActorRef[SchedulerProtocol]
 
-    def __init__(self, number: int, setup: ReplicaSetup, board: HealthBoard, events: ReplicaEvents) -> None:
+    def __init__(
+        self, number: int, setup: ReplicaSetup, board: HealthBoard, events: ReplicaEvents, lead: Replica | None = None
+    ) -> None:
         self.number = number
         self.board = board
         self.journal = Journal()
         self._setup = setup
         self._events = events
         self._started = False
-        size, stages = setup.arguments.tensor_parallel_size, setup.arguments.pipeline_parallel_size
-        parts = setup.arguments.expert_parts
-        # The last stage comes first: its rank 0 has the results.
-        self.worker_ids = tuple(
-            WorkerId((number * stages + pp) * size + tp, Rank(number, pp, tp, tp * parts // size))
-            for pp in reversed(range(stages))
-            for tp in range(size)
-        )
+        self._lead = lead
+        self._members = [self]  # that share the workers' group
+        self.lockstep: Lockstep | None = None
+        arguments = setup.arguments
+        self.worker_ids = _worker_ids(arguments, number)
+        self._group: WorkerGroup
+        if lead is not None:
+            self._group, self.lockstep = lead._group, lead.lockstep
+            lead._members.append(self)
+            return
+        ids = self.worker_ids
+        if arguments.enable_dp_attention:
+            count = arguments.data_parallel_size
+            ids = tuple(worker for each in range(count) for worker in _worker_ids(arguments, each))
+            self.lockstep = Lockstep(count, 1 if arguments.disable_overlap_schedule else 2)
         self._group = WorkerGroup(
             setup.system,
-            self.worker_ids,
-            address=setup.arguments.dist_init_addr,
+            ids,
+            address=arguments.dist_init_addr,
             configure=self._worker_config,
             launcher=setup.launcher,
-            on_progress=events.on_progress,
+            on_progress=self._progressed,
             on_loaded=self._workers_loaded,
             on_refused=events.on_refused,
         )
@@ -114,7 +125,7 @@ class Replica:
     @property
     def workers(self) -> list[ActorRef[WorkerProtocol]]:
         """The workers, first the one whose results count."""
-        return list(self._group.workers.values())
+        return [self._group.workers[worker] for worker in self.worker_ids]
 
     @cached_property
     def route(self) -> Route:
@@ -122,14 +133,17 @@ class Replica:
         return Route(self.scheduler, self.journal, self.board, tuple(self.workers), self.number)
 
     def hand_over(self) -> None:
-        """Let other replicas run the live sequences if the workers have died. The scheduler does it: it knows them."""
-        if self._started and self.board.worker is None and len(self.journal):
+        """Let other replicas run the live sequences if the workers have died. The scheduler does it: it knows them.
+        With data-parallel attention no other replica has workers then."""
+        if self.lockstep is None and self._started and self.board.worker is None and len(self.journal):
             # If the lane is full, the sequences wait for the workers of this replica.
             with contextlib.suppress(MailboxFull):
                 self.scheduler.offer(HandOver())
 
     async def start_workers(self) -> None:
         """Start the worker processes. They load the model while the other actors start."""
+        if self._lead is not None:
+            return
         arguments, placement = self._setup.arguments, self._setup.placement
         await self._group.spawn(
             lambda worker: placement.environment(arguments, worker.number, os.environ, arguments.watchdog_timeout),
@@ -142,6 +156,8 @@ class Replica:
     def _death_counts(self) -> bool:
         """Whether the death of the workers counts towards the most restarts. While another replica serves, it does not:
         one broken device must not end all."""
+        if self.lockstep is not None:
+            return all(each.board.last_death_counts() for each in self._members if each.board.worker is None)
         return self.board.last_death_counts() and not self._events.others_serve()
 
     async def start_actors(self) -> None:
@@ -187,7 +203,11 @@ class Replica:
             grammar_settings(setup.arguments, setup.opened.served),
         )
         return WorkerConfig(
-            runner=msgspec.structs.replace(runner, tp_rank=worker.rank.tp, pp_rank=worker.rank.pp),
+            runner=msgspec.structs.replace(
+                runner,
+                tp_rank=worker.rank.tp if self.lockstep is None else worker.number,
+                pp_rank=worker.rank.pp,
+            ),
             worker=worker,
             load_timeout=setup.arguments.model_load_timeout,
             faults=setup.fault_plan,
@@ -212,13 +232,32 @@ class Replica:
             faults=setup.faults,
             recorder=setup.recorder,
             hand_over=lambda: self._events.hand_over(self.route),
+            lockstep=self.lockstep,
         )
 
+    def _progressed(self, stage: str, fraction: float) -> None:
+        for each in self._members:
+            each._events.on_progress(stage, fraction)
+
     def _workers_loaded(self, info: ModelInfo, epoch: int) -> None:
-        self.board.worker = (info, epoch)
-        if self._started:
-            self._introduce_worker(info, epoch)
+        for each in self._members:
+            each.board.worker = (info, epoch)
+        for each in self._members:
+            if each._started:
+                each._introduce_worker(info, epoch)
 
     def _introduce_worker(self, info: ModelInfo, epoch: int) -> None:
         self._events.on_ready(info)
         self.scheduler.offer(WorkerReady(info=info, epoch=epoch))
+
+
+def _worker_ids(arguments: Arguments, replica: int) -> tuple[WorkerId, ...]:
+    """The workers of a replica, the last stage first: its rank 0 has the results."""
+    stages = arguments.pipeline_parallel_size
+    size, parts, whole = arguments.replica_size // stages, arguments.expert_parts, arguments.tensor_parallel_size
+    first = replica * size if arguments.enable_dp_attention else 0  # of the ranks that share layers of experts
+    return tuple(
+        WorkerId((replica * stages + pp) * size + tp, Rank(replica, pp, tp, (first + tp) * parts // whole))
+        for pp in reversed(range(stages))
+        for tp in range(size)
+    )

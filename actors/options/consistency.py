@@ -220,7 +220,7 @@ def _devices(arguments: Arguments) -> Iterator[str]:
                 "dist_init_addr needs tensor_parallel_size or pipeline_parallel_size: a single worker has no "
                 "rendezvous; leave it out"
             )
-        if arguments.data_parallel_size > 1:
+        if arguments.data_parallel_size > 1 and not arguments.enable_dp_attention:
             yield "dist_init_addr contradicts data_parallel_size: several replicas cannot meet at one address"
     if arguments.tensor_parallel_size % arguments.expert_parallel_size:
         yield (
@@ -231,11 +231,30 @@ def _devices(arguments: Arguments) -> Iterator[str]:
         yield "enable_expert_parallel contradicts expert_parallel_size: it divides experts over all devices"
     if arguments.enable_expert_parallel and arguments.tensor_parallel_size == 1:
         yield "enable_expert_parallel needs tensor_parallel_size: one device has all experts"
+    if arguments.pipeline_parallel_size == 1:
+        for name, default in (("pp_max_micro_batch_size", None), ("pp_async_batch_depth", 0)):
+            if getattr(arguments, name) != default:
+                yield f"{name} needs pipeline_parallel_size: there are no stages; leave it out"
+    if arguments.expert_distribution_recorder_mode is not None and arguments.pipeline_parallel_size > 1:
+        yield (
+            "expert_distribution_recorder_mode contradicts pipeline_parallel_size: only the last stage reports, and it "
+            "knows only its own layers; leave one out"
+        )
     if arguments.gpu_id_step != 1 and arguments.workers == 1:
         yield (
             "gpu_id_step needs tensor_parallel_size, pipeline_parallel_size or data_parallel_size: there is one "
             "device; use base_gpu_id to choose it"
         )
+    if arguments.enable_dp_attention:
+        size, parts = arguments.tensor_parallel_size, arguments.data_parallel_size
+        if parts == 1:
+            yield "enable_dp_attention needs data_parallel_size: the parts that attention is divided into"
+        elif size % parts:
+            yield f"enable_dp_attention needs a data_parallel_size that divides tensor_parallel_size, {size}"
+        if arguments.speculative_algorithm is not None:
+            yield "enable_dp_attention contradicts speculative_algorithm; leave one out"
+        if arguments.pipeline_parallel_size > 1:
+            yield "enable_dp_attention contradicts pipeline_parallel_size; leave one out"
     if arguments.prefill_round_robin_balance and arguments.load_balance_method not in ("round_robin", "cache_aware"):
         yield "prefill_round_robin_balance contradicts load_balance_method; leave one out"
     if arguments.cuda_graph_bs and arguments.cuda_graph_max_bs is not None:

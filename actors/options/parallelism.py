@@ -64,6 +64,29 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
             "its number.",
         ),
     ] = False
+    pp_max_micro_batch_size: Annotated[
+        int | None,
+        ArgumentSpec(
+            group="Devices and kernels",
+            default_text="an equal part of the running requests",
+            minimum=1,
+            maximum=65536,
+            metavar="N",
+            help="Most requests of a step of a pipeline. Each stage runs a step with other requests meanwhile.",
+        ),
+    ] = None
+
+    pp_async_batch_depth: Annotated[
+        int,
+        ArgumentSpec(
+            group="Devices and kernels",
+            minimum=0,
+            maximum=16,
+            metavar="N",
+            help="Steps of a pipeline that are sent ahead, beside one for each stage, so that no stage waits for the "
+            "scheduler.",
+        ),
+    ] = 0
 
     data_parallel_size: Annotated[
         int,
@@ -74,10 +97,20 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
             maximum=256,
             metavar="N",
             help="Number of replicas of the model behind this server, each with its own scheduler, cache and workers. "
-            "Each takes --tensor-parallel-size devices for each stage, or on the CPU a share of the cores. If the "
-            "workers of one die, its requests go on in the others.",
+            "Without --enable-dp-attention each takes --tensor-parallel-size devices for each stage, or on the CPU a "
+            "share of the cores, and if the workers of one die, its requests go on in the others.",
         ),
     ] = 1
+
+    enable_dp_attention: Annotated[
+        bool,
+        ArgumentSpec(
+            group="Devices and kernels",
+            help="Data-parallel attention: the --tensor-parallel-size devices run one model, whose attention and cache "
+            "are divided into --data-parallel-size parts with requests of their own, while all devices share the "
+            "layers of experts. For models of experts with few key heads or latent attention.",
+        ),
+    ] = False
 
     load_balance_method: Annotated[
         Literal["cache_aware", "total_tokens", "total_requests", "round_robin"],
@@ -114,6 +147,13 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
         return self.tensor_parallel_size if self.enable_expert_parallel else self.expert_parallel_size
 
     @property
+    def replica_size(self) -> int:
+        """Workers of one replica; with data-parallel attention, of one part of its attention."""
+        if self.enable_dp_attention:
+            return self.tensor_parallel_size // self.data_parallel_size
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
     def workers(self) -> int:
         """Workers of all replicas, each with a device."""
-        return self.data_parallel_size * self.pipeline_parallel_size * self.tensor_parallel_size
+        return self.data_parallel_size * self.replica_size

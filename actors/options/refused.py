@@ -207,16 +207,9 @@ _TABLE: tuple[RefusedNames, ...] = (
     ),
     RefusedNames(
         group="Parallelism",
-        reason="micro-batches of a pipeline are not built yet",
-        remedy="leave it out; --pipeline-parallel-size runs without them",
-        unset=("pp-max-micro-batch-size",),
-        values={"pp-async-batch-depth": 0},
-    ),
-    RefusedNames(
-        group="Parallelism",
-        reason="data-parallel attention is not built yet",
-        remedy="leave it out; --data-parallel-size runs replicas of the whole model",
-        flags=("enable-dp-attention", "enable-dp-lm-head", "dp-sampling"),
+        reason="with data-parallel attention, logits and samples are always those of a replica's own tokens",
+        remedy="leave it out; --enable-dp-attention alone does so",
+        either=("enable-dp-lm-head", "dp-sampling"),
     ),
     RefusedNames(
         group="Parallelism",

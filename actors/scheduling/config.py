@@ -23,6 +23,9 @@ class PlannerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_max_requests: int | None = None  # prefill rows a step
     chunked: bool = True  # False: prompts are not split; a long one waits for a step of its own
     overlap: bool = True  # two steps in flight
+    stages: int = 1  # of a pipeline: so many steps in flight, each with other sequences (micro-batches) ...
+    stages_ahead: int = 0  # ... and so many more, which wait for the first stage
+    micro_batch: int | None = None  # rows of such a step; None: an equal part of the running sequences
     use_cache: bool = True  # share prefixes
     policy: Literal["fcfs", "lpm"] = "fcfs"
     conservativeness: float = 1.0  # scales the pages kept for the growth of running sequences

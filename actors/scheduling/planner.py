@@ -94,11 +94,14 @@ class Planner:
     @property
     def can_send(self) -> bool:
         """Whether another step may be sent to the worker."""
-        return (
-            self.ready
-            and not self.paused
-            and len(self._flights) < (2 if self._config.overlap and not self._suspects else 1)
-        )
+        return self.ready and not self.paused and len(self._flights) < self._most_flights
+
+    @property
+    def _most_flights(self) -> int:
+        config = self._config
+        if self._suspects or not config.overlap:
+            return 1
+        return 2 if config.stages == 1 else config.stages + config.stages_ahead
 
     def is_known(self, sequence: int) -> bool:
         """Whether the sequence waits or runs."""

@@ -129,7 +129,10 @@ class StepPlanning:
         """Add a decode row for every sequence whose next input token is known to the device."""
         rows: list[Sequence] = []
         growers: list[Sequence] = []
-        for sequence in self._of_cohort(self._table.running.values()):
+        most = self._micro_batch()
+        for sequence in self._of_stages(self._of_cohort(self._table.running.values())):
+            if len(rows) >= most:
+                break
             scheduled = sequence.scheduled
             if sequence.known - scheduled == 1 and sequence.known < sequence.target:
                 rows.append(sequence)
@@ -148,6 +151,8 @@ class StepPlanning:
         self._available -= len(growers)
         step.decodes = rows
         step.budget -= len(rows)
+        if self._config.micro_batch is not None:
+            step.prefill_rows = min(step.prefill_rows, most - len(rows))
         for sequence in rows:
             sequence.scheduled += 1
             sequence.known += 1
@@ -227,7 +232,8 @@ class StepPlanning:
 
     def _prefilling(self, step: StepBuilder) -> list[list[Sequence]]:
         """The running prefills that the step has no chunk of, by tenant; those with the fewest tokens left first."""
-        running = [s for s in self._of_cohort(self._table.prefilling.values()) if s.id not in step.admitted]
+        prefilling = self._of_stages(self._of_cohort(self._table.prefilling.values()))
+        running = [s for s in prefilling if s.id not in step.admitted]
         if not self._policy.has_tenants or not self._config.chunked:
             return [running]
         groups: dict[str, list[Sequence]] = {}
@@ -267,6 +273,19 @@ class StepPlanning:
         """The sequences that the current step may run."""
         cohort = self._cohort
         return sequences if cohort is None else [sequence for sequence in sequences if cohort.takes(sequence.id)]
+
+    def _of_stages(self, sequences: Iterable[Sequence]) -> Iterable[Sequence]:
+        """Of a pipeline the sequences that no step in flight runs: its first stage does not know their tokens yet."""
+        if self._config.stages == 1:
+            return sequences
+        return [sequence for sequence in sequences if sequence.scheduled == sequence.computed]
+
+    def _micro_batch(self) -> int:
+        """The most decodes of a step. The steps in flight of a pipeline divide the running sequences equally."""
+        config = self._config
+        if config.stages == 1:
+            return config.max_running
+        return config.micro_batch or max(1, -(-len(self._table.running) // (config.stages + config.stages_ahead)))
 
     def _is_last(self, cohort: Cohort) -> bool:
         """Whether one sequence runs and it is of the cohort: others may continue in the next step."""

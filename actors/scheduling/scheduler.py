@@ -43,6 +43,7 @@ from actors.protocol import (
 )
 from actors.runtime import Actor, ActorDied, ActorRef, ChildCrash, Deferred, current_traceparent, handles
 from actors.scheduling.config import PlannerConfig
+from actors.scheduling.lockstep import Lockstep, Turn
 from actors.scheduling.planner import CacheMessage, CacheReply, Planner, StepPlan
 from actors.scheduling.timeline_writer import TimelineWriter
 from kernels.contract.grammar import Grammar
@@ -93,6 +94,7 @@ class Scheduler(Actor[SchedulerProtocol]):
 
     After every message it plans as many steps as may be in flight. Results of the worker arrive in its own mailbox, so
     no handler waits for the device. ``hand_over``: lets other replicas run live sequences; returns those that moved.
+    ``lockstep``: with data-parallel attention, who sends the steps of all replicas.
     """
 
     def __init__(
@@ -107,7 +109,10 @@ class Scheduler(Actor[SchedulerProtocol]):
         faults: FaultInjector | None = None,
         recorder: ExpertRecorder | None = None,
         hand_over: Callable[[], Sequence[int]] = tuple,
+        lockstep: Lockstep | None = None,
     ) -> None:
+        self._lockstep = lockstep
+        self._results = 0  # behind which nothing is planned yet
         self._hand_over = hand_over
         self._recorder = recorder
         self._experts = 0, 0  # the model's ModelInfo.experts
@@ -133,6 +138,8 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._board.forget_steps()
         self._board.read_batch = self._batch_at
         self._board.attribute_death = None
+        if self._lockstep is not None:
+            self._lockstep.join(self._board.replica, self._launch_empty)
         if self.context.incarnation > 0:
             # Outputs of the last incarnation must be in the journal before the journal is read.
             await self._detokenizer.ask(FlushOutputs(), timeout=_CACHE_TIMEOUT_SECONDS)
@@ -263,6 +270,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         now = self.context.clock.monotonic()
         self._timeline_writer.answered(message.result, now)
         outputs = self._planner.finish_step(message.result, now)
+        self._results += 1
         self._board.step_finished(now, message.result, sum([len(word.tokens) for word in outputs]))
         await self._schedule(outputs)
 
@@ -394,8 +402,11 @@ class Scheduler(Actor[SchedulerProtocol]):
             if plan is None:
                 break
             if plan.batch is not None and self._worker_is_alive():
-                self._send(plan, plan.batch, now)
+                self._submit(plan, plan.batch, now)
             pending += plan.outputs
+        if self._lockstep is not None and self._results:
+            results, self._results = self._results, 0
+            self._lockstep.settled(self._board.replica, results)
         if moves := planner.take_moves():
             self._timeline_writer.moved(moves, self.context.clock.monotonic())
         if self._worker_is_alive():
@@ -424,9 +435,49 @@ class Scheduler(Actor[SchedulerProtocol]):
         """Whether the worker takes steps, as far as is known; otherwise WorkerReady will announce it."""
         return self._epoch is not None and self._board.died_at(self._epoch) is None
 
-    def _send(self, plan: StepPlan, batch: StepBatch, now: float) -> None:
-        epoch = self._epoch
+    def _submit(self, plan: StepPlan, batch: StepBatch, now: float) -> None:
+        """Send a step, or let it wait for its round."""
+        epoch, lockstep = self._epoch, self._lockstep
         assert epoch is not None
+        if lockstep is None:
+            self._send(plan, batch, now, epoch)
+            return
+        turn = Turn(
+            sum(memoryview(batch.counts).cast("i")),
+            lambda tokens: self._send(plan, msgspec.structs.replace(batch, pass_tokens=tokens), now, epoch),
+            apart=len(self._journal.suspects) > 0,
+        )
+        lockstep.submit(self._board.replica, epoch, turn)
+
+    def _launch_empty(self, epoch: int, tokens: tuple[int, ...]) -> None:
+        """Let the workers take part in a round in which this replica has nothing to run."""
+        empty = StepBatch(number=0, slots=b"", generations=b"", counts=b"", pass_tokens=tokens)
+        step = Step(batch=empty, epoch=epoch, idle_work_first=False)
+        for worker in (self._worker, *self._peers):
+            self.context.pipe(
+                worker,
+                step,
+                timeout=self._step_timeout,
+                on_reply=self._round_ended(epoch) if worker is self._worker else lambda result: None,
+                on_error=self._step_error(0, epoch),
+            )
+
+    def _round_ended(self, epoch: int) -> Callable[[StepResult], None]:
+        def ended(result: StepResult) -> None:
+            if self._lockstep is not None:
+                self._lockstep.answered(self._board.replica, epoch)
+
+        return ended
+
+    def _step_error(self, number: int, epoch: int) -> Callable[[BaseException], StepFailed]:
+        def failed(error: BaseException) -> StepFailed:
+            if self._lockstep is not None:
+                self._lockstep.broke(epoch)
+            return StepFailed(number=number, epoch=epoch, reason=str(error), worker_died=isinstance(error, ActorDied))
+
+        return failed
+
+    def _send(self, plan: StepPlan, batch: StepBatch, now: float, epoch: int) -> None:
         tokens = sum([chunk.tokens for chunk in plan.chunks])
         sent = self._sent[batch.number] = self.context.clock.monotonic()
         traces = self._timeline_writer.sent(batch.number, plan, sent)
@@ -444,6 +495,8 @@ class Scheduler(Actor[SchedulerProtocol]):
 
         def answered(result: StepResult) -> StepDone:
             self._sent.pop(batch.number, None)  # now, however long the message waits in the mailbox
+            if self._lockstep is not None:
+                self._lockstep.answered(self._board.replica, epoch)
             if record is not None:
                 record.add(self._board.replica, requests, result, experts)
             return StepDone(result=result, epoch=epoch)
@@ -454,9 +507,7 @@ class Scheduler(Actor[SchedulerProtocol]):
             step,
             timeout=self._step_timeout,
             on_reply=answered,
-            on_error=lambda error: StepFailed(
-                number=batch.number, epoch=epoch, reason=str(error), worker_died=isinstance(error, ActorDied)
-            ),
+            on_error=self._step_error(batch.number, epoch),
         )
         for peer in self._peers:
 
@@ -469,9 +520,7 @@ class Scheduler(Actor[SchedulerProtocol]):
                 step,
                 timeout=self._step_timeout,
                 on_reply=answered_by_peer,
-                on_error=lambda error: StepFailed(
-                    number=batch.number, epoch=epoch, reason=str(error), worker_died=isinstance(error, ActorDied)
-                ),
+                on_error=self._step_error(batch.number, epoch),
             )
         current_traceparent.reset(trace)
 

@@ -129,7 +129,7 @@ class Worker(Actor[WorkerProtocol]):
             self._faults.strike_step(batch)
         step = self._runner.start(batch)
         if step.done:
-            result = self._finish(step, batch.traces, sent, begun, waited)
+            result = self._finish(step, batch.number, batch.traces, sent, begun, waited)
             if step.idle_work is None:
                 return result
             if message.idle_work_first:
@@ -138,7 +138,7 @@ class Worker(Actor[WorkerProtocol]):
             return EarlyReply(
                 result, partial(self._run_idle_work, step.idle_work) if result.drafted else step.idle_work
             )
-        return self._result_thread.submit(self._finish, step, batch.traces, sent, begun, waited)
+        return self._result_thread.submit(self._finish, step, batch.number, batch.traces, sent, begun, waited)
 
     @handles
     def compile_grammar(self, message: CompileGrammar) -> str | Deferred[str]:
@@ -177,18 +177,20 @@ class Worker(Actor[WorkerProtocol]):
         self._idle_work = begun, time.monotonic()
 
     def _finish(
-        self, step: RunningStep, traces: tuple[TracedRow, ...], sent: float, begun: float, waited: float
+        self, step: RunningStep, number: int, traces: tuple[TracedRow, ...], sent: float, begun: float, waited: float
     ) -> StepResult:
         """Build the result of a step. ``waited``: seconds that it waited for the idle work of the previous step.
 
         If the step had arrived before the previous result, its time counts from that result: this is how long it delays
         others, including all overhead around the model.
         """
-        result, rank = step.result(), self._config.worker.rank.tp
-        runner = self._config.runner
-        # All ranks of the last stage sample the same tokens; only rank 0 reports them.
-        if rank or runner.pp_rank < runner.pp_size - 1:
-            result = StepResult(result.number, accepted=b"", tokens=b"")
+        rank, runner = self._config.worker.rank.tp, self._config.runner
+        if runner.pp_rank < runner.pp_size - 1:  # does not wait for what the last stage samples
+            result = StepResult(number, accepted=b"", tokens=b"")
+        elif rank:  # all ranks sample the same tokens; only rank 0 reports them
+            result = StepResult(step.result().number, accepted=b"", tokens=b"")
+        else:
+            result = step.result()
         now = time.monotonic()
         since, self._answered = max(sent, self._answered), now
         timing = msgspec.structs.replace(result.timing, queued=max(0.0, begun - sent))

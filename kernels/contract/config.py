@@ -32,6 +32,7 @@ class RunnerConfig(msgspec.Struct, frozen=True):
     tp_rank: int = 0  # of the tp_size processes that run the model together
     tp_size: int = 1
     ep_size: int = 1  # parts of the experts of a layer, each on tp_size / ep_size of these
+    dp_size: int = 1  # parts of these ranks whose attention runs other tokens; they share the layers of experts
     pp_rank: int = 0  # of the pp_size stages, each with some of the layers and tp_size processes
     pp_size: int = 1
     host_workers: int = 1  # processes that share the cores and the memory of this host, this one included
@@ -62,3 +63,13 @@ class RunnerConfig(msgspec.Struct, frozen=True):
     is_embedding: bool = False  # a model that could generate text makes vectors instead
     invariant: bool = False  # a token's results do not depend on what else a step runs
     adapters: AdapterSettings | None = None  # None: no adapters, layers are made without them
+
+    @property
+    def attention_size(self) -> int:
+        """Ranks that attention is divided over."""
+        return self.tp_size // self.dp_size
+
+    @property
+    def attention_rank(self) -> int:
+        """Of these, this one."""
+        return self.tp_rank % self.attention_size

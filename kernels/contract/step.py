@@ -130,6 +130,8 @@ class StepBatch(msgspec.Struct, frozen=True, array_like=True):
     unobserved: bool = False  # the draft model does not run this step's tokens, so its cache will lack them
     bounded: tuple[PageGrants, ...] = ()  # of each bounded cache group, as page_slots and page_ids; empty: none
     record_experts: RecordedExperts = ""  # anything: the step runs eagerly
+    # With data-parallel attention, the tokens that each part of the ranks runs in this pass, in their order.
+    pass_tokens: tuple[int, ...] = ()
 
 
 class StepTiming(msgspec.Struct, frozen=True, array_like=True):

@@ -66,12 +66,27 @@ class LayerContext:
         self._of_page = torch.zeros(1, dtype=torch.int64, device=device)
         self._page_size = 1
         self._rows: Tensor | None = None
+        self._segments: list[tuple[int, Tensor | None]] | None = None
 
     @property
     def rows(self) -> Tensor:
         """int64 [rows]: the place of the adapter of each row of the pass that runs; 0: none."""
         assert self._rows is not None, "read while a pass runs"
         return self._rows
+
+    @property
+    def segments(self) -> list[tuple[int, Tensor | None]]:
+        """The places other than 0 that rows of the pass have, with the indices of these rows int64; None: all rows.
+
+        For a device that shares the host's memory and runs the pass anew each time.
+        """
+        if self._segments is None:
+            places = self.rows.unique().tolist()
+            whole = len(places) == 1
+            self._segments = [
+                (place, None if whole else (self.rows == place).nonzero().flatten()) for place in places if place
+            ]
+        return self._segments
 
     def open(self, pages: int, page_size: int) -> None:
         """A cache of so many pages is used from now on. No page has an adapter."""
@@ -87,8 +102,8 @@ class LayerContext:
     def enter(self, cache_index: Tensor) -> None:
         """A pass begins, whose tokens go to ``cache_index`` int64 [tokens] (page * page_size + offset)."""
         pages = torch.div(cache_index, self._page_size, rounding_mode="floor")
-        self._rows = self._of_page.index_select(0, pages)
+        self._rows, self._segments = self._of_page.index_select(0, pages), None
 
     def select(self, wanted: Tensor) -> None:
         """The pass goes on with these of its rows alone, int64 [rows]."""
-        self._rows = self.rows.index_select(0, wanted)
+        self._rows, self._segments = self.rows.index_select(0, wanted), None

@@ -168,9 +168,9 @@ class LinearLayers:
         self.fallbacks.log("linear layers with adapters are not fused with norms, activations and sums")
         return self.elementwise.compose(lambda x: delta(x, linear(x)), lambda x: x)
 
-    def make_delta(self, context: LayerContext, down: Tensor, up: Sequence[Tensor]) -> Delta:
+    def make_delta(self, context: LayerContext, down: Tensor, up: Tensor, sizes: Sequence[int]) -> Delta:
         """What adapters add, from their places: see ``LowRankDelta``."""
-        return LowRankDelta(context, down, up)
+        return LowRankDelta(context, down, up, sizes)
 
     def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
         """A linear layer that rounds its input as the weight's ``activation`` says, if the device has a kernel for the

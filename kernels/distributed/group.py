@@ -164,14 +164,14 @@ class ProcessGroup(Group):
         return part
 
     def close(self) -> None:
+        if self._handle is not None:  # those of accelerators end with the whole group
+            if self._backend == "gloo":
+                dist.destroy_process_group(self._handle)
         # NCCL's destruction waits for the peers to come to it, and the ranks stop one after the other.
-        if self._backend == "nccl":
-            if self._handle is None:  # this ends the sub-groups, too
-                dist.distributed_c10d._abort_process_group()
-        elif self._handle is None:
-            dist.destroy_process_group()
+        elif self._backend == "nccl":
+            dist.distributed_c10d._abort_process_group()
         else:
-            dist.destroy_process_group(self._handle)
+            dist.destroy_process_group()
 
     def _raise(self, error: RuntimeError) -> None:
         """An accelerator's error has a number that the device explains; gloo's names a socket."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -49,8 +50,9 @@ class Stage:
     def send_outcome(self, outcome: Tensor) -> None:
         """Send what the last stage found, int64 [numbers], to all others. Raises GroupError."""
 
-    def receive_outcome(self, numbers: int, device: torch.device) -> Tensor:
-        """What the last stage sent, int64 [numbers]. Raises GroupError."""
+    def await_outcome(self, numbers: int, device: torch.device) -> Callable[[], Tensor]:
+        """Returns at once; call the result to wait for what the last stage sends, int64 [numbers]. Raises
+        GroupError."""
         raise NotImplementedError
 
     def flush(self) -> None:
@@ -77,8 +79,22 @@ class PipelineStage(Stage):
         for stage in range(self.size - 1):
             self._send(outcome, stage)
 
-    def receive_outcome(self, numbers: int, device: torch.device) -> Tensor:
-        return self._receive(torch.empty(numbers, dtype=torch.int64, device=device), self.size - 1)
+    def await_outcome(self, numbers: int, device: torch.device) -> Callable[[], Tensor]:
+        outcome, last = torch.empty(numbers, dtype=torch.int64, device=device), self.size - 1
+        try:
+            work = dist.irecv(outcome, self._ranks[last])
+        except RuntimeError as error:
+            raise self._error("receive from", last, error) from error
+
+        def arrived() -> Tensor:
+            try:
+                if work is not None:
+                    work.wait()
+            except RuntimeError as error:
+                raise self._error("receive from", last, error) from error
+            return outcome
+
+        return arrived
 
     def flush(self) -> None:
         while self._sends:

@@ -14,6 +14,7 @@ from kernels.execution.executors.native_decode import NativeDecode
 from kernels.execution.executors.native_prefill import NativePrefill
 from kernels.execution.executors.no_rows import NoRows
 from kernels.execution.executors.overlapped_verify import OverlappedVerifyPass
+from kernels.execution.executors.shared_pass import SharedPass
 from kernels.execution.executors.verify_pass import VerifyPass
 from kernels.execution.executors.whole_step import WholeStep
 from kernels.execution.pending_step import StepContext
@@ -34,6 +35,10 @@ def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[in
     Every rank of the group must call it. Call it again once the device has better operators.
     """
     loaded = context.loaded
+    if loaded.shared is not None:
+        if not loaded.config.disable_graphs and loaded.groups.is_captured:
+            _log.info("Data-parallel attention runs every step eagerly, without captured graphs.")
+        return (SharedPass(context, loaded.shared),), ()
     if loaded.model.stage.size > 1:
         _log.info("The stages of a pipeline run every step eagerly, without captured graphs.")
         return (NoRows(), EagerPass(context)), ()

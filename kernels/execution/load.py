@@ -26,6 +26,7 @@ from kernels.devices.latent_cache import clear_latent
 from kernels.devices.memory import MemoryUsage
 from kernels.distributed.group import Group
 from kernels.distributed.pipeline import make_stage
+from kernels.distributed.shared_experts import SharedExperts
 from kernels.execution.captures import Passes
 from kernels.execution.layer_groups import LayerGroups, check_groups
 from kernels.execution.outputs import StepOutputs
@@ -96,7 +97,7 @@ class OpenModel:
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
     """A loaded model with everything that its steps need. ``caches``: one per layer, in ``groups``; ``draft_caches``:
-    the drafter's.
+    the drafter's. ``shared``: with data-parallel attention, the ranks that share layers of experts.
 
     ``windows``: window lengths of the layers. ``speculator``: None without a draft. ``info``: the description, still
     without load times and captured graphs.
@@ -116,6 +117,7 @@ class LoadedModel:
     outputs: StepOutputs
     info: ModelInfo
     grammars: GrammarSlots | None = None
+    shared: SharedExperts | None = None
 
     def agree(self, could: bool) -> bool:
         """Whether every rank of the group passed True. All ranks must call it."""
@@ -159,7 +161,10 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
     if config.pp_size > 1:
         _check_pipeline(whole, config)
     _check_experts(whole, config)
-    part = stage_config(local_config(whole, config.tp_size, config.ep_size), config.pp_rank, config.pp_size)
+    if config.dp_size > 1:
+        _check_shared(whole, config)
+    local = local_config(whole, config.attention_size, config.dp_size, config.ep_size)
+    part = stage_config(local, config.pp_rank, config.pp_size)
     dtype = device.select_dtype(config.dtype, part.dtype)
     context = context_length(config, part)
     captures = captured_layers(config.speculation, whole) if config.speculation is not None else ()
@@ -167,7 +172,7 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
     weights = open_weights(
         CheckpointFiles(config.model_path, config.load_format, config.random_seed),
         tensors(whole) if scheme is None else scheme.adapt(tensors(whole)),
-        Placement(dtype, device.torch_device, Shard(config.tp_rank, config.tp_size, config.ep_size)),
+        Placement(dtype, device.torch_device, _shard(config)),
         scheme,
         lambda fraction: progress("weights", 0.9 * fraction),
     )
@@ -225,6 +230,37 @@ def _check_code(whole: ModelConfig, config: RunnerConfig) -> None:
         raise ConfigError(
             f"{whole.architecture} runs by transformers' modeling code, which is without {', '.join(given)}; leave "
             "it out"
+        )
+
+
+def _shard(config: RunnerConfig) -> Shard:
+    """The rank's part of the tensors."""
+    parts = config.ep_size
+    experts = Shard(config.tp_rank, config.tp_size, ep_size=parts) if config.dp_size > 1 else None
+    return Shard(config.attention_rank, config.attention_size, experts, parts)
+
+
+def _check_shared(whole: ModelConfig, config: RunnerConfig) -> None:
+    """Raises ConfigError for what data-parallel attention does not run."""
+    if whole.code is not None or whole.experts is None:
+        raise ConfigError(
+            f"{whole.architecture} has no layers of experts that ranks could share; leave --enable-dp-attention out: "
+            "--data-parallel-size alone runs replicas of the whole model"
+        )
+    if config.speculation is not None:
+        raise ConfigError("--enable-dp-attention does not run with --speculative-algorithm; leave one out")
+    if config.adapters is not None:
+        raise ConfigError("--enable-dp-attention does not run with --enable-lora; leave one out")
+    if config.pp_size > 1:
+        raise ConfigError("--enable-dp-attention does not run with --pipeline-parallel-size; leave one out")
+
+
+def _check_layers(shared: SharedExperts, whole: ModelConfig) -> None:
+    """Raises ConfigError if layers of experts are not among those that are shared."""
+    count = 0 if whole.experts is None else len(whole.experts.layers)
+    if len(shared.layers) != count:
+        raise ConfigError(
+            f"the layers of experts of {whole.architecture} cannot be shared; leave --enable-dp-attention out"
         )
 
 
@@ -307,6 +343,10 @@ def load_model(
     rows = None
     if opened.adapters is not None:
         rows = LayerContext(opened.adapters, device.torch_device, mesh.rank, mesh.size)
+    shared: SharedExperts | None = None
+    if config.dp_size > 1:
+        shared = SharedExperts(group, config.dp_size, part.hidden_size, dtype, device.torch_device)
+        mesh = shared.attention
     source = weights if stage.size == 1 else StageSource(weights, first)
     make = ModelBuilder(
         source,
@@ -319,9 +359,12 @@ def load_model(
         stage,
         rows=rows,
         ep_size=config.ep_size,
+        shared=shared,
     )
     model = build(part, make)
     assert isinstance(model, Decoder)
+    if shared is not None:
+        _check_layers(shared, opened.whole)
     sampler = Sampler(
         part.vocab_size if part.pooling is None else 1,
         config.max_slots,
@@ -469,6 +512,7 @@ def load_model(
         outputs,
         info,
         grammars,
+        shared,
     )
 
 

@@ -244,19 +244,28 @@ class StepOutputs:
             self._model.stage.send_outcome(torch.cat(parts))
 
     def _follow_last_stage(self, step: StepRows, builder: ResultBuilder) -> None:
-        """What ``read`` does to the slots, in a stage without an output."""
-        state, put = self._slots, self._device.memory.put
+        """Let ``builder.settle`` do to the slots what ``read`` does, in a stage without an output."""
+        state = self._slots
         ends = step.starts + step.counts
         short = np.flatnonzero(ends < state.known[step.slots])
         reached = np.flatnonzero(ends == state.known[step.slots])
         if not len(short) + len(reached):
             return
-        outcome = self._model.stage.receive_outcome(len(short) + len(reached), self._device.torch_device)
-        if len(short):
-            builder.chunk_rows, builder.chunks_broken = step.rows[short], outcome[: len(short)] != 0
-        if not len(reached):
-            return
-        slots, sent = step.slots[reached], outcome[len(short) :]
+        arrived = self._model.stage.await_outcome(len(short) + len(reached), self._device.torch_device)
+
+        def settle() -> None:
+            outcome = arrived()
+            if len(short):
+                builder.chunk_rows, builder.chunks_broken = step.rows[short], outcome[: len(short)] != 0
+            if len(reached):
+                self._follow_samples(step, reached, outcome[len(short) :], builder)
+
+        builder.settle = settle
+
+    def _follow_samples(self, step: StepRows, reached: Longs, sent: Tensor, builder: ResultBuilder) -> None:
+        """Take the tokens ``sent`` int64 [reached] of these rows, -1 in one that is not finite."""
+        state, put = self._slots, self._device.memory.put
+        slots = step.slots[reached]
         lengths = state.known[slots]
         allowed = self._allowed(slots, lengths)
         sampled = SampledTokens(sent.clamp(min=0), sent < 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -55,9 +56,23 @@ class StepContext:
         """None: requests have no grammars, or the device draws no tokens."""
         if loaded.grammars is not None and draw is not None and loaded.slots.here is not None:
             self.native_grammars = NativeGrammars(loaded.grammars, loaded.sampler, draw, loaded.slots)
+        self.unsettled: deque[UnsettledStep] = deque()
         self.ended = 0.0
         """``time.perf_counter`` of the last result."""
         self._thread = threading.get_ident()
+
+    @torch.inference_mode()
+    def settle(self, batch: StepBatch) -> None:
+        """Settle steps whose rows the next one, ``batch``, runs, admits, releases or gives pages to, and those before
+        them."""
+        if not self.unsettled:
+            return
+        parts = (batch.slots, batch.released, batch.page_slots)
+        slots = {slot for part in parts for slot in unpack_ints(part).tolist()}
+        slots.update(admission.slot for admission in batch.admitted)
+        needed = [each for each in self.unsettled if not slots.isdisjoint(each.slots)]
+        if needed:
+            needed[-1].result()
 
     def bind_thread(self) -> None:
         """Make the device usable in this thread, which is the model's from now on."""
@@ -71,6 +86,26 @@ class StepContext:
         assert self.loaded.speculator is not None
         with device_errors(self.loaded.device):
             self.loaded.speculator.flush_idle()
+
+
+class UnsettledStep:
+    """A step of a pipeline's stage that is not the last, until it is known what the last one samples in it. ``slots``:
+    of its rows. Steps are settled in their order, in the model's thread.
+    """
+
+    def __init__(self, context: StepContext, slots: frozenset[int], finish: Callable[[], StepResult]) -> None:
+        self._context, self.slots, self._finish = context, slots, finish
+        self._result: StepResult | None = None
+
+    @torch.inference_mode()
+    def result(self) -> StepResult:
+        """Settle the steps up to this one."""
+        unsettled = self._context.unsettled
+        with device_errors(self._context.loaded.device):
+            while self._result is None:
+                step = unsettled.popleft()
+                step._result = step._finish()
+        return self._result
 
 
 class PendingStep:
@@ -240,6 +275,8 @@ class PendingStep:
         """Start to fetch the collected results. No other executor may take the step afterwards."""
         context, builder, writes = self._context, self.update(), self._writes if self._started else None
         device, started = context.loaded.device, self._started or time.perf_counter()
+        if builder.settle is not None:
+            return RunningStep(self._unsettled(builder, writes, started).result, True)
         # A graph's output is overwritten by its next replay; results of verification are not.
         fetched = builder.arrives or device.memory.fetch(builder.tensors(), lasting=builder.outcome is not None)
         thread = threading.get_ident()
@@ -255,6 +292,18 @@ class PendingStep:
         loaded = context.loaded
         windows = any(isinstance(table.group.group.spec, Window) for table in loaded.slots.bounded)
         return RunningStep(finish, not device.traits.overlaps or loaded.group.size > 1 or windows)
+
+    def _unsettled(self, builder: ResultBuilder, writes: StepWrites | None, started: float) -> UnsettledStep:
+        context = self._context
+
+        def finish() -> StepResult:
+            assert builder.settle is not None
+            builder.settle()
+            return self._finish(context.loaded.device.memory.fetch(builder.tensors()), builder, writes, started)
+
+        step = UnsettledStep(context, frozenset(builder.slots.tolist()), finish)
+        context.unsettled.append(step)
+        return step
 
     def complete_pass(self, result: PassResult) -> RunningStep:
         """Read the results ``result`` of the model's pass, then ``complete``."""

@@ -52,8 +52,9 @@ class ResultBuilder:
     ``sampled``, -1 in a row that is not finite; ``sampling`` bool [sampled] says which rows sample. ``pooled``: for
     groups of rows ``pooled_rows``, the vectors float32 [rows, n] of each. ``states``, ``experts``: see ``StepResult``;
     ``expert_counts`` int32 [layers, experts], ``routes``: see ``ExpertCounts``.
-    ``arrives``: waits for results that the device copies to the host by itself. ``chunk_rows`` int64 [chunks]: rows
-    that sampled nothing; ``chunks_broken`` bool [chunks]: which of them are not finite.
+    ``arrives``: waits for results that the device copies to the host by itself. ``settle``: waits for what another
+    stage of a pipeline samples. ``chunk_rows`` int64 [chunks]: rows that sampled nothing; ``chunks_broken`` bool
+    [chunks]: which of them are not finite.
     """
 
     slots: npt.NDArray[np.int32]
@@ -66,6 +67,7 @@ class ResultBuilder:
     chunks_broken: Tensor | None = None
     argmax: Tensor | None = None
     arrives: Callable[[], list[Tensor]] | None = None
+    settle: Callable[[], None] | None = None
     sampling: Bools | None = None
     pooled_rows: list[npt.NDArray[np.int64]] = field(default_factory=list)
     pooled: list[Tensor] = field(default_factory=list)

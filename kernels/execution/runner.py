@@ -89,7 +89,7 @@ class ModelRunner:
         loaded = self._loaded
         self._context = StepContext(loaded, self._renew)
         self._executors, graph_rows = make_executors(self._context)
-        self._eager = (NoRows(), EagerPass(self._context))
+        self._eager = self._executors if loaded.shared is not None else (NoRows(), EagerPass(self._context))
         if loaded.speculator is not None and device.traits.compiles:
             warm_up_drafts(self.start, loaded.info, loaded.speculator.drafter, config.max_slots, config.max_step_tokens)
         clock.end("warmup")
@@ -117,6 +117,7 @@ class ModelRunner:
         """
         step = PendingStep(self._context, batch, time.perf_counter())
         try:
+            self._context.settle(batch)
             if batch.admitted:
                 step.prepare()  # before the walk: an admission may renew the executors
             # No other executor records experts.
@@ -162,6 +163,8 @@ class ModelRunner:
             self._loaded.grammars.close()
         if "_loaded" in self.__dict__:
             self._loaded.model.stage.flush()
+            if self._loaded.shared is not None:
+                self._loaded.shared.close()
         for name in ("_context", "_loaded"):
             self.__dict__.pop(name, None)
         self._group.close()

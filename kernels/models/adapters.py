@@ -26,16 +26,17 @@ __all__ = ["ResidentAdapters"]
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """A linear layer of fused ``modules``: [places, modules * rank, inputs], and of each [places, rank, outputs]."""
+    """A linear layer of fused ``modules``, which have ``sizes`` outputs: see ``LowRankDelta``."""
 
     modules: tuple[str, ...]
     shard: Shard
     down: Tensor
-    up: tuple[Tensor, ...]
+    up: Tensor
+    sizes: tuple[int, ...]
 
 
-_Host = list[list[Tensor] | None]
-"""An adapter's matrices, of each layer ``down`` and then ``up`` of its modules; None where it changes nothing."""
+_Host = list[tuple[Tensor, Tensor] | None]
+"""An adapter's matrices, of each layer ``down`` and ``up``; None where it changes nothing."""
 
 
 class ResidentAdapters:
@@ -67,13 +68,14 @@ class ResidentAdapters:
             return None
         shard, rank, places = Shard(context.rank, context.size), self._settings.max_rank, self._settings.max_batch + 1
         specs = [self._spec(module) for module in modules]
-        sizes = [(places, len(modules) * rank, _length(specs[0], 1, shard))]
-        sizes += [(places, rank, _length(spec, 0, shard)) for spec in specs]
-        down, *up = (torch.zeros(size, dtype=self._dtype, device=context.device) for size in sizes)
-        self._layers.append(_Layer(modules, shard, down, tuple(up)))
+        sizes = tuple(_length(spec, 0, shard) for spec in specs)
+        inputs = _length(specs[0], 1, shard)
+        down = torch.zeros(places, len(modules) * rank, inputs, dtype=self._dtype, device=context.device)
+        up = torch.zeros(places, rank, sum(sizes), dtype=self._dtype, device=context.device)
+        self._layers.append(_Layer(modules, shard, down, up, sizes))
         self._takers.update(modules)
-        self._nbytes += down.nbytes + sum(part.nbytes for part in up)
-        return self._device.linear.make_delta(context, down, up)
+        self._nbytes += down.nbytes + up.nbytes
+        return self._device.linear.make_delta(context, down, up, sizes)
 
     def refuse(self, modules: tuple[str, ...]) -> None:
         """See ``kernels.core.layer_context.RowAdapters``."""
@@ -139,7 +141,7 @@ class ResidentAdapters:
             if host is None:
                 layer.down[place].zero_()  # then nothing is added, whatever the others hold
                 continue
-            for matrices, source in zip((layer.down, *layer.up), host, strict=True):
+            for matrices, source in zip((layer.down, layer.up), host, strict=True):
                 matrices[place].copy_(source, non_blocking=True)
         return place
 
@@ -161,11 +163,14 @@ class ResidentAdapters:
         known = f"{module}.weight" in self._tensors
         return f"{module} {'takes no adapters' if known else 'is no linear layer of the model'}"
 
-    def _read(self, stored: safe_open, layer: _Layer, modules: Mapping[str, AdapterModule]) -> list[Tensor] | None:
+    def _read(
+        self, stored: safe_open, layer: _Layer, modules: Mapping[str, AdapterModule]
+    ) -> tuple[Tensor, Tensor] | None:
         if not any(module in modules for module in layer.modules):
             return None
         rank = self._settings.max_rank
-        down, *up = (torch.zeros(each.shape[1:], dtype=self._dtype) for each in (layer.down, *layer.up))
+        down, up = (torch.zeros(each.shape[1:], dtype=self._dtype) for each in (layer.down, layer.up))
+        columns = up.split(layer.sizes, 1)
         for number, module in enumerate(layer.modules):
             if module not in modules:
                 continue
@@ -176,9 +181,9 @@ class ResidentAdapters:
                     raise ConfigError(f"{name} of the adapter has values that are not finite")
             begin = number * rank
             down[begin : begin + found.rank] = _part(first, parts, 1)
-            up[number][: found.rank] = _part(second, parts, 0).T
+            columns[number][: found.rank] = _part(second, parts, 0).T
         pinned = layer.down.device.type == "cuda"
-        return [matrix.pin_memory() if pinned else matrix for matrix in (down, *up)]
+        return (down.pin_memory(), up.pin_memory()) if pinned else (down, up)
 
 
 def _part(matrix: Tensor, parts: Sequence[Part], dimension: int) -> Tensor:

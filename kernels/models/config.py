@@ -298,48 +298,54 @@ class ModelConfig:
         return self.rope.dim or self.head_dim
 
 
-def local_config(config: ModelConfig, size: int, ep_size: int = 1) -> ModelConfig:
-    """The sizes that one of ``size`` ranks runs; the vocabulary stays whole. Raises ConfigError, naming the numbers.
+def local_config(config: ModelConfig, size: int, parts: int = 1, ep_size: int = 1) -> ModelConfig:
+    """The sizes that one of ``size`` ranks runs, with ``parts`` times as many for layers of experts; the vocabulary
+    stays whole. Raises ConfigError, naming the numbers.
 
     Attention is divided by heads, feed-forward layers and experts by their inner dimension, embedding and output by the
     vocabulary (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3). With fewer key heads than ranks, ranks share
     one. A model of transformers' code is divided by its own plan. With ``ep_size`` the experts are divided into so many
-    parts first, and the inner dimension of each over ``size / ep_size`` ranks.
+    parts first, and the inner dimension of each over the ranks of a part.
     """
     if config.code is not None:
         from kernels.models.fallback.model import divided
 
         return divided(config, size)
-    parts = {
+    wide: dict[str, int] = {}
+    narrow = {
         "num_attention_heads": config.heads,
         "intermediate_size": config.intermediate_size,
         "vocab_size": config.vocab_size,
     }
     experts = config.experts
     if experts is not None:
+        each = size * parts // ep_size
         if ep_size == 1:
-            parts["moe_intermediate_size"] = experts.inner
-        elif experts.inner % (size // ep_size):
+            wide["moe_intermediate_size"] = experts.inner
+        elif experts.inner % each:
             raise ConfigError(
-                f"moe_intermediate_size {experts.inner} of {config.architecture} cannot be divided over the "
-                f"{size // ep_size} ranks of each part of the experts: raise --expert-parallel-size {ep_size}"
+                f"moe_intermediate_size {experts.inner} of {config.architecture} cannot be divided over the {each} "
+                f"ranks of each part of the experts: raise --expert-parallel-size {ep_size}"
             )
-        parts["shared_expert_intermediate_size"] = experts.shared
+        wide["shared_expert_intermediate_size"] = experts.shared
         if experts.packed:
-            parts["the number of mxfp4's blocks in intermediate_size,"] = experts.inner // MXFP4_BLOCK
-    for name, number in parts.items():
-        if number % size:
-            raise ConfigError(
-                f"{name} {number} of {config.architecture} cannot be divided by --tensor-parallel-size {size}; "
-                f"{_remedy(config)}"
-            )
+            wide["the number of mxfp4's blocks in intermediate_size,"] = experts.inner // MXFP4_BLOCK
+    for numbers, ranks in ((narrow, size), (wide, size * parts)):
+        for name, number in numbers.items():
+            if number % ranks:
+                raise ConfigError(
+                    f"{name} {number} of {config.architecture} cannot be divided by --tensor-parallel-size {ranks}; "
+                    f"{_remedy(config)}"
+                )
     if config.kv_heads % size and size % config.kv_heads:
         raise ConfigError(
             f"num_key_value_heads {config.kv_heads} of {config.architecture} and --tensor-parallel-size {size} do not "
             f"divide one another; {_remedy(config)}"
         )
     if experts is not None:
-        experts = dataclasses.replace(experts, inner=experts.inner * ep_size // size, shared=experts.shared // size)
+        experts = dataclasses.replace(
+            experts, inner=experts.inner * ep_size // (size * parts), shared=experts.shared // (size * parts)
+        )
     return dataclasses.replace(
         config,
         heads=config.heads // size,

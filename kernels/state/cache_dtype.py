@@ -99,8 +99,8 @@ def choose_cache(config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, d
         scales = [LayerScales(ones)] * model.layers
     if scales is None:
         return CacheChoice(kind)
-    size = config.tp_size
-    first, count = config.tp_rank * model.kv_heads // size, max(1, model.kv_heads // size)
+    size = config.attention_size
+    first, count = config.attention_rank * model.kv_heads // size, max(1, model.kv_heads // size)
     return CacheChoice(kind, tuple(layer.part(first, first + count).to(device.torch_device) for layer in scales))
 
 

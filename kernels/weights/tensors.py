@@ -82,20 +82,22 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of the ``size`` ranks that a model's tensors are divided over. ``ep_size``: parts that the experts of a layer
-    are divided into first; each part is divided over ``size / ep_size`` consecutive ranks."""
+    """One of the ``size`` ranks that a model's tensors are divided over. ``experts``: the rank among those that share
+    layers of experts, if these are others. ``ep_size``: parts that the experts of a layer are divided into first; each
+    part is divided over ``size / ep_size`` consecutive ranks."""
 
     rank: int = 0
     size: int = 1
+    experts: Shard | None = None
     ep_size: int = 1
 
     @property
-    def of_experts(self) -> Shard:
+    def within_part(self) -> Shard:
         """The rank among those that share its experts."""
         size = self.size // self.ep_size
         return Shard(self.rank % size, size)
 
-    def experts(self, count: int) -> range:
+    def places(self, count: int) -> range:
         """Those of a layer's ``count`` experts that this rank has a part of. ``ep_size`` must divide ``count``."""
         each = count // self.ep_size
         first = self.rank * self.ep_size // self.size * each
@@ -203,7 +205,8 @@ class TensorSpec:
 
     ``name``: its Hugging Face name, which ends in ``.weight`` or ``.bias``. ``split``: how ranks divide it; None: each
     rank has all of it. ``gguf``: None where GGUF files have no such tensor. ``aliases``: other names in safetensors.
-    ``unread``: tensors that safetensors may hold beside it and that are not read.
+    ``unread``: tensors that safetensors may hold beside it and that are not read. ``of_experts``: it is of a layer of
+    experts, which more ranks may share than the others.
     """
 
     name: str
@@ -214,6 +217,7 @@ class TensorSpec:
     aliases: tuple[str, ...] = ()
     stacked: StackedExpert | None = None
     unread: tuple[str, ...] = ()
+    of_experts: bool = False
 
     @property
     def module(self) -> str:
@@ -242,9 +246,10 @@ class TensorSpec:
 
     def parts(self, shard: Shard) -> tuple[Part, ...]:
         """The parts that a rank holds, in order; empty: the whole tensor. Of an expert: those of a rank that has it."""
+        own = shard.experts if self.of_experts and shard.experts is not None else shard
         if self.is_placed:
-            shard = shard.of_experts
-        return () if self.split is None or shard.size == 1 else self.split.parts(shard)
+            own = own.within_part
+        return () if self.split is None or own.size == 1 else self.split.parts(own)
 
     def bias(self) -> TensorSpec:
         """The bias of this projection or norm."""

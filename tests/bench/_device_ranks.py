@@ -24,26 +24,38 @@ _VARIABLE = "TROUPE_BENCH_RANK"
 
 
 class Ranks(msgspec.Struct, frozen=True):
-    """One rank of ``size``. ``folder``: where all of them meet."""
+    """One rank of ``size``, which are ``stages`` of a pipeline; those of a stage divide its layers. ``folder``: where
+    all of them meet. Rank 0 has results, so it is of the last stage."""
 
     size: int
     rank: int
     folder: Path
+    stages: int = 1
+
+    @property
+    def suffix(self) -> str:
+        """Of a model's name in rows."""
+        width = self.size // self.stages
+        parts = (f" tp {width}" if width > 1 else "", f" pp {self.stages}" if self.stages > 1 else "")
+        return "".join(parts)
 
     def config(self, model: str) -> dict[str, Any]:
         """Fields of RunnerConfig for this rank of ``model``."""
         if self.size == 1:
             return {}
         meeting = str(self.folder / model)
-        return {"tp_rank": self.rank, "tp_size": self.size, "device_index": self.rank, "rendezvous": meeting}
+        width = self.size // self.stages
+        tensor = {"tp_rank": self.rank % width, "tp_size": width}
+        stage = {"pp_rank": self.stages - 1 - self.rank // width, "pp_size": self.stages}
+        return {**tensor, **stage, "device_index": self.rank, "rendezvous": meeting}
 
 
 @contextmanager
-def started_ranks(size: int, arguments: Sequence[str]) -> Iterator[Ranks]:
+def started_ranks(size: int, stages: int, arguments: Sequence[str]) -> Iterator[Ranks]:
     """The ranks of this benchmark; rank 0 starts the others with its own ``arguments``, and ends them."""
     rank, _, place = os.environ.get(_VARIABLE, "").partition(":")
     if rank:
-        yield Ranks(size, int(rank), Path(place))
+        yield Ranks(size, int(rank), Path(place), stages)
         return
     with tempfile.TemporaryDirectory() as folder:
         others: list[subprocess.Popen[bytes]] = []
@@ -53,7 +65,7 @@ def started_ranks(size: int, arguments: Sequence[str]) -> Iterator[Ranks]:
                 command = [sys.executable, "-m", "tests.bench", "device", *words]
                 environment = os.environ | {_VARIABLE: f"{other}:{folder}"}
                 others.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
-            yield Ranks(size, 0, Path(folder))
+            yield Ranks(size, 0, Path(folder), stages)
         finally:
             for process in others:
                 process.terminate()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kernels.contract.runner import RunningStep
     from kernels.execution.runner import ModelRunner
 
-__all__ = ["measure", "page_run"]
+__all__ = ["Requests", "load", "measure", "page_run"]
 
 
 def page_run(group: GroupPages, slot: int, tokens: int) -> PageRun:
@@ -40,10 +40,12 @@ def page_run(group: GroupPages, slot: int, tokens: int) -> PageRun:
 class Requests:
     """Acts as the scheduler: prompts of one length at once; decodes first, then prefills, two steps in flight.
 
-    Each sequence has its pages from the start, scattered over memory.
+    Each sequence has its pages from the start, scattered over memory. ``adapters``: as many are used, in turn.
     """
 
-    def __init__(self, runner: ModelRunner, info: ModelInfo, count: int, prompt: int, output: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, info: ModelInfo, count: int, prompt: int, output: int, adapters: int = 0
+    ) -> None:
         self.runner, self.prompt, self.output = runner, prompt, output
         each = -(-(prompt + output + 2) // PAGE_SIZE)
         if count * each >= info.num_pages:
@@ -60,6 +62,7 @@ class Requests:
                 pages=order[slot].tobytes(),
                 sampling=SlotSampling(temperature=0.0),
                 bounded=tuple(page_run(group, slot, prompt + output + 2) for group in info.bounded_groups),
+                adapter=1 + slot % adapters if adapters else 0,
             )
             for slot in range(count)
         ]
@@ -205,7 +208,7 @@ def measure(
     begun = time.perf_counter()
     with skewed_routing(zipf, STEP_TOKENS) if zipf else nullcontext():
         runner, info = load(path, invariant=invariant, quantization=quantization, **ranks.config(name))
-    name = f"{name} {quantization}".strip() + (f" on {ranks.size} GPUs" if ranks.size > 1 else "")
+    name = f"{name} {quantization}".strip() + ranks.suffix
     Requests(runner, info, 1, 128, 1).run()
     took = time.perf_counter() - begun
     print(f"{name}: {rate / 1e12:.2f} TB/s of memory are read here at most")

@@ -13,15 +13,15 @@ online, start; ``--model 8b,0.6b``
 (or 30b, v2-lite, gpt-oss, qwen3.5-9b);
 ``--only products`` times the products of few tokens, every way there is to make them, ``--only chain`` those of a
 layer as they follow one another, ``--only prompts`` the attention of prompts, ``--only latent`` that over latent
-vectors, ``--only windows`` that of decodes with windows, sinks and caps, and ``--only states`` decodes of gated delta
-nets; ``--only speculative`` says what drafting tokens ahead costs
+vectors, ``--only windows`` that of decodes with windows, sinks and caps, ``--only states`` decodes of gated delta
+nets, and ``--only adapters`` streams with LoRA adapters; ``--only speculative`` says what drafting tokens ahead costs
 and gains (``device_speculative``);
 ``--profile DIR`` writes tables of the device's time by kernel.
 ``--deterministic`` measures decode, offline and prefill with kernels whose results depend on no other rows
 (``--enable-deterministic-inference``), ``--quantization fp8`` with such weights. ``--zipf S`` measures models of
 experts a second time, with tokens routed to them by Zipf's law of the exponent S, as made-up routers choose evenly.
-``--ranks N`` divides each layer over N GPUs in decode, steps, offline and prefill. ``--plain NAME[,NAME]`` runs some
-operators of gated delta nets (scan, head_gates, gated_norm) in plain torch. In
+``--ranks N`` divides each layer over N GPUs in decode, steps, offline and prefill, ``--stages N`` the layers.
+``--plain NAME[,NAME]`` runs some operators of gated delta nets (scan, head_gates, gated_norm) in plain torch. In
 parts: ``--tests WORD`` checks only files and tests with the word in their names, and ``--keep FILE`` adds rows to those
 that an earlier part left there, so that the table holds all.
 """
@@ -44,6 +44,7 @@ from tests.bench._device_server import engine, online, start
 from tests.bench._needs import need_gpu
 from tests.bench._options import command_line
 from tests.bench._record import record
+from tests.bench.device_adapters import adapters
 from tests.bench.device_chain import chain
 from tests.bench.device_latent import latent
 from tests.bench.device_products import products
@@ -95,6 +96,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--zipf", type=float, default=0.0, help="exponent of a skewed routing to experts")
     parser.add_argument("--quantization", default="", help="of decode, offline and prefill: fp8 or int8")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs that divide each layer (tensor parallelism)")
+    parser.add_argument("--stages", type=int, default=1, help="stages of a pipeline, of --ranks GPUs each")
     parser.add_argument("--plain", default="", help="operators of gated delta nets that run in plain torch")
     parser.add_argument("--keep", type=Path, help="file of rows: those there are printed, too")
     given = parser.parse_args(arguments)
@@ -118,7 +120,10 @@ def main(arguments: list[str]) -> None:
                     for row in found
                 )
 
-    with tempfile.TemporaryDirectory() as folder, started_ranks(given.ranks, arguments) as ranks:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        started_ranks(given.ranks * given.stages, given.stages, arguments) as ranks,
+    ):
         directory = Path(folder)
         if "products" in points:
             products(given.model.split(","))
@@ -130,6 +135,8 @@ def main(arguments: list[str]) -> None:
             windows()
         if "states" in points:
             states()
+        if "adapters" in points:
+            adapters(given.model.split(","), directory)
         if "chain" in points:
             chain(given.model.split(","))
         for name in given.model.split(","):

@@ -84,6 +84,7 @@ class Driver:
         self.generation: dict[int, int] = {}
         self.number = 0
         self.record_experts: RecordedExperts = ""
+        self.pass_tokens: tuple[int, ...] = ()
         self.free_bounded = [list(range(1, group.num_pages)) for group in info.bounded_groups]
         self.bounded: dict[int, list[list[int]]] = {}  # pages of each bounded group, by slot
         self._granted_bounded: list[list[tuple[int, int]]] = [[] for _ in self.free_bounded]
@@ -167,6 +168,7 @@ class Driver:
                 draft_limits=pack(most.get(slot, 0) for slot, _ in rows) if most else b"",
                 unobserved=unobserved,
                 record_experts=self.record_experts,
+                pass_tokens=self.pass_tokens,
             )
         )
         self._admitted, self._released, self._granted = [], [], []

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from kernels.contract.cpu_isa import processor_isa
+from kernels.core.layer_context import Delta, LayerContext
 from kernels.core.operators import Linear, Lookup
 from kernels.devices.cpu.dense_linear import CpuLinear, TiedLinear
+from kernels.devices.cpu.low_rank import SegmentedDelta
 from kernels.devices.cpu.native.library import NEEDED_ISA
 from kernels.devices.cpu.native_blocks import NativeBlocks
 from kernels.devices.cpu.native_fp8 import NativeFp8
@@ -46,6 +50,9 @@ class CpuLinearLayers(LinearLayers):
         linear = CpuLinear(weight, bias, shared, self._native.current)
         self._native.register(linear)
         return linear
+
+    def make_delta(self, context: LayerContext, down: Tensor, up: Tensor, sizes: Sequence[int]) -> Delta:
+        return SegmentedDelta(context, down, up, sizes)
 
     def make_lookup(self, table: Tensor | QuantizedWeight) -> Lookup:
         blocks = self._blocks(table)

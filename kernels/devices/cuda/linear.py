@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
+from kernels.core.layer_context import Delta, LayerContext
 from kernels.core.operators import Linear, Norm
 from kernels.devices.cuda.elementwise.norms import CudaNorm
 from kernels.devices.cuda.matmul.autotune import Choices
 from kernels.devices.cuda.matmul.eight_bit import EightBitLinear
 from kernels.devices.cuda.matmul.grouped import GroupedLinear, WideWeight
 from kernels.devices.cuda.matmul.linear import CudaLinear
+from kernels.devices.cuda.matmul.low_rank import CudaLowRankDelta
 from kernels.devices.cuda.matmul.norm_then_linear import CudaNormThenLinear, Fuses
 from kernels.devices.cuda.matmul.residual_linear import CudaResidualLinear
 from kernels.devices.elementwise import Elementwise
@@ -44,6 +48,9 @@ class CudaLinearLayers(LinearLayers):
         if isinstance(norm, CudaNorm) and isinstance(linear, Fuses):
             return CudaNormThenLinear(norm, linear, self._choices)
         return super().make_norm_then_linear(norm, linear)
+
+    def make_delta(self, context: LayerContext, down: Tensor, up: Tensor, sizes: Sequence[int]) -> Delta:
+        return CudaLowRankDelta(context, down, up, sizes)
 
     def make_residual(self, linear: Linear) -> ResidualLinear:
         return CudaResidualLinear(linear)

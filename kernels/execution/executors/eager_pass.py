@@ -37,6 +37,8 @@ class EagerPass:
     def _last_tokens(self, rows: StepRows) -> Tensor | None:
         """Indices of the rows' last tokens in the batch, if the results of all other tokens are unused; else None."""
         loaded = self._loaded
+        if loaded.shared is not None:  # the other ranks expect all rows in the last layer, too
+            return None
         if loaded.speculator is not None or rows.decodes == len(rows.slots) or loaded.outputs.needs_all_tokens(rows):
             return None
         return loaded.device.memory.put(rows.last)

@@ -16,6 +16,7 @@ from kernels.devices.elementwise import BiasedNorm, LayerNorm
 from kernels.devices.linear import ResidualLinear
 from kernels.distributed.group import Group
 from kernels.distributed.pipeline import Stage
+from kernels.distributed.shared_experts import SharedExperts
 from kernels.models.layers.routes import RouteRecord
 from kernels.weights.source import ModelSource, TensorSource
 
@@ -27,7 +28,8 @@ class LayerBuilder:
     """Makes layers of the tensors of ``source``, with the operators ``ops`` of a device, for one rank of ``mesh``.
 
     ``rows``: which rows use which adapter; None: the model has no adapters, and layers are made as if there were none.
-    ``routes``: of the model's layers of experts. ``ep_size``: parts that ranks divide a layer's experts into.
+    ``routes``: of the model's layers of experts. ``shared``: who shares them, with data-parallel attention;
+    ``ep_size``: parts that ranks divide a layer's experts into.
     A module is a tensor's name without ``.weight``. Several modules are fused along their outputs.
     """
 
@@ -37,6 +39,12 @@ class LayerBuilder:
     rows: LayerContext | None = field(default=None, kw_only=True)
     routes: RouteRecord = field(default_factory=RouteRecord, kw_only=True)
     ep_size: int = field(default=1, kw_only=True)
+    shared: SharedExperts | None = field(default=None, kw_only=True)
+
+    @property
+    def expert_mesh(self) -> Group:
+        """The ranks that a layer of experts is divided over."""
+        return self.mesh if self.shared is None else self.shared.whole
 
     def norm(self, module: str, eps: float, offset: float = 0.0) -> Norm:
         """A norm; quantized checkpoints give some of them a bias. ``offset``: what is added to its weight."""
@@ -113,6 +121,11 @@ class LayerBuilder:
         """The bias of a layer whose results are summed over ranks: the sum holds it once."""
         bias = self.source.biases([module])
         return bias if self.mesh.rank == 0 else None
+
+    def expert_bias(self, module: str) -> Tensor | None:
+        """``row_bias`` of a layer of experts."""
+        bias = self.source.biases([module])
+        return bias if self.expert_mesh.rank == 0 else None
 
     def into_stream(self, module: str) -> ResidualLinear:
         """``row_parallel``, added to the residual stream."""

@@ -72,6 +72,11 @@ DEEPSEEK = dataclasses.replace(QWEN, shared="shared_experts", correction="gate.e
 def tensors(
     config: ExpertsConfig, hidden: int, layer: str, gguf: str, names: ExpertNames = QWEN
 ) -> Iterator[TensorSpec]:
+    """``SparseFeedForward``'s."""
+    return (dataclasses.replace(spec, of_experts=True) for spec in _tensors(config, hidden, layer, gguf, names))
+
+
+def _tensors(config: ExpertsConfig, hidden: int, layer: str, gguf: str, names: ExpertNames) -> Iterator[TensorSpec]:
     """A layer's router, its experts, and the one that all tokens take. ``layer``, ``gguf``: the layer's names.
 
     Checkpoints keep experts apart, or as transformers has them in memory: ``mlp.experts.gate_up_proj`` [experts, 2 *
@@ -172,7 +177,7 @@ class SharedExpert:
         *gates, down = (f"{module}.{name}" for name in names.shared_projections)
         self.gate_up = builder.gated(*gates) if gate is None else gate.after(builder, *gates)
         builder.refuse_adapters((down,))
-        self.down = builder.ops.linear.make_projection(builder.source.projection([down]), builder.row_bias(down))
+        self.down = builder.ops.linear.make_projection(builder.source.projection([down]), builder.expert_bias(down))
         self.weight: Linear | None = None
         if weighted:
             weight = builder.source.take([f"{module}_gate.weight"])
@@ -202,17 +207,17 @@ class SparseFeedForward:
         shared_gate: LimitedGate | None = None,
     ) -> None:
         block, source = f"{layer}.{names.block}", builder.source
-        self.group, self._routes, factor = builder.mesh, builder.routes, config.result_scale
+        self.group, self._routes, factor = builder.expert_mesh, builder.routes, config.result_scale
         self._scaled = builder.ops.elementwise.compose(lambda x: x * factor, lambda x: x) if factor != 1.0 else None
-        shard = Shard(builder.mesh.rank, builder.mesh.size, builder.ep_size)
-        experts, here = [], shard.experts(config.count)
+        shard = Shard(builder.expert_mesh.rank, builder.expert_mesh.size, ep_size=builder.ep_size)
+        experts, here = [], shard.places(config.count)
         for expert in here:
             name = f"{block}.experts.{expert}"
             gates, down = [f"{name}.{names.gate}", f"{name}.{names.up}"], f"{name}.{names.down}"
             builder.refuse_adapters((*gates, down))
             first, bias, last = source.projection(gates), source.biases(gates), source.projection([down])
             end = source.biases([down])
-            experts.append(ExpertWeights(first, bias, last, end if shard.of_experts.rank == 0 else None))
+            experts.append(ExpertWeights(first, bias, last, end if shard.within_part.rank == 0 else None))
         router = f"{block}.{names.router}"
         weight, bias = source.take([f"{router}.weight"]), source.biases([router])
         correction = source.take([f"{block}.{names.correction}"]) if names.correction else None
@@ -221,16 +226,26 @@ class SparseFeedForward:
         self.shared: SharedExpert | None = None
         if config.shared:
             self.shared = SharedExpert(builder, names, names.shared_in(layer), config.weighted, shared_gate)
+        self._ranks = builder.shared
+        if self._ranks is not None:
+            self._ranks.layers.append(self)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._routes.is_open:
             self._routes.add(self.experts.choose(x))
+        if self._ranks is not None:
+            return self._ranks.run(x, self._summand)
+        out = self._summand(x)
+        return out if self.group.size == 1 else self.group.all_reduce(out)
+
+    def _summand(self, x: Tensor) -> Tensor:
+        """What this rank adds to the result."""
         out = self.experts(x)
         if self.shared is not None:
             out = self.shared.add(x, out)
         if self._scaled is not None:
             out = self._scaled(out)
-        return out if self.group.size == 1 else self.group.all_reduce(out)
+        return out
 
 
 def _experts(
@@ -255,7 +270,7 @@ def _experts(
         experts,
         routing,
         gate if config.activation == "silu" else gelu_and_mul,
-        identities=config.identities if builder.mesh.rank == 0 else -config.identities,
+        identities=config.identities if builder.expert_mesh.rank == 0 else -config.identities,
     )
 
 

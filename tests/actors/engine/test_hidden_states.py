@@ -55,6 +55,7 @@ async def states_of(engine: Engine, prompt: list[int], params: SamplingParams = 
         {"disable_cuda_graph": True},
         {"speculative_algorithm": "NGRAM"},
         {"tp_size": 2},
+        {"pp_size": 2},
     ],
     ids=str,
 )

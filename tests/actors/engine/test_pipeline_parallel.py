@@ -14,6 +14,7 @@ from actors.boards.stream_buffer import merge
 from actors.engine.engine import Engine
 from actors.protocol.requests import EngineFailed, SamplingParams
 from actors.requests.streams import RequestStream
+from kernels.contract.grammar import Grammar
 from tests.kits import engines
 from tests.kits.waiting import PATIENCE
 
@@ -55,6 +56,36 @@ async def test_two_stages_say_what_one_worker_says_and_outlive_a_kill(tiny_model
             assert [*first.token_ids, *await read_out(stream)] == long
             assert not set(before) & set(pids(engine))
         assert await say(engine) == expected
+
+
+@pytest.mark.long
+async def test_stages_follow_grammars_penalties_scores_and_aborts(tiny_model: Path) -> None:
+    cases = [
+        SamplingParams(max_tokens=40, seed=5, temperature=1.0, grammar=Grammar("regex", "(ab|cd){60}")),
+        SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, repetition_penalty=1.3, presence_penalty=0.5),
+        SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, logprobs=3, prompt_logprobs=2),
+    ]
+
+    async def answers(engine: Engine) -> list[tuple[object, ...]]:
+        given_up = [engine.generate(prompt, LONG) for prompt in PROMPTS]
+        for stream in given_up:
+            await anext(stream)
+        others = [asyncio.create_task(whole(engine, prompt, case)) for prompt in PROMPTS for case in cases]
+        for stream in given_up:
+            await stream.aclose()
+        return list(await asyncio.gather(*others))
+
+    async def whole(engine: Engine, prompt: str, params: SamplingParams) -> tuple[object, ...]:
+        async with asyncio.timeout(PATIENCE):
+            delta = merge([delta async for delta in engine.generate(prompt, params)])
+        scores = (*delta.logprobs, *(delta.prompt_logprobs or ())) if delta.logprobs else ()
+        rounded = [None if score.logprob is None else round(score.logprob, 3) for score in scores]
+        return tuple(delta.token_ids), delta.text, str(rounded)
+
+    async with small_engine(tiny_model) as engine:
+        expected = await answers(engine)
+    async with small_engine(tiny_model, pp=2, pp_async_batch_depth=1, pp_max_micro_batch_size=3) as engine:
+        assert await answers(engine) == expected
 
 
 @pytest.mark.long

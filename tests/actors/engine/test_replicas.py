@@ -23,45 +23,17 @@ from actors.runtime import ChildCrash
 from app.understudy import MODEL_DIR
 from kernels.contract.topology import Rank
 from tests.kits.engines import rest, small_engine
+from tests.kits.replicas import Answer, all_decode, kill, replicas, tokens_of
 from tests.kits.waiting import until
 
 PARAMS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 PROMPTS = [f"The lazy dog {i}" for i in range(8)]
 
 
-Answer = dict[int, tuple[list[int], str]]
-"""The tokens and the text of each choice."""
-
-
-async def tokens_of(engine: Engine, prompt: Any, params: SamplingParams = PARAMS) -> Answer:
-    answer: Answer = {}
-    async for delta in engine.generate(prompt, params):
-        tokens, text = answer.get(delta.index, ([], ""))
-        answer[delta.index] = ([*tokens, *delta.token_ids], text + delta.text)
-    return answer
-
-
 async def alone(model: Path, prompts: list[Any], params: SamplingParams = PARAMS) -> list[Answer]:
     """The tokens of an engine with one replica."""
     async with small_engine(model) as engine:
         return [await tokens_of(engine, prompt, params) for prompt in prompts]
-
-
-def replicas(engine: Engine) -> list[Replica]:
-    assert engine._actor_tree is not None
-    return engine._actor_tree.replicas
-
-
-def kill(engine: Engine, replica: int) -> None:
-    os.kill(engine.describe()["workers"][replica]["pid"], signal.SIGKILL)
-
-
-async def all_decode(engine: Engine, count: int = 8) -> None:
-    journals = [replica.journal for replica in replicas(engine)]
-    await until(
-        lambda: sum(map(len, journals)) == count and all(len(e.output) > 5 for j in journals for e in j.live()),
-        "not all decode",
-    )
 
 
 async def test_requests_of_a_dead_replica_go_on_in_the_other(tiny_model: Path) -> None:
@@ -74,7 +46,7 @@ async def test_requests_of_a_dead_replica_go_on_in_the_other(tiny_model: Path) -
         names = [actor.name for actor in engine.actors()]
         assert {"scheduler", "cache", "detokenizer", "scheduler-1", "cache-1", "detokenizer-1"} <= set(names)
         first, second = replicas(engine)
-        readers = [asyncio.create_task(tokens_of(engine, prompt)) for prompt in PROMPTS]
+        readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS]
         await all_decode(engine)
         assert (len(first.journal), len(second.journal)) == (4, 4)
         assert engine.describe()["scheduler"]["running"] == 8
@@ -98,7 +70,7 @@ async def test_requests_of_a_dead_replica_go_on_in_the_other(tiny_model: Path) -
 async def test_deaths_of_all_replicas_lose_no_request(tiny_model: Path) -> None:
     expected = await alone(tiny_model, PROMPTS)
     async with small_engine(tiny_model, dp=2) as engine:
-        readers = [asyncio.create_task(tokens_of(engine, prompt)) for prompt in PROMPTS]
+        readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS]
         await all_decode(engine)
         kill(engine, 0)
         kill(engine, 1)
@@ -122,7 +94,7 @@ async def test_a_request_that_comes_back_keeps_its_text(tiny_model: Path) -> Non
     expected = await alone(tiny_model, PROMPTS[:3])
     async with small_engine(tiny_model, dp=2) as engine:
         first, second = replicas(engine)
-        readers = [asyncio.create_task(tokens_of(engine, prompt)) for prompt in PROMPTS[:3]]
+        readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS[:3]]
         await all_decode(engine, 3)
         await _moved_by_a_death(engine, first, second)
         await _moved_by_a_death(engine, second, first)
@@ -133,7 +105,7 @@ async def test_a_request_that_comes_back_keeps_its_text(tiny_model: Path) -> Non
 async def test_a_hanging_replica_is_left(tiny_model: Path) -> None:
     expected = await alone(tiny_model, PROMPTS)
     async with small_engine(tiny_model, dp=2, watchdog_timeout=3.0) as engine:
-        readers = [asyncio.create_task(tokens_of(engine, prompt)) for prompt in PROMPTS]
+        readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS]
         await all_decode(engine)
         os.kill(engine.describe()["workers"][0]["pid"], signal.SIGSTOP)
         async with asyncio.timeout(120):
@@ -146,7 +118,7 @@ async def test_a_harmful_request_is_found_across_replicas(tiny_model: Path) -> N
     expected = await alone(tiny_model, others)
     with FaultPlan(Fault("decode", "kill", mark=7)) as plan:
         async with small_engine(tiny_model, dp=2, faults=plan) as engine:
-            readers = [asyncio.create_task(tokens_of(engine, prompt)) for prompt in [*others, [7] * 20]]
+            readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in [*others, [7] * 20]]
             async with asyncio.timeout(240):
                 *answers, harmful = await asyncio.gather(*readers, return_exceptions=True)
             assert isinstance(harmful, RequestFailed)
@@ -162,7 +134,7 @@ async def test_a_broken_replica_does_not_end_the_others(tiny_model: Path) -> Non
             await until(lambda: first.board.worker is not None, "it did not come back")
             kill(engine, 0)
             await until(lambda: first.board.worker is None, "it is still alive")
-            assert len((await tokens_of(engine, "Once"))[0][0]) == 400
+            assert len((await tokens_of(engine, "Once", PARAMS))[0][0]) == 400
         assert engine.status.phase == "ready"
 
 
@@ -170,7 +142,7 @@ async def test_a_pause_does_not_wait_for_a_dead_replica(tiny_model: Path) -> Non
     expected = await alone(tiny_model, PROMPTS[:4])
     async with small_engine(tiny_model, dp=2) as engine:
         first, second = replicas(engine)
-        readers = [asyncio.create_task(tokens_of(engine, prompt)) for prompt in PROMPTS[:4]]
+        readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS[:4]]
         await all_decode(engine, 4)
         kill(engine, 0)
         await until(lambda: len(second.journal) == 4, "they did not move")
@@ -200,8 +172,8 @@ async def test_choices_and_grammars_move(tiny_model: Path) -> None:
 async def test_a_request_that_moved_can_be_aborted_and_outlives_a_scheduler(tiny_model: Path) -> None:
     expected = await alone(tiny_model, PROMPTS)
     async with small_engine(tiny_model, dp=2) as engine:
-        readers = [asyncio.create_task(tokens_of(engine, prompt)) for prompt in PROMPTS]
-        aborted = asyncio.create_task(tokens_of(engine, "to be aborted"))
+        readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS]
+        aborted = asyncio.create_task(tokens_of(engine, "to be aborted", PARAMS))
         await all_decode(engine, 9)
         assert engine.intake is not None
         [moving] = [request for request in engine.intake._requests.values() if request.prompt == "to be aborted"]
@@ -228,7 +200,7 @@ async def test_replicas_of_two_ranks(tiny_model: Path) -> None:
             *(Rank(dp=0, tp=0), Rank(dp=0, tp=1), Rank(dp=1, tp=0), Rank(dp=1, tp=1))
         ]
         first, second = replicas(engine)
-        readers = [asyncio.create_task(tokens_of(engine, prompt)) for prompt in PROMPTS]
+        readers = [asyncio.create_task(tokens_of(engine, prompt, PARAMS)) for prompt in PROMPTS]
         await all_decode(engine)
         kill(engine, 3)  # rank 1 of the second replica
         await until(lambda: len(first.journal) == 8, "they did not move")
@@ -335,7 +307,7 @@ async def test_each_method_serves(tiny_model: Path, method: str) -> None:
     async with small_engine(tiny_model, dp=2, load_balance_method=method) as engine:
         assert engine.intake is not None
         assert engine.intake._router._method == method
-        assert len((await tokens_of(engine, "Once"))[0][0]) == 400
+        assert len((await tokens_of(engine, "Once", PARAMS))[0][0]) == 400
 
 
 async def test_prompts_in_turn_are_round_robin(tiny_model: Path) -> None:

@@ -75,7 +75,6 @@ def test_an_unknown_name_gets_the_nearest_one() -> None:
 
 def test_an_unbuilt_feature_is_refused_with_reason_and_remedy() -> None:
     assert "LoRA adapters are not built yet; merge" in problem(enable_lora=True)
-    assert "micro-batches of a pipeline are not built yet" in problem(pp_max_micro_batch_size=2)
     assert "this device is not built yet; use npu, cuda or cpu" in problem(device="xpu")
     assert "bf16 weights with --quantization int8" in problem(quantization="nvfp4")
     assert "leave it out for checkpoints of ModelSlim" in problem(quantization="mxfp8")
@@ -178,6 +177,9 @@ def test_wrong_values(keywords: dict[str, object], message: str) -> None:
         ({"soft_watchdog_timeout": 9, "watchdog_timeout": 5}, "must be less than watchdog_timeout, 5"),
         ({"schedule_policy": "lpm", "disable_radix_cache": True}, "lpm needs the prefix cache"),
         ({"radix_eviction_policy": "lfu", "disable_radix_cache": True}, "eviction_policy needs the prefix cache"),
+        ({"enable_expert_distribution_metrics": True}, "needs expert_distribution_recorder_mode"),
+        ({"expert_distribution_recorder_buffer_size": 8}, "buffer_size needs expert_distribution_recorder_mode"),
+        ({"expert_distribution_recorder_mode": "stat", "pp_size": 2}, "mode contradicts pipeline_parallel_size"),
         ({"gpu_id_step": 2}, "gpu_id_step needs tensor_parallel_size"),
         ({"cuda_graph_max_bs": 8, "enforce_eager": True}, "cuda_graph_max_bs contradicts disable_cuda_graph"),
         (

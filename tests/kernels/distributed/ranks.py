@@ -188,6 +188,8 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
         runner.load_adapter(index, path)
     driver = Driver(runner, info)
     sampling = SlotSampling(**job.get("sampling", {"temperature": 0.0}))
+    if "parts" in job:
+        return run_parts(runner, driver, job["parts"], config, job["length"])
     accepted = []
     for slot, prompt in enumerate(job["prompts"], start=1):
         driver.admit(slot, prompt, sampling=sampling, adapter=slot if slot <= len(adapters) else 0)
@@ -208,6 +210,37 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
         "cache_bytes": info.cache_bytes,
         "graph_rows": list(info.graph_rows),
     }
+
+
+def run_parts(
+    runner: ModelRunner, driver: Driver, parts: list[list[list[int]]], config: RunnerConfig, length: int
+) -> dict[str, Any]:
+    """Data-parallel attention of ``parts``, the prompts of each: in chunks, one after the other, then all decode."""
+    plans = [plan(prompts, length) for prompts in parts]
+    own = config.tp_rank // config.attention_size
+    for number in range(max(map(len, plans))):
+        steps = [each[number] if number < len(each) else [] for each in plans]
+        driver.pass_tokens = tuple(sum(count for _, count in rows) for rows in steps)
+        for slot, _ in steps[own]:
+            if slot not in driver.tokens:
+                driver.admit(slot, parts[own][slot - 1])
+        assert not driver.step(steps[own]).failed
+    runner.close()
+    return {"tokens": [driver.tokens[slot] for slot in sorted(driver.tokens)], "weight_bytes": driver.info.weight_bytes}
+
+
+def plan(prompts: list[list[int]], length: int, chunk: int = 16) -> list[list[tuple[int, int]]]:
+    """The rows of each step."""
+    chunks = [
+        [(slot, min(chunk, len(prompt) - begin))]
+        for slot, prompt in enumerate(prompts, start=1)
+        for begin in range(0, len(prompt), chunk)
+    ]
+    left = {slot: length - len(prompt) - 1 for slot, prompt in enumerate(prompts, start=1)}
+    decodes = [
+        [(slot, 1) for slot, count in left.items() if step < count] for step in range(max(left.values(), default=0))
+    ]
+    return chunks + decodes
 
 
 def main() -> None:

@@ -61,5 +61,5 @@ def test_experts_that_cannot_be_divided_are_refused(name, size, parts, says, ref
 
 def test_an_inner_dimension_that_ranks_cannot_share_is_refused(reference, drive):
     path, change = reference("placed-moe").path, json.dumps({"moe_intermediate_size": 33})
-    with pytest.raises(ConfigError, match="moe_intermediate_size 33 .* the 2 ranks of each part"):
+    with pytest.raises(ConfigError, match=r"moe_intermediate_size 33 .* the 2 ranks of each part"):
         drive(path, tp_size=4, ep_size=2, rendezvous="127.0.0.1:1", config_overrides=change)

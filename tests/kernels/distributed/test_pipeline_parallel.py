@@ -43,6 +43,31 @@ def test_two_stages_generate_what_one_generates(models, drive, prompts):
 
 
 @pytest.mark.long
+def test_families_of_other_layers_generate_in_two_stages(reference, prompts):
+    """Experts, some behind dense layers; latent attention; layers with windows, layer norms, and sinks."""
+    names = ["moe", "shared", "deepseek-v3", "gpt-oss", "starcoder2", "cohere", "minicpm3"]
+    models = [reference(f"parallel-{name}") for name in names]
+    texts = prompts(5, 23, 40)
+    jobs = [{"model": str(model.path), "prompts": texts, "length": 60, "stages": 2} for model in models]
+    for reports in run_ranks(jobs):
+        for model, reported in zip(models, reports, strict=True):
+            assert reported["tokens"] == [model.greedy(text, 60) for text in texts], model.path
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("parallel-deepseek-v3.2", "some layers read what others made"),
+        ("parallel-lfm2-moe", "its layers keep states"),
+    ],
+)
+def test_layers_that_no_stage_runs_alone_are_refused_by_name(name, says, reference, drive):
+    with pytest.raises(ConfigError, match=f"cannot be cut into stages, because {says}"):
+        drive(reference(name).path, pp_size=2, rendezvous="127.0.0.1:1")
+
+
+@pytest.mark.long
 def test_two_stages_of_two_ranks_generate_what_one_generates(models, prompts):
     texts = prompts(5, 23, 40)
     jobs = [{"model": str(models[NAMES[0]].path), "prompts": texts, "length": 60, "stages": 2}]

@@ -9,8 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from kernels.contract.adapters import AdapterSettings
 from kernels.contract.errors import ConfigError, UnsupportedError
+from kernels.contract.speculation import SpeculativeSettings
 from kernels.contract.step import SlotSampling
 from kernels.core.layer_context import LayerContext
+from kernels.devices.cpu.low_rank import SegmentedDelta
 from kernels.devices.low_rank import LowRankDelta
 from tests.kits.adapters import adapted_modules, assert_rows_use_their_adapters, logprobs_of, merged, save_adapter
 from tests.kits.driver import VOCAB
@@ -64,24 +66,24 @@ def test_pages_belong_to_the_adapter_they_were_given_to_last():
     assert context.rows.tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 40])
-def test_deltas_are_sums_over_each_rows_matrices(rows):
+@pytest.mark.parametrize("delta", [LowRankDelta, SegmentedDelta])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 40])
+def test_deltas_are_sums_over_each_rows_matrices(rows, delta):
     places, rank, inputs, outputs = 4, 2, 6, (5, 3)
     context = LayerContext(None, torch.device("cpu"))
     context.open(8, 1)
     context.assign(np.arange(1, 8), 0)
     context.assign(np.array([1, 4]), 1)
     context.assign(np.array([2]), 3)
-    context.enter(torch.arange(rows) % 8)
-    down, up = torch.randn(places, 2 * rank, inputs), [torch.randn(places, rank, size) for size in outputs]
-    for matrices in (down, *up):
-        matrices[0] = 0
+    context.enter((torch.arange(rows) + 1) % 8)
+    down, up = torch.randn(places, 2 * rank, inputs), torch.randn(places, rank, sum(outputs))
+    down[0] = up[0] = 0
     x, result = torch.randn(rows, inputs), torch.randn(rows, sum(outputs))
     wanted = result.clone()
     for row, place in enumerate(context.rows.tolist()):
         low = down[place] @ x[row]
-        wanted[row] += torch.cat([low[:rank] @ up[0][place], low[rank:] @ up[1][place]])
-    torch.testing.assert_close(LowRankDelta(context, down, up)(x, result), wanted)
+        wanted[row] += torch.cat([low[:rank] @ up[place][:, :5], low[rank:] @ up[place][:, 5:]])
+    torch.testing.assert_close(delta(context, down, up, outputs)(x, result), wanted)
 
 
 def _answer(driver, prompt, adapter, shared=(), keep=False):
@@ -120,6 +122,25 @@ def test_requests_of_one_adapter_share_a_prefix(reference, drive, prompts, tmp_p
     wanted, pages = _answer(driver, prompt, 1, keep=True)
     found, _ = _answer(driver, prompt, 1, shared=pages[:2])
     np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_draft_tokens_are_verified_with_the_requests_adapter(reference, drive, prompts, tmp_path):
+    """Draft models know no adapters: what they draft is verified by the model with the request's."""
+    path, texts = reference("qwen3").path, prompts(20, 24)
+    file = save_adapter(tmp_path / "one", adapted_modules(path), 1)
+    settings = SpeculativeSettings("STANDALONE", num_steps=3, num_draft_tokens=4, draft_model_path=str(path))
+    driver = drive(path, adapters=SMALL, speculation=settings)
+    driver.runner.load_adapter(1, str(file))
+    for slot, text in enumerate(texts, start=1):
+        driver.admit(slot, text, adapter=2 - slot)
+        driver.step([(slot, len(text))])
+    for _ in range(20):
+        assert not driver.step([(1, 1), (2, 1)], {1: 3, 2: 3}).failed
+    for slot, model in ((1, merged(path, tmp_path / "merged", file)), (2, path)):
+        alone = drive(model)
+        alone.admit(1, texts[slot - 1])
+        assert driver.tokens[slot] == alone.generate(1, len(driver.tokens[slot]))
+    assert len(driver.tokens[2]) > len(texts[1]) + 41  # drafts are the model's own
 
 
 def test_more_adapters_than_places_fail_one_request_alone(reference, drive, prompts, tmp_path):

@@ -32,6 +32,7 @@ from kernels.devices.cuda.matmul.eight_bit import EightBitLinear
 from kernels.devices.cuda.matmul.gemm_small_quantized import Form, Tiles
 from kernels.devices.cuda.matmul.grouped import GroupedLinear, WideWeight
 from kernels.devices.cuda.matmul.linear import CudaLinear
+from kernels.devices.cuda.matmul.low_rank import add_low_rank
 from kernels.devices.cuda.matmul.number_conversions import BYTES, EIGHTHS, NIBBLES
 from kernels.devices.cuda.matmul.qkv_projection import project
 from kernels.devices.draft_kernels import AcceptedBuffers, AcceptedTokens, TreeShape
@@ -92,6 +93,15 @@ def smalls(dtype):
     caches = [empty(9, 2, 8, 64, 128, dtype=dtype) for _ in range(2)]
     for each in (2, 16):
         move_caches(caches, empty(3 * each, dtype=torch.int64), empty(3 * each, dtype=torch.int64), each, put)
+
+
+def adapters(dtype):
+    """Additions of an adapter of 8 places to fused layers, in decodes and prompts."""
+    for rows, rank in ((1, 16), (33, 64), (2048, 16), (2048, 128)):
+        x, out = empty(rows, 4096, dtype=dtype), empty(rows, 6144, dtype=dtype)
+        down, up = empty(9, 3 * rank, 4096, dtype=dtype), empty(9, rank, 6144, dtype=dtype)
+        tiles = empty(48, 3, dtype=torch.int32)
+        add_low_rank(x, empty(rows, dtype=torch.int64), down, up, tiles, out)
 
 
 def draft_tokens(dtype):
@@ -270,6 +280,7 @@ def wide(dtype):
 
 SHORT = {
     "smalls": smalls,
+    "adapters": adapters,
     "draft_tokens": draft_tokens,
     "products": products,
     "few tokens": few_tokens,

@@ -53,3 +53,11 @@ def test_two_npus_with_half_of_the_experts_generate_what_one_does(name, referenc
     assert first[0]["tokens"] == [model.greedy(text, 40) for text in texts]
     assert first[1]["tokens"] == first[2]["tokens"]
     assert first[2]["graph_rows"] == ([2] if name == "placed-moe" else [])
+
+
+def test_two_npus_generate_in_two_stages_what_one_generates(reference, prompts):
+    model, texts = reference("parallel-llama"), prompts(5, 23, 40)
+    npu = {"device": "npu", "page_size": 128}
+    job = {"model": str(model.path), "prompts": texts, "length": 52, "options": npu, "stages": 2}
+    expected = [model.greedy(text, 52) for text in texts]
+    assert [reported[0]["tokens"] for reported in run_ranks([job])] == [expected] * 2

@@ -1,0 +1,166 @@
+"""What adapters add to a linear layer, by two kernels that read the matrices of the adapters in use alone (Punica, Chen
+et al., arXiv 2310.18547).
+
+Places are not sorted: a program is for one place and some rows, and ends at once if none of them has this place. So
+shapes do not depend on which rows have which adapter, and a captured graph serves any mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.core.layer_context import LayerContext
+from kernels.devices.cuda.launch import overlapping
+from kernels.devices.low_rank import LowRankDelta
+
+__all__ = ["CudaLowRankDelta", "add_low_rank"]
+
+_BLOCK: Final = 128  # inputs of a step, and outputs of a program
+_SPLIT: Final = 512  # inputs of a program, where there are so few rows that they do not fill the device
+_MAX_SPLITS: Final = 16
+_FEW: Final = 256  # rows
+
+
+@triton.jit(do_not_specialize=["rows"])
+def low_rank_down_kernel(
+    x,
+    places,
+    down,
+    low,
+    rows,
+    stride,
+    inputs,
+    split,
+    modules,
+    rank: tl.constexpr,
+    row_block: tl.constexpr,
+    rank_block: tl.constexpr,
+    block: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """``low`` float32 [splits, rows, modules * rank]: the sums of ``split`` inputs each, of ``x`` [rows, inputs], whose
+    rows are ``stride`` apart, times ``down`` [places, modules * rank, inputs]. Rows of place 0 are not written."""
+    place, part, module = tl.program_id(1) + 1, tl.program_id(2) // modules, tl.program_id(2) % modules
+    row = tl.program_id(0) * row_block + tl.arange(0, row_block)
+    at = tl.arange(0, rank_block)
+    column = tl.arange(0, block)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    own = tl.load(places + row, mask=row < rows, other=0) == place
+    if tl.max(own.to(tl.int32), 0) > 0:
+        total = tl.zeros([row_block, rank_block], tl.float32)
+        first = x + row[:, None].to(tl.int64) * stride
+        second = down + (place * modules + module).to(tl.int64) * rank * inputs + at[None, :] * inputs
+        for begin in range(part * split, tl.minimum(part * split + split, inputs), block):
+            here = begin + column
+            left = tl.load(first + here[None, :], mask=own[:, None] & (here < inputs)[None, :], other=0.0)
+            right = tl.load(second + here[:, None], mask=(at < rank)[None, :] & (here < inputs)[:, None], other=0.0)
+            total = tl.dot(left, right, total, input_precision="ieee")
+        there = (part * rows + row[:, None]).to(tl.int64) * (modules * rank) + module * rank + at[None, :]
+        tl.store(low + there, total, mask=own[:, None] & (at < rank)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def low_rank_up_kernel(
+    low,
+    places,
+    up,
+    tiles,
+    out,
+    rows,
+    stride,
+    outputs,
+    modules,
+    most,
+    splits: tl.constexpr,
+    rank: tl.constexpr,
+    row_block: tl.constexpr,
+    rank_block: tl.constexpr,
+    block: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """Adds to ``out`` [rows, outputs], whose rows are ``stride`` apart, the sum of ``low``'s splits times ``up``
+    [places, rank, outputs]. ``tiles`` int32 [tiles, 3]: a tile's first column, the end of its module's, the module.
+    ``most``: the last place."""
+    tile = tiles + tl.program_id(1) * 3
+    column = tl.load(tile) + tl.arange(0, block)
+    here = column < tl.load(tile + 1)
+    module = tl.load(tile + 2)
+    row = tl.program_id(0) * row_block + tl.arange(0, row_block)
+    at = tl.arange(0, rank_block)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.load(places + row, mask=row < rows, other=0)
+    if tl.max(place, 0) > 0:
+        total = tl.zeros([row_block, block], tl.float32)
+        for number in range(1, most + 1):
+            own = place == number
+            if tl.max(own.to(tl.int32), 0) > 0:
+                for begin in range(0, rank, rank_block):
+                    inside = begin + at < rank
+                    there = row[:, None].to(tl.int64) * (modules * rank) + module * rank + begin + at[None, :]
+                    known = own[:, None] & inside[None, :]
+                    left = tl.zeros([row_block, rank_block], tl.float32)
+                    for part in range(splits):
+                        left += tl.load(
+                            low + part * rows.to(tl.int64) * (modules * rank) + there, mask=known, other=0.0
+                        )
+                    lines = (number * rank + begin + at[:, None]).to(tl.int64) * outputs
+                    right = tl.load(up + lines + column[None, :], mask=inside[:, None] & here[None, :], other=0.0)
+                    total = tl.dot(left.to(right.dtype), right, total, input_precision="ieee")
+        target = out + row[:, None].to(tl.int64) * stride + column[None, :]
+        known = (place > 0)[:, None] & here[None, :]
+        total += tl.load(target, mask=known, other=0.0).to(tl.float32)
+        tl.store(target, total.to(out.dtype.element_ty), mask=known)
+
+
+class CudaLowRankDelta(LowRankDelta):
+    """``LowRankDelta`` by kernels that read the matrices of each adapter in use once for up to 64 rows."""
+
+    def __init__(self, context: LayerContext, down: Tensor, up: Tensor, sizes: Sequence[int]) -> None:
+        super().__init__(context, down, up, sizes)
+        tiles = [
+            (column, end, module)
+            for module, (begin, end) in enumerate(self.columns)
+            for column in range(begin, end, _BLOCK)
+        ]
+        self._tiles = torch.tensor(tiles, dtype=torch.int32, device=down.device)
+
+    def __call__(self, x: Tensor, outputs: Tensor) -> Tensor:
+        """``x`` [rows, inputs], ``outputs`` [rows, outputs], which is overwritten and returned."""
+        return add_low_rank(x, self.context.rows, self.down, self.up, self._tiles, outputs)
+
+
+def add_low_rank(x: Tensor, places: Tensor, down: Tensor, up: Tensor, tiles: Tensor, outputs: Tensor) -> Tensor:
+    """``LowRankDelta`` of rows whose ``places`` are given, int64 [rows]; ``tiles``: see ``low_rank_up_kernel``."""
+    rows, inputs = x.shape
+    most, rank, modules = len(down) - 1, up.shape[1], down.shape[1] // up.shape[1]
+    x = x if x.stride(1) == 1 else x.contiguous()
+    splits = min(_MAX_SPLITS, triton.cdiv(inputs, _SPLIT)) if rows <= _FEW else 1
+    split = triton.cdiv(triton.cdiv(inputs, splits), _BLOCK) * _BLOCK
+    low = torch.empty((splits, rows, modules * rank), dtype=torch.float32, device=x.device)
+    rank_block = max(16, triton.next_power_of_2(rank))
+    row_block = min(max(16, 4096 // rank_block), 64, max(16, triton.next_power_of_2(rows)))
+    blocks, pdl, warps = (
+        triton.cdiv(rows, row_block),
+        overlapping(x.device),
+        8 if max(row_block, rank_block) >= 64 else 4,
+    )
+    low_rank_down_kernel[(blocks, most, splits * modules)](
+        x, places, down, low, rows, x.stride(0), inputs, split,
+        modules, rank, row_block, rank_block, _BLOCK, pdl, num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
+    low_rank_up_kernel[(blocks, len(tiles))](
+        low, places, up, tiles, outputs, rows, outputs.stride(0), up.shape[2], modules, most,
+        splits, rank, row_block, min(32, rank_block), _BLOCK, pdl, num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
+    return outputs

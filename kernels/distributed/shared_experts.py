@@ -1,0 +1,77 @@
+"""Layers of experts that ranks of data-parallel attention share.
+
+Each rank of attention runs its own tokens. In a layer of experts the rows of all are gathered, each rank runs its part
+of the experts, and the sums are scattered back (Zheng et al., SGLang's data-parallel attention,
+https://lmsys.org/blog/2024-12-04-sglang-v0-4/). How many rows each rank has is known on the host: no rank asks another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.distributed.group import Group
+
+__all__ = ["SharedExperts"]
+
+
+class SharedExperts:
+    """The ranks ``whole`` as ``parts`` of equally many, each of which divides the attention of its own tokens.
+
+    Rank r of ``whole`` is rank ``r % size`` of part ``r // size``. ``attention``: the ranks of this part. ``hidden``,
+    ``dtype``, ``device``: of the rows. All ranks make one at the same time; raises GroupError.
+    """
+
+    def __init__(self, whole: Group, parts: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        size = whole.size // parts
+        self.whole, self.parts, self.part = whole, parts, whole.rank // size
+        self.attention = whole.subgroup(range(self.part * size, (self.part + 1) * size))
+        self.across = whole.subgroup(range(whole.rank % size, whole.size, size))
+        self.layers: list[Callable[[Tensor], Tensor]] = []
+        self._nothing = torch.empty((0, hidden), dtype=dtype, device=device)
+        self._tokens: tuple[int, ...] = ()
+
+    def enter(self, tokens: tuple[int, ...]) -> None:
+        """The next pass has at most so many tokens in each part, the same on all ranks; (): as many as in this one.
+
+        Raises ValueError for another number of parts.
+        """
+        if tokens and len(tokens) != self.parts:
+            raise ValueError(f"a step says the tokens of {len(tokens)} parts of data-parallel attention: {self.parts}")
+        self._tokens = tokens
+
+    def run(self, x: Tensor, experts: Callable[[Tensor], Tensor]) -> Tensor:
+        """``experts``: this rank's summand for any rows [rows, hidden]; ``x`` [rows, hidden]: this part's rows. -> the
+        sum of all ranks for these."""
+        tokens = self._tokens or (len(x),) * self.parts
+        most, count = max(tokens), sum(tokens)
+        if len(x) > tokens[self.part]:
+            raise ValueError(f"a pass of {len(x)} tokens is over the {tokens[self.part]} that the other ranks expect")
+        if not most:
+            return x
+        rows = self.across.all_gather_rows(_padded(x, most))
+        if count < len(rows):
+            rows = torch.cat([rows[part * most : part * most + own] for part, own in enumerate(tokens)])
+        out = experts(rows)
+        if count < self.parts * most:
+            out = torch.cat([_padded(own, most) for own in out.split(tokens)])
+        mine = self.across.reduce_scatter(out)[: len(x)]
+        return self.attention.all_reduce(mine) if len(x) else mine
+
+    def run_empty(self) -> None:
+        """Take part in a pass without a token of this part's own."""
+        if any(self._tokens):
+            for layer in self.layers:
+                layer(self._nothing)
+
+    def close(self) -> None:
+        """Leave the groups of some ranks, before the whole one."""
+        for group in (self.across, self.attention):
+            group.close()
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """``x`` with rows of zeros behind it."""
+    return x if len(x) == rows else torch.cat((x, x.new_zeros((rows - len(x), x.shape[1]))))
