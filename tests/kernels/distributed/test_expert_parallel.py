@@ -44,6 +44,17 @@ def test_four_ranks_divide_experts_or_pairs_of_ranks_do(reference, prompts):
     assert len({rank[number]["parameters"] for rank in ranks for number in (0, 1)}) == 1
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_of_attention_share_divided_experts(size, reference, prompts):
+    """Two parts of attention with requests of their own, and two parts of the experts."""
+    models, texts = [reference(name) for name in (NAMES[1], NAMES[2])], prompts(5, 23, 40)
+    given, options = [[texts[0]], texts[1:]], {"dp_size": 2, "ep_size": 2}
+    jobs = [{"model": str(model.path), "parts": given, "length": 50, "options": options} for model in models]
+    for rank, answers in enumerate(run_ranks(jobs, size)):
+        for model, answer in zip(models, answers, strict=True):
+            assert answer["tokens"] == [model.greedy(text, 50) for text in given[rank * 2 // size]]
+
+
 @pytest.mark.parametrize(
     ("name", "size", "parts", "says"),
     [
