@@ -10,6 +10,7 @@ from actors.options import Arguments
 from actors.scheduling.config import PlannerConfig
 from actors.text.served_model import ServedModel
 from actors.workers.placement import Placement
+from kernels.contract.adapters import AdapterSettings
 from kernels.contract.config import RunnerConfig
 from kernels.contract.grammar import GrammarSettings
 from kernels.contract.speculation import SpeculativeSettings
@@ -64,6 +65,7 @@ def planner_config(
         use_cache=not a.disable_radix_cache and not whole_inputs,
         policy=a.schedule_policy,
         conservativeness=a.schedule_conservativeness,
+        max_adapters=a.max_loras_per_batch if a.has_adapters else 0,
         priority_scheduling=a.enable_priority_scheduling,
         low_priority_values_first=a.schedule_low_priority_values_first,
         preemption_threshold=a.priority_scheduling_preemption_threshold,
@@ -78,6 +80,8 @@ def runner_config(
     placement: Placement,
     speculation: SpeculativeSettings | None = None,
     grammar: GrammarSettings | None = None,
+    *,
+    adapters: AdapterSettings | None = None,
 ) -> RunnerConfig:
     a = arguments
     return RunnerConfig(
@@ -121,6 +125,7 @@ def runner_config(
         window_pages=not a.disable_hybrid_swa_memory,
         fp32_head=a.enable_fp32_lm_head,
         grammar=grammar,
+        adapters=adapters,
         model_impl=a.model_impl,
         trust_remote_code=a.trust_remote_code,
         is_embedding=a.is_embedding,

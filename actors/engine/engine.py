@@ -38,8 +38,9 @@ from actors.engine.status import EngineStatus, Health, ReplicaLoad
 from actors.engine.traces import check_tracing, start_tracing
 from actors.faults import FaultInjector, FaultPlan
 from actors.options import ArgumentError, Arguments
-from actors.protocol import Continue, Flush, Pause, SchedulerProtocol
+from actors.protocol import Continue, Flush, Pause, SchedulerProtocol, WorkerProtocol
 from actors.protocol.requests import Chat, EngineDraining, EngineFailed, InvalidRequest, SamplingParams
+from actors.requests.adapters import Adapters
 from actors.requests.intake import GENERATE, Intake, Prompt, RequestOptions
 from actors.requests.outcomes import finish, first
 from actors.requests.router import Router
@@ -129,6 +130,7 @@ class Engine:
         self.expert_recorder = ExpertRecorder(
             arguments.expert_distribution_recorder_mode, arguments.expert_distribution_recorder_buffer_size
         )
+        self.adapters = Adapters(arguments, self._workers)
         self.intake: Intake | None = None
         self._model: ServedModel | None = None
         self._actor_tree: ActorTree | None = None
@@ -239,6 +241,7 @@ class Engine:
             raise EngineFailed(self.lifecycle.error)
 
     def _end_requests(self) -> None:
+        self.adapters.close()
         self.lifecycle.stopped()
         if self.intake is not None:
             self.intake.fail_all(EngineFailed(self.lifecycle.error or "The engine was stopped."))
@@ -249,6 +252,7 @@ class Engine:
         arguments = heeded(self.arguments, placement)
         opened = await open_model(arguments)
         self._model = opened.served
+        self.adapters.begin(opened.adapters, opened.adapter_settings, opened.served.files.config)
         if opened.speculation is not None:
             self.metrics.steps.speculation.algorithm = opened.speculation.algorithm
         if self._faults is not None:
@@ -265,6 +269,7 @@ class Engine:
                 faults=self._injector,
                 fault_plan="" if self._faults is None else self._faults.path,
                 recorder=self.expert_recorder if self.expert_recorder.mode is not None else None,
+                adapters=self.adapters.numbered,
             ),
             self.board.all,
             on_progress=self.lifecycle.progress,
@@ -286,6 +291,7 @@ class Engine:
                 self.arguments.max_running_requests,
             ),
             timelines=self.timelines,
+            adapters=self.adapters,
             faults=self._injector,
         )
 
@@ -309,6 +315,7 @@ class Engine:
         timeline: RequestTimeline | None = None,
         task: Task = GENERATE,
         truncate: int | None = None,
+        adapter: str | None = None,
         replica: int | None = None,
     ) -> RequestStream:
         """Generate from a text, token ids or a conversation; returns an asynchronous iterator of deltas.
@@ -321,7 +328,8 @@ class Engine:
         request, also with a refused one. ``task``: the task; the result of one that does not generate is in the last
         delta. :meth:`embed` and :meth:`score` are simpler to use. ``truncate``: the tokens that are kept of an input
         that is embedded or classified, -1 for as many as the model takes; None: too many are an error. ``replica``: of
-        --data-parallel-size, the one that runs it; None: by --load-balance-method.
+        --data-parallel-size, the one that runs it; None: by --load-balance-method. ``adapter``: the name of the LoRA
+        adapter to run with.
         """
         self._check_loop()
         if timeline is None:
@@ -346,6 +354,7 @@ class Engine:
                     cache_salt=cache_salt,
                     tenant=tenant,
                     truncate=truncate,
+                    adapter=adapter,
                     replica=replica,
                 ),
                 task=task,
@@ -547,12 +556,29 @@ class Engine:
         self._require_intake()
         await asyncio.gather(*(each.ask(Continue(), timeout=_ASK_TIMEOUT_SECONDS) for each in self._schedulers()))
 
+    async def load_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
+        """Load a LoRA adapter from a local directory, beside running requests. Raises InvalidRequest."""
+        self._require_intake()
+        await self.adapters.load(name, path, pinned=pinned)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take no more requests of an adapter, and return when those that run have ended. Raises InvalidRequest."""
+        self._require_intake()
+        await self.adapters.unload(name)
+
     async def dump_expert_distribution(self) -> Path:
         """Write what :attr:`expert_recorder` has recorded to a new JSON file and begin a new record. Returns the file's
         path; OSError if it cannot be written."""
         about = {"model": self.model_name}
         record, folder = self.expert_recorder.take(), self.arguments.expert_distribution_recorder_dir
         return await asyncio.to_thread(write_record, record, folder, about)
+
+    def _workers(self) -> list[ActorRef[WorkerProtocol]]:
+        return (
+            []
+            if self._actor_tree is None
+            else [each for replica in self._actor_tree.replicas for each in replica.workers]
+        )
 
     def _schedulers(self) -> list[ActorRef[SchedulerProtocol]]:
         return [] if self._actor_tree is None else [replica.scheduler for replica in self._actor_tree.replicas]

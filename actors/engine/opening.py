@@ -9,8 +9,11 @@ import threading
 import msgspec
 
 from actors.engine.speculation import speculation
-from actors.options import Arguments
+from actors.options import ArgumentError, Arguments
+from actors.requests.adapters import adapter_settings, read_adapters
 from actors.text.served_model import ServedModel
+from kernels.contract.adapters import AdapterInfo, AdapterSettings
+from kernels.contract.errors import ConfigError
 from kernels.contract.speculation import SpeculativeSettings
 
 __all__ = ["OpenedModel", "open_model", "read_model"]
@@ -20,17 +23,25 @@ _PATIENCE_SECONDS = 1.0
 
 
 class OpenedModel(msgspec.Struct, frozen=True):
-    """A model and its settings. ``speculation``: None without --speculative-algorithm."""
+    """A model and its settings. ``speculation``: None without --speculative-algorithm. ``adapters``: those of
+    --lora-paths, and the room for them."""
 
     served: ServedModel
     speculation: SpeculativeSettings | None
+    adapters: tuple[AdapterInfo, ...] = ()
+    adapter_settings: AdapterSettings | None = None
 
 
 def read_model(arguments: Arguments) -> OpenedModel:
-    """Open the model and its draft. Blocks. Raises ModelPathError, or ArgumentError if arguments conflict with the
-    files."""
+    """Open the model, its draft and its adapters. Blocks. Raises ModelPathError, or ArgumentError if arguments conflict
+    with the files."""
     served = ServedModel(arguments)
-    return OpenedModel(served, speculation(arguments, served.files))
+    try:
+        adapters = read_adapters(arguments, served.files.config)
+    except ConfigError as error:
+        raise ArgumentError([f"--lora-paths: {error}"]) from error
+    settings = adapter_settings(arguments, adapters)
+    return OpenedModel(served, speculation(arguments, served.files), adapters, settings)
 
 
 async def open_model(arguments: Arguments) -> OpenedModel:

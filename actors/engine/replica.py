@@ -22,6 +22,7 @@ from actors.protocol import (
     CacheProtocol,
     DetokenizerProtocol,
     HandOver,
+    NumberedAdapter,
     SchedulerProtocol,
     WorkerConfig,
     WorkerProtocol,
@@ -49,7 +50,8 @@ _MIN_SILENCE_SECONDS = 10.0
 
 class ReplicaSetup(msgspec.Struct, frozen=True):
     """Settings that all replicas of an engine share. ``context_length``: read once, so that a restarted actor uses the
-    same value. ``fault_plan``: the directory of ``faults``, for child processes."""
+    same value. ``fault_plan``: the directory of ``faults``, for child processes. ``adapters``: what a worker loads with
+    the model."""
 
     system: ActorSystem
     arguments: Arguments
@@ -61,6 +63,7 @@ class ReplicaSetup(msgspec.Struct, frozen=True):
     faults: FaultInjector | None = None
     fault_plan: str = ""
     recorder: ExpertRecorder | None = None
+    adapters: Callable[[], tuple[NumberedAdapter, ...]] = tuple
 
 
 class ReplicaEvents(msgspec.Struct, frozen=True):
@@ -120,6 +123,7 @@ class Replica:
             on_progress=self._progressed,
             on_loaded=self._workers_loaded,
             on_refused=events.on_refused,
+            adapters=setup.adapters,
         )
 
     @property
@@ -201,6 +205,7 @@ class Replica:
             setup.placement,
             setup.opened.speculation,
             grammar_settings(setup.arguments, setup.opened.served),
+            adapters=setup.opened.adapter_settings,
         )
         return WorkerConfig(
             runner=msgspec.structs.replace(

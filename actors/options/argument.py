@@ -24,6 +24,7 @@ Group: TypeAlias = Literal[
     "Tokenizer batching",
     "Runtime",
     "Devices and kernels",
+    "LoRA",
     "Quantization",
     "Grammar",
     "Speculative decoding",
@@ -189,16 +190,16 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
                 except (TypeError, ValueError, OverflowError):
                     raise self._wrong_type(value) from None
             case "words":
-                if text is not None and text.startswith("["):  # a JSON list, as in vLLM's command lines
+                if text is not None and text.startswith(("[", "{")):  # JSON, as in vLLM's command lines
                     try:
                         value = json.loads(text)
                     except (ValueError, RecursionError):
                         raise self._wrong_type(value) from None
-                    text = None
+                    text, value = None, [value] if isinstance(value, dict) else value
                 parts = text.replace(",", " ").split() if text is not None else value
                 if not isinstance(parts, list | tuple):
                     raise self._wrong_type(value)
-                return tuple(str(part) if type(part) in (int, float) else part for part in parts)
+                return tuple(_word(part) for part in parts)
             case "json":
                 return self._json(text) if text is not None else value
 
@@ -267,6 +268,12 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
                     until = "up to" if self.above else "to"
                     noun += f" {joint} {self.minimum} {until} {self.maximum}"
                 return " or ".join((noun, *map(str, self.also)))
+
+
+def _word(part: object) -> object:
+    if isinstance(part, dict):
+        return json.dumps(part)
+    return str(part) if type(part) in (int, float) else part
 
 
 def parse_flag(value: object) -> bool | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from actors.options.argument import Argument
 from actors.options.errors import ArgumentError
+from actors.options.lora import adapter_path
 from actors.options.speculative_rules import speculative_problems
 from actors.options.table import ARGUMENTS
 from kernels.contract.npu_simulator import SpecError
@@ -75,6 +76,7 @@ def contradictions(arguments: Arguments) -> list[str]:
         *_shapes(arguments),
         *_metrics(arguments),
         *_preferred(arguments),
+        *_adapters(arguments),
         *speculative_problems(arguments),
     ]
 
@@ -138,6 +140,35 @@ def _needs(arguments: Arguments) -> Iterator[str]:
     texts = [name for name in _OF_TEXTS if getattr(arguments, name) != _DEFAULTS[name]]
     if arguments.skip_tokenizer_init and texts:
         yield f"skip_tokenizer_init loads no tokenizer; leave it out, or {', '.join(texts)}"
+
+
+def _adapters(arguments: Arguments) -> Iterator[str]:
+    """Adapters of --lora-paths that are wrong, and limits without adapters."""
+    if not arguments.has_adapters:
+        for name in ("max_lora_rank", "lora_target_modules", "max_loaded_loras"):
+            if getattr(arguments, name) is not None:
+                yield f"{name} needs enable_lora"
+        for name, default in (("max_loras_per_batch", 8), ("lora_eviction_policy", "lru")):
+            if getattr(arguments, name) != default:
+                yield f"{name} needs enable_lora"
+        return
+    if arguments.pipeline_parallel_size > 1:
+        yield "adapters do not run in the stages of a pipeline yet; leave pipeline_parallel_size out, or the adapters"
+    if arguments.enable_dp_attention:
+        yield "enable_dp_attention contradicts adapters, whose places differ between its parts; leave one out"
+    names: list[str] = []
+    for word in arguments.lora_paths or ():
+        try:
+            names.append(adapter_path(word).name)
+        except ArgumentError as error:
+            yield f"lora_paths: {error}"
+    for name in sorted({name for name in names if names.count(name) > 1 or name in arguments.model_names}):
+        yield f"lora_paths: {name!r} is the name of another adapter or of the model; give each its own"
+    most = arguments.max_loaded_loras
+    if most is not None and most < len(names):
+        yield f"max_loaded_loras {most} is less than the {len(names)} of lora_paths; raise it"
+    if arguments.lora_eviction_policy != "lru" and most is None:
+        yield "lora_eviction_policy needs max_loaded_loras"
 
 
 _HOST_NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?|[0-9A-Fa-f:.]+")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from actors.options.declaration import ArgumentSpec
-from actors.options.expert_distribution import ExpertDistributionArguments
+from actors.options.lora import LoraArguments
 
 __all__ = ["QuantizationArguments"]
 
@@ -28,7 +28,7 @@ _UNBUILT = dict.fromkeys(
 _FOUR_BITS = "a 4-bit cache is not built; use int8 or fp8_e4m3"
 
 
-class QuantizationArguments(ExpertDistributionArguments, frozen=True, kw_only=True):
+class QuantizationArguments(LoraArguments, frozen=True, kw_only=True):
     """The arguments of quantization. Names are SGLang's."""
 
     quantization: Annotated[

@@ -9,6 +9,7 @@ import msgspec
 from actors.options.consistency import contradictions
 from actors.options.errors import ArgumentError
 from actors.options.keys import with_keys
+from actors.options.lora import AdapterPath, adapter_path
 from actors.options.resolving import RawArgument, resolve
 from actors.options.speculative import SpeculativeArguments
 from actors.options.table import ARGUMENTS
@@ -59,6 +60,16 @@ class Arguments(SpeculativeArguments, frozen=True, kw_only=True):
         if self.served_model_name:
             return tuple(dict.fromkeys(self.served_model_name))
         return (self.model_path,) if self.model_path else ()
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the server takes LoRA adapters."""
+        return self.enable_lora or self.lora_paths is not None
+
+    @property
+    def adapter_paths(self) -> tuple[AdapterPath, ...]:
+        """The entries of ``lora_paths``."""
+        return tuple(adapter_path(word) for word in self.lora_paths or ())
 
     @property
     def api_keys(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ Messages. One module of this package for each actor holds every message that the
     Engine ── Render ──> Renderer         a child process: chat templates run under limits
     Engine ── Encode, Decode, DecodeTokens ──> Tokenizer
     Engine ── Submit, Abort, Flush, Pause, Continue ──> Scheduler
-    Engine ── CompileGrammar ──> Worker
+    Engine ── CompileGrammar, LoadAdapter, UnloadAdapter ──> Worker
     Scheduler ── OpenSequence, CacheUpdate, PeekPrefixes, ResetCache, FlushCache ──> CacheManager
     Scheduler ── Step, CompileGrammar ──> Worker          a child process for each device
     Scheduler ── Emit, Fence ──> Detokenizer
@@ -113,9 +113,12 @@ from actors.protocol.tokenizer import (
 from actors.protocol.worker import (
     CompileGrammar,
     Load,
+    LoadAdapter,
     LoadProgress,
     LoadRefused,
+    NumberedAdapter,
     Step,
+    UnloadAdapter,
     WorkerConfig,
     WorkerEventsProtocol,
     WorkerLoaded,
@@ -147,8 +150,10 @@ __all__ = [
     "GroupUsage",
     "HandOver",
     "Load",
+    "LoadAdapter",
     "LoadProgress",
     "LoadRefused",
+    "NumberedAdapter",
     "OpenSequence",
     "Pause",
     "PeekPrefixes",
@@ -168,6 +173,7 @@ __all__ = [
     "TextStopped",
     "TokenScores",
     "TokenizerProtocol",
+    "UnloadAdapter",
     "WorkerConfig",
     "WorkerEventsProtocol",
     "WorkerLoaded",

@@ -49,6 +49,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float | None = None  # clock seconds
     start_by: float | None = None  # clock seconds; a sequence that has not been on the device by then ends
     salt: bytes = b""  # keeps prefixes of different tenants apart
+    adapter: int = 0  # number of the adapter that it runs with; 0: none. The salt keeps its prefixes apart
     task: Task = Generate()
     tenant: str = ""  # the client's name: tenants get equal shares of the engine
 

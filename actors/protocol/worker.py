@@ -16,14 +16,25 @@ from kernels.contract.topology import WorkerId
 __all__ = [
     "CompileGrammar",
     "Load",
+    "LoadAdapter",
     "LoadProgress",
     "LoadRefused",
+    "NumberedAdapter",
     "Step",
+    "UnloadAdapter",
     "WorkerConfig",
     "WorkerEventsProtocol",
     "WorkerLoaded",
     "WorkerProtocol",
 ]
+
+
+class NumberedAdapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter: the number that admissions give, its name, and the directory of its files."""
+
+    index: int
+    name: str
+    path: str
 
 
 class WorkerProtocol:
@@ -34,12 +45,15 @@ class Load(Message[WorkerProtocol, None], frozen=True):
     """Load the model, together with the other ranks of its group. A worker of another incarnation ignores it.
 
     ``incarnation``: of the worker. ``epoch``: of the group. ``rendezvous``: of the ranks, as in RunnerConfig.
+    ``adapters``: to load with the model. In the first epoch one that cannot be loaded refuses the load; later, when its
+    files may be gone, only its own requests fail.
     """
 
     timed: ClassVar[bool] = False  # it has a time of its own: WorkerConfig.load_timeout
     incarnation: int
     epoch: int
     rendezvous: str = ""
+    adapters: tuple[NumberedAdapter, ...] = ()
 
 
 class Step(Message[WorkerProtocol, StepResult], frozen=True):
@@ -65,6 +79,20 @@ class CompileGrammar(Message[WorkerProtocol, str], frozen=True):
 
     grammar: Grammar
     timeout: float
+
+
+class LoadAdapter(Message[WorkerProtocol, str], frozen=True):
+    """Load an adapter between two steps, unless it is loaded. The reply is empty, or says what is wrong with it."""
+
+    timed: ClassVar[bool] = False  # the caller sets its time
+    adapter: NumberedAdapter
+
+
+class UnloadAdapter(Message[WorkerProtocol, None], frozen=True):
+    """Forget an adapter, as soon as no slot uses it. An unknown one is ignored."""
+
+    timed: ClassVar[bool] = False
+    index: int
 
 
 class WorkerEventsProtocol:

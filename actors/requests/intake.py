@@ -34,6 +34,7 @@ from actors.protocol.requests import (
     SamplingParams,
     Thought,
 )
+from actors.requests.adapters import Adapter, Adapters
 from actors.requests.admission import AdmissionControl, Permit
 from actors.requests.grammar_compiles import GrammarCompiles
 from actors.requests.router import Route, Router
@@ -76,7 +77,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``label``: the client's id of it. ``priority``: higher first, where priorities are on. ``timeout``: seconds for the
     whole request. ``cache_salt``: keeps its cached prefixes apart. ``tenant``: tenants get equal shares. ``truncate``:
     of an input that is embedded or classified, see ``ServedModel.truncation_limit``. ``replica``: the number of the one
-    that runs it, None for the router's choice; where its workers die, others take over.
+    that runs it, None for the router's choice; where its workers die, others take over. ``adapter``: the name of a LoRA
+    adapter.
     """
 
     label: str | None = None
@@ -85,6 +87,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     tenant: str = ""
     truncate: int | None = None
+    adapter: str | None = None
     replica: int | None = None
 
 
@@ -108,6 +111,7 @@ class _Request(msgspec.Struct, eq=False):
     max_tokens: int | None = None  # tokens that are kept of the prompt
     route: Route | None = None  # from its submission on
     task: Task = GENERATE
+    adapter: Adapter | None = None
 
 
 class Intake:
@@ -121,6 +125,7 @@ class Intake:
         encoding: Encoding,
         router: Router,
         timelines: Timelines,
+        adapters: Adapters | None = None,
         faults: FaultInjector | None = None,
     ) -> None:
         running = arguments.max_running_requests * arguments.data_parallel_size
@@ -138,6 +143,7 @@ class Intake:
         self._router = router
         self._faults = faults
         self._timelines = timelines
+        self._adapters = adapters
         self._requests: dict[str, _Request] = {}
         self._numbers = itertools.count(1)
         self._grammars = GrammarCompiles(max(1, len(arguments.api_keys)), len(router.routes))
@@ -182,6 +188,11 @@ class Intake:
         if task is not GENERATE or self._model.pooling is not None:
             self._model.require_task(task)
         salt = _salt(options.cache_salt)
+        adapter = None
+        if options.adapter is not None and self._adapters is not None:
+            adapter = self._adapters.require(options.adapter)
+            salt = adapter.salt + salt
+            timeline.request["troupe.adapter"] = adapter.name
         self._check_replica(options.replica)
         now = time.monotonic()
         timeout = self._arguments.request_timeout if options.timeout is None else options.timeout
@@ -216,7 +227,10 @@ class Intake:
             start_by=None if limit is None else now + limit,
             max_tokens=max_prompt,
             task=task,
+            adapter=adapter,
         )
+        if adapter is not None and self._adapters is not None:
+            self._adapters.use(adapter)
         self.idle.clear()
         return RequestStream(
             buffer,
@@ -532,6 +546,7 @@ class Intake:
                 deadline=request.deadline,
                 start_by=request.start_by,
                 salt=request.salt,
+                adapter=0 if request.adapter is None else request.adapter.index,
                 task=request.task,
                 tenant=request.permit.tenant,
             )
@@ -562,6 +577,8 @@ class Intake:
         if request is None:
             return
         now = time.monotonic()
+        if request.adapter is not None and self._adapters is not None:
+            self._adapters.leave(request.adapter)
         buffer.end(now)
         unfinished = self._drop(request)
         if request.route is not None:

@@ -32,6 +32,7 @@ class PlannerConfig(msgspec.Struct, frozen=True, kw_only=True):
     priority_scheduling: bool = False
     low_priority_values_first: bool = False
     preemption_threshold: int = 10  # a waiting sequence preempts when its priority exceeds by more than this
+    max_adapters: int = 0  # different adapters of running sequences; 0: any number
     adaptive: str | None = None  # settings of AdaptiveConfig, JSON: fewer draft tokens where they do not pay; None: all
     ageing_seconds: float = 10.0  # waiting this long raises the effective priority by 1
 

@@ -17,6 +17,7 @@ from actors.protocol import (
     PeekPrefixes,
     PrefixMatch,
 )
+from actors.scheduling.adapter_places import AdapterPlaces
 from actors.scheduling.config import PlannerConfig
 from actors.scheduling.growth import GrowthReserve
 from actors.scheduling.policy import Policy
@@ -31,7 +32,7 @@ CacheMessage: TypeAlias = OpenSequence | CacheUpdate | PeekPrefixes
 CacheReply: TypeAlias = PrefixMatch | CacheUpdated | list[int]
 Planning: TypeAlias = Generator[CacheMessage, CacheReply, None]
 
-_MAX_SKIPPED = 64  # most sequences skipped in one step because their prefix is being computed
+_MAX_SKIPPED = 64  # most sequences skipped in one step: their prefix is being computed, their adapter has no place
 _RETRY_STEPS = 32  # steps after which a queue whose head did not fit is tried again in any case
 
 
@@ -310,6 +311,8 @@ class StepPlanning:
         pressing = self._policy.pressing(table.waiting, table.running.values())
         if pressing is None:
             return None
+        if not AdapterPlaces(self._config.max_adapters, table.running.values()).fits(pressing):
+            return None  # it waits for a place of its adapter, which no preemption of one sequence frees
         if len(table.running) >= self._config.max_running or not table.slots.free:
             victim = self._victim_of(pressing)
             if victim is None:
@@ -366,11 +369,12 @@ class StepPlanning:
         yield from self._refresh_available(step)
         order = yield from self._order(first, now)
         reserve = self._growth.pages(table.running.values(), size)
+        places = AdapterPlaces(config.max_adapters, table.running.values())
         held = 0
         for sequence in self._of_cohort(order):
             if not self._may_join(step) or held >= _MAX_SKIPPED:
                 break
-            if table.siblings.computes_for(sequence):
+            if table.siblings.computes_for(sequence) or not places.fits(sequence):
                 held += 1
                 continue
             needed = -(-sequence.length // size)
@@ -392,6 +396,7 @@ class StepPlanning:
                 self._blocked = (sequence.id, own)
                 break
             table.start(sequence, prefix)
+            places.take(sequence)
             step.admitted[sequence.id] = prefix
             count = step.chunk(sequence.known - sequence.scheduled)
             self._run_prefill(step, sequence, count, -(-(sequence.scheduled + count) // size) - sequence.pages)

@@ -214,6 +214,7 @@ def _admission(sequence: Sequence, prefix: PrefixMatch, first: AllocatedPages | 
         pages=pages,
         sampling=_sampling(sequence),
         salt=sequence.spec.salt,
+        adapter=sequence.spec.adapter,
         target=sequence.target,
         stop_ids=sequence.stop_ids,
         task=sequence.spec.task,

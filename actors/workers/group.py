@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.protocol import Load, LoadProgress, LoadRefused, WorkerConfig, WorkerLoaded, WorkerProtocol
+from actors.protocol import Load, LoadProgress, LoadRefused, NumberedAdapter, WorkerConfig, WorkerLoaded, WorkerProtocol
 from actors.runtime import ActorRef, ActorSystem, Backoff, ChildCrash, Event, EventKind, Message, Strategy, Supervision
 from actors.workers.launchers.launcher import WorkerLauncher
 from actors.workers.launchers.local import LocalLauncher
@@ -35,6 +35,7 @@ class WorkerGroup:
     of a worker. ``address``: a rendezvous (host:port) for all epochs; without it each epoch uses a file in a private
     folder. ``on_loaded``: called with the report of the first one and the epoch when every rank has loaded.
     ``on_refused``: called with a reason and whether it is permanent when the first epoch cannot load the model.
+    ``adapters``: those that an epoch loads with the model.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class WorkerGroup:
         on_loaded: Callable[[ModelInfo, int], None],
         on_refused: Callable[[str, bool], None],
         launcher: WorkerLauncher | None = None,
+        adapters: Callable[[], tuple[NumberedAdapter, ...]] = tuple,
     ) -> None:
         self.ids = tuple(ids)
         self.workers: dict[WorkerId, ActorRef[WorkerProtocol]] = {}
@@ -57,6 +59,7 @@ class WorkerGroup:
         self._on_progress = on_progress
         self._on_loaded = on_loaded
         self._on_refused = on_refused
+        self._adapters = adapters
         self._launcher = launcher or LocalLauncher()
         self._epoch = -1
         self._running: dict[WorkerId, int] = {}  # incarnations of the processes started since the last death
@@ -138,7 +141,14 @@ class WorkerGroup:
         self._loaded.clear()
         rendezvous = "" if len(self.ids) == 1 else self._address or self._reserve()
         for worker, ref in self.workers.items():
-            ref.offer(Load(incarnation=self._running[worker], epoch=self._epoch, rendezvous=rendezvous))
+            ref.offer(
+                Load(
+                    incarnation=self._running[worker],
+                    epoch=self._epoch,
+                    rendezvous=rendezvous,
+                    adapters=self._adapters(),
+                )
+            )
 
     def _on_report(self, message: Message[Any, None]) -> None:
         if isinstance(message, LoadProgress):

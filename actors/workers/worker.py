@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -16,9 +17,12 @@ from actors.faults import FaultInjector
 from actors.protocol import (
     CompileGrammar,
     Load,
+    LoadAdapter,
     LoadProgress,
     LoadRefused,
+    NumberedAdapter,
     Step,
+    UnloadAdapter,
     WorkerConfig,
     WorkerLoaded,
     WorkerProtocol,
@@ -55,6 +59,8 @@ class Worker(Actor[WorkerProtocol]):
         self._epoch: int | None = None  # the group's epoch when this worker loaded
         self._idle_work = 0.0, 0.0  # begin and end of the last idle work
         self._answered = 0.0  # when the last result was sent
+        self._adapters: set[int] = set()  # loaded ones, by number
+        self._leaving: set[int] = set()  # those of them that are unloaded once no slot uses them
 
     @classmethod
     def prepare(cls, config: WorkerConfig) -> None:
@@ -91,6 +97,7 @@ class Worker(Actor[WorkerProtocol]):
         timer.start()
         try:
             info = self._load(config, progress)
+            self._load_adapters(message.adapters, strict=message.epoch == 0)
         except Exception as error:
             permanent = _is_permanent(error)
             if permanent is None:
@@ -113,6 +120,46 @@ class Worker(Actor[WorkerProtocol]):
             info = msgspec.structs.replace(info, device=f"{config.device} (simulated {config.npu_simulator})")
         return info
 
+    def _load_adapters(self, adapters: Sequence[NumberedAdapter], *, strict: bool) -> None:
+        """``strict``: raise the error of an adapter; otherwise report it and go on without it."""
+        assert self._runner is not None
+        for adapter in adapters:
+            try:
+                self._runner.load_adapter(adapter.index, adapter.path)
+            except ConfigError as error:
+                if strict:
+                    raise ConfigError(f"adapter {adapter.name}: {error}") from error
+                _log.error("Adapter %s was not loaded again; its requests fail: %s", adapter.name, error)
+            else:
+                self._adapters.add(adapter.index)
+
+    @handles_in_thread
+    def load_adapter(self, message: LoadAdapter, sent: float) -> str:
+        """Load an adapter between two steps. A worker without a model gets it with the next Load."""
+        adapter = message.adapter
+        if self._runner is None or self._epoch is None or adapter.index in self._adapters:
+            return ""
+        try:
+            self._load_adapters((adapter,), strict=True)
+        except (ConfigError, UnsupportedError) as error:
+            return str(error)
+        return ""
+
+    @handles_in_thread
+    def unload_adapter(self, message: UnloadAdapter, sent: float) -> None:
+        """A slot is released by the step after the end of its request, so that it may still use the adapter."""
+        if message.index in self._adapters:
+            self._adapters.discard(message.index)
+            self._leaving.add(message.index)
+            self._unload_adapters()
+
+    def _unload_adapters(self) -> None:
+        assert self._runner is not None
+        for index in tuple(self._leaving):
+            with contextlib.suppress(ConfigError):  # in use
+                self._runner.unload_adapter(index)
+                self._leaving.discard(index)
+
     @handles_in_thread
     def step(self, message: Step, sent: float) -> StepResult | EarlyReply[StepResult] | Later[StepResult]:
         """Run a step, even if its sender has given up: later steps depend on it."""
@@ -128,6 +175,8 @@ class Worker(Actor[WorkerProtocol]):
         if self._faults is not None:
             self._faults.strike_step(batch)
         step = self._runner.start(batch)
+        if self._leaving and batch.released:
+            self._unload_adapters()
         if step.done:
             result = self._finish(step, batch.number, batch.traces, sent, begun, waited)
             if step.idle_work is None:

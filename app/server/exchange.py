@@ -69,6 +69,7 @@ class Exchange:
         self.label = label  # the client's own id: echoed and logged, never a key
         self.grants: Callable[[Iterable[bytes]], list[tuple[bytes, bytes]]] | None = None  # CORS, for an allowed page
         self.request_id = request_id
+        self.adapter: str | None = None  # name of the LoRA adapter that its model is
         self.tenant = ""  # tenant of its API key, where there are several keys
         self.parts: dict[str, str] = {}  # the variable parts of its path
         self.background = False  # whether no client waits for it: it makes room for those that have one

@@ -143,7 +143,8 @@ KNOWN: dict[str, Known] = {
     "penalize_nl": _refused("use logit_bias"),
     # adapters and code
     **_each(_CODE, "custom_logit_processor", "logits_processors", "logits_processor", "custom_params"),
-    **_each(_LATER, "lora", "lora_path", "lora_request", "adapter_id", "vllm_xargs", "watermark"),
+    **_each("name the adapter as model", "lora", "lora_path", "lora_request", "adapter_id"),
+    **_each(_LATER, "vllm_xargs", "watermark"),
     "chat_template": _refused("no chat template is applied here; use /v1/chat/completions"),
     # conversations in other forms
     **_each(_ROLE, "system", "system_prompt", "instructions", "developer", "documents", "context"),

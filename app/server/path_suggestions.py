@@ -37,7 +37,7 @@ _NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     (r"/(v1/)?uploads(/.*)?", "Uploading in parts", "POST /v1/files"),
     (r"/(v1/)?(assistants|threads|vector_stores|containers|evals)(/.*)?", "This API of OpenAI", _CHAT),
     (r"/(v1/)?(fine_tuning|fine-tunes|moderations)(/.*)?", "This API of OpenAI", ""),
-    (r"/(v1/)?(load|unload)_lora_adapter|/(v1/)?lora_adapters?(/.*)?", "LoRA", ""),
+    (r"/(v1/)?lora_adapters?(/.*)?", "This path", "POST /load_lora_adapter"),
     (r"/(anthropic/)?(v1/)?messages/(?!count_tokens$).*|/v1/complete", "This API of Anthropic", "POST /v1/messages"),
     (r"/v1(beta|alpha|beta1)?/models/.*:\w+", "Google's API", _CHAT),
     (r"/api/(pull|push|create|copy|delete|blobs)(/.*)?", "Ollama's management of models", "troupe serve MODEL"),

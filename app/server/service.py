@@ -45,6 +45,8 @@ SEND_DEADLINE = 120.0
 """Seconds after which a client that reads nothing is disconnected."""
 
 
+_SHOWN_NAMES = 16
+
 _LAST = 1 << 20
 """The priority of requests for which no client waits."""
 
@@ -100,9 +102,9 @@ class Service:
         settings = (self.model_name, self.arguments.weight_version, self.arguments.dtype, self.arguments.revision)
         return "fp_" + hashlib.blake2s(repr(settings).encode(), digest_size=5).hexdigest()
 
-    def check_model(self, name: str | None) -> str:
+    def check_model(self, name: str | None, exchange: Exchange | None = None) -> str:
         """The name to answer under: the requested one, which may be the model's path; the first without any, and for
-        SGLang's "default".
+        SGLang's "default". An adapter is asked for as its name or ``model:name``; the exchange then runs with it.
 
         Raises 404 for a model that is not the served one.
         """
@@ -112,11 +114,24 @@ class Service:
             return name
         if name == "default":
             return self.model_name
-        served = " or ".join(map(repr, self.model_names))
+        adapter = self.adapter_of(name)
+        if exchange is not None:
+            exchange.adapter = adapter
+        return name
+
+    def adapter_of(self, name: str, param: str = "model") -> str:
+        """The adapter's own name of ``name`` or ``model:name``. Raises 404."""
+        adapters = self.engine.adapters
+        bases = [f"{base}:" for base in self.model_names if name.startswith(f"{base}:")]
+        for known in (name, *(name.removeprefix(base) for base in bases)):
+            if adapters.find(known) is not None:
+                return known
+        served = [*self.model_names, *(each.name for each in adapters)]
+        shown = " or ".join(map(repr, served[:_SHOWN_NAMES])) + " or others" * (len(served) > _SHOWN_NAMES)
         raise ApiError(
             404,
-            f"The model {name[:128]!r} does not exist here; this server has {served}.",
-            param="model",
+            f"The model {name[:128]!r} does not exist here; this server has {shown}.",
+            param=param,
             code="model_not_found",
         )
 
@@ -215,12 +230,13 @@ class Service:
         task: Task = GENERATE,
         truncate: int | None = None,
         timeout: float | None = None,
+        adapter: str | None = None,
         replica: int | None = None,
     ) -> RequestStream:
         """Submit a request to the engine before anything is awaited; the exchange closes the stream.
 
         ``label`` is the client's own id of the request. ``rename`` maps parameter names of the engine onto this API's,
-        for error messages.
+        for error messages. ``adapter``: instead of the exchange's.
         """
         if label is not None and exchange.label is None and is_label(label):
             exchange.label = label
@@ -238,6 +254,7 @@ class Service:
                 task=task,
                 truncate=truncate,
                 timeout=timeout,
+                adapter=adapter or exchange.adapter,
                 replica=replica,
             )
         except InvalidRequest as error:

@@ -28,6 +28,7 @@ from actors.protocol.requests import (
     TokenLogprob,
     Usage,
 )
+from actors.requests.adapters import Adapters
 from actors.requests.sampling_rules import validate
 from actors.runtime import ActorStatus, current_traceparent
 from app.application import Troupe
@@ -182,6 +183,7 @@ class FakeEngine:
         self.actor_messages = ActorMessages()
         self.board = HealthBoard()
         self.expert_recorder = ExpertRecorder(self.arguments.expert_distribution_recorder_mode, None)
+        self.adapters = Adapters(self.arguments, list)
         self.intake = None
         self.company: list[ActorStatus] = []
         self.tracing = None
@@ -244,6 +246,12 @@ class FakeEngine:
         self.streams.append(stream)
         self.open.add(stream)
         return stream
+
+    async def load_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
+        await self.adapters.load(name, path, pinned=pinned)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.adapters.unload(name)
 
     def check_ids(self, ids: Sequence[int]) -> None:
         if any(not 0 <= token < self.vocab_size for token in ids):

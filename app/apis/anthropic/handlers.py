@@ -32,7 +32,7 @@ class TokenCount(msgspec.Struct):
 
 async def create_message(service: Service, exchange: Exchange, body: MessagesRequest) -> Response:
     """Answer a conversation, as a whole or as a stream."""
-    model = service.check_model(body.model)
+    model = service.check_model(body.model, exchange)
     choice, parallel = choice_of(body)
     grammar, field = _grammar(body)
     request = ConversationRequest(
@@ -62,7 +62,7 @@ async def create_message(service: Service, exchange: Exchange, body: MessagesReq
 
 async def count_tokens(service: Service, exchange: Exchange, body: CountRequest) -> Response:
     """The tokens of a conversation with its tools, as a message would have them."""
-    service.check_model(body.model)
+    service.check_model(body.model, exchange)
     choice_of(body)
     chat = chat_of(body, service.output_format.tools or StreamingParser)
     with service.text_request(exchange):

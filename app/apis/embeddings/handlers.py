@@ -80,7 +80,7 @@ class EmbeddingsAnswer(msgspec.Struct, kw_only=True):
 
 async def embeddings(service: Service, exchange: Exchange, body: EmbeddingsRequest) -> Response:
     """The vector of each input: the model's last hidden state at its last token, of length 1."""
-    model = service.check_model(body.model)
+    model = service.check_model(body.model, exchange)
     require_embeddings(service, model)
     check_dimensions(service, body.dimensions)
     options = {

@@ -73,7 +73,7 @@ async def _complete(
     filling: Filling | None = None,
 ) -> Response:
     """``single``: the answer is none of a list. ``filling``: what the one prompt is from."""
-    model = service.check_model(body.model)
+    model = service.check_model(body.model, exchange)
     params, grammar_field = _params(service, body)
     if filling is not None:
         params = ending(params, filling)
@@ -167,7 +167,7 @@ def _biases(body: SamplingBody) -> tuple[dict[int, float] | None, tuple[str, ...
 
 async def apply_template(service: Service, exchange: Exchange, body: TemplateRequest) -> Response:
     """The text that the chat template makes of a conversation."""
-    service.check_model(body.model)
+    service.check_model(body.model, exchange)
     chat = Chat(
         messages=messages(body.messages, service.output_format.tools),
         tools=tools(body.tools),

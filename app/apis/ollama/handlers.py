@@ -39,7 +39,7 @@ class OllamaEmbeddingsAnswer(msgspec.Struct):
 
 async def chat(service: Service, exchange: Exchange, body: OllamaChatRequest) -> Response:
     """Answer a conversation, as a stream unless ``stream`` is false."""
-    model = model_of(service, body.model)
+    model = model_of(service, body.model, exchange)
     if not body.messages:
         return _only_load(body, model, chat=True)
     tools = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
@@ -56,7 +56,7 @@ async def chat(service: Service, exchange: Exchange, body: OllamaChatRequest) ->
 
 async def generate(service: Service, exchange: Exchange, body: OllamaGenerateRequest) -> Response:
     """Answer one turn, or continue a text, as a stream unless ``stream`` is false."""
-    model = model_of(service, body.model)
+    model = model_of(service, body.model, exchange)
     _refuse_what_is_missing(body)
     if not body.prompt and not body.suffix:
         return _only_load(body, model, chat=False)
@@ -110,7 +110,7 @@ async def _answer(
 
 async def embed(service: Service, exchange: Exchange, body: EmbedRequest) -> Response:
     """Embeddings of texts, from a model that was trained for them."""
-    model = model_of(service, body.model)
+    model = model_of(service, body.model, exchange)
     require_embeddings(service, model)
     check_dimensions(service, body.dimensions)
     inputs = [body.input] if isinstance(body.input, str) else body.input
@@ -123,7 +123,7 @@ async def embed(service: Service, exchange: Exchange, body: EmbedRequest) -> Res
 
 async def embeddings(service: Service, exchange: Exchange, body: OllamaEmbeddingsRequest) -> Response:
     """The embedding of one text, in the older form."""
-    require_embeddings(service, model_of(service, body.model))
+    require_embeddings(service, model_of(service, body.model, exchange))
     [(vector, tokens)] = await embed_all(service, exchange, [body.prompt], "prompt")
     exchange.tokens = (tokens, 0)
     return json_response(OllamaEmbeddingsAnswer(vector.tolist()))

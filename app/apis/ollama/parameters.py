@@ -11,6 +11,7 @@ from app.apis.openai.parameters import SWITCHES, check_tool_name, name_calls, to
 from app.parsers.base import StreamingParser
 from app.server.decoding import check_depth, check_size
 from app.server.errors import invalid
+from app.server.exchange import Exchange
 from app.server.service import Service
 
 __all__ = ["NAMES", "chat_of", "model_of", "params_of", "turn_of"]
@@ -40,12 +41,12 @@ NAMES = {
 _LATEST = ":latest"
 
 
-def model_of(service: Service, name: str | None) -> str:
+def model_of(service: Service, name: str | None, exchange: Exchange | None = None) -> str:
     """The name to answer under, which is the requested one; it may end in ``:latest``. Raises 404."""
     if name and name.endswith(_LATEST) and name not in service.model_names:
-        service.check_model(name.removesuffix(_LATEST))
+        service.check_model(name.removesuffix(_LATEST), exchange)
         return name
-    return service.check_model(name)
+    return service.check_model(name, exchange)
 
 
 def params_of(service: Service, body: OwnFields) -> SamplingParams:

@@ -39,7 +39,7 @@ __all__ = ["chat_completions"]
 
 async def chat_completions(service: Service, exchange: Exchange, body: ChatRequest) -> Response:
     """Answer a conversation, as a whole or as a stream."""
-    model = service.check_model(body.model)
+    model = service.check_model(body.model, exchange)
     params, names = chat_params(body), chat_names(body)
     chat = chat_prompt(body, service.arguments, service.output_format.tools)
     session_request = None
@@ -111,7 +111,7 @@ async def _answer(
     return ChatAnswer(
         id=exchange.request_id,
         created=created,
-        model=service.check_model(body.model),
+        model=service.check_model(body.model, exchange),
         system_fingerprint=service.fingerprint,
         choices=[
             ChatChoice(

@@ -32,7 +32,7 @@ Prompt = str | list[int]
 
 async def completions(service: Service, exchange: Exchange, body: CompletionRequest) -> Response:
     """Complete texts, as a whole or as a stream. Choice ``j`` of prompt ``i`` has the index ``i * n + j``."""
-    model = service.check_model(body.model)
+    model = service.check_model(body.model, exchange)
     prompts = prompts_of(body.prompt)
     params, names = completion_params(body), completion_names(body)
     if body.suffix:
@@ -134,7 +134,7 @@ def _answer(
     return CompletionAnswer(
         id=exchange.request_id,
         created=created,
-        model=service.check_model(body.model),
+        model=service.check_model(body.model, exchange),
         system_fingerprint=service.fingerprint,
         choices=[
             _choice(body, choice, echo, scored, number * len(choices) + index)

@@ -15,8 +15,8 @@ __all__ = ["ModelCard", "ModelList", "get_model", "list_models"]
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """One name of the model. ``root``: its first name, never a path of the server. ``max_model_len``: tokens of prompt
-    and answer."""
+    """One name of the model, or an adapter. ``root``: the first name, never a path of the server. ``parent``: the model
+    of an adapter. ``max_model_len``: tokens of prompt and answer."""
 
     id: str
     object: Literal["model"] = "model"
@@ -33,22 +33,25 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 
 def _card(service: Service, name: str) -> ModelCard:
+    adapter = None if name in service.model_names else service.engine.adapters.find(name)
     return ModelCard(
         id=name,
-        created=service.created,
-        root=service.model_name,
+        created=service.created if adapter is None else adapter.created,
+        root=service.model_name if adapter is None else adapter.name,
+        parent=None if adapter is None else service.model_name,
         max_model_len=service.engine.context_length or None,
     )
 
 
 async def list_models(service: Service, exchange: Exchange, body: None) -> Response:
-    """The served model, once for each of its names."""
+    """The served model, once for each of its names, and its adapters."""
     if exchange.dialect.name == "anthropic":
         return json_response(model_page(service))
-    return json_response(ModelList(data=[_card(service, name) for name in service.model_names]))
+    names = [*service.model_names, *(each.name for each in service.engine.adapters)]
+    return json_response(ModelList(data=[_card(service, name) for name in names]))
 
 
 async def get_model(service: Service, exchange: Exchange, name: str) -> Response:
-    """The served model, by one of its names."""
-    name = service.check_model(name)
+    """The served model, by one of its names, or an adapter."""
+    name = service.check_model(name, exchange)
     return json_response(model_info(service, name) if exchange.dialect.name == "anthropic" else _card(service, name))

@@ -57,7 +57,7 @@ _JUDGE = (
 
 async def rerank(service: Service, exchange: Exchange, body: RerankRequest) -> Response:
     """The documents in the order of their relevance to the query."""
-    model = service.check_model(body.model)
+    model = service.check_model(body.model, exchange)
     texts = [one.text if isinstance(one, Document) else one for one in body.documents]
     result, tokens = await _ranked(service, exchange, body.query, texts, body.instruction, _options(body))
     results = [
@@ -74,7 +74,7 @@ async def rerank(service: Service, exchange: Exchange, body: RerankRequest) -> R
 
 async def cohere_rerank(service: Service, exchange: Exchange, body: CohereRerankRequest) -> Response:
     """The same in Cohere's form, whose lowest priorities come first."""
-    service.check_model(body.model)
+    service.check_model(body.model, exchange)
     texts = [one.text if isinstance(one, Document) else one for one in body.documents]
     falls = service.arguments.schedule_low_priority_values_first
     options = {"priority": body.priority if falls or body.priority is None else -body.priority}
@@ -89,7 +89,7 @@ async def cohere_rerank(service: Service, exchange: Exchange, body: CohereRerank
 
 async def score(service: Service, exchange: Exchange, body: ScoreRequest) -> Response:
     """vLLM's scores of pairs of texts, or SGLang's of labels behind texts."""
-    model = service.check_model(body.model)
+    model = service.check_model(body.model, exchange)
     if body.label_token_ids is not None:
         return await _label_scores(service, exchange, body, model, body.label_token_ids)
     if body.text_1 is None or body.text_2 is None:
@@ -183,7 +183,7 @@ def _probabilities(logprobs: np.ndarray, among: bool) -> list[float]:
 
 async def classify(service: Service, exchange: Exchange, body: ClassifyRequest) -> Response:
     """The classes of each input by the model's head: vLLM's form of ``input``, SGLang's of ``text``."""
-    model = service.check_model(body.model)
+    model = service.check_model(body.model, exchange)
     if body.input is None:
         return await _native(service, exchange, body.text, body.input_ids, body.activation, _options(body))
     head = _require(service, "classify")
@@ -202,7 +202,7 @@ async def classify(service: Service, exchange: Exchange, body: ClassifyRequest) 
 
 async def pooling(service: Service, exchange: Exchange, body: PoolingRequest) -> Response:
     """The vector of each input: an embedding, or the numbers of the model's head."""
-    model = service.check_model(body.model)
+    model = service.check_model(body.model, exchange)
     if body.task not in (None, "embed", "classify"):
         raise invalid(
             f"task: {body.task!r} is not run: an input has one vector here; use embed or classify.",

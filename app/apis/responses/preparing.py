@@ -68,7 +68,7 @@ def see_owner(service: Service, exchange: Exchange) -> str | None:
 
 async def prepare(service: Service, exchange: Exchange, body: ResponsesRequest) -> PreparedResponse:
     """Check a request and build what answers it. Raises 400."""
-    model = service.check_model(body.model)
+    model = service.check_model(body.model, exchange)
     store = service.responses.store
     stored = body.store is not False and store is not None
     _check(body, store)

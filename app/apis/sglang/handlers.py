@@ -61,6 +61,7 @@ async def generate(service: Service, exchange: Exchange, body: GenerateRequest) 
         )
         item.prompt = session_request.prompt
     salt = f"{body.cache_salt}\n{body.extra_key}" if body.cache_salt and body.extra_key else None
+    adapters = [item.adapter and service.adapter_of(item.adapter, "lora_path") for item in batch.items]
     streams = [
         service.submit(
             exchange,
@@ -70,9 +71,10 @@ async def generate(service: Service, exchange: Exchange, body: GenerateRequest) 
             cache_salt=salt or body.cache_salt or body.extra_key,
             label=item.label,
             rename=names,
+            adapter=adapter,
             replica=replica_of(body),
         )
-        for item in batch.items
+        for item, adapter in zip(batch.items, adapters, strict=True)
     ]
     await service.accepted(streams, names)
     for item, stream in zip(batch.items, streams, strict=True):

@@ -70,6 +70,8 @@ _NEW_TOKENS = 128
 
 _MANY = Meta(max_length=LIMITS.prompts)
 
+AdapterName = Annotated[str, Meta(min_length=1, max_length=LIMITS.adapter_name_chars)]
+
 
 class NativeSampling(NativeGrammarFields, kw_only=True):
     """SGLang's ``sampling_params``."""
@@ -116,6 +118,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     cache_salt: Salt | None = None
     extra_key: Salt | None = None
     session_params: SessionParams | None = None
+    lora_path: AdapterName | Annotated[list[AdapterName | None], _MANY] | None = None
     data_parallel_rank: Replica | None = None  # SGLang's name of the replica that runs it
     routed_dp_rank: Replica | None = None  # its newer name
 
@@ -135,11 +138,13 @@ NATIVE_SPELLING = tuple(
 
 
 class Item(msgspec.Struct, kw_only=True):
-    """One prompt of a batch. ``start``: the first prompt token with a log-probability; None for none."""
+    """One prompt of a batch. ``adapter``: name of its LoRA adapter. ``start``: the first prompt token with a
+    log-probability; None for none."""
 
     prompt: str | list[int]
     params: SamplingParams
     label: str | None
+    adapter: str | None = None
     logprobs: bool
     start: int | None
 
@@ -177,6 +182,8 @@ def batch_of(body: GenerateRequest) -> Batch:
         _item(prompt, sampling[i] or NativeSampling(), labels[i], bool(wanted[i]), starts[i], tops[i] or 0)
         for i, prompt in enumerate(prompts)
     ]
+    for item, adapter in zip(items, _spread(body.lora_path, count, "lora_path"), strict=True):
+        item.adapter = adapter
     for item, returned in zip(items, states, strict=True):
         item.params = msgspec.structs.replace(
             item.params, hidden_states=bool(returned), routed_experts=bool(body.return_routed_experts)

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from app.apis.sglang.adapters import (
+    AdaptersAnswer,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+    load_lora_adapter,
+    unload_lora_adapter,
+)
 from app.apis.sglang.expert_record import dump_expert_record, start_expert_record, stop_expert_record
 from app.apis.sglang.handlers import (
     CloseSession,
@@ -47,6 +54,24 @@ ROUTES: tuple[Route, ...] = (
             ("start", start_expert_record, "Record which experts tokens take"),
             ("stop", stop_expert_record, "Record no more experts"),
             ("dump", dump_expert_record, "Write the record of experts to a file"),
+        )
+    ),
+    *(
+        Route(
+            path=f"{prefix}/{name}_lora_adapter",
+            methods=("POST",),
+            level=AccessLevel.ADMIN,
+            handler=handler,
+            summary=summary,
+            body=body,
+            answer=AdaptersAnswer,
+            tag="operation",
+            needs_engine=True,
+        )
+        for prefix in ("", "/v1")
+        for name, handler, body, summary in (
+            ("load", load_lora_adapter, LoadAdapterRequest, "Load a LoRA adapter from a directory of the server"),
+            ("unload", unload_lora_adapter, UnloadAdapterRequest, "Unload a LoRA adapter when its requests have ended"),
         )
     ),
     Route(

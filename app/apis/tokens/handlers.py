@@ -92,7 +92,7 @@ class DetokenizeAnswer(msgspec.Struct, kw_only=True):
 
 async def tokenize(service: Service, exchange: Exchange, body: TokenizeRequest) -> Response:
     """Token ids of texts or of a conversation."""
-    service.check_model(body.model)
+    service.check_model(body.model, exchange)
     if body.content is not None:
         _take_content(body)
     if (body.prompt is None) == (body.messages is None):
@@ -156,7 +156,7 @@ async def _tokenized(service: Service, exchange: Exchange, body: TokenizeRequest
 
 async def detokenize(service: Service, exchange: Exchange, body: DetokenizeRequest) -> Response:
     """The text of token ids."""
-    service.check_model(body.model)
+    service.check_model(body.model, exchange)
     skip = body.skip_special_tokens is not False
     many = bool(body.tokens) and isinstance(body.tokens[0], list)
     if many and len(body.tokens) > LIMITS.prompts:

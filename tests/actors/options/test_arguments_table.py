@@ -42,6 +42,9 @@ SAME_ARGUMENT = [
     ("--draft-moe-backend", "--speculative-moe-runner-backend"),
     ("--all2all-backend", "--moe-a2a-backend"),
     ("--enable-log-requests", "--log-requests"),
+    ("--max-loras", "--max-loras-per-batch"),
+    ("--max-cpu-loras", "--max-loaded-loras"),
+    ("--lora-modules", "--lora-paths"),
     ("--max-num-batched-tokens", "--chunked-prefill-size"),
     ("--no-enable-prefix-caching", "--disable-radix-cache"),
 ]

@@ -74,7 +74,7 @@ def test_an_unknown_name_gets_the_nearest_one() -> None:
 
 
 def test_an_unbuilt_feature_is_refused_with_reason_and_remedy() -> None:
-    assert "LoRA adapters are not built yet; merge" in problem(enable_lora=True)
+    assert "linear layers are built; merge" in problem(enable_lora_bias=True)
     assert "this device is not built yet; use npu, cuda or cpu" in problem(device="xpu")
     assert "bf16 weights with --quantization int8" in problem(quantization="nvfp4")
     assert "leave it out for checkpoints of ModelSlim" in problem(quantization="mxfp8")
@@ -87,8 +87,8 @@ def test_a_value_that_changes_nothing_is_accepted() -> None:
         "tensor_parallel_size": 1,
         "dp_size": "1",
         "kv_cache_dtype": "auto",
-        "enable_lora": False,
-        "no_enable_lora": True,
+        "enable_lora_bias": False,
+        "no_enable_lora_bias": True,
         "enable_mixed_chunk": True,
         "hicache_ratio": 2,
         "encoder_urls": [],
@@ -100,7 +100,7 @@ def test_a_value_that_changes_nothing_is_accepted() -> None:
 
 
 def test_a_negated_refusal_is_not_a_way_around_it() -> None:
-    assert "LoRA" in problem(no_enable_lora=False)
+    assert "linear layers" in problem(no_enable_lora_bias=False)
     assert "share a step" in problem(no_enable_mixed_chunk=True)
 
 
@@ -218,7 +218,7 @@ def test_a_stall_is_reported_before_its_actor_is_killed(hard: float, stall: floa
 
 def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ArgumentError) as caught:
-        Arguments.from_keywords(port=-1, enable_lora=True, xyzzy=1)
+        Arguments.from_keywords(port=-1, enable_lora_bias=True, xyzzy=1)
     assert len(caught.value.problems) == 3
     assert isinstance(caught.value, ValueError)
 

@@ -81,10 +81,10 @@ def test_a_value_is_missing(line: str) -> None:
 
 
 def test_refused_and_unknown_names() -> None:
-    errors = problems("--pp 2 --numa-node 1 2 4 --enable-lora --tempreature 1 -pp 2 --schedule-polisy lpm m")
+    errors = problems("--pp 2 --numa-node 1 2 4 --enable-lora-bias --tempreature 1 -pp 2 --schedule-polisy lpm m")
     assert "--pp: pipeline parallelism is not built yet" in errors
     assert "--numa-node: binding" in errors
-    assert "--enable-lora: LoRA" in errors
+    assert "--enable-lora-bias: only" in errors
     assert "--tempreature: there is no such argument" in errors
     assert "-pp: pipeline parallelism" in errors
     assert "--schedule-polisy: there is no such argument; did you mean --schedule-policy?" in errors
@@ -211,10 +211,10 @@ def test_wrong_files(tmp_path: Path) -> None:
     assert "cannot name another" in problems(f"--config {config(tmp_path, 'config: x.yaml')}")
     assert "small" in problems(f"--config {config(tmp_path, '#' * (1 << 20) + ' ')}")
     assert "is not YAML" in problems(f"--config {config(tmp_path, '!!python/object/apply:os.getcwd []')}")
-    path = config(tmp_path, "max-nun-seqs: 3\nenable-lora: true\nport: 70000\nenable-eplb: false\n")
+    path = config(tmp_path, "max-nun-seqs: 3\nenable-lora-bias: true\nport: 70000\nenable-eplb: false\n")
     errors = problems(f"--config {path}")
     assert f"max-nun-seqs in {path}: there is no such argument; did you mean max-num-seqs?" in errors
-    assert f"enable-lora in {path}: LoRA" in errors
+    assert f"enable-lora-bias in {path}: only" in errors
     assert f"port in {path}: must be an integer from 0 to 65535" in errors
     assert "eplb" not in errors
 
@@ -224,7 +224,7 @@ def test_an_empty_file_is_fine(tmp_path: Path) -> None:
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    assert len(problems("--port x --enable-lora", "--prot 1").splitlines()) == 3
+    assert len(problems("--port x --enable-lora-bias", "--prot 1").splitlines()) == 3
 
 
 def test_the_model_in_the_box_has_drafts_in_the_box() -> None:

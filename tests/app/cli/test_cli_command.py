@@ -67,7 +67,7 @@ def test_serve_help_lists_every_argument_with_its_default(capsys: Capture) -> No
             assert f"--{alias}" in text
     assert len(re.findall(r"Default:\s+[^\s.]", text)) == len(ARGUMENTS)
     assert "--no-enable-metrics" in text  # it is on: how to turn it off
-    assert "--enable-lora" not in text
+    assert "--enable-lora-bias" not in text
 
 
 def test_help_all_adds_the_refused_ones_with_the_reason(capsys: Capture) -> None:
@@ -99,10 +99,10 @@ def test_the_environment_reaches_the_server(served: list[Arguments], monkeypatch
 
 
 def test_wrong_arguments_end_with_status_2(served: list[Arguments], capsys: Capture) -> None:
-    assert main(["serve", "--enable-lora", "--prot", "1"]) == 2
+    assert main(["serve", "--enable-lora-bias", "--prot", "1"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "troupe: --enable-lora: LoRA adapters are not built yet" in captured.err
+    assert "troupe: --enable-lora-bias: only the low-rank matrices of linear layers are built" in captured.err
     assert "troupe: --prot: there is no such argument; did you mean --port?" in captured.err
     assert "troupe serve --help" in captured.err
     assert not served

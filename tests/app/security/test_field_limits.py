@@ -235,6 +235,12 @@ SESSION: dict[str, list[Any]] = {
 }
 PROMPT = ["", [], [[]], strings(LIMITS.prompts + 1), [[-1]], [HUGE], [384], OVER_CONTEXT, [0] * 10_000, deep(100), 5]
 
+LOAD_ADAPTER: dict[str, list[Any]] = {
+    "lora_name": ["", "x" * (LIMITS.adapter_name_chars + 1), 5],
+    "lora_path": ["", "x" * (LIMITS.path_chars + 1), 5],
+    "pinned": [5],
+}
+
 TABLE: dict[str, dict[str, list[Any]]] = {
     "/v1/completions": OPENAI
     | SESSION
@@ -348,6 +354,7 @@ TABLE: dict[str, dict[str, list[Any]]] = {
         "routed_dp_rank": [-1],
         "cache_salt": [OVER_SALT],
         "extra_key": [OVER_SALT],
+        "lora_path": ["", "x" * (LIMITS.adapter_name_chars + 1), ["a", "b"], 5],
         **SESSION,
     },
     "/open_session": {
@@ -385,6 +392,8 @@ TABLE: dict[str, dict[str, list[Any]]] = {
     "/abort_request": {"rid": [OVER_LABEL, "", 5], "abort_all": [5]},
     "/pause_generation": {"mode": ["stop", 5]},
     "/set_trace_level": {"level": [-1, 4, HUGE, "1"]},
+    **{f"{prefix}/load_lora_adapter": LOAD_ADAPTER for prefix in ("", "/v1")},
+    **{f"{prefix}/unload_lora_adapter": {"lora_name": LOAD_ADAPTER["lora_name"]} for prefix in ("", "/v1")},
 }
 TABLE |= OTHER_APIS
 
@@ -587,6 +596,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/abort_request": {},
     "/pause_generation": {},
     "/set_trace_level": {},
+    **{f"{prefix}/load_lora_adapter": {"lora_name": "a", "lora_path": "/none"} for prefix in ("", "/v1")},
+    **{f"{prefix}/unload_lora_adapter": {"lora_name": "a"} for prefix in ("", "/v1")},
 } | NEEDED_ELSEWHERE
 
 # Where another field than the one in hand is named, by design: a conversation that is too long, an unknown model ...

@@ -60,7 +60,7 @@ async def test_a_missing_or_doubled_v1_is_answered_with_the_base_url(application
         ("/v1/audio/transcriptions", "is not built"),
         ("/v1/moderations", "is not built"),
         ("/generate_stream", "POST /generate"),
-        ("/v1/load_lora_adapter", "LoRA is not built"),
+        ("/v1/lora_adapters", "POST /load_lora_adapter"),
         ("/v1beta/models/x:generateContent", "Google's API is not built"),
     ],
 )

@@ -61,3 +61,19 @@ def test_two_npus_generate_in_two_stages_what_one_generates(reference, prompts):
     job = {"model": str(model.path), "prompts": texts, "length": 52, "options": npu, "stages": 2}
     expected = [model.greedy(text, 52) for text in texts]
     assert [reported[0]["tokens"] for reported in run_ranks([job])] == [expected] * 2
+
+
+def test_two_npus_share_experts_with_requests_of_their_own(reference, prompts):
+    texts = prompts(5, 23, 40)
+    models = [reference(name) for name in ("parallel-moe",)]
+    options = {"device": "npu", "page_size": 128, "dp_size": 2}
+    parts = [[texts[0]], [texts[1], texts[2]]], [[], texts[:1]]
+    jobs = [
+        {"model": str(model.path), "parts": each, "length": 44, "options": options}
+        for model in models
+        for each in parts
+    ]
+    for rank, answers in enumerate(run_ranks(jobs)):
+        for number, answer in enumerate(answers):
+            model, own = models[number // 2], parts[number % 2][rank]
+            assert answer["tokens"] == [model.greedy(text, 44) for text in own], (rank, number)

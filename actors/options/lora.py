@@ -1,0 +1,134 @@
+"""The arguments of LoRA adapters."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Literal
+
+import msgspec
+
+from actors.options.declaration import ArgumentSpec
+from actors.options.errors import ArgumentError
+from actors.options.expert_distribution import ExpertDistributionArguments
+
+__all__ = ["AdapterPath", "LoraArguments", "adapter_path"]
+
+
+class AdapterPath(msgspec.Struct, frozen=True):
+    """An entry of --lora-paths."""
+
+    name: str
+    path: str
+    pinned: bool = False
+
+
+_KEYS = {"lora_name": "name", "name": "name", "lora_path": "path", "path": "path", "pinned": "pinned"}
+
+
+def adapter_path(word: str) -> AdapterPath:
+    """``name=path``, a path that is the name, too, or a JSON object with lora_name, lora_path and pinned, or with name
+    and path. Raises ArgumentError."""
+    if not word.startswith("{"):
+        name, mark, path = word.partition("=")
+        result = AdapterPath(name, path if mark else name)
+    else:
+        try:
+            given = json.loads(word)
+        except (ValueError, RecursionError):
+            raise ArgumentError(f"{word[:80]!r} is no JSON object") from None
+        if unknown := sorted(set(given) - set(_KEYS)):
+            raise ArgumentError(f"an adapter has no {unknown[0][:64]!r}; known are lora_name, lora_path and pinned")
+        try:
+            result = msgspec.convert({_KEYS[key]: value for key, value in given.items()}, AdapterPath)
+        except msgspec.ValidationError as error:
+            raise ArgumentError(f"{word[:80]!r} is no adapter ({error})") from None
+    if not (result.name and result.path):
+        raise ArgumentError(f"{word[:80]!r} needs a name and a path, as in pirate=adapters/pirate")
+    if "://" in result.path:
+        raise ArgumentError(f"{result.path[:80]!r} is a URL; download the adapter and give its directory")
+    return result
+
+
+class LoraArguments(ExpertDistributionArguments, frozen=True, kw_only=True):
+    """The arguments of LoRA adapters."""
+
+    enable_lora: Annotated[
+        bool,
+        ArgumentSpec(
+            group="LoRA",
+            help="Make room for LoRA adapters, which are loaded beside running requests; --lora-paths implies it.",
+        ),
+    ] = False
+
+    lora_paths: Annotated[
+        tuple[str, ...] | None,
+        ArgumentSpec(
+            group="LoRA",
+            aliases=("lora-modules",),
+            default_text="none",
+            metavar="NAME=DIR",
+            help="Adapters to load at the start, directories in PEFT's format: name=directory, a directory whose path "
+            'is the name, too, or a JSON object like {"lora_name": "pirate", "lora_path": "adapters/pirate", '
+            '"pinned": true}. A pinned one is not unloaded to make room for another.',
+        ),
+    ] = None
+
+    max_lora_rank: Annotated[
+        int | None,
+        ArgumentSpec(
+            group="LoRA",
+            default_text="the largest of --lora-paths, else 16",
+            minimum=1,
+            maximum=1024,
+            metavar="RANK",
+            help="Largest rank of an adapter. Every place on the device has room for it in every layer.",
+        ),
+    ] = None
+
+    lora_target_modules: Annotated[
+        tuple[str, ...] | None,
+        ArgumentSpec(
+            group="LoRA",
+            default_text="those of --lora-paths, else all",
+            metavar="NAMES",
+            help="Layers that adapters may change, by the ends of their names (q_proj), or all. Other layers cost "
+            "nothing.",
+        ),
+    ] = None
+
+    max_loras_per_batch: Annotated[
+        int,
+        ArgumentSpec(
+            group="LoRA",
+            aliases=("max-loras",),
+            minimum=1,
+            maximum=256,
+            metavar="N",
+            help="Number of different adapters that run together, which is the number of places on the device. "
+            "Requests of others wait; the longest-waiting adapter gets the next free place.",
+        ),
+    ] = 8
+
+    max_loaded_loras: Annotated[
+        int | None,
+        ArgumentSpec(
+            group="LoRA",
+            aliases=("max-cpu-loras",),
+            default_text="any number",
+            minimum=1,
+            maximum=10**6,
+            metavar="N",
+            help="Number of adapters in the host's memory. One more unloads another, by --lora-eviction-policy, once "
+            "its requests have ended.",
+        ),
+    ] = None
+
+    lora_eviction_policy: Annotated[
+        Literal["lru", "fifo"],
+        ArgumentSpec(
+            group="LoRA",
+            help="Which adapter --max-loaded-loras unloads for a new one: the one whose last request came earliest "
+            "(lru), or the one that was loaded first (fifo). Places on the device are always given up in the order "
+            "of use.",
+        ),
+    ] = "lru"

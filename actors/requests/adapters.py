@@ -1,0 +1,225 @@
+"""Adapters: the LoRA adapters of an engine, by name. They outlive workers, which load them again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from actors.options import Arguments
+from actors.protocol import LoadAdapter, NumberedAdapter, UnloadAdapter, WorkerProtocol
+from actors.protocol.requests import InvalidRequest, RequestFailed
+from actors.runtime import ActorDied, ActorRef, AskTimeout, MailboxFull
+from kernels.contract.adapters import ALL_TARGETS, AdapterInfo, AdapterSettings, read_adapter_info
+from kernels.contract.errors import ConfigError
+
+__all__ = ["Adapter", "Adapters", "adapter_settings", "read_adapters"]
+
+_LOAD_SECONDS = 300.0
+_UNLOAD_SECONDS = 60.0
+_RETRY_SECONDS = 0.1
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """A loaded adapter. ``index`` is never used twice, so that nothing of an earlier adapter of this name is taken for
+    its own. ``created``: in Unix seconds."""
+
+    index: int
+    name: str
+    path: str
+    pinned: bool
+    info: AdapterInfo
+    created: int
+
+    @property
+    def salt(self) -> bytes:
+        """What separates its cached prefixes from all others: no client's salt, which is UTF-8, begins so."""
+        return b"\xff" + self.index.to_bytes(8, "big")
+
+    @property
+    def numbered(self) -> NumberedAdapter:
+        return NumberedAdapter(self.index, self.name, self.path)
+
+
+def read_adapters(arguments: Arguments, base: Mapping[str, Any]) -> tuple[AdapterInfo, ...]:
+    """What the adapters of --lora-paths are. Raises ConfigError."""
+    return tuple(read_adapter_info(_absolute(each.path), base) for each in arguments.adapter_paths)
+
+
+def adapter_settings(arguments: Arguments, infos: Sequence[AdapterInfo]) -> AdapterSettings | None:
+    """The room that the workers make; None: no adapters. What is not given is that of the first adapters.
+
+    The engine limits how many are loaded: a worker forgets one a step after its last request.
+    """
+    if not arguments.has_adapters:
+        return None
+    rank = arguments.max_lora_rank or max((info.rank for info in infos), default=16)
+    targets = arguments.lora_target_modules or tuple(sorted({name for info in infos for name in info.targets}))
+    return AdapterSettings(rank, arguments.max_loras_per_batch, targets or (ALL_TARGETS,))
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
+class Adapters:
+    """The adapters that requests may name, and those that still have requests. ``workers``: of all replicas."""
+
+    def __init__(self, arguments: Arguments, workers: Callable[[], Iterable[ActorRef[WorkerProtocol]]]) -> None:
+        self.enabled = arguments.has_adapters
+        self._arguments = arguments
+        self._workers = workers
+        self._names: dict[str, Adapter] = {}  # the one to unload first is first
+        self._held: dict[int, Adapter] = {}  # that the workers hold
+        self._users: Counter[int] = Counter()
+        self._unused: dict[int, asyncio.Event] = {}  # of those that are to be unloaded
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count(1)
+        self._changing = asyncio.Lock()
+        self._settings: AdapterSettings | None = None
+        self._base: Mapping[str, Any] = {}
+
+    def begin(self, infos: Sequence[AdapterInfo], settings: AdapterSettings | None, base: Mapping[str, Any]) -> None:
+        """Take the adapters of --lora-paths, which the workers load with the model. ``base``: its config.json."""
+        self._settings, self._base = settings, base
+        for each, info in zip(self._arguments.adapter_paths, infos, strict=True):
+            self._add(each.name, each.path, each.pinned, info)
+
+    def _add(self, name: str, path: str, pinned: bool, info: AdapterInfo) -> None:
+        self._hold(adapter := self._make(name, path, pinned, info))
+        self._names[name] = adapter
+
+    def _make(self, name: str, path: str, pinned: bool, info: AdapterInfo) -> Adapter:
+        return Adapter(next(self._numbers), name, _absolute(path), pinned, info, int(time.time()))
+
+    def _hold(self, adapter: Adapter) -> None:
+        self._held[adapter.index] = adapter
+
+    # -- requests
+
+    def __iter__(self) -> Iterator[Adapter]:
+        return iter(sorted(self._names.values(), key=lambda each: each.index))
+
+    def find(self, name: str) -> Adapter | None:
+        """The adapter of this name, if requests may use it."""
+        return self._names.get(name)
+
+    def numbered(self) -> tuple[NumberedAdapter, ...]:
+        """What a worker loads with the model: also those whose last requests still run."""
+        return tuple(each.numbered for each in self._held.values())
+
+    def require(self, name: str) -> Adapter:
+        """The adapter of this name. Raises InvalidRequest."""
+        adapter = self._names.get(name)
+        if adapter is None:
+            raise InvalidRequest(
+                f"The adapter {name[:128]!r} is not loaded here.", param="model", code="model_not_found"
+            )
+        return adapter
+
+    def use(self, adapter: Adapter) -> None:
+        """Count a request of an adapter."""
+        self._users[adapter.index] += 1
+        if self._arguments.lora_eviction_policy == "lru" and self._names.get(adapter.name) is adapter:
+            self._names[adapter.name] = self._names.pop(adapter.name)
+
+    def leave(self, adapter: Adapter) -> None:
+        """A request of an adapter has ended."""
+        self._users[adapter.index] -= 1
+        if not self._users[adapter.index]:
+            del self._users[adapter.index]
+            if adapter.index in self._unused:
+                self._unused[adapter.index].set()
+
+    # -- loading
+
+    async def load(self, name: str, path: str, *, pinned: bool = False) -> Adapter:
+        """Load a local directory in every worker, beside running steps. Raises InvalidRequest."""
+        if "://" in path:
+            raise InvalidRequest("lora_path: is a URL; give a directory of the server.", param="lora_path")
+        async with self._changing:
+            if name in self._names or name in self._arguments.model_names:
+                raise InvalidRequest(
+                    f"lora_name: {name[:128]!r} is loaded already. Unload it, or take another name.", param="lora_name"
+                )
+            try:
+                info = await asyncio.to_thread(read_adapter_info, _absolute(path), self._base, self._settings)
+            except ConfigError as error:
+                raise InvalidRequest(f"lora_path: {error}.", param="lora_path") from None
+            await self._make_room()
+            adapter = self._make(name, path, pinned, info)
+            self._hold(adapter)  # a worker that starts meanwhile loads it with the model
+            try:
+                answers = await asyncio.gather(*(self._ask(each, adapter) for each in self._workers()))
+                if wrong := next(filter(None, answers), ""):
+                    raise InvalidRequest(f"lora_path: {wrong}.", param="lora_path")
+            except BaseException as error:
+                task = self._forget(adapter)
+                if isinstance(error, Exception):
+                    await asyncio.shield(task)
+                raise
+            self._names[name] = adapter
+            return adapter
+
+    async def _make_room(self) -> None:
+        most = self._arguments.max_loaded_loras
+        while most is not None and len(self._names) >= most:
+            first = next((each for each in self._names.values() if not each.pinned), None)
+            if first is None:
+                raise InvalidRequest(
+                    f"lora_name: {len(self._names)} adapters are loaded and pinned, and --max-loaded-loras is {most}. "
+                    "Unload one.",
+                    param="lora_name",
+                )
+            await self.unload(first.name)
+
+    async def _ask(self, worker: ActorRef[WorkerProtocol], adapter: Adapter) -> str:
+        """A worker that dies meanwhile loads it with the model; it is asked again, for its answer."""
+        until = time.monotonic() + _LOAD_SECONDS
+        while True:
+            try:
+                return await worker.ask(LoadAdapter(adapter.numbered), timeout=_LOAD_SECONDS)
+            except (ActorDied, MailboxFull):
+                if not worker.is_alive() or time.monotonic() > until:
+                    raise RequestFailed("The adapter was not loaded: a worker has died.") from None
+                await asyncio.sleep(_RETRY_SECONDS)
+            except AskTimeout:
+                raise RequestFailed(f"The adapter was not loaded within {_LOAD_SECONDS:g} s.") from None
+
+    async def unload(self, name: str) -> None:
+        """Take no more requests of an adapter, and forget it when those that run have ended. Raises InvalidRequest.
+
+        It is forgotten even if the caller does not wait for it.
+        """
+        adapter = self._names.pop(name, None)
+        if adapter is None:
+            raise InvalidRequest(f"lora_name: no adapter {name[:128]!r} is loaded.", param="lora_name")
+        await asyncio.shield(self._forget(adapter))
+
+    def _forget(self, adapter: Adapter) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._when_unused(adapter), name=f"troupe-unload-{adapter.index}")
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+        return task
+
+    async def _when_unused(self, adapter: Adapter) -> None:
+        if self._users[adapter.index]:
+            self._unused[adapter.index] = asyncio.Event()
+            await self._unused[adapter.index].wait()
+            del self._unused[adapter.index]
+        del self._held[adapter.index]
+        for worker in self._workers():  # one that dies forgets it by that
+            with contextlib.suppress(ActorDied, MailboxFull, AskTimeout):
+                await worker.ask(UnloadAdapter(adapter.index), timeout=_UNLOAD_SECONDS)
+
+    def close(self) -> None:
+        """Stop waiting for requests: the engine ends."""
+        for task in self._leaving:
+            task.cancel()

@@ -1,0 +1,144 @@
+"""LoRA adapters in an engine: tokens of merged models, loading beside requests, deaths of workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.engine.engine import Engine
+from actors.options import ArgumentError
+from actors.protocol.requests import EngineFailed, InvalidRequest, SamplingParams
+from tests.kits.adapters import adapted_modules, merged, save_adapter
+from tests.kits.engines import rest, small_engine
+from tests.kits.waiting import until
+
+PROMPT = "The lazy dog"
+NAMES = (None, "first", "other")
+
+
+async def tokens_of(engine: Engine, adapter: str | None, count: int = 24) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    return [token async for delta in engine.generate(PROMPT, params, adapter=adapter) for token in delta.token_ids]
+
+
+@pytest.fixture(scope="module")
+def files(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Path]:
+    modules = adapted_modules(tiny_model)
+    folder = tmp_path_factory.mktemp("adapters")
+    return {name: save_adapter(folder / name, modules, seed) for seed, name in enumerate(("first", "other"))}
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model: Path, files: dict[str | None, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The tokens of models with the adapters merged into their weights."""
+
+    async def of(model: Path) -> list[int]:
+        async with small_engine(model) as engine:
+            return await tokens_of(engine, None)
+
+    folder = tmp_path_factory.mktemp("merged")
+    models = {name: merged(tiny_model, folder / str(name), files.get(name)) for name in NAMES}
+    result = {name: asyncio.run(of(model)) for name, model in models.items()}
+    assert len({tuple(tokens) for tokens in result.values()}) == 3
+    return result
+
+
+@pytest.fixture
+async def engine(tiny_model: Path, files: dict[str | None, Path]) -> AsyncIterator[Engine]:
+    async with small_engine(tiny_model, lora_paths=[f"first={files['first']}"], max_loras_per_batch=1) as engine:
+        yield engine
+
+
+async def test_requests_of_all_adapters_have_the_tokens_of_merged_models(engine, files, alone):
+    running = asyncio.create_task(tokens_of(engine, "first"))
+    await engine.load_adapter("other", str(files["other"]))
+    names = [*NAMES, *NAMES]
+    found = await asyncio.gather(*(tokens_of(engine, name) for name in names))
+    assert [alone[name] for name in names] == found  # also the second time, from the prefix cache
+    assert await running == alone["first"]
+
+
+async def test_a_new_worker_has_the_adapters_before_its_streams_go_on(engine, files, alone):
+    await engine.load_adapter("other", str(files["other"]))
+    running = [asyncio.create_task(tokens_of(engine, name)) for name in NAMES]
+    await until(lambda: engine.board.scheduler is not None and engine.board.scheduler.steps > 3, "no steps")
+    os.kill(engine.describe()["workers"][0]["pid"], signal.SIGKILL)
+    assert await asyncio.gather(*running) == [alone[name] for name in NAMES]
+
+
+async def test_unloading_waits_for_requests_and_a_new_one_shares_no_prefix(engine, files, alone, tmp_path):
+    running = asyncio.create_task(tokens_of(engine, "first"))
+    await until(lambda: len(engine.intake) > 0, "no request")
+    unloading = asyncio.create_task(engine.unload_adapter("first"))
+    await asyncio.sleep(0)
+    with pytest.raises(InvalidRequest, match="'first' is not loaded here"):
+        engine.generate(PROMPT, adapter="first")
+    assert not unloading.done()
+    assert await running == alone["first"]
+    await unloading
+    await engine.load_adapter("first", str(files["other"]))
+    assert await tokens_of(engine, "first") == alone["other"]
+    await rest(engine)
+
+
+async def test_what_is_wrong_with_an_adapter_is_said_and_changes_nothing(engine, files, tmp_path):
+    for name, path, reason in (
+        ("first", files["other"], "'first' is loaded already"),
+        ("x", "https://host/adapter", "is a URL"),
+        ("x", tmp_path / "none", "is not a directory"),
+        (
+            "x",
+            save_adapter(tmp_path / "wide", {"model.layers.0.self_attn.q_proj": (8, 8)}, 1),
+            "does not fit the model",
+        ),
+    ):
+        with pytest.raises(InvalidRequest, match=reason):
+            await engine.load_adapter(name, str(path))
+    with pytest.raises(InvalidRequest, match="no adapter 'x'"):
+        await engine.unload_adapter("x")
+    assert [adapter.name for adapter in engine.adapters] == ["first"]
+    assert len(engine.adapters.numbered()) == 1
+
+
+async def test_an_adapter_whose_files_have_gone_fails_its_requests_alone(tiny_model, files, alone, tmp_path):
+    folder = shutil.copytree(files["first"], tmp_path / "first")
+    async with small_engine(tiny_model, lora_paths=[str(folder)]) as engine:
+        shutil.rmtree(folder)
+        os.kill(engine.describe()["workers"][0]["pid"], signal.SIGKILL)
+        assert await tokens_of(engine, None) == alone[None]
+        with pytest.raises(Exception, match="is not loaded"):
+            await tokens_of(engine, str(folder))
+
+
+async def test_one_more_than_max_loaded_loras_unloads_the_policys_choice(tiny_model, files):
+    async def loaded(policy: str, pinned: bool) -> list[str]:
+        options = {"max_loaded_loras": 2, "lora_eviction_policy": policy, "enable_lora": True}
+        async with small_engine(tiny_model, max_lora_rank=4, **options) as engine:
+            await engine.load_adapter("a", str(files["first"]), pinned=pinned)
+            await engine.load_adapter("b", str(files["other"]))
+            await tokens_of(engine, "a", 2)
+            await engine.load_adapter("c", str(files["first"]))
+            return [adapter.name for adapter in engine.adapters]
+
+    assert await loaded("lru", False) == ["a", "c"]
+    assert await loaded("fifo", False) == ["b", "c"]
+    assert await loaded("fifo", True) == ["a", "c"]
+
+
+async def test_limits_hold_for_the_first_adapters_and_later_ones(tiny_model, files, tmp_path):
+    with pytest.raises((EngineFailed, ArgumentError), match="none is not a directory"):
+        async with small_engine(tiny_model, lora_paths=[str(tmp_path / "none")]):
+            pass
+    with pytest.raises(EngineFailed, match="its rank is 3, more than --max-lora-rank 2"):
+        async with small_engine(tiny_model, lora_paths=[str(files["first"])], max_lora_rank=2):
+            pass
+    async with small_engine(tiny_model, enable_lora=True, lora_target_modules=["q_proj"]) as engine:
+        with pytest.raises(InvalidRequest, match="--lora-target-modules does not name"):
+            await engine.load_adapter("first", str(files["first"]))

@@ -1,0 +1,91 @@
+"""LoRA adapters in the APIs: chosen by model or lora_path, listed, loaded and unloaded."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kernels.contract.adapters import AdapterSettings
+from tests.kits.adapters import save_adapter
+
+
+@pytest.fixture
+async def adapters(engine, tmp_path):
+    engine.adapters.enabled = True
+    engine.adapters.begin((), AdapterSettings(), {})
+    for name in ("pirate", "poet"):
+        save_adapter(tmp_path / name, {"model.layers.0.self_attn.q_proj": (8, 8)}, 1)
+    await engine.load_adapter("pirate", str(tmp_path / "pirate"))
+    return tmp_path
+
+
+async def post(application, path, **body):
+    response = await application.test_client().post(path, json=body)
+    return response.status_code, msgspec.json.decode(await response.get_data())
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {**CHAT, "max_tokens": 4}),
+        ("/api/generate", {"prompt": "a", "stream": False}),
+        ("/api/chat", {**CHAT, "stream": False}),
+        ("/completion", {"prompt": "a"}),
+    ],
+)
+async def test_every_api_chooses_an_adapter_by_its_model(application, engine, adapters, path, body):
+    for model, name in (("pirate", "pirate"), ("fake:pirate", "pirate"), ("fake", None), ("pirate", "pirate")):
+        status, _ = await post(application, path, model=model, **body)
+        assert status == 200
+        assert engine.requests[-1]["adapter"] == name
+    status, answer = await post(application, path, model="fake:parrot", **body)
+    assert status == 404
+    assert "'fake:parrot' does not exist here; this server has 'fake' or 'pirate'" in str(answer)
+
+
+async def test_each_prompt_of_a_native_batch_has_its_own_adapter(application, engine, adapters):
+    assert (await post(application, "/generate", text=["a", "b"], lora_path=[None, "pirate"]))[0] == 200
+    assert [request["adapter"] for request in engine.requests] == [None, "pirate"]
+    assert (await post(application, "/generate", text=["a", "b"], lora_path="pirate"))[0] == 200
+    assert [request["adapter"] for request in engine.requests[2:]] == ["pirate", "pirate"]
+    status, answer = await post(application, "/generate", text="a", lora_path="parrot")
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "lora_path")
+    assert not engine.open
+
+
+async def test_models_lists_adapters_with_their_parent(application, adapters):
+    client = application.test_client()
+    listed = msgspec.json.decode(await (await client.get("/v1/models")).get_data())["data"]
+    assert [(card["id"], card["root"], card["parent"]) for card in listed] == [
+        ("fake", "fake", None),
+        ("pirate", "pirate", "fake"),
+    ]
+    one = msgspec.json.decode(await (await client.get("/v1/models/pirate")).get_data())
+    assert one["parent"] == "fake"
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_adapters_are_loaded_and_unloaded(application, engine, adapters, prefix):
+    status, answer = await post(
+        application, f"{prefix}/load_lora_adapter", lora_name="poet", lora_path=str(adapters / "poet"), pinned=True
+    )
+    assert status == 200
+    assert answer["loaded_adapters"] == {name: str(adapters / name) for name in ("pirate", "poet")}
+    assert engine.adapters.find("poet").pinned
+    status, answer = await post(application, f"{prefix}/load_lora_adapter", lora_name="x", lora_path="http://host/x")
+    assert (status, answer["error"]["param"]) == (400, "lora_path")
+    status, answer = await post(application, f"{prefix}/unload_lora_adapter", lora_name="pirate")
+    assert (status, list(answer["loaded_adapters"])) == (200, ["poet"])
+    status, answer = await post(application, f"{prefix}/unload_lora_adapter", lora_name="pirate")
+    assert (status, answer["error"]["param"]) == (400, "lora_name")
+
+
+async def test_a_server_without_adapters_says_so(application):
+    status, answer = await post(application, "/load_lora_adapter", lora_name="a", lora_path="/a")
+    assert (status, answer["error"]["code"]) == (409, "adapters_disabled")
