@@ -25,6 +25,7 @@ _ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endof
 _DEEPSEEK = "deepseek2"
 _CONTROL = 3
 _FLOATS = {0: "float32", 1: "float16", 30: "bfloat16"}
+_PHIMOE_FACTOR = 1.243163121016122  # on cosines and sines, in all models: long_mscale of config.json
 _SAMPLING = ("temp", "top_k", "top_p", "min_p")
 
 
@@ -197,6 +198,8 @@ def _rope(header: GgufHeader, meta: Metadata, name: str, dim: int) -> dict[str, 
         original = meta.size(f"{name}.rope.scaling.original_context_length", meta.size(f"{name}.context_length"))
         result |= {"rope_type": "longrope", "original_max_position_embeddings": original}
         attention = meta.number(f"{name}.rope.scaling.attn_factor", 0.0)
+        if name == "phimoe":  # whose files have Phi-3's factor
+            attention = _PHIMOE_FACTOR
         return result | ({"attention_factor": attention} if attention else {})
     if kind == "yarn":
         attention = meta.number(f"{name}.rope.scaling.attn_factor", 1.0)

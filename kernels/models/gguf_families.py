@@ -361,6 +361,14 @@ def _olmo2(meta: Metadata) -> dict[str, Any]:
     return {"architectures": ["Olmo3ForCausalLM"], "rope_local_base_freq": local} | _windows(meta, 4)
 
 
+def _phimoe(meta: Metadata) -> dict[str, Any]:
+    """Files leave out the noise of the router, which is the same in all models."""
+    result = _experts(meta)
+    inner = {"intermediate_size": result["moe_intermediate_size"], "num_local_experts": result["num_experts"]}
+    biases = {"attention_bias": meta.has(".attn_q.bias") or meta.has(".attn_qkv.bias")}
+    return result | inner | biases | {"lm_head_bias": "output.bias" in meta.header.tensors}
+
+
 def _delta_nets(meta: Metadata, heads: str) -> dict[str, Any]:
     """Sizes of Qwen's gated delta nets. ``heads``: how the file has value heads."""
     value_heads, recurrent = meta.size(".ssm.time_step_rank"), meta.layers(".attention.recurrent_layers")
@@ -448,6 +456,7 @@ FAMILIES: Mapping[str, Callable[[Metadata], dict[str, Any]]] = {
     "olmo": _olmo,
     "olmo2": _olmo2,
     "olmoe": _inner_of_experts,
+    "phimoe": _phimoe,
     "qwen35": _qwen3_5,
     "qwen35moe": _qwen3_5_moe,
     "qwen3next": _qwen3_next,

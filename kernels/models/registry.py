@@ -181,7 +181,7 @@ BUILT_IN = (
     Entry("Phi4MMForCausalLM", "kernels.models.phi3"),
     Entry("Phi4MultimodalForCausalLM", "kernels.models.phi3"),
     Entry("PhiMoEForCausalLM", "kernels.models.phimoe"),
-    Entry("PhimoeForCausalLM", "kernels.models.phimoe"),
+    Entry("PhimoeForCausalLM", "kernels.models.phimoe", gguf="phimoe", gguf_experts=True),
     Entry("Qwen2ForCausalLM", "kernels.models.qwen2", gguf="qwen2"),
     Entry(
         "Qwen2MoeForCausalLM", "kernels.models.qwen2_moe", gguf="qwen2moe", gguf_experts=True, gguf_shared_expert=True

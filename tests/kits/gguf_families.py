@@ -95,6 +95,7 @@ _ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "OlmoForCausalLM": gguf.MODEL_ARCH.OLMO,
     "OlmoeForCausalLM": gguf.MODEL_ARCH.OLMOE,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
+    "PhimoeForCausalLM": gguf.MODEL_ARCH.PHIMOE,
     "Qwen3NextForCausalLM": gguf.MODEL_ARCH.QWEN3NEXT,
     "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
     "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
@@ -384,6 +385,19 @@ def _phi3(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> 
     return tensors
 
 
+def _phimoe(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    experts = {"w1": "gate", "w2": "down", "w3": "up"}
+    result = {}
+    if "short_factor" in config["rope_parameters"]:
+        tensors = _phi3(writer, config, tensors)
+        writer.add_rope_scaling_attn_factors(1.19)
+    for name, held in _stacked(tensors).items():
+        if ".experts." in name:
+            name = f"blk.{name.split('.')[2]}.ffn_{experts[name.split('.')[-2]]}_exps.weight"
+        result[name] = held
+    return result
+
+
 def _delta_nets(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
     """Of Qwen3-Next; value heads of Qwen3.5 are reordered besides."""
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
@@ -623,6 +637,7 @@ _FAMILIES: Mapping[gguf.MODEL_ARCH, Own] = {
     gguf.MODEL_ARCH.OLMO2: _exaone4,
     gguf.MODEL_ARCH.OLMO: _olmo,
     gguf.MODEL_ARCH.PHI3: _phi3,
+    gguf.MODEL_ARCH.PHIMOE: _phimoe,
     gguf.MODEL_ARCH.QWEN35: _delta_nets,
     gguf.MODEL_ARCH.QWEN35MOE: _delta_nets,
     gguf.MODEL_ARCH.QWEN3NEXT: _delta_nets,

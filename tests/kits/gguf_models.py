@@ -16,6 +16,9 @@ _LONG = {
     "short_factor": [1.0, 1.1, 1.2],
     "long_factor": [1.0, 2.0, 4.0],
 }
+_FACTORS = {"short_factor": [1.0, 1.0, 1.125, 1.125, 1.25, 1.25], "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 4.5]}
+_SCALES = _FACTORS | {"short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122}
+_PHIMOE = ROUTED["phimoe"][1] | {"router_jitter_noise": 0.01}
 _DELTA = DELTA | {"linear_num_value_heads": 6}  # two by two heads are in the same order when they are turned back
 _OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("Afmoe", ROUTED["afmoe"][1] | {"global_attn_every_n_layers": 4, "num_hidden_layers": 5}),
@@ -56,6 +59,13 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-long": (
         "Phi3",
         {"pad_token_id": 0, "partial_rotary_factor": 0.5, "rope_parameters": _LONG, "sliding_window": None},
+    ),
+    "phimoe": ("Phimoe", _PHIMOE),
+    "phimoe-long": (
+        "Phimoe",
+        _PHIMOE
+        | {"rope_parameters": _LONG | _SCALES, "max_position_embeddings": 128, "attention_bias": False}
+        | {"lm_head_bias": False},
     ),
     "starcoder2": ("Starcoder2", {"sliding_window": 4096}),
 }

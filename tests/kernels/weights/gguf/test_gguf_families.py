@@ -26,7 +26,7 @@ FAMILIES = (
     *("granite", "granite-moe", "hunyuan-moe", "minimax-m2", "ministral3", "olmo", "olmo3", "olmoe", "gguf-phi3-long"),
     *("falcon-h1", "gguf-falcon-h1", "granite-4", "granite-4-dense", "gguf-granite-4-dense", "lfm2", "gguf-lfm2-moe"),
     *("nemotron-3", "gguf-nemotron-dense", "qwen3-next", "gguf-qwen3.5", "gguf-qwen3.5-moe"),
-    *("gemma4", "gemma4-equal", "gemma4-moe"),
+    *("gemma4", "gemma4-equal", "gemma4-moe", "gguf-phimoe"),
     *("gpt-oss", "gguf-afmoe", "gguf-llama4", "ling-v2"),
     *("seed-oss", "smollm3", "stablelm", "gguf-starcoder2", "xverse"),
 )
@@ -114,6 +114,14 @@ def test_experts_in_mxfp4_stay_as_they_are(reference, drive, prompts, tmp_path):
     assert small.info.weight_bytes < whole.info.weight_bytes
     small.admit(1, prompt)
     assert len(small.generate(1, 30)) == 30
+
+
+def test_phimoe_has_its_own_factor_behind_phi_3s(reference, drive, prompts, tmp_path):
+    """Converters write Phi-3's factor of cosines and sines."""
+    model, (prompt,) = reference("gguf-phimoe-long"), prompts(24)
+    file = write_family(model.path, tmp_path / "model.gguf")
+    assert read_config(file).rope == read_config(model.path).rope
+    assert greedy(drive, file, prompt, 60) == greedy(drive, model.path, prompt, 60)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
