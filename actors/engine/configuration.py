@@ -101,6 +101,7 @@ def runner_config(
         random_seed=a.random_seed or 0,
         op_timeout=min(OP_TIMEOUT_SECONDS, a.watchdog_timeout * 2 / 3),
         tp_size=a.tensor_parallel_size,
+        ep_size=a.expert_parts,
         dp_size=a.data_parallel_size if a.enable_dp_attention else 1,
         pp_size=a.pipeline_parallel_size,
         host_workers=a.workers,

@@ -259,9 +259,10 @@ class Replica:
 def _worker_ids(arguments: Arguments, replica: int) -> tuple[WorkerId, ...]:
     """The workers of a replica, the last stage first: its rank 0 has the results."""
     stages = arguments.pipeline_parallel_size
-    size = arguments.replica_size // stages
+    size, parts, whole = arguments.replica_size // stages, arguments.expert_parts, arguments.tensor_parallel_size
+    first = replica * size if arguments.enable_dp_attention else 0  # of the ranks that share layers of experts
     return tuple(
-        WorkerId((replica * stages + pp) * size + tp, Rank(dp=replica, pp=pp, tp=tp))
+        WorkerId((replica * stages + pp) * size + tp, Rank(replica, pp, tp, (first + tp) * parts // whole))
         for pp in reversed(range(stages))
         for tp in range(size)
     )

@@ -253,6 +253,15 @@ def _devices(arguments: Arguments) -> Iterator[str]:
             )
         if arguments.data_parallel_size > 1 and not arguments.enable_dp_attention:
             yield "dist_init_addr contradicts data_parallel_size: several replicas cannot meet at one address"
+    if arguments.tensor_parallel_size % arguments.expert_parallel_size:
+        yield (
+            f"expert_parallel_size {arguments.expert_parallel_size} must divide tensor_parallel_size "
+            f"{arguments.tensor_parallel_size}"
+        )
+    if arguments.enable_expert_parallel and arguments.expert_parallel_size not in (1, arguments.tensor_parallel_size):
+        yield "enable_expert_parallel contradicts expert_parallel_size: it divides experts over all devices"
+    if arguments.enable_expert_parallel and arguments.tensor_parallel_size == 1:
+        yield "enable_expert_parallel needs tensor_parallel_size: one device has all experts"
     if arguments.pipeline_parallel_size == 1:
         for name, default in (("pp_max_micro_batch_size", None), ("pp_async_batch_depth", 0)):
             if getattr(arguments, name) != default:

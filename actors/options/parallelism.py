@@ -41,6 +41,29 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
         ),
     ] = 1
 
+    expert_parallel_size: Annotated[
+        int,
+        ArgumentSpec(
+            group="Devices and kernels",
+            aliases=("ep-size", "ep"),
+            minimum=1,
+            maximum=64,
+            metavar="N",
+            help="Number of parts that the experts of each layer are divided into, over the devices of "
+            "--tensor-parallel-size, which N must divide. Each device loads its own experts alone; where several "
+            "share a part, the inner dimension of its experts is divided over them. N must divide the number of "
+            "experts.",
+        ),
+    ] = 1
+
+    enable_expert_parallel: Annotated[
+        bool,
+        ArgumentSpec(
+            group="Devices and kernels",
+            help="Divide experts over all devices of --tensor-parallel-size: the same as --expert-parallel-size with "
+            "its number.",
+        ),
+    ] = False
     pp_max_micro_batch_size: Annotated[
         int | None,
         ArgumentSpec(
@@ -117,6 +140,11 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
             "one else reach it. Without this option no port is opened.",
         ),
     ] = None
+
+    @property
+    def expert_parts(self) -> int:
+        """Parts that the experts of a layer are divided into."""
+        return self.tensor_parallel_size if self.enable_expert_parallel else self.expert_parallel_size
 
     @property
     def replica_size(self) -> int:

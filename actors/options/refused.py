@@ -223,10 +223,9 @@ _TABLE: tuple[RefusedNames, ...] = (
     ),
     RefusedNames(
         group="Parallelism",
-        reason="expert parallelism is not built yet",
-        remedy="leave it out or give 1; --tensor-parallel-size shards a model over several devices",
+        reason="experts are divided over ranks in their order, by --expert-parallel-size; no more is built yet",
+        remedy="leave it out",
         flags=(
-            "enable-expert-parallel",
             "enable-eplb",
             "enable-single-batch-overlap",
             "enable-two-batch-overlap",
@@ -238,7 +237,6 @@ _TABLE: tuple[RefusedNames, ...] = (
             "mooncake-ib-device",
         ),
         values={
-            "expert-parallel-size ep-size ep": 1,
             "moe-a2a-backend all2all-backend": "none",
             "deepep-mode": "auto",
             "ep-num-redundant-experts": 0,

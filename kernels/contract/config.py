@@ -31,6 +31,7 @@ class RunnerConfig(msgspec.Struct, frozen=True):
     op_timeout: float = 0.0  # seconds until a hanging kernel or collective is an error; 0: the driver's default
     tp_rank: int = 0  # of the tp_size processes that run the model together
     tp_size: int = 1
+    ep_size: int = 1  # parts of the experts of a layer, each on tp_size / ep_size of these
     dp_size: int = 1  # parts of these ranks whose attention runs other tokens; they share the layers of experts
     pp_rank: int = 0  # of the pp_size stages, each with some of the layers and tp_size processes
     pp_size: int = 1

@@ -20,7 +20,7 @@ class Role(enum.StrEnum):
 
 class Rank(msgspec.Struct, frozen=True):
     """A worker's rank in each kind of parallelism, counted from 0. ``dp``: the replica; ``pp``: the stage of layers;
-    ``tp``: the part of each layer; ``ep``: the part of each layer's experts. ``ep`` is reserved: 0."""
+    ``tp``: the part of each layer; ``ep``: the part of each layer's experts."""
 
     dp: int = 0
     pp: int = 0

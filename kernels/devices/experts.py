@@ -70,7 +70,8 @@ class Routing:
     alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). With several ``groups`` of experts only those of the
     ``top_groups`` best are chosen (DeepSeek-V2, arXiv 2405.04434, section 2.2.2); a group is as good as its best
     expert, or as the sum of its two best (``pair_sum``). ``on_inputs``: weights multiply what experts read, not their
-    results (Llama 4).
+    results (Llama 4). ``local``: the experts that are on this rank, whose weights are all that a layer is given; the
+    others' part of a result is 0, and nothing is read for it. None: all are here.
     """
 
     chosen: int
@@ -83,6 +84,7 @@ class Routing:
     correction: Tensor | None = None
     jitter: float = 0.0
     on_inputs: bool = False
+    local: range | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -173,11 +175,12 @@ class ExpertsInTurn:
         """The experts of ``x`` [tokens, hidden] that ``logits`` [tokens, experts] choose."""
         weights, experts = choose(logits, self.routing)
         order = experts.flatten().argsort(stable=True)
-        counts = experts.flatten().bincount(minlength=len(self.experts)).tolist()
+        local = self.routing.local or range(len(self.experts))
+        counts = experts.flatten().bincount(minlength=local.stop).tolist()
         tokens, weights = order // self.routing.chosen, weights.flatten()[order].unsqueeze(1)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        begin = 0
-        for count, (gate_up, down) in zip(counts, self.experts, strict=True):
+        begin = sum(counts[: local.start])
+        for count, (gate_up, down) in zip(counts[local.start : local.stop], self.experts, strict=True):
             if count:
                 here = slice(begin, begin + count)
                 begin += count

@@ -160,9 +160,10 @@ def open_model(config: RunnerConfig, device: Device, progress: Progress) -> Open
         )
     if config.pp_size > 1:
         _check_pipeline(whole, config)
+    _check_experts(whole, config)
     if config.dp_size > 1:
         _check_shared(whole, config)
-    local = local_config(whole, config.attention_size, config.dp_size)
+    local = local_config(whole, config.attention_size, config.dp_size, config.ep_size)
     part = stage_config(local, config.pp_rank, config.pp_size)
     dtype = device.select_dtype(config.dtype, part.dtype)
     context = context_length(config, part)
@@ -193,6 +194,27 @@ def _check_pipeline(whole: ModelConfig, config: RunnerConfig) -> None:
     check_stages(whole, config.pp_size)
 
 
+def _check_experts(whole: ModelConfig, config: RunnerConfig) -> None:
+    """Raises ConfigError for experts that ``ep_size`` does not divide."""
+    size, experts = config.ep_size, whole.experts
+    if size == 1:
+        return
+    if size < 1 or config.tp_size % size:
+        raise ConfigError(f"--expert-parallel-size {size} must divide --tensor-parallel-size {config.tp_size}")
+    if experts is None:
+        raise ConfigError(f"{whole.architecture} has no experts to divide: leave --expert-parallel-size out")
+    placed = whole.code is None and any(spec.is_placed for spec in tensors(whole).values())
+    if not placed or experts.identities:
+        raise ConfigError(
+            f"the experts of {whole.architecture} can only be divided by their inner dimension: leave "
+            "--expert-parallel-size out; --tensor-parallel-size divides them"
+        )
+    if experts.count % size:
+        raise ConfigError(
+            f"the {experts.count} experts of {whole.architecture} cannot be divided by --expert-parallel-size {size}"
+        )
+
+
 def _check_code(whole: ModelConfig, config: RunnerConfig) -> None:
     """Raises ConfigError for options that transformers' modeling code does not support."""
     wrong = {
@@ -213,8 +235,9 @@ def _check_code(whole: ModelConfig, config: RunnerConfig) -> None:
 
 def _shard(config: RunnerConfig) -> Shard:
     """The rank's part of the tensors."""
-    experts = Shard(config.tp_rank, config.tp_size) if config.dp_size > 1 else None
-    return Shard(config.attention_rank, config.attention_size, experts)
+    parts = config.ep_size
+    experts = Shard(config.tp_rank, config.tp_size, ep_size=parts) if config.dp_size > 1 else None
+    return Shard(config.attention_rank, config.attention_size, experts, parts)
 
 
 def _check_shared(whole: ModelConfig, config: RunnerConfig) -> None:
@@ -335,6 +358,7 @@ def load_model(
         config.fp32_head,
         stage,
         rows=rows,
+        ep_size=config.ep_size,
         shared=shared,
     )
     model = build(part, make)

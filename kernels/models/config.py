@@ -300,13 +300,14 @@ class ModelConfig:
         return self.rope.dim or self.head_dim
 
 
-def local_config(config: ModelConfig, size: int, parts: int = 1) -> ModelConfig:
+def local_config(config: ModelConfig, size: int, parts: int = 1, ep_size: int = 1) -> ModelConfig:
     """The sizes that one of ``size`` ranks runs, with ``parts`` times as many for layers of experts; the vocabulary
     stays whole. Raises ConfigError, naming the numbers.
 
     Attention is divided by heads, feed-forward layers and experts by their inner dimension, embedding and output by the
     vocabulary (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3). With fewer key heads than ranks, ranks share
-    one. A model of transformers' code is divided by its own plan.
+    one. A model of transformers' code is divided by its own plan. With ``ep_size`` the experts are divided into so many
+    parts first, and the inner dimension of each over the ranks of a part.
     """
     if config.code is not None:
         from kernels.models.fallback.model import divided
@@ -320,7 +321,14 @@ def local_config(config: ModelConfig, size: int, parts: int = 1) -> ModelConfig:
     }
     experts = config.experts
     if experts is not None:
-        wide["moe_intermediate_size"] = experts.inner
+        each = size * parts // ep_size
+        if ep_size == 1:
+            wide["moe_intermediate_size"] = experts.inner
+        elif experts.inner % each:
+            raise ConfigError(
+                f"moe_intermediate_size {experts.inner} of {config.architecture} cannot be divided over the {each} "
+                f"ranks of each part of the experts: raise --expert-parallel-size {ep_size}"
+            )
         wide["shared_expert_intermediate_size"] = experts.shared
         if experts.packed:
             wide["the number of mxfp4's blocks in intermediate_size,"] = experts.inner // MXFP4_BLOCK
@@ -338,7 +346,7 @@ def local_config(config: ModelConfig, size: int, parts: int = 1) -> ModelConfig:
         )
     if experts is not None:
         experts = dataclasses.replace(
-            experts, inner=experts.inner // (size * parts), shared=experts.shared // (size * parts)
+            experts, inner=experts.inner * ep_size // (size * parts), shared=experts.shared // (size * parts)
         )
     return dataclasses.replace(
         config,

@@ -102,9 +102,9 @@ class WeightLoader:
             self._fill(spec, target)
             if len(target.shape) == 1 or spec.role is Role.ROUTER:  # small: to check all weights would take seconds
                 _check_finite(spec.name, target)
-        self.parameters += sum(spec.parameters for spec in specs)
+        self.parameters += sum(spec.parameters * self._alike(spec) for spec in specs)
         self.weight_bytes += weight.nbytes
-        self._advance(len(names))
+        self._advance(sum(map(self._alike, specs)))
         return weight
 
     def projection(self, modules: Sequence[str]) -> Projection:
@@ -133,6 +133,10 @@ class WeightLoader:
         if self._scheme is None or not self._scheme.keeps_table(self._tensors[name]):
             return self.take([name])
         return self._one(module, self._scheme)
+
+    def _alike(self, spec: TensorSpec) -> int:
+        """How many tensors of the model it stands for: other ranks take as many experts as this one."""
+        return self._shard.ep_size if spec.is_placed else 1
 
     def _local_shape(self, spec: TensorSpec) -> tuple[int, ...]:
         """The shape of this rank's part."""
@@ -184,11 +188,11 @@ class WeightLoader:
                 self._tell_once(module, error)
                 dense = whole.dequantize(self._dtype)
                 floats = torch.cat([part.narrow(dense) for part in parts], parts[0].dimension).to(self._device)
-                self._count(math.prod(spec.shape), floats.nbytes)
+                self._count(spec, floats.nbytes)
                 return floats
         except PartError as error:
             raise LoadError(f"{module} ({scheme.name}) cannot be divided over the ranks: {error}") from error
-        self._count(math.prod(spec.shape), weight.nbytes)
+        self._count(spec, weight.nbytes)
         return weight
 
     def _tell_once(self, module: str, error: PartError) -> None:
@@ -196,10 +200,10 @@ class WeightLoader:
             self._logged = True
             _log.warning("%s, and others like it, are dequantized while they are loaded: %s", module, error)
 
-    def _count(self, parameters: int, bytes_: int) -> None:
-        self.parameters += parameters
+    def _count(self, spec: TensorSpec, bytes_: int) -> None:
+        self.parameters += math.prod(spec.shape) * self._alike(spec)
         self.weight_bytes += bytes_
-        self._advance(1)
+        self._advance(self._alike(spec))
 
     def _ready(self, weight: QuantizedWeight) -> QuantizedWeight:
         return dataclasses.replace(weight.to(self._device), dtype=self._dtype)

@@ -83,11 +83,25 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One of the ``size`` ranks that a model's tensors are divided over. ``experts``: the rank among those that share
-    layers of experts, if these are others."""
+    layers of experts, if these are others. ``ep_size``: parts that the experts of a layer are divided into first; each
+    part is divided over ``size / ep_size`` consecutive ranks."""
 
     rank: int = 0
     size: int = 1
     experts: Shard | None = None
+    ep_size: int = 1
+
+    @property
+    def within_part(self) -> Shard:
+        """The rank among those that share its experts."""
+        size = self.size // self.ep_size
+        return Shard(self.rank % size, size)
+
+    def places(self, count: int) -> range:
+        """Those of a layer's ``count`` experts that this rank has a part of. ``ep_size`` must divide ``count``."""
+        each = count // self.ep_size
+        first = self.rank * self.ep_size // self.size * each
+        return range(first, first + each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +186,8 @@ class StackedExpert:
     """Where files that keep all ``count`` experts of a layer in one tensor have this ``expert``.
 
     ``stored``: the tensor in safetensors, [count, rows, columns]; this expert's rows are part ``part`` of ``parts``
-    equal ones. ``gguf``: the tensor in GGUF, [count, rows, columns].
+    equal ones. ``gguf``: the tensor in GGUF, [count, rows, columns]. ``placed``: whether it is left to some ranks where
+    experts are divided.
     """
 
     expert: int
@@ -181,6 +196,7 @@ class StackedExpert:
     part: int = 0
     parts: int = 1
     gguf: str = ""
+    placed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +230,11 @@ class TensorSpec:
         return self.role in _QUANTIZABLE
 
     @property
+    def is_placed(self) -> bool:
+        """Whether it belongs to an expert that is left to some ranks where experts are divided."""
+        return self.stacked is not None and self.stacked.placed
+
+    @property
     def parameters(self) -> int:
         """Numbers of the model that it holds."""
         return _EACH.get(self.role, 1) * math.prod(self.shape)
@@ -224,8 +245,10 @@ class TensorSpec:
         return self.shape[0], self.shape[1]
 
     def parts(self, shard: Shard) -> tuple[Part, ...]:
-        """The parts that a rank holds, in order; empty: the whole tensor."""
+        """The parts that a rank holds, in order; empty: the whole tensor. Of an expert: those of a rank that has it."""
         own = shard.experts if self.of_experts and shard.experts is not None else shard
+        if self.is_placed:
+            own = own.within_part
         return () if self.split is None or own.size == 1 else self.split.parts(own)
 
     def bias(self) -> TensorSpec:

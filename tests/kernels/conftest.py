@@ -75,6 +75,11 @@ DIVISIBLE: dict[str, tuple[str, dict[str, Any]]] = {  # by two; the first has on
     ),
 }
 
+DIVISIBLE |= {  # whose experts four ranks divide
+    "placed-moe": ("Qwen3Moe", DIVISIBLE["parallel-moe"][1] | {"num_experts": 8, "num_key_value_heads": 2}),
+    "placed-shared": ("Qwen2Moe", DIVISIBLE["parallel-shared"][1] | {"num_experts": 8}),
+}
+
 DIVISIBLE |= {
     "parallel-cohere": ("Cohere", {"vocab_size": 212, "use_qk_norm": True, "pad_token_id": 0}),
     "parallel-stablelm": ("StableLm", {"vocab_size": 212, "partial_rotary_factor": 0.5, "qk_layernorm": True}),

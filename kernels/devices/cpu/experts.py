@@ -30,6 +30,7 @@ _BATCH_INVARIANT = (NativeWeight, NativeInt8)
 class CpuExperts:
     """[tokens, hidden] -> [tokens, hidden]. ``linears``: (gate and up, down) of each expert, as linear layers;
     ``gate``: of each, in place of SwiGLU's.
+    ``count``: experts that the router knows.
     ``in_turn``: the same layer, one expert after the other; the log says once when only that can run it.
     """
 
@@ -39,9 +40,10 @@ class CpuExperts:
         linears: Sequence[tuple[Linear, Linear]],
         native: NativeOperators,
         fallbacks: Fallbacks,
+        count: int,
         gate: ClampedGate | None = None,
     ) -> None:
-        self._gate = gate
+        self._gate, self._count = gate, count
         self.in_turn = in_turn
         self._linears = tuple(linears)
         self._native = native
@@ -80,7 +82,9 @@ class CpuExperts:
             ):
                 return None
             result.append((first, second))
-        return ExpertTable(result, None if self._gate is None else (self._gate.alpha, self._gate.limit))
+        local = self.in_turn.routing.local or range(len(result))
+        gate = None if self._gate is None else (self._gate.alpha, self._gate.limit)
+        return ExpertTable(result, gate, local.start, self._count)
 
 
 def _products(linear: Linear, gated: bool) -> list[ExpertProduct] | None:
@@ -135,7 +139,7 @@ class CpuExpertLayers(ExpertLayers):
             [(self._gated(up, gate), down) for up, down in linears],
             routing,
         )
-        return CpuExperts(in_turn, linears, self._native, self.fallbacks, gate)
+        return CpuExperts(in_turn, linears, self._native, self.fallbacks, router.shape[0], gate)
 
     def _gated(self, up: Linear, gate: ClampedGate | None) -> Linear:
         return self._linear.gate(up) if gate is None else lambda x: gate(up(x))

@@ -45,19 +45,24 @@ class _Expert(ctypes.Structure):
 
 
 class ExpertTable:
-    """``experts``: of each the products of its gates and others, and those that lead back, side by side. ``count``:
-    of experts. ``gate``: factor and limit of clamped gates. ``address``: of the table, which lives as long as this."""
+    """``experts``: of each the products of its gates and others, and those that lead back, side by side; they are
+    those from ``first`` on, and the rest of ``count`` is absent (0: there are no more). ``gate``: factor and limit of
+    clamped gates. ``address``: of the table, which lives as long as this."""
 
     def __init__(
         self,
         experts: Sequence[tuple[Sequence[ExpertProduct], Sequence[ExpertProduct]]],
         gate: tuple[float, float] | None = None,
+        first: int = 0,
+        count: int = 0,
     ) -> None:
         self.gate = None if gate is None else (ctypes.c_float * 2)(*gate)
-        self.count = len(experts)
+        self.count = count or len(experts)
         self.inner = experts[0][1][0].weight.inputs
         self._kept: list[object] = []
-        self._experts = (_Expert * len(experts))(*(self._expert(up, down) for up, down in experts))
+        self._experts = (_Expert * self.count)()  # absent ones have no products
+        for number, (up, down) in enumerate(experts, first):
+            self._experts[number] = self._expert(up, down)
         self.address = ctypes.addressof(self._experts)
 
     def _expert(self, ups: Sequence[ExpertProduct], downs: Sequence[ExpertProduct]) -> _Expert:

@@ -91,7 +91,7 @@ class NpuExperts(StackedExperts[_Stack]):
             _stacked([expert.down_bias for expert in experts]),
         )
         self._soc = soc
-        self._bias = routing.correction if _is_biased_sigmoid(routing, len(experts)) else None
+        self._bias = routing.correction if _is_biased_sigmoid(routing) else None
         super().__init__(router, experts, routing)
         gate_up = self.gate_up
         self._fused = (
@@ -185,8 +185,9 @@ class NpuExperts(StackedExperts[_Stack]):
         return torch_npu.npu_format_cast(values, FRACTAL_NZ) if self._fits_tiles(values) else values
 
     def __call__(self, x: Tensor) -> Tensor:
-        weights, experts = self._choose(self.router(x))
-        pairs, chosen = len(x), self.routing.chosen
+        logits = self.router(x)
+        weights, experts = self._choose(logits)
+        pairs, chosen, local = len(x), self.routing.chosen, self.routing.local or range(logits.shape[1])
         if self.routing.on_inputs:  # each pair is a token of its own
             x = (x.unsqueeze(1) * weights.unsqueeze(2).to(x.dtype)).flatten(0, 1)
             weights, experts = torch.ones_like(weights).view(-1, 1), experts.view(-1, 1)
@@ -195,16 +196,21 @@ class NpuExperts(StackedExperts[_Stack]):
             x.contiguous(),
             experts,
             active_num=pairs * chosen,
-            expert_num=self.count,
+            expert_num=logits.shape[1],
             expert_tokens_num_type=1,  # counts
             expert_tokens_num_flag=True,
             quant_mode=1 if rounds else -1,
-            active_expert_range=[0, self.count],
+            active_expert_range=[local.start, local.stop],
         )
+        places = index
+        if self.routing.local is not None:  # the index of pairs whose expert is elsewhere is -1
+            here = index >= 0
+            weights = weights * here.view(weights.shape)
+            places, index = torch.where(here, index, len(index)), index.clamp(min=0)
         owners, (first_bias, last_bias) = experts.flatten(), self._biases
         biased = first_bias is not None or last_bias is not None
         if biased or self.gate_up.before is not None or self.down.before is not None:
-            owners = torch.empty_like(owners).index_copy_(0, index.long(), owners)
+            owners = self._owners(owners, places)
         if self.gate_up.before is not None:
             rows = self.gate_up.before(rows, owners)
         if not rounds:
@@ -222,10 +228,19 @@ class NpuExperts(StackedExperts[_Stack]):
             inner, scales = _rounded(inner, self.down)
         out = _multiply(inner, scales, self.down, counts, x.dtype)
         out = out if last_bias is None else out + last_bias.index_select(0, owners)
+        if self.routing.local is not None:  # rows that no expert wrote may be NaN, and row 0 stands for those elsewhere
+            out[:1].masked_fill_(counts.sum() == 0, 0.0)
         result: Tensor = torch_npu.npu_moe_finalize_routing(
             out, None, None, None, weights.to(x.dtype), index, experts, drop_pad_mode=2
         )
         return result.unflatten(0, (pairs, chosen)).sum(1) if self.routing.on_inputs else result
+
+    def _owners(self, experts: Tensor, places: Tensor) -> Tensor:
+        """The expert here of each row, from ``experts`` of the pairs [pairs] and the ``places`` of their rows."""
+        if self.routing.local is None:
+            return torch.empty_like(experts).index_copy_(0, places.long(), experts)
+        rows = experts.new_zeros(len(experts) + 1).index_copy_(0, places.long(), experts - self.routing.local.start)
+        return rows[:-1].clamp(0, self.count - 1)
 
 
 def _stacked(biases: Sequence[Tensor | None]) -> Tensor | None:
@@ -234,12 +249,14 @@ def _stacked(biases: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack(some) if some else None
 
 
-def _is_biased_sigmoid(routing: Routing, count: int) -> bool:
+def _is_biased_sigmoid(routing: Routing) -> bool:
     """Whether npu_moe_gating_top_k takes the routing. Its documents for A2 and A3 have a bias; a sigmoid's weights are
     always divided by their sum."""
+    if routing.correction is None:
+        return False
+    count = len(routing.correction)
     grouped = routing.groups == 1 or count // routing.groups > 2
-    biased = routing.scores == "sigmoid" and routing.correction is not None
-    return biased and routing.normalized and grouped and count <= _MAX_EXPERTS
+    return routing.scores == "sigmoid" and routing.normalized and grouped and count <= _MAX_EXPERTS
 
 
 def _rounded(rows: Tensor, weight: _Stack) -> tuple[Tensor, Tensor | None]:

@@ -28,7 +28,8 @@ class LayerBuilder:
     """Makes layers of the tensors of ``source``, with the operators ``ops`` of a device, for one rank of ``mesh``.
 
     ``rows``: which rows use which adapter; None: the model has no adapters, and layers are made as if there were none.
-    ``routes``: of the model's layers of experts. ``shared``: who shares them, with data-parallel attention.
+    ``routes``: of the model's layers of experts. ``shared``: who shares them, with data-parallel attention;
+    ``ep_size``: parts that ranks divide a layer's experts into.
     A module is a tensor's name without ``.weight``. Several modules are fused along their outputs.
     """
 
@@ -37,6 +38,7 @@ class LayerBuilder:
     mesh: Group
     rows: LayerContext | None = field(default=None, kw_only=True)
     routes: RouteRecord = field(default_factory=RouteRecord, kw_only=True)
+    ep_size: int = field(default=1, kw_only=True)
     shared: SharedExperts | None = field(default=None, kw_only=True)
 
     @property

@@ -16,7 +16,7 @@ from kernels.core.operators import Linear
 from kernels.devices.experts import Experts, ExpertWeights, Routing
 from kernels.models.config import ExpertsConfig
 from kernels.models.layers.builder import LayerBuilder
-from kernels.weights.tensors import GgufPlace, Role, StackedExpert, TensorSpec, by_inputs, by_outputs, linear
+from kernels.weights.tensors import GgufPlace, Role, Shard, StackedExpert, TensorSpec, by_inputs, by_outputs, linear
 
 __all__ = [
     "DEEPSEEK",
@@ -110,7 +110,7 @@ def _tensors(config: ExpertsConfig, hidden: int, layer: str, gguf: str, names: E
     )
     for expert in range(count):
         for name, role, shape, split, place, held, part, parts in projections:
-            stacked = StackedExpert(expert, count, held, part, parts, f"{gguf}.{place}_exps.weight")
+            stacked = StackedExpert(expert, count, held, part, parts, f"{gguf}.{place}_exps.weight", True)
             apart = GgufPlace(f"{gguf}.{place}.{expert}.weight")
             weight = f"{block}.experts.{expert}.{name}.weight"
             yield TensorSpec(weight, shape, role, split, apart, (), stacked)
@@ -194,8 +194,8 @@ class SharedExpert:
 
 class SparseFeedForward:
     """``sum(weight[e] * down[e](silu(gate[e](x)) * up[e](x)))`` over the experts e that a token takes, and the one that
-    all take. Each rank has its part of every expert's inner dimension. ``gate``, ``shared_gate``: in place of SwiGLU's,
-    of these experts and of that one."""
+    all take. Each rank has its part of every expert's inner dimension, or of its own experts' alone. ``gate``,
+    ``shared_gate``: in place of SwiGLU's, of these experts and of that one."""
 
     def __init__(
         self,
@@ -209,20 +209,20 @@ class SparseFeedForward:
         block, source = f"{layer}.{names.block}", builder.source
         self.group, self._routes, factor = builder.expert_mesh, builder.routes, config.result_scale
         self._scaled = builder.ops.elementwise.compose(lambda x: x * factor, lambda x: x) if factor != 1.0 else None
-        experts = []
-        for expert in range(config.count):
+        shard = Shard(builder.expert_mesh.rank, builder.expert_mesh.size, ep_size=builder.ep_size)
+        experts, here = [], shard.places(config.count)
+        for expert in here:
             name = f"{block}.experts.{expert}"
             gates, down = [f"{name}.{names.gate}", f"{name}.{names.up}"], f"{name}.{names.down}"
             builder.refuse_adapters((*gates, down))
-            experts.append(
-                ExpertWeights(
-                    source.projection(gates), source.biases(gates), source.projection([down]), builder.expert_bias(down)
-                )
-            )
+            first, bias, last = source.projection(gates), source.biases(gates), source.projection([down])
+            end = source.biases([down])
+            experts.append(ExpertWeights(first, bias, last, end if shard.within_part.rank == 0 else None))
         router = f"{block}.{names.router}"
         weight, bias = source.take([f"{router}.weight"]), source.biases([router])
         correction = source.take([f"{block}.{names.correction}"]) if names.correction else None
-        self.experts = _experts(builder, config, weight, bias, experts, correction=correction, gate=gate)
+        routing = _routing(config, correction, here if builder.ep_size > 1 else None)
+        self.experts = _experts(builder, config, weight, bias, experts, routing=routing, gate=gate)
         self.shared: SharedExpert | None = None
         if config.shared:
             self.shared = SharedExpert(builder, names, names.shared_in(layer), config.weighted, shared_gate)
@@ -255,10 +255,10 @@ def _experts(
     bias: Tensor | None,
     experts: Sequence[ExpertWeights],
     *,
-    correction: Tensor | None,
+    routing: Routing,
     gate: LimitedGate | None,
 ) -> Experts:
-    layers, routing, cap = builder.ops.experts, _routing(config, correction), config.router_softcap
+    layers, cap = builder.ops.experts, config.router_softcap
     if config.activation == "silu" and not cap and not config.identities and gate is None:
         return layers.make(router, bias, experts, routing)
     linear = layers.make_router(router, bias, routing)
@@ -280,7 +280,7 @@ def gelu_and_mul(x: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-def _routing(config: ExpertsConfig, correction: Tensor | None) -> Routing:
+def _routing(config: ExpertsConfig, correction: Tensor | None, local: range | None) -> Routing:
     return Routing(
         config.chosen,
         config.normalized,
@@ -291,4 +291,5 @@ def _routing(config: ExpertsConfig, correction: Tensor | None) -> Routing:
         config.scale,
         correction,
         config.jitter,
+        local=local,
     )

@@ -18,7 +18,7 @@ namespace troupe {
 
 // One expert: its gate and up projections, and its down projections. Their `out` is the first column of the result.
 // `clip`: the share of its largest magnitude that a token is clipped to before each, 0: not clipped. `fake_quantized`: whether
-// inputs are then rounded.
+// inputs are then rounded. Without `ups` the expert is on another rank: nothing is read for it, and its results are 0.
 struct Expert {
     const Op *up, *down;
     int64_t ups, downs, fake_quantized_up, fake_quantized_down;
@@ -120,7 +120,8 @@ inline void arrange(const Layer& layer) {
     Experts& at = layer.memory;
     at.begins.assign(layer.count() + 1, 0);
     at.places.resize(layer.pairs()), at.tokens.resize(layer.pairs()), at.active.clear();
-    for (int64_t i = 0; i < layer.pairs(); i++) at.begins[at.ids[i] + 1]++;
+    for (int64_t i = 0; i < layer.pairs(); i++)
+        if (layer.expert(at.ids[i]).ups) at.begins[at.ids[i] + 1]++;
     for (int64_t e = 0; e < layer.count(); e++) {
         if (at.begins[e + 1]) at.active.push_back(static_cast<int32_t>(e));
         at.begins[e + 1] += at.begins[e];
@@ -128,6 +129,10 @@ inline void arrange(const Layer& layer) {
     thread_local std::vector<int64_t> next;
     next.assign(at.begins.begin(), at.begins.end() - 1);
     for (int64_t i = 0; i < layer.pairs(); i++) {
+        if (!layer.expert(at.ids[i]).ups) {
+            at.places[i] = -1;
+            continue;
+        }
         const int64_t place = next[at.ids[i]]++;
         at.places[i] = static_cast<int32_t>(place), at.tokens[place] = static_cast<int32_t>(i / layer.chosen());
     }
@@ -293,7 +298,7 @@ inline void add_up_chunk(void* context, int64_t chunk, int) {
         for (int64_t i = 0; i < hidden; i += TILE) {
             Floats sum = Floats{};
             for (int64_t j = 0; j < chosen; j++)
-                sum = fma(splat(weights[j]), load(results + places[j] * hidden + i), sum);
+                if (places[j] >= 0) sum = fma(splat(weights[j]), load(results + places[j] * hidden + i), sum);
             store(out + i, sum);
         }
     }

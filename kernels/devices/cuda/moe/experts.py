@@ -285,17 +285,24 @@ class CudaExperts(StackedExperts[_Stack]):
         if self.routing.on_inputs:
             rows, weights = rows * weights.view(-1, 1).to(x.dtype), torch.ones_like(weights)
         if self.gate_up.before is not None:
-            rows = self.gate_up.before(rows, routed.experts.flatten())
+            rows = self.gate_up.before(rows, self._owners(routed))
         both = self._product(rows, self.gate_up, self._gate_up_bias, routed, each)
         inner = self._activated(both)
         if self.down.before is not None:
-            inner = self.down.before(inner, routed.experts.flatten())
+            inner = self.down.before(inner, self._owners(routed))
         results = self._product(inner, self.down, self._down_bias, routed, 1)
+        if self.routing.local is not None:
+            return sum_experts(results, weights, routed.experts, self.count)
         if not self._identities:
             return sum_experts(results, weights)
         identical = routed.experts >= self.count  # no product wrote their results
         total = sum_experts(results.masked_fill_(identical.view(-1, 1), 0.0), weights)
         return total if self._identities < 0 else total + x * (weights * identical).sum(1, keepdim=True).to(x.dtype)
+
+    def _owners(self, routed: RoutedPairs) -> Tensor:
+        """The expert of each pair; of pairs whose expert is elsewhere, any."""
+        owners = routed.experts.flatten()
+        return owners if self.routing.local is None else owners.clamp(max=self.count - 1)
 
     def _activated(self, both: Tensor) -> Tensor:
         if self._gate is None:
@@ -310,6 +317,7 @@ class CudaExperts(StackedExperts[_Stack]):
             and self.down.micro
             and isinstance(self._gate, ClampedGate)
             and not self._identities
+            and self.routing.local is None
             and not self.routing.on_inputs
             and self.gate_up.before is self.down.before is None
             and x.element_size() == 2
@@ -332,7 +340,7 @@ class CudaExperts(StackedExperts[_Stack]):
         values, scales, order, counts = weight.values, weight.scales, routed.order, routed.counts
         pairs, outputs, inputs = len(order), values.shape[1], x.shape[1]
         large = x.element_size() <= 2 and has_large_shared_memory(x.device)
-        tile = _choose_tile(pairs / self.count, weight.group, weight.bits, large)
+        tile = _choose_tile(pairs / routed.total, weight.group, weight.bits, large)
         out = x.new_empty((pairs, outputs))
         max_blocks = min(pairs, pairs // tile.pairs + min(self.count, pairs))  # for any routing
         moe_gemm_kernel[(triton.cdiv(outputs, tile.rows), max_blocks)](

@@ -27,12 +27,14 @@ _HIDDEN = 512  # numbers of a token that a program sums
 @dataclass(frozen=True)
 class RoutedPairs:
     """``weights`` float32 and ``experts`` int32 [tokens, chosen]: of each token. Pair ``token * chosen + i`` is the
-    token's i-th expert. ``order`` int32 [pairs]: the pairs by expert; ``counts`` int32 [experts]: pairs of each."""
+    token's i-th expert. ``order`` int32 [pairs]: the pairs by expert; ``counts`` int32 [experts]: pairs of each.
+    ``total``: experts that the router knows."""
 
     weights: Tensor
     experts: Tensor
     order: Tensor
     counts: Tensor
+    total: int
 
 
 @triton.jit
@@ -55,8 +57,11 @@ def route_kernel(
     top_groups: tl.constexpr,
     pair_sum: tl.constexpr,
     epsilon: tl.constexpr,
+    first: tl.constexpr,
+    local: tl.constexpr,
 ):
-    """One token. ``block``: a power of two from ``count`` on."""
+    """One token. ``block``: a power of two from ``count`` on. Experts are numbered from ``first`` on, and all but the
+    ``local`` ones that follow are ``local``."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, block)
     there = expert < count
@@ -101,6 +106,8 @@ def route_kernel(
     if normalized:
         weight = weight / (tl.sum(weight, 0) + epsilon)
     weight = tl.where(nonfinite, float("nan"), weight * scale)
+    if local < count:
+        result = tl.where((result >= first) & (result < first + local), result - first, local)
     tl.store(weights + token * chosen + place, weight, mask=place < chosen)
     tl.store(chosen_experts + token * chosen + place, result, mask=place < chosen)
 
@@ -126,30 +133,43 @@ def sort_pairs_kernel(experts, order, counts, pairs, block: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["hidden"])
-def sum_experts_kernel(results, weights, out, hidden, chosen: tl.constexpr, block: tl.constexpr):
+def sum_experts_kernel(
+    results, weights, experts, out, hidden, chosen: tl.constexpr, local: tl.constexpr, block: tl.constexpr
+):
+    """``local``: experts from there on have no results; 0: all have."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     total = tl.zeros([block], tl.float32)
     for number in tl.static_range(chosen):
         pair = token * chosen + number
-        result = tl.load(results + pair * hidden + at, mask=at < hidden, other=0.0).to(tl.float32)
+        there = at < hidden
+        if local > 0:
+            there = there & (tl.load(experts + pair) < local)
+        result = tl.load(results + pair * hidden + at, mask=there, other=0.0).to(tl.float32)
         total += result * tl.load(weights + pair)
     tl.store(out + token * hidden + at, total.to(out.dtype.element_ty), mask=at < hidden)
 
 
 def route(logits: Tensor, routing: Routing) -> RoutedPairs:
-    """``logits`` [tokens, experts]. A token whose logits are not all numbers has NaN weights of some experts."""
-    return _ordered(*choose_experts(logits, routing), logits.shape[1])
+    """``logits`` [tokens, experts]. A token whose logits are not all numbers has NaN weights of some experts. With
+    ``Routing.local`` experts are numbered as ``choose_experts`` does, and those elsewhere are counted last."""
+    count = logits.shape[1] if routing.local is None else len(routing.local) + 1
+    return _ordered(*choose_experts(logits, routing), count, logits.shape[1])
 
 
 def choose_experts(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """``choose`` with experts in int32."""
+    """``choose`` with experts in int32; with ``Routing.local`` numbered from the first of these on, and those elsewhere
+    with their number."""
     tokens, count = logits.shape
     chosen, correction = routing.chosen, routing.correction
     if routing.scores == "mixer":
         weights, found = choose(logits, routing)
+        if routing.local is not None:
+            here = (found >= routing.local.start) & (found < routing.local.stop)
+            found = torch.where(here, found - routing.local.start, len(routing.local))
         return weights, found.to(torch.int32)
     weights = torch.empty((tokens, chosen), dtype=torch.float32, device=logits.device)
+    local = routing.local or range(count)
     # While kernels are compiled, and not launched, torch must not count experts that nothing has chosen.
     allocate = torch.zeros if is_precompiling() else torch.empty
     experts = allocate((tokens, chosen), dtype=torch.int32, device=logits.device)
@@ -172,32 +192,35 @@ def choose_experts(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         routing.top_groups,
         routing.pair_sum,
         EPSILON,
+        local.start,
+        len(local),
         num_warps=4 if routing.groups > 1 else 1,
     )
     return weights, experts
 
 
-def _ordered(weights: Tensor, experts: Tensor, count: int) -> RoutedPairs:
+def _ordered(weights: Tensor, experts: Tensor, count: int, total: int) -> RoutedPairs:
     """``weights``, ``experts`` [tokens, chosen] of ``count`` experts."""
     pairs, flat = experts.numel(), experts.view(-1)
     if pairs > _MAX_PAIRS:
         order = flat.argsort(stable=True).to(torch.int32)
         counts = torch.zeros(count, dtype=torch.int32, device=flat.device)
         counts.index_add_(0, flat, torch.ones_like(order))
-        return RoutedPairs(weights, experts, order, counts)
+        return RoutedPairs(weights, experts, order, counts, total)
     order, counts = torch.empty_like(flat), flat.new_empty(count)
     sort_pairs_kernel[(count,)](
         flat, order, counts, pairs, min(_PAIRS, max(32, triton.next_power_of_2(pairs))), num_warps=4
     )
-    return RoutedPairs(weights, experts, order, counts)
+    return RoutedPairs(weights, experts, order, counts, total)
 
 
-def sum_experts(results: Tensor, weights: Tensor) -> Tensor:
-    """``results`` [pairs, hidden] of tokens' experts, times ``weights`` [tokens, chosen] -> [tokens, hidden]."""
+def sum_experts(results: Tensor, weights: Tensor, experts: Tensor | None = None, local: int = 0) -> Tensor:
+    """``results`` [pairs, hidden] of tokens' experts, times ``weights`` [tokens, chosen] -> [tokens, hidden]. Of the
+    ``experts`` int32 [tokens, chosen] only those below ``local`` have results; None: all have."""
     tokens, chosen = weights.shape
     hidden = results.shape[1]
     out = results.new_empty((tokens, hidden))
     sum_experts_kernel[(tokens, triton.cdiv(hidden, _HIDDEN))](
-        results, weights, out, hidden, chosen, _HIDDEN, num_warps=4
+        results, weights, weights if experts is None else experts, out, hidden, chosen, local, _HIDDEN, num_warps=4
     )
     return out

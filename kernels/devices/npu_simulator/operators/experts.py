@@ -149,13 +149,16 @@ def npu_moe_finalize_routing(
 ) -> Tensor:
     """Each token's sum [tokens, hidden] of its experts' rows by their scales."""
     assert scales is not None
+    require(
+        bool((expanded_src_to_dst_row >= 0).all()), "npu_moe_finalize_routing", "expanded_src_to_dst_row", "below 0"
+    )
     rows = expanded_permuted_rows[expanded_src_to_dst_row.long()].float().view(*scales.shape, -1)
     return (rows * scales.float().unsqueeze(2)).sum(1).to(expanded_permuted_rows.dtype)
 
 
 def routing_rules(x: Tensor, expert_idx: Tensor, **options: Any) -> None:
-    """Documented: experts int32 [tokens, k]; simulated are the forms that drop no tokens, count the tokens of all
-    experts, and quantize tokens to int8 (quant_mode 1) or not (-1)."""
+    """Documented: experts int32 [tokens, k]; simulated are the forms that drop no tokens, count the tokens of the
+    active experts, and quantize tokens to int8 (quant_mode 1) or not (-1)."""
     name = "npu_moe_init_routing_v2"
     dtypes(name, _FLOATS, x=x)
     dtypes(name, (torch.int32,), expert_idx=expert_idx)
@@ -167,33 +170,41 @@ def routing_rules(x: Tensor, expert_idx: Tensor, **options: Any) -> None:
         "active_num": (expert_idx.numel(), -1),
         "expert_tokens_num_type": (1, 0),
         "expert_tokens_num_flag": (True, False),
-        "active_expert_range": ([0, count], []),
     }
     for argument, (value, default) in wanted.items():
         given = options.get(argument, default)
         require(given == value, name, argument, f"{given} is not simulated: {value} is")
     require(count >= 1, name, "expert_num", f"must be the number of experts, is {count}")
+    active = options.get("active_expert_range", [])
+    fits = len(active) == 2 and 0 <= active[0] < active[1] <= count
+    require(fits, name, "active_expert_range", f"{active} must be the first expert and the end, up to {count}")
     require(options.get("quant_mode", -1) in (-1, 1), name, "quant_mode", "must be -1 or 1: others are not simulated")
     for argument, default in (("expert_capacity", -1), ("drop_pad_mode", 0), ("row_idx_type", 0)):
         require(options.get(argument, default) == default, name, argument, f"is not simulated but for {default}")
-    _only(name, options, (*wanted, "expert_num", "quant_mode", "expert_capacity", "drop_pad_mode", "row_idx_type"))
+    others = ("active_expert_range", "expert_num", "quant_mode")
+    _only(name, options, (*wanted, *others, "expert_capacity", "drop_pad_mode", "row_idx_type"))
 
 
 @reference("npu_moe_init_routing_v2", rules=routing_rules)
 def npu_moe_init_routing_v2(x: Tensor, expert_idx: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The tokens [tokens * k, hidden] in the order of their experts, where each pair's is, int32, tokens of each expert
-    int64, and with quant_mode 1 what each row was divided by."""
+    int64, and with quant_mode 1 what each row was divided by. Of experts outside of the active range: rows at the end
+    without a meaning, and -1 for where they are."""
     experts = expert_idx.flatten().long()
     require(
         bool((experts < options["expert_num"]).all()), "npu_moe_init_routing_v2", "expert_idx", "has no such expert"
     )
-    order = experts.argsort(stable=True)
+    begin, end = options["active_expert_range"]
+    here = (experts >= begin) & (experts < end)
+    order = torch.where(here, experts, options["expert_num"]).argsort(stable=True)
     rows = x[order // expert_idx.shape[1]]
     index = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order))).to(torch.int32)
-    counts = experts.bincount(minlength=options["expert_num"])
+    index = torch.where(here, index, -1)
+    counts = experts.bincount(minlength=options["expert_num"])[begin:end]
+    rows[int(counts.sum()) :] = float("nan")
     if options.get("quant_mode", -1) == -1:
         return rows, index, counts, torch.full((len(rows),), float("nan"))
-    whole, scales = quantize_tokens(rows)
+    whole, scales = quantize_tokens(rows.nan_to_num())
     return whole, index, counts, scales
 
 

@@ -91,7 +91,8 @@ KINDS = {
 }
 
 
-def layer_of(platform, kind, normalized=True, biased=False, gate=None, **routing):
+def layer_of(platform, kind, normalized=True, biased=False, gate=None, only=slice(COUNT), **routing):
+    """``only``: the experts that are here."""
     generator = torch.Generator().manual_seed(7)
 
     def random(*shape):
@@ -104,7 +105,8 @@ def layer_of(platform, kind, normalized=True, biased=False, gate=None, **routing
         experts.append(
             ExpertWeights(form(random(2 * INNER, HIDDEN)), biases[0], form(random(HIDDEN, INNER)), biases[1])
         )
-    return platform.experts.make(random(COUNT, HIDDEN), None, experts, Routing(CHOSEN, normalized, **routing), gate)
+    router, chosen = random(COUNT, HIDDEN), Routing(CHOSEN, normalized, **routing)
+    return platform.experts.make(router, None, experts[only], chosen, gate)
 
 
 def tokens_of(layer, count):
@@ -238,3 +240,20 @@ def test_a_model_of_experts_decodes_by_a_program(name, reference, drive, prompts
     alone = run()
     assert not alone.info.graph_rows
     assert alone.tokens == programs.tokens
+
+
+@pytest.mark.parametrize("kind", ["floats", "int8", "4 bits"])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_experts_elsewhere_add_nothing_and_are_not_there(kind, scores, platform):
+    """The operator's table has no products for them."""
+    whole = layer_of(platform, kind, scores=scores)
+    parts = []
+    for local in (range(4), range(4, COUNT)):
+        layer = layer_of(platform, kind, scores=scores, local=local, only=slice(local.start, local.stop))
+        parts.append(layer)
+    for count in (1, 5, 40):
+        x = tokens_of(whole, count)
+        expected, found = whole(x), sum(layer(x).float() for layer in parts)
+        assert (found - expected).float().norm() < 1e-2 * expected.float().norm()
+        in_turn = sum(layer.in_turn(x).float() for layer in parts)
+        assert (in_turn - expected).float().norm() < 2e-2 * expected.float().norm()

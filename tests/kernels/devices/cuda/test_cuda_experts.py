@@ -264,3 +264,19 @@ def test_it_compiles(capability, monkeypatch, tmp_path):
     products = [kernel for kernel in found if kernel.kernel == "moe_gemm_kernel"]
     assert products
     assert all(kernel.shared <= SHARED[capability] and kernel.spilled == 0 for kernel in products)
+
+
+@pytest.mark.parametrize("kind", ["floats", "int8 clipped", "fp8 blocks", "4 bits, zeros"])
+@pytest.mark.parametrize("scores", ["softmax", "mixer"])
+def test_experts_elsewhere_add_nothing(kind, scores, device):
+    router, given, functions = layers(kind, torch.float16, device)
+    x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(7)).half()
+    onto, routing = router.to(device), Routing(2, scores == "softmax", scores, jitter=0.1)
+    expected = ExpertsInTurn(lambda x: x @ router.t(), functions, routing)(x)
+    found, in_turn = torch.zeros(7, HIDDEN), torch.zeros(7, HIDDEN)
+    for local in (range(1), range(1, 4), range(4, 5)):
+        some, part = slice(local.start, local.stop), dataclasses.replace(routing, local=local)
+        found += CudaExperts(lambda x: x @ onto.t(), given[some], part)(x.to(device)).cpu().float()
+        in_turn += ExpertsInTurn(lambda x: x @ router.t(), functions[some], part)(x).float()
+    assert (found - expected).norm() <= 2e-2 * expected.float().norm()
+    assert (in_turn - expected).norm() <= 2e-2 * expected.float().norm()

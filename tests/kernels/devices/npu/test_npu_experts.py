@@ -423,3 +423,31 @@ def test_operators_choose_the_same_experts(form):
     found, taken = NpuExperts(lambda x: x, given, routing, A3)._choose(logits.npu())
     assert torch.equal(taken.sort(-1).values.cpu().long(), chosen.sort(-1).values.cpu())
     torch.testing.assert_close(found.sort(-1).values.cpu(), expected.sort(-1).values.cpu(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["floats", "int8", "fused", "clipped", "biased"])
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_experts_elsewhere_add_nothing(form, tokens):
+    """Also where no token takes an expert of a rank, and its rows have no meaning."""
+    router, experts = weights(6, 64, 32)
+    x, onto = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(tokens)).to(BF16).npu(), router.npu()
+
+    def part(weight):
+        if form in ("floats", "biased"):
+            return weight.npu()
+        whole = quantize_int8(weight)
+        return (dataclasses.replace(whole, clip=torch.tensor([0.7])) if form == "clipped" else whole).to("npu")
+
+    biases = [[torch.full((64,), (number + each) / 8, dtype=BF16).npu() for each in (0, 1)] for number in range(6)]
+    biases = biases if form == "biased" else [[None, None]] * 6
+    given = [
+        ExpertWeights(part(gate_up), first, part(down), last)
+        for (gate_up, down), (first, last) in zip(experts, biases, strict=True)
+    ]
+    soc = A3 if form == "fused" else Soc("A5", "Ascend950")
+    expected = NpuExperts(lambda x: x @ onto.t(), given, Routing(2, True), soc)(x).cpu()
+    found = torch.zeros(tokens, 64)
+    for local in (range(1), range(1, 4), range(4, 6)):
+        some = given[local.start : local.stop]
+        found += NpuExperts(lambda x: x @ onto.t(), some, Routing(2, True, local=local), soc)(x).cpu().float()
+    torch.testing.assert_close(found, expected.float(), atol=3e-2, rtol=3e-2)

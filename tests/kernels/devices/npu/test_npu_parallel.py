@@ -41,6 +41,20 @@ def test_ranks_of_which_one_has_no_own_kernels_agree(reference, prompts):
     assert first[1]["graph_rows"] == [2]
 
 
+@pytest.mark.parametrize("name", ["placed-moe", "parallel-deepseek-v3"])
+def test_two_npus_with_half_of_the_experts_generate_what_one_does(name, reference, prompts):
+    """float32 against transformers; in bfloat16 graphs say what eager steps say."""
+    model, texts = reference(name), prompts(5, 23)
+    npu = {"device": "npu", "page_size": 128, "ep_size": 2}
+    job = {"model": str(model.path), "prompts": texts, "length": 40}
+    options = [npu, npu | {"dtype": "bfloat16", "disable_graphs": True}, npu | {"dtype": "bfloat16", "graph_rows": [2]}]
+    first, second = run_ranks([job | {"options": each} for each in options])
+    assert [reported["tokens"] for reported in first] == [reported["tokens"] for reported in second]
+    assert first[0]["tokens"] == [model.greedy(text, 40) for text in texts]
+    assert first[1]["tokens"] == first[2]["tokens"]
+    assert first[2]["graph_rows"] == ([2] if name == "placed-moe" else [])
+
+
 def test_two_npus_generate_in_two_stages_what_one_generates(reference, prompts):
     model, texts = reference("parallel-llama"), prompts(5, 23, 40)
     npu = {"device": "npu", "page_size": 128}
