@@ -30,7 +30,8 @@ def config(raw: ConfigReader) -> ModelConfig:
     plain = ConfigReader({**raw.raw, **length}, raw.architecture).decoder()
     head_norm = "" if plain.vocab_size == _FIRST_VOCAB or plain.tied_embeddings else "rows"
     rope = dataclasses.replace(plain.rope, kind="none") if alibi else plain.rope
-    return dataclasses.replace(plain, rope=rope, alibi=alibi, head_norm=head_norm)
+    apart = raw.flag("qkv_apart")
+    return dataclasses.replace(plain, rope=rope, alibi=alibi, head_norm=head_norm, qkv_apart=apart)
 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
@@ -39,13 +40,16 @@ def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     width = heads * config.head_dim
     yield from vocabulary.tensors(config)
     for index in range(config.layers):
-        layer = f"model.layers.{index}"
-        yield from pre_norm.norm_tensors(config, layer, "")
-        parts = by_outputs(*[(width, heads)] * 3)
-        yield from linear(f"{layer}.self_attn.W_pack", (3 * width, hidden), parts)
-        yield from linear(f"{layer}.self_attn.o_proj", (hidden, width), by_inputs(width, heads))
-        yield from mlp.tensors(config, f"{layer}.mlp", "")
-    yield from pre_norm.stream_norm(config, "model.norm")
+        layer, gguf = f"model.layers.{index}", f"blk.{index}"
+        yield from pre_norm.norm_tensors(config, layer, gguf)
+        if config.qkv_apart:
+            yield from gqa.interleaved_tensors(config, f"{layer}.self_attn", f"{gguf}.attn")
+        else:
+            parts = by_outputs(*[(width, heads)] * 3)
+            yield from linear(f"{layer}.self_attn.W_pack", (3 * width, hidden), parts)
+            yield from linear(f"{layer}.self_attn.o_proj", (hidden, width), by_inputs(width, heads))
+        yield from mlp.tensors(config, f"{layer}.mlp", f"{gguf}.ffn")
+    yield from pre_norm.stream_norm(config, "model.norm", "output_norm")
 
 
 def build(config: ModelConfig, builder: ModelBuilder) -> Decoder:
@@ -60,6 +64,8 @@ def _layer(config: ModelConfig, builder: LayerBuilder, name: str) -> Block:
         before_attention=builder.norm(f"{name}.input_layernorm", config.norm_eps),
         before_mlp=builder.norm(f"{name}.post_attention_layernorm", config.norm_eps),
     )
-    qkv, output = builder.linear(f"{name}.self_attn.W_pack"), builder.row_parallel(f"{name}.self_attn.o_proj")
+    module = f"{name}.self_attn"
+    parts = [f"{module}.{part}_proj" for part in "qkv"] if config.qkv_apart else [f"{module}.W_pack"]
+    qkv, output = builder.linear(*parts), builder.row_parallel(f"{module}.o_proj")
     attention = SelfAttention(builder, config, qkv, output, 0)
     return Block(builder, config, attention, gated_mlp(builder, config, f"{name}.mlp"), norms)

@@ -191,6 +191,7 @@ class ModelConfig:
     ``query_growth``: of all queries; None: they do not grow. ``late_norms``: whether heads are normed after they are
     rotated. ``qkv_clip``: queries, keys and values are clamped to it when they are projected; 0: they are not.
     ``alibi``, ``growth_length``: whether ``Attention.attend_rows`` has ``slopes``, and its ``growth_length``.
+    ``qkv_apart``: whether a family with one projection of queries, keys and values has three here, as in GGUF files.
     ``head_norm``: what of the output to the vocabulary has a length of one, its rows | columns; "": nothing.
     ``norm_bias``, ``head_bias``: whether norms of the residual stream, and the output to the vocabulary (of an encoder:
     its head's first layer), have biases.
@@ -243,6 +244,7 @@ class ModelConfig:
     alibi: bool = False
     growth_length: int = 0
     head_norm: str = ""
+    qkv_apart: bool = False
     norm_bias: bool = False
     head_bias: bool = False
     recurrence: Recurrence | None = None

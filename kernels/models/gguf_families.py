@@ -14,7 +14,7 @@ from kernels.models.gguf_metadata import Metadata
 
 __all__ = ["FAMILIES", "PERMUTED"]
 
-PERMUTED = frozenset({"llama", "arcee", "granite", "granitemoe", "mistral3", "olmo", "smollm3", "xverse"})
+PERMUTED = frozenset({"llama", "arcee", "baichuan", "granite", "granitemoe", "mistral3", "olmo", "smollm3", "xverse"})
 """Architectures whose files interleave the halves of query and key heads, so that a part of a head is not rotated
 alone."""
 
@@ -69,6 +69,12 @@ def _afmoe(meta: Metadata) -> dict[str, Any]:
             "mup_enabled": True,
         }
     )
+
+
+def _baichuan(meta: Metadata) -> dict[str, Any]:
+    """Files say nothing of rotation. The models of 13B, which have 40 layers, have none."""
+    alibi = {"max_position_embeddings": None, "model_max_length": meta.size(".context_length")}
+    return {"qkv_apart": True} | (alibi if meta.block_count == 40 else {})
 
 
 def _bailing2(meta: Metadata) -> dict[str, Any]:
@@ -426,6 +432,7 @@ def _starcoder2(meta: Metadata) -> dict[str, Any]:
 FAMILIES: Mapping[str, Callable[[Metadata], dict[str, Any]]] = {
     "afmoe": _afmoe,
     "arcee": _plain,
+    "baichuan": _baichuan,
     "bailingmoe2": _bailing2,
     "chatglm": _plain,
     "cohere2": _cohere2,

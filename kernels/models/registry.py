@@ -116,7 +116,7 @@ BUILT_IN = (
     Entry("ApertusForCausalLM", "kernels.models.apertus"),
     Entry("ArceeForCausalLM", "kernels.models.arcee", gguf="arcee"),
     Entry("BaiChuanForCausalLM", "kernels.models.baichuan"),
-    Entry("BaichuanForCausalLM", "kernels.models.baichuan"),
+    Entry("BaichuanForCausalLM", "kernels.models.baichuan", gguf="baichuan"),
     Entry("BailingMoeForCausalLM", "kernels.models.bailing_moe"),
     Entry("BailingMoeV2ForCausalLM", "kernels.models.bailing_moe", gguf="bailingmoe2", gguf_experts=True),
     *_encoders("Bert", "kernels.models.bert"),

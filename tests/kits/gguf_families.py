@@ -64,6 +64,7 @@ _SAME_KEYS = {
 _ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "AfmoeForCausalLM": gguf.MODEL_ARCH.AFMOE,
     "ArceeForCausalLM": gguf.MODEL_ARCH.ARCEE,
+    "BaichuanForCausalLM": gguf.MODEL_ARCH.BAICHUAN,
     "BailingMoeV2ForCausalLM": gguf.MODEL_ARCH.BAILINGMOE2,
     "ChatGLMModel": gguf.MODEL_ARCH.CHATGLM,
     "Cohere2ForCausalLM": gguf.MODEL_ARCH.COHERE2,
@@ -111,7 +112,7 @@ def _sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """What the converter writes for all families."""
     heads = config["num_attention_heads"]
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_context_length(config.get("max_position_embeddings") or config["model_max_length"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config.get("intermediate_size") or 0)
     writer.add_head_count(heads)
@@ -215,6 +216,14 @@ def _afmoe(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) ->
     writer.add_leading_dense_block_count(config["num_dense_layers"])
     writer.add_expert_weights_scale(config["route_scale"])
     return {name.replace(".expert_bias", ".expert_bias.bias"): held for name, held in tensors.items()}
+
+
+def _baichuan(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
+    result = {}
+    for name, held in tensors.items():
+        parts = zip("qkv", held.chunk(3), strict=True) if ".W_pack." in name else ()
+        result |= {name.replace("W_pack", f"{part}_proj"): each for part, each in parts} or {name: held}
+    return _llama(writer, config, result)
 
 
 def _bailing2(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) -> Tensors:
@@ -610,6 +619,7 @@ def _stablelm(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors)
 _FAMILIES: Mapping[gguf.MODEL_ARCH, Own] = {
     gguf.MODEL_ARCH.AFMOE: _afmoe,
     gguf.MODEL_ARCH.ARCEE: _llama,
+    gguf.MODEL_ARCH.BAICHUAN: _baichuan,
     gguf.MODEL_ARCH.BAILINGMOE2: _bailing2,
     gguf.MODEL_ARCH.CHATGLM: _chatglm,
     gguf.MODEL_ARCH.COHERE2: _cohere2,

@@ -142,3 +142,29 @@ async def test_limits_hold_for_the_first_adapters_and_later_ones(tiny_model, fil
     async with small_engine(tiny_model, enable_lora=True, lora_target_modules=["q_proj"]) as engine:
         with pytest.raises(InvalidRequest, match="--lora-target-modules does not name"):
             await engine.load_adapter("first", str(files["first"]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data_parallel_size": 2},
+        {"tensor_parallel_size": 2},
+        {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4},
+    ],
+    ids=["replicas", "ranks", "speculation"],
+)
+async def test_replicas_ranks_and_drafts_give_the_same_tokens(tiny_model, files, alone, options):
+    async with small_engine(tiny_model, lora_paths=[f"first={files['first']}"], **options) as engine:
+        await engine.load_adapter("other", str(files["other"]))
+        names = [*NAMES, *NAMES]
+        running = [asyncio.create_task(tokens_of(engine, name)) for name in names]
+        await until(lambda: any(each.scheduler and each.scheduler.steps > 3 for each in engine.board.all), "no steps")
+        os.kill(engine.describe()["workers"][0]["pid"], signal.SIGKILL)
+        assert await asyncio.gather(*running) == [alone[name] for name in names]
+
+
+async def test_the_trace_of_a_request_names_its_adapter(engine):
+    async with engine.generate(PROMPT, SamplingParams(max_tokens=1), adapter="first") as stream:
+        assert stream.timeline.request["troupe.adapter"] == "first"
+    async with engine.generate(PROMPT, SamplingParams(max_tokens=1)) as stream:
+        assert "troupe.adapter" not in stream.timeline.request

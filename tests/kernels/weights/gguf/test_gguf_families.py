@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from kernels.contract.errors import GgufError
+from kernels.models import baichuan
+from kernels.models.config import ConfigReader
 from kernels.models.config_loader import read_config
 from kernels.models.gguf_description import describe
 from kernels.weights.gguf.header import read_header
@@ -26,7 +28,7 @@ FAMILIES = (
     *("granite", "granite-moe", "hunyuan-moe", "minimax-m2", "ministral3", "olmo", "olmo3", "olmoe", "gguf-phi3-long"),
     *("falcon-h1", "gguf-falcon-h1", "granite-4", "granite-4-dense", "gguf-granite-4-dense", "lfm2", "gguf-lfm2-moe"),
     *("nemotron-3", "gguf-nemotron-dense", "qwen3-next", "gguf-qwen3.5", "gguf-qwen3.5-moe"),
-    *("gemma4", "gemma4-equal", "gemma4-moe", "gguf-phimoe"),
+    *("gemma4", "gemma4-equal", "gemma4-moe", "gguf-phimoe", "baichuan"),
     *("gpt-oss", "gguf-afmoe", "gguf-llama4", "ling-v2"),
     *("seed-oss", "smollm3", "stablelm", "gguf-starcoder2", "xverse"),
 )
@@ -114,6 +116,20 @@ def test_experts_in_mxfp4_stay_as_they_are(reference, drive, prompts, tmp_path):
     assert small.info.weight_bytes < whole.info.weight_bytes
     small.admit(1, prompt)
     assert len(small.generate(1, 30)) == 30
+
+
+@pytest.mark.parametrize("layers", [3, 40])
+def test_baichuan_of_40_layers_is_read_without_rotation(layers, reference, tmp_path):
+    """Files say nothing of it."""
+    header = read_header(write_family(reference("baichuan-alibi").path, tmp_path / "model.gguf"))
+    header.metadata["baichuan.block_count"] = layers
+    for layer in range(layers):
+        header.tensors[f"blk.{layer}.attn_norm.weight"] = header.tensors["blk.0.attn_norm.weight"]
+    raw = describe(header)
+    config = baichuan.config(ConfigReader(raw, raw["architectures"][0]))
+    assert config.alibi == (layers == 40)
+    assert (config.rope.kind == "none") == config.alibi
+    assert config.max_positions == 256
 
 
 def test_phimoe_has_its_own_factor_behind_phi_3s(reference, drive, prompts, tmp_path):
