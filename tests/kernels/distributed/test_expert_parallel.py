@@ -55,6 +55,12 @@ def test_parts_of_attention_share_divided_experts(size, reference, prompts):
             assert answer["tokens"] == [model.greedy(text, 50) for text in given[rank * 2 // size]]
 
 
+def test_stages_of_a_pipeline_divide_their_experts(reference, prompts):
+    model, texts = reference(NAMES[0]), prompts(5, 23)
+    ranks = run_ranks([job(model, texts, 2) | {"stages": 2, "length": 30}], 4)
+    assert [rank[0]["tokens"] for rank in ranks] == [[model.greedy(text, 30) for text in texts]] * 4
+
+
 @pytest.mark.parametrize(
     ("name", "size", "parts", "says"),
     [

@@ -157,7 +157,8 @@ def test_slopes_of_heads_are_those_of_the_paper(heads: int) -> None:
 def test_a_normed_output_is_not_quantized() -> None:
     source = SimpleNamespace(table=lambda name: torch.zeros(4, 2), projection=lambda names: (torch.zeros(4, 2),))
     ops = SimpleNamespace(linear=SimpleNamespace(make_lookup=lambda table: table))
-    builder: Any = SimpleNamespace(source=source, ops=ops, fp32_head=False)
+    stage = SimpleNamespace(size=1)
+    builder: Any = SimpleNamespace(source=source, ops=ops, fp32_head=False, stage=stage)
     with pytest.raises(ConfigError, match="is normed when it is loaded; leave it unquantized"):
         vocabulary.vocabulary(builder, read("Baichuan"))
 
