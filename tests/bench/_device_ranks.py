@@ -55,7 +55,7 @@ class Ranks(msgspec.Struct, frozen=True):
 
 @contextmanager
 def started_ranks(ranks: int, stages: int, parts: int, arguments: Sequence[str]) -> Iterator[Ranks]:
-    """The ``ranks`` of each stage of this benchmark; rank 0 starts the others with its own ``arguments``, and ends them."""
+    """The ``ranks`` of each stage; rank 0 starts the others with its own ``arguments``, and ends them."""
     size = ranks * stages
     rank, _, place = os.environ.get(_VARIABLE, "").partition(":")
     if rank:
