@@ -25,18 +25,21 @@ _VARIABLE = "TROUPE_BENCH_RANK"
 
 class Ranks(msgspec.Struct, frozen=True):
     """One rank of ``size``, which are ``stages`` of a pipeline; those of a stage divide its layers. ``folder``: where
-    all of them meet. Rank 0 has results, so it is of the last stage."""
+    all of them meet. Rank 0 has results, so it is of the last stage. ``parts``: of the ranks of a stage that
+    experts are divided over."""
 
     size: int
     rank: int
     folder: Path
     stages: int = 1
+    parts: int = 1
 
     @property
     def suffix(self) -> str:
         """Of a model's name in rows."""
         width = self.size // self.stages
-        parts = (f" tp {width}" if width > 1 else "", f" pp {self.stages}" if self.stages > 1 else "")
+        experts = f" ep {self.parts}" if self.parts > 1 else ""
+        parts = (f" tp {width}" if width > 1 else "", f" pp {self.stages}" if self.stages > 1 else "", experts)
         return "".join(parts)
 
     def config(self, model: str) -> dict[str, Any]:
@@ -45,17 +48,18 @@ class Ranks(msgspec.Struct, frozen=True):
             return {}
         meeting = str(self.folder / model)
         width = self.size // self.stages
-        tensor = {"tp_rank": self.rank % width, "tp_size": width}
+        tensor = {"tp_rank": self.rank % width, "tp_size": width, "ep_size": self.parts}
         stage = {"pp_rank": self.stages - 1 - self.rank // width, "pp_size": self.stages}
         return {**tensor, **stage, "device_index": self.rank, "rendezvous": meeting}
 
 
 @contextmanager
-def started_ranks(size: int, stages: int, arguments: Sequence[str]) -> Iterator[Ranks]:
-    """The ranks of this benchmark; rank 0 starts the others with its own ``arguments``, and ends them."""
+def started_ranks(ranks: int, stages: int, parts: int, arguments: Sequence[str]) -> Iterator[Ranks]:
+    """The ``ranks`` of each stage; rank 0 starts the others with its own ``arguments``, and ends them."""
+    size = ranks * stages
     rank, _, place = os.environ.get(_VARIABLE, "").partition(":")
     if rank:
-        yield Ranks(size, int(rank), Path(place), stages)
+        yield Ranks(size, int(rank), Path(place), stages, parts)
         return
     with tempfile.TemporaryDirectory() as folder:
         others: list[subprocess.Popen[bytes]] = []
@@ -65,7 +69,7 @@ def started_ranks(size: int, stages: int, arguments: Sequence[str]) -> Iterator[
                 command = [sys.executable, "-m", "tests.bench", "device", *words]
                 environment = os.environ | {_VARIABLE: f"{other}:{folder}"}
                 others.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
-            yield Ranks(size, 0, Path(folder), stages)
+            yield Ranks(size, 0, Path(folder), stages, parts)
         finally:
             for process in others:
                 process.terminate()

@@ -20,7 +20,8 @@ and gains (``device_speculative``);
 ``--deterministic`` measures decode, offline and prefill with kernels whose results depend on no other rows
 (``--enable-deterministic-inference``), ``--quantization fp8`` with such weights. ``--zipf S`` measures models of
 experts a second time, with tokens routed to them by Zipf's law of the exponent S, as made-up routers choose evenly.
-``--ranks N`` divides each layer over N GPUs in decode, steps, offline and prefill, ``--stages N`` the layers.
+``--ranks N`` divides each layer over N GPUs in decode, steps, offline and prefill, ``--stages N`` the layers,
+``--parts N`` the experts over N parts of the ranks.
 ``--plain NAME[,NAME]`` runs some operators of gated delta nets (scan, head_gates, gated_norm) in plain torch. In
 parts: ``--tests WORD`` checks only files and tests with the word in their names, and ``--keep FILE`` adds rows to those
 that an earlier part left there, so that the table holds all.
@@ -97,6 +98,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--quantization", default="", help="of decode, offline and prefill: fp8 or int8")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs that divide each layer (tensor parallelism)")
     parser.add_argument("--stages", type=int, default=1, help="stages of a pipeline, of --ranks GPUs each")
+    parser.add_argument("--parts", type=int, default=1, help="parts of the ranks that experts are divided over")
     parser.add_argument("--plain", default="", help="operators of gated delta nets that run in plain torch")
     parser.add_argument("--keep", type=Path, help="file of rows: those there are printed, too")
     given = parser.parse_args(arguments)
@@ -122,7 +124,7 @@ def main(arguments: list[str]) -> None:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        started_ranks(given.ranks * given.stages, given.stages, arguments) as ranks,
+        started_ranks(given.ranks, given.stages, given.parts, arguments) as ranks,
     ):
         directory = Path(folder)
         if "products" in points:
