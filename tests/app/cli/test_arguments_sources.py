@@ -81,7 +81,7 @@ def test_a_value_is_missing(line: str) -> None:
 
 
 def test_refused_and_unknown_names() -> None:
-    errors = problems("--nnodes 2 --numa-node 1 2 4 --enable-lora-bias --tempreature 1 -nnodes 2 --schedule-polisy lpm m")
+    errors = problems("--nnodes 2 --numa-node 1 2 --enable-lora-bias --tempreature 1 -nnodes 2 --schedule-polisy lpm m")
     assert "--nnodes: serving on several nodes is not built yet" in errors
     assert "--numa-node: binding" in errors
     assert "--enable-lora-bias: only" in errors
