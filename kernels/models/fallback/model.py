@@ -135,7 +135,7 @@ class CodeDecoder(Decoder):
     """transformers' model as a decoder. ``base``: its part that makes hidden states."""
 
     def __init__(self, config: ModelConfig, code: CodeModel, builder: ModelBuilder) -> None:
-        self.device, self.rows, self.captures = builder.ops, None, ()
+        self.device, self.rows, self.captures, self.stage = builder.ops, None, (), builder.stage
         self.hidden_size, self.reads_rows = config.hidden_size, True
         self.pooling = self.classifier = None
         self._layers, self._dtype = code.layers, builder.dtype

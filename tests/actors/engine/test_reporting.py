@@ -20,7 +20,7 @@ from telemetry.metrics.names import METRICS
 from tests.kits.engines import rest, small_engine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-OPTIONAL = ("troupe_speculative_", "troupe_cache_group_")  # of engines that draft, of models with cache groups
+OPTIONAL = ("troupe_speculative_", "troupe_cache_group_", "troupe_expert_")  # of drafts, cache groups, recorded experts
 
 
 small = partial(small_engine, max_total_tokens=1024)

@@ -81,12 +81,12 @@ def test_a_value_is_missing(line: str) -> None:
 
 
 def test_refused_and_unknown_names() -> None:
-    errors = problems("--pp 2 --numa-node 1 2 4 --enable-lora-bias --tempreature 1 -pp 2 --schedule-polisy lpm m")
-    assert "--pp: pipeline parallelism is not built yet" in errors
+    errors = problems("--nnodes 2 --numa-node 1 2 --enable-lora-bias --tempreature 1 -nnodes 2 --schedule-polisy lpm m")
+    assert "--nnodes: serving on several nodes is not built yet" in errors
     assert "--numa-node: binding" in errors
     assert "--enable-lora-bias: only" in errors
     assert "--tempreature: there is no such argument" in errors
-    assert "-pp: pipeline parallelism" in errors
+    assert "-nnodes: serving on several nodes" in errors
     assert "--schedule-polisy: there is no such argument; did you mean --schedule-policy?" in errors
     assert "unexpected" not in errors
     assert "contradicts" not in errors
