@@ -30,7 +30,7 @@ def test_others_go_on_while_the_least_used_adapter_makes_room():
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), limit=st.integers(1, 3), max_running=st.integers(1, 5), overlap=st.booleans())
-def test_nobody_starves_however_many_requests_of_other_adapters_come(data, limit, max_running, overlap):
+def test_no_request_starves_however_many_of_other_adapters_come(data, limit, max_running, overlap):
     stage = Stage(
         max_adapters=limit, overlap=overlap, max_running=max_running, max_slots=max_running + 1, step_tokens=16
     )
