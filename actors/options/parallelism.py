@@ -72,7 +72,8 @@ class ParallelismArguments(DeviceArguments, frozen=True, kw_only=True):
             minimum=1,
             maximum=65536,
             metavar="N",
-            help="Most requests of a step of a pipeline. Each stage runs a step with other requests meanwhile.",
+            help="Most requests that decode in a step of a pipeline; one prompt may run beside them. Each stage runs a "
+            "step with other requests meanwhile.",
         ),
     ] = None
 

@@ -61,6 +61,7 @@ class StepPlanning:
         self._total_pages = 0
         self._available = 0
         self._steps = 0
+        self._turn = 0  # of decodes
         self._blocked = (-1, 0)  # (id of the sequence that did not fit, pages it needs)
         self._draft_limits: DraftLimits | None = None
         self._cohort: Cohort | None = None  # of the current step
@@ -153,10 +154,12 @@ class StepPlanning:
         step.decodes = rows
         step.budget -= len(rows)
         if self._config.micro_batch is not None:
-            step.prefill_rows = min(step.prefill_rows, most - len(rows))
+            step.prefill_rows = min(step.prefill_rows, max(1, most - len(rows)))
+        self._turn += 1
         for sequence in rows:
             sequence.scheduled += 1
             sequence.known += 1
+            sequence.turn = self._turn
         if self._draft_limits is not None and not self._draft_limits.decode_only:
             self._plan_draft(self._draft_limits, step)
 
@@ -276,17 +279,20 @@ class StepPlanning:
         return sequences if cohort is None else [sequence for sequence in sequences if cohort.takes(sequence.id)]
 
     def _of_stages(self, sequences: Iterable[Sequence]) -> Iterable[Sequence]:
-        """Of a pipeline the sequences that no step in flight runs: its first stage does not know their tokens yet."""
+        """Of a pipeline the sequences that no step in flight runs: its first stage does not know their tokens yet. The
+        one that has waited longest is first."""
         if self._config.stages == 1:
             return sequences
-        return [sequence for sequence in sequences if sequence.scheduled == sequence.computed]
+        free = [sequence for sequence in sequences if sequence.scheduled == sequence.computed]
+        return sorted(free, key=lambda sequence: sequence.turn)
 
     def _micro_batch(self) -> int:
         """The most decodes of a step. The steps in flight of a pipeline divide the running sequences equally."""
         config = self._config
         if config.stages == 1:
             return config.max_running
-        return config.micro_batch or max(1, -(-len(self._table.running) // (config.stages + config.stages_ahead)))
+        flights = config.stages + config.stages_ahead if config.overlap else 1
+        return config.micro_batch or max(1, -(-len(self._table.running) // flights))
 
     def _is_last(self, cohort: Cohort) -> bool:
         """Whether one sequence runs and it is of the cohort: others may continue in the next step."""

@@ -36,7 +36,7 @@ class Sequence:
     Pages: ``pages`` allocated, of which the first ``shared`` are in the prefix tree. ``slot``: its place on the worker,
     ``generation`` the use of it, ``serial`` the admission; see the table of counters in architecture.md. ``charged``:
     tokens known when its tenant was last charged for them. ``draft_limit``: most draft tokens that a step may verify.
-    ``acceptance``: acceptance statistics of its drafts.
+    ``acceptance``: acceptance statistics of its drafts. ``turn``: number of the last step that decoded it.
     """
 
     __slots__ = (
@@ -70,6 +70,7 @@ class Sequence:
         "status",
         "stop_ids",
         "target",
+        "turn",
         "tenant",
     )
 
@@ -88,6 +89,7 @@ class Sequence:
         self.cached_tokens = -1  # at the first admission; -1: not admitted yet
         self.target = 0
         self.draft_limit = 0
+        self.turn = 0
         self.acceptance: AcceptanceEstimate | None = None
         self.first_page: tuple[bytes, bytes] = (b"", b"")
         self.leave_device()

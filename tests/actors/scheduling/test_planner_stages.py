@@ -56,5 +56,20 @@ def test_a_micro_batch_has_no_more_rows_than_given():
         if not stage.sent:
             break
         stage.finish()
-    assert max(sizes) == 2
+    assert max(sizes) == 3  # two decodes, and a prompt
     assert [stage.tokens(number) for number in range(6)] == [says(prompt, 9) for prompt in prompts]
+
+
+@pytest.mark.parametrize("options", [{"micro_batch": 1}, {"overlap": False}, {}])
+def test_no_sequence_waits_while_others_run_on(options):
+    stage = Stage(stages=2, **options)
+    stage.submit(*[spec(number, range(50 * number, 50 * number + 5), max_tokens=60) for number in range(3)])
+    for step in range(60):
+        if step == 20:
+            stage.submit(spec(3, range(5000, 5005), max_tokens=60))
+        while stage.planner.can_send and stage.plan() is not None:
+            pass
+        stage.finish()
+    made = [len(stage.tokens(number)) for number in range(3)]
+    assert max(made) - min(made) <= 3
+    assert len(stage.tokens(3)) >= 5
