@@ -70,8 +70,8 @@ class Sequence:
         "status",
         "stop_ids",
         "target",
-        "turn",
         "tenant",
+        "turn",
     )
 
     def __init__(self, spec: SequenceSpec, priority: int) -> None:
