@@ -32,7 +32,7 @@ _REFUSED = {
     "disaggregated_params": "is not supported: one server does both prefill and decode; leave it out",
     "custom_logit_processor": "is code, which is not run; leave it out",
     "lora_id": "is not supported; leave it out",
-    "data_parallel_rank": "is not supported: the server chooses the replica; leave it out",
+    "data_parallel_rank": "is not supported here; use /generate over HTTP",
     "custom_params": "is for custom_logit_processor, which is not run; leave it out",
     "texts": "is not read; send the pair as tokenized.input_ids and token_type_ids",
 }
