@@ -61,6 +61,7 @@ class ExpertRecord:
         self.counts: npt.NDArray[np.int64] | None = None
         self.passes = 0  # whose counts are in the sum
         self.steps: deque[RecordedStep] = deque()  # empty if only sums are asked for
+        self.successor: ExpertRecord | None = None  # that gets the results of steps in flight
         self._size, self._bytes = size, 0
         self._keeps = size > 0 or mode in ("per_pass", "per_token")
 
@@ -74,6 +75,9 @@ class ExpertRecord:
 
     def add(self, replica: int, requests: Sequence[str], result: StepResult, shape: tuple[int, int]) -> None:
         """Add a step's result, if it has counts. ``shape``: the model's layers, and the experts that a token takes."""
+        if self.successor is not None:
+            self.successor.add(replica, requests, result, shape)
+            return
         found = result.record
         if found is None:
             return
@@ -90,12 +94,24 @@ class ExpertRecord:
             tokens = np.frombuffer(found.routes.counts, np.int32)
             experts = np.frombuffer(found.routes.values, np.int16).reshape(-1, layers, chosen)
             requests = [requests[row] for row in np.frombuffer(found.routes.rows, np.int32).tolist()]
-        step = RecordedStep(result.number, replica, requests, counts, tokens, experts)
+        self._hold(RecordedStep(result.number, replica, requests, counts, tokens, experts))
+
+    def extend(self, later: ExpertRecord) -> None:
+        """Add a later record."""
+        if later.counts is not None:
+            self.counts = later.counts if self.counts is None else self.counts + later.counts
+        self.passes += later.passes
+        for step in later.steps:
+            self._hold(step)
+
+    def _hold(self, step: RecordedStep) -> None:
+        """Hold a step, whose counts are in the sum, and drop the oldest ones that are too many."""
         self.steps.append(step)
         self._bytes += step.nbytes
         while len(self.steps) > 1 and (0 < self._size < len(self.steps) or self._bytes > _MAX_BYTES):
             oldest = self.steps.popleft()
             self._bytes -= oldest.nbytes
+            assert self.counts is not None
             self.counts -= oldest.counts
             self.passes -= 1
 
@@ -122,9 +138,18 @@ class ExpertRecorder:
         self.is_recording = False
 
     def take(self) -> ExpertRecord:
-        """The record so far. A new one begins, which goes on if steps are recorded."""
+        """The record so far, which does not change any more. A new one begins, which goes on if steps are recorded,
+        and gets the results of steps in flight."""
         taken, self.record = self.record or self._fresh(), self._fresh()
+        taken.successor = self.record
         return taken
+
+    def restore(self, taken: ExpertRecord) -> None:
+        """Go on with a record that was taken and not written. What was recorded meanwhile is added to it."""
+        later, taken.successor = taken.successor, None
+        if later is not None and self.record is later:
+            taken.extend(later)
+            self.record, later.successor = taken, taken
 
     def for_step(self, number: int) -> ExpertRecord | None:
         """The record that the step of this number belongs to; None: its experts are not asked for."""
@@ -145,14 +170,22 @@ def write_record(record: ExpertRecord, folder: str | None, about: dict[str, Any]
     """
     counts = [] if record.counts is None else record.counts.tolist()
     whole: dict[str, Any] = {**about, "mode": record.mode, "passes": record.passes, "logical_count": counts}
-    if record.mode in ("per_pass", "per_token"):
-        whole["records"] = [_step(step) for step in record.steps]
     directory = Path(folder or tempfile.gettempdir())
     directory.mkdir(parents=True, exist_ok=True)
     prefix = f"expert_distribution_recorder_{time.time():.3f}_"
     handle, path = tempfile.mkstemp(".json", prefix, directory)
-    with os.fdopen(handle, "wb") as file:
-        file.write(msgspec.json.encode(whole))
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(msgspec.json.encode(whole)[:-1])
+            if record.mode in ("per_pass", "per_token"):  # one by one: as lists they take many times their bytes
+                for number, step in enumerate(record.steps):
+                    file.write(b"," if number else b',"records":[')
+                    file.write(msgspec.json.encode(_step(step)))
+                file.write(b"]" if record.steps else b',"records":[]')
+            file.write(b"}")
+    except OSError:
+        Path(path).unlink(missing_ok=True)
+        raise
     return Path(path).resolve()
 
 

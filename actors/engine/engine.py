@@ -568,10 +568,14 @@ class Engine:
 
     async def dump_expert_distribution(self) -> Path:
         """Write what :attr:`expert_recorder` has recorded to a new JSON file and begin a new record. Returns the file's
-        path; OSError if it cannot be written."""
+        path. Raises OSError if it cannot be written; then the record goes on."""
         about = {"model": self.model_name}
         record, folder = self.expert_recorder.take(), self.arguments.expert_distribution_recorder_dir
-        return await asyncio.to_thread(write_record, record, folder, about)
+        try:
+            return await asyncio.to_thread(write_record, record, folder, about)
+        except OSError:
+            self.expert_recorder.restore(record)
+            raise
 
     def _workers(self) -> list[ActorRef[WorkerProtocol]]:
         return (

@@ -118,8 +118,8 @@ class LoraArguments(ExpertDistributionArguments, frozen=True, kw_only=True):
             minimum=1,
             maximum=10**6,
             metavar="N",
-            help="Number of adapters in the host's memory. One more unloads another, by --lora-eviction-policy, once "
-            "its requests have ended.",
+            help="Number of adapters that requests may name. One more unloads another, by --lora-eviction-policy: it "
+            "takes no more requests, and leaves the host's memory when those that run have ended.",
         ),
     ] = None
 

@@ -153,11 +153,14 @@ class Adapters:
                 info = await asyncio.to_thread(read_adapter_info, _absolute(path), self._base, self._settings)
             except ConfigError as error:
                 raise InvalidRequest(f"lora_path: {error}.", param="lora_path") from None
-            await self._make_room()
+            self._require_room()
             adapter = self._make(name, path, pinned, info)
             self._hold(adapter)  # a worker that starts meanwhile loads it with the model
             try:
-                answers = await asyncio.gather(*(self._ask(each, adapter) for each in self._workers()))
+                asked = [self._ask(each, adapter) for each in self._workers()]
+                answers = await asyncio.gather(*asked, return_exceptions=True)  # none loads it later
+                if failed := next((each for each in answers if isinstance(each, BaseException)), None):
+                    raise failed
                 if wrong := next(filter(None, answers), ""):
                     raise InvalidRequest(f"lora_path: {wrong}.", param="lora_path")
             except BaseException as error:
@@ -165,20 +168,25 @@ class Adapters:
                 if isinstance(error, Exception):
                     await asyncio.shield(task)
                 raise
+            if (evicted := self._require_room()) is not None:
+                del self._names[evicted.name]
+                self._forget(evicted)  # when its requests have ended
             self._names[name] = adapter
             return adapter
 
-    async def _make_room(self) -> None:
+    def _require_room(self) -> Adapter | None:
+        """The adapter that leaves for one more; None: there is room. Raises InvalidRequest where all are pinned."""
         most = self._arguments.max_loaded_loras
-        while most is not None and len(self._names) >= most:
-            first = next((each for each in self._names.values() if not each.pinned), None)
-            if first is None:
-                raise InvalidRequest(
-                    f"lora_name: {len(self._names)} adapters are loaded and pinned, and --max-loaded-loras is {most}. "
-                    "Unload one.",
-                    param="lora_name",
-                )
-            await self.unload(first.name)
+        if most is None or len(self._names) < most:
+            return None
+        first = next((each for each in self._names.values() if not each.pinned), None)
+        if first is None:
+            raise InvalidRequest(
+                f"lora_name: {len(self._names)} adapters are loaded and pinned, and --max-loaded-loras is {most}. "
+                "Unload one.",
+                param="lora_name",
+            )
+        return first
 
     async def _ask(self, worker: ActorRef[WorkerProtocol], adapter: Adapter) -> str:
         """A worker that dies meanwhile loads it with the model; it is asked again, for its answer."""

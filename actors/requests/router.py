@@ -77,10 +77,13 @@ class Router:
         """The route of a new request. All of its choices take it, so that they share their prompt's pages.
 
         ``prompt``: int32 token ids. ``salt``: prefixes are shared only with the same one. ``replica``: the one that
-        the client names; None: the method chooses. Raises IndexError where there is no such replica.
+        the client names, which the method replaces while its workers load and others are ready; None: the method
+        chooses. Raises IndexError where there is no such replica.
         """
         if replica is not None:
-            return self._routes[replica]
+            named = self._routes[replica]
+            if named.board.worker is not None or all(route.board.worker is None for route in self._routes):
+                return named
         if len(self._routes) == 1:
             return self._routes[0]
         routes = [route for route in self._routes if route.board.worker is not None] or self._routes

@@ -23,7 +23,7 @@ Tokens = tuple[int, ...]
 
 class Turn(msgspec.Struct, frozen=True, eq=False):
     """A step that waits for its round. ``launch`` sends it to the workers of its replica. ``apart``: no other replica
-    may run a token in the round, as the step may kill the workers."""
+    may run a token in the round, and no other round is in flight, as the step may kill the workers."""
 
     tokens: int
     launch: Callable[[Tokens], None]
@@ -52,6 +52,7 @@ class Lockstep:
         self._rounds: deque[dict[int, bool]] = deque()  # the members without an answer, and whether theirs has rows
         self._epoch = -1
         self._broken = -1  # no rounds up to this epoch
+        self._is_apart = False  # the last round
         self._first = 0  # whose turn it is to run apart
         self._timer: asyncio.TimerHandle | None = None
 
@@ -117,7 +118,7 @@ class Lockstep:
             apart = self._apart()
             if any(member.launch_empty is None for member in members):
                 return
-            if len(self._rounds) >= (self._depth if apart is None else 1):
+            if len(self._rounds) >= (self._depth if apart is None and not self._is_apart else 1):
                 return
             if not late and any(member.settling and not member.turns for member in members):
                 if self._timer is None:
@@ -141,7 +142,8 @@ class Lockstep:
             member.turns.popleft() if replica in replicas and member.turns else None
             for replica, member in enumerate(self._members)
         ]
-        if len(replicas) == 1:
+        self._is_apart = len(replicas) == 1
+        if self._is_apart:
             self._first = replicas[0] + 1
         tokens = tuple(0 if turn is None else turn.tokens for turn in turns)
         self._rounds.append({replica: turn is not None for replica, turn in enumerate(turns)})

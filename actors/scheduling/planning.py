@@ -32,7 +32,7 @@ CacheMessage: TypeAlias = OpenSequence | CacheUpdate | PeekPrefixes
 CacheReply: TypeAlias = PrefixMatch | CacheUpdated | list[int]
 Planning: TypeAlias = Generator[CacheMessage, CacheReply, None]
 
-_MAX_SKIPPED = 64  # most sequences skipped in one step: their prefix is being computed, their adapter has no place
+_MAX_SKIPPED = 64  # most sequences skipped in one step because their prefix is being computed
 _RETRY_STEPS = 32  # steps after which a queue whose head did not fit is tried again in any case
 
 
@@ -380,9 +380,11 @@ class StepPlanning:
         for sequence in self._of_cohort(order):
             if not self._may_join(step) or held >= _MAX_SKIPPED:
                 break
-            if table.siblings.computes_for(sequence) or not places.fits(sequence):
+            if table.siblings.computes_for(sequence):
                 held += 1
                 continue
+            if not places.fits(sequence):
+                continue  # however many there are, those behind them may run
             needed = -(-sequence.length // size)
             if needed > self._total_pages:
                 step.outputs.append(table.end(sequence, too_large(needed, self._total_pages)))

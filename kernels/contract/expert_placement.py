@@ -3,7 +3,7 @@
 A rank has as many places as every other; there may be more places than experts (redundant experts). The heaviest
 experts get the copies that are left over, and the copies are packed so that ranks have equal loads (DeepSeek-V3,
 arXiv 2412.19437, section 3.4; github.com/deepseek-ai/EPLB describes the two policies). Pure functions of numpy arrays:
-every rank computes the same from the same counts.
+the same counts always give the same placement. No server calls them yet: experts do not move.
 
 A placement is int64 [layers, places]: the expert in each place, rank after rank. The tokens of an expert are divided
 equally over its copies.

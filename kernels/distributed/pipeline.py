@@ -42,7 +42,7 @@ class Stage:
 
     def receive_stream(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The residual stream [tokens, hidden] behind the previous stage. Raises GroupError."""
-        raise NotImplementedError
+        raise GroupError("a model on one stage receives nothing from other stages")
 
     def send_stream(self, stream: Tensor) -> None:
         """Send the residual stream [tokens, hidden] to the next stage. Raises GroupError."""
@@ -53,7 +53,7 @@ class Stage:
     def await_outcome(self, numbers: int, device: torch.device) -> Callable[[], Tensor]:
         """Returns at once; call the result to wait for what the last stage sends, int64 [numbers]. Raises
         GroupError."""
-        raise NotImplementedError
+        raise GroupError("a model on one stage receives nothing from other stages")
 
     def flush(self) -> None:
         """Wait until all messages have left, before the group is closed."""

@@ -98,6 +98,9 @@ class ResidentAdapters:
                 host = [self._read(stored, layer, files.modules) for layer in self._layers]
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{files.weights} cannot be read ({error}); download it again") from error
+        except (RuntimeError, MemoryError) as error:  # torch's error where memory, or pinned memory, is short
+            first = str(error).strip().partition("\n")[0]
+            raise ConfigError(f"{files.weights} does not fit this host's memory ({first}); unload another") from error
         self._resident.pop(index, None)
         self._loaded[index] = host
 
@@ -139,7 +142,8 @@ class ResidentAdapters:
             place = self._resident.pop(unused)
         for layer, host in zip(self._layers, self._loaded[index], strict=True):
             if host is None:
-                layer.down[place].zero_()  # then nothing is added, whatever the others hold
+                layer.down[place].zero_()
+                layer.up[place].zero_()
                 continue
             for matrices, source in zip((layer.down, layer.up), host, strict=True):
                 matrices[place].copy_(source, non_blocking=True)
@@ -177,8 +181,8 @@ class ResidentAdapters:
             found, parts = modules[module], self._spec(module).parts(layer.shard)
             first, second = stored.get_tensor(found.down).float(), stored.get_tensor(found.up).float() * found.scale
             for name, matrix in ((found.down, first), (found.up, second)):
-                if not matrix.isfinite().all():
-                    raise ConfigError(f"{name} of the adapter has values that are not finite")
+                if not matrix.to(self._dtype).isfinite().all():  # a product with 0 would reach rows of others
+                    raise ConfigError(f"{name} of the adapter has values that are not finite in {self._dtype}")
             begin = number * rank
             down[begin : begin + found.rank] = _part(first, parts, 1)
             columns[number][: found.rank] = _part(second, parts, 0).T

@@ -86,6 +86,8 @@ def read_files(
         elif rows:
             root = math.sqrt(rows) if config.get("use_rslora") is True else rows
             scale = _match(alphas, module, alpha) / root
+            if plain_name(module) in modules:
+                wrong.append(f"{module} is there under two names")
             modules[plain_name(module)] = AdapterModule(down[0], up[0], rows, inputs, outputs, scale)
     if not pairs:
         wrong.append(f"{WEIGHTS} has no matrices of a linear layer")
@@ -116,6 +118,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory; give the directory of an adapter in PEFT's format")
     try:
+        if not path.is_file():
+            raise FileNotFoundError("no such file")
         with path.open("rb") as file:
             text = file.read(_MAX_CONFIG_BYTES + 1)
         if len(text) > _MAX_CONFIG_BYTES:
@@ -169,7 +173,10 @@ def _pairs(stored: Mapping[str, _Stored], wrong: list[str]) -> dict[str, tuple[_
         elif tensor[2] not in _BYTES:
             wrong.append(f"{name} is stored as {tensor[2]}, not as one of {', '.join(_BYTES)}")
         else:
-            found.setdefault(match[1].replace(".base_layer", ""), {})[match[2]] = tensor
+            pair = found.setdefault(match[1].replace(".base_layer", ""), {})
+            if match[2] in pair:
+                wrong.append(f"{name} is there under two names")
+            pair[match[2]] = tensor
     wrong += [f"{module} has only one of A and B" for module, pair in found.items() if len(pair) != 2]
     return {module: (pair["A"], pair["B"]) for module, pair in found.items() if len(pair) == 2}
 

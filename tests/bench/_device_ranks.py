@@ -72,5 +72,5 @@ def started_ranks(ranks: int, stages: int, parts: int, arguments: Sequence[str])
             yield Ranks(size, 0, Path(folder), stages, parts)
         finally:
             for process in others:
-                process.terminate()
+                process.kill()  # one in a collective heeds nothing else
                 process.wait()

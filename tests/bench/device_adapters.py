@@ -24,7 +24,7 @@ _PROMPT, _OUTPUT, _ROUNDS = 512, 128, 3
 
 
 def adapters(names: list[str], directory: Path) -> None:
-    """Measure, print and record models, in turns of rounds on one runner after the other."""
+    """Measure, print and record models: rounds without adapters, then those with them on a runner of their own."""
     print("\n| model | streams | adapters | tokens/s | of those without |\n|---|---|---|---|---|", flush=True)
     for name in names:
         path = write_model(name, directory)

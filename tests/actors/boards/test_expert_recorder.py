@@ -84,6 +84,36 @@ def test_steps_belong_to_the_record_that_was_on_when_they_were_sent() -> None:
     assert recorder.for_step(4) not in (None, taken)
 
 
+def test_steps_in_flight_at_a_dump_belong_to_the_next_record() -> None:
+    recorder = ExpertRecorder("per_pass", None)
+    recorder.start()
+    sent = recorder.for_step(1)
+    assert sent is not None
+    taken = recorder.take()
+    sent.add(0, ["a"], result(1, [[3, 0, 0], [0, 1, 2]]), SHAPE)
+    assert (taken.passes, len(taken.steps)) == (0, 0)
+    assert recorder.record is not None
+    assert recorder.record.passes == 1
+
+
+def test_a_record_that_was_not_written_goes_on() -> None:
+    recorder = ExpertRecorder("per_pass", None)
+    recorder.start()
+    first = recorder.for_step(1)
+    assert first is not None
+    first.add(0, ["a"], result(1, [[3, 0, 0], [0, 1, 2]]), SHAPE)
+    taken = recorder.take()
+    later = recorder.for_step(2)
+    assert later is not None
+    later.add(0, ["b"], result(2, [[1, 0, 0], [0, 0, 1]]), SHAPE)
+    recorder.restore(taken)
+    later.add(0, ["c"], result(3, [[1, 0, 0], [0, 0, 1]]), SHAPE)
+    assert recorder.take() is taken
+    assert taken.counts is not None
+    assert (taken.counts.tolist(), taken.passes) == ([[5, 0, 0], [0, 1, 4]], 3)
+    assert [step.number for step in taken.steps] == [1, 2, 3]
+
+
 def test_balancedness_is_the_mean_by_the_maximum() -> None:
     counts = np.array([[4, 4], [0, 0], [6, 2]], np.int64)
     assert balancedness(counts) == {0: 1.0, 2: pytest.approx(4 / 6)}

@@ -132,6 +132,15 @@ async def test_one_more_than_max_loaded_loras_unloads_the_policys_choice(tiny_mo
     assert await loaded("fifo", True) == ["a", "c"]
 
 
+async def test_a_load_that_fails_unloads_no_other_adapter(tiny_model, files, tmp_path):
+    wide = save_adapter(tmp_path / "wide", {"model.layers.0.self_attn.q_proj": (8, 8)}, 1)
+    async with small_engine(tiny_model, max_loaded_loras=1, enable_lora=True, max_lora_rank=4) as engine:
+        await engine.load_adapter("a", str(files["first"]))
+        with pytest.raises(InvalidRequest, match="does not fit the model"):
+            await engine.load_adapter("b", str(wide))
+        assert [adapter.name for adapter in engine.adapters] == ["a"]
+
+
 async def test_limits_hold_for_the_first_adapters_and_later_ones(tiny_model, files, tmp_path):
     with pytest.raises((EngineFailed, ArgumentError), match="none is not a directory"):
         async with small_engine(tiny_model, lora_paths=[str(tmp_path / "none")]):

@@ -263,6 +263,13 @@ def test_a_router_takes_the_replica_with_the_fewest_live_tokens() -> None:
     assert few.journal.tokens == 20
 
 
+def test_a_router_leaves_a_named_replica_while_its_workers_load() -> None:
+    loading, ready = route(0, ready=False), route(5, number=1)
+    assert Router([loading, ready], "total_requests").choose(replica=0) is ready
+    assert Router([loading, ready], "total_requests").choose(replica=1) is ready
+    assert Router([loading, loading], "total_requests").choose(replica=0) is loading
+
+
 def test_a_router_takes_replicas_in_turn() -> None:
     routes = [route(5), route(0), route(0, ready=False)]
     router = Router(routes, "round_robin")

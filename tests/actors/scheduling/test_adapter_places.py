@@ -20,6 +20,17 @@ def test_another_adapter_waits_for_a_place_and_the_plain_ones_pass():
     assert all(stage.tokens(number) == says([number + 1], 4) for number in range(4))
 
 
+def test_any_number_of_requests_without_a_place_lets_others_pass():
+    stage = Stage(max_adapters=1, overlap=False)
+    stage.submit(spec(0, [1], adapter=5, max_tokens=50))
+    stage.step()
+    stage.submit(*(spec(number, [2], adapter=6, arrival=float(number)) for number in range(1, 101)))
+    stage.submit(spec(101, [3], arrival=101.0))
+    stage.step()
+    assert len(stage.tokens(101)) == 1
+    assert not stage.tokens(1)
+
+
 def test_others_go_on_while_the_least_used_adapter_makes_room():
     stage = Stage(max_adapters=2, overlap=False)
     for number, adapter in enumerate((1, 1, 2, 3, 1, 2)):

@@ -92,6 +92,15 @@ async def test_a_step_that_may_kill_the_workers_runs_alone():
     assert all_.names() == [["a", "b", "", "c"], ["", "", "x", ""]]
 
 
+async def test_no_step_begins_beside_one_that_runs_apart():
+    all_ = Replicas()
+    all_.submit(0, "suspect", apart=True)
+    all_.submit(1, "x")
+    assert all_.names() == [["suspect"], [""]]
+    all_.answer(0, 1)
+    assert all_.names() == [["suspect", ""], ["", "x"]]
+
+
 async def test_steps_of_an_epoch_that_has_ended_are_left_to_the_workers():
     all_ = Replicas(depth=1)
     all_.submit(0, "a")

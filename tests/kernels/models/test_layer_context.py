@@ -14,6 +14,7 @@ from kernels.contract.step import SlotSampling
 from kernels.core.layer_context import LayerContext
 from kernels.devices.cpu.low_rank import SegmentedDelta
 from kernels.devices.low_rank import LowRankDelta
+from kernels.models.adapters import ResidentAdapters
 from tests.kits.adapters import adapted_modules, assert_rows_use_their_adapters, logprobs_of, merged, save_adapter
 from tests.kits.driver import VOCAB
 from tests.kits.native import compiled, needs_native
@@ -210,6 +211,33 @@ def test_adapters_with_numbers_that_are_not_finite_are_refused(reference, drive,
     save_file(stored, file / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match=rf"{name} of the adapter has values that are not finite"):
         drive(path, adapters=SMALL).runner.load_adapter(1, str(file))
+
+
+def test_adapters_with_numbers_too_large_for_the_models_dtype_are_refused(reference, drive, tmp_path):
+    path = reference("qwen3").path
+    file = save_adapter(tmp_path / "one", adapted_modules(path), 1)
+    stored = load_file(file / "adapter_model.safetensors")
+    name = next(name for name in stored if "lora_B" in name)
+    stored[name][0, 0] = 1e38
+    save_file(stored, file / "adapter_model.safetensors")
+    driver = drive(path, adapters=SMALL)
+    driver.runner.load_adapter(1, str(file))
+    driver.runner._adapters._dtype = torch.float16
+    with pytest.raises(ConfigError, match=r"not finite in torch\.float16"):
+        driver.runner.load_adapter(2, str(file))
+
+
+def test_an_adapter_that_memory_has_no_room_for_is_refused(reference, drive, tmp_path, monkeypatch):
+    path = reference("qwen3").path
+    file = save_adapter(tmp_path / "one", adapted_modules(path), 1)
+    driver = drive(path, adapters=SMALL)
+
+    def no_memory(*arguments):
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(ResidentAdapters, "_read", no_memory)
+    with pytest.raises(ConfigError, match="does not fit this host's memory"):
+        driver.runner.load_adapter(1, str(file))
 
 
 def test_models_without_room_for_adapters_load_none(reference, drive):

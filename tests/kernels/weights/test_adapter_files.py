@@ -89,6 +89,20 @@ def test_one_error_names_all_that_is_wrong(tmp_path):
         assert reason in str(raised.value)
 
 
+def test_a_module_under_two_names_is_refused(tmp_path):
+    file = save_adapter(tmp_path / "one", MODULES, 1)
+    stored = load_file(file / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    for other in (name.replace("A.weight", "A.default.weight"), name.replace("q_proj", "q_proj.base_layer")):
+        save_file(stored | {other: stored[name]}, file / "adapter_model.safetensors")
+        with pytest.raises(ConfigError, match="under two names"):
+            read_adapter_info(str(file))
+    inner = {key.replace("model.layers", "model.language_model.layers"): value for key, value in stored.items()}
+    save_file(stored | inner, file / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="under two names"):
+        read_adapter_info(str(file))
+
+
 def test_files_that_are_missing_pickled_or_torn_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="is not a directory"):
         read_adapter_info(str(tmp_path / "none"))

@@ -26,6 +26,7 @@ _BLOCK: Final = 128  # inputs of a step, and outputs of a program
 _SPLIT: Final = 512  # inputs of a program, where there are so few rows that they do not fill the device
 _MAX_SPLITS: Final = 16
 _FEW: Final = 256  # rows
+_MAX_RANK: Final = 128  # of a program: more does not fit shared memory in float32
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -42,14 +43,17 @@ def low_rank_down_kernel(
     rank: tl.constexpr,
     row_block: tl.constexpr,
     rank_block: tl.constexpr,
+    chunks: tl.constexpr,
     block: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """``low`` float32 [splits, rows, modules * rank]: the sums of ``split`` inputs each, of ``x`` [rows, inputs], whose
-    rows are ``stride`` apart, times ``down`` [places, modules * rank, inputs]. Rows of place 0 are not written."""
-    place, part, module = tl.program_id(1) + 1, tl.program_id(2) // modules, tl.program_id(2) % modules
+    rows are ``stride`` apart, times ``down`` [places, modules * rank, inputs]. Rows of place 0 are not written. A
+    program is for one of ``chunks`` of a rank."""
+    place, chunk, pair = tl.program_id(1) + 1, tl.program_id(2) % chunks, tl.program_id(2) // chunks
+    part, module = pair // modules, pair % modules
     row = tl.program_id(0) * row_block + tl.arange(0, row_block)
-    at = tl.arange(0, rank_block)
+    at = chunk * rank_block + tl.arange(0, rank_block)
     column = tl.arange(0, block)
     if pdl:
         gdc_launch_dependents()
@@ -148,16 +152,17 @@ def add_low_rank(x: Tensor, places: Tensor, down: Tensor, up: Tensor, tiles: Ten
     splits = min(_MAX_SPLITS, triton.cdiv(inputs, _SPLIT)) if rows <= _FEW else 1
     split = triton.cdiv(triton.cdiv(inputs, splits), _BLOCK) * _BLOCK
     low = torch.empty((splits, rows, modules * rank), dtype=torch.float32, device=x.device)
-    rank_block = max(16, triton.next_power_of_2(rank))
+    rank_block = min(max(16, triton.next_power_of_2(rank)), _MAX_RANK)
+    chunks = triton.cdiv(rank, rank_block)
     row_block = min(max(16, 4096 // rank_block), 64, max(16, triton.next_power_of_2(rows)))
     blocks, pdl, warps = (
         triton.cdiv(rows, row_block),
         overlapping(x.device),
         8 if max(row_block, rank_block) >= 64 else 4,
     )
-    low_rank_down_kernel[(blocks, most, splits * modules)](
+    low_rank_down_kernel[(blocks, most, splits * modules * chunks)](
         x, places, down, low, rows, x.stride(0), inputs, split,
-        modules, rank, row_block, rank_block, _BLOCK, pdl, num_warps=warps, launch_pdl=pdl,
+        modules, rank, row_block, rank_block, chunks, _BLOCK, pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     low_rank_up_kernel[(blocks, len(tiles))](
         low, places, up, tiles, outputs, rows, outputs.stride(0), up.shape[2], modules, most,

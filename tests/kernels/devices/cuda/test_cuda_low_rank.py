@@ -12,7 +12,8 @@ from kernels.devices.low_rank import LowRankDelta
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("rows", "rank", "inputs", "sizes"), [(1, 4, 100, (40,)), (19, 16, 1100, (130, 20, 20)), (300, 40, 160, (129,))]
+    ("rows", "rank", "inputs", "sizes"),
+    [(1, 4, 100, (40,)), (19, 16, 1100, (130, 20, 20)), (300, 40, 160, (129,)), (3, 300, 64, (40, 8))],
 )
 def test_kernels_add_what_plain_operators_add(rows, rank, inputs, sizes, dtype, device):
     torch.manual_seed(rows)
